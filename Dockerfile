@@ -30,6 +30,7 @@ COPY gateway gateway
 COPY kv_transfer kv_transfer
 COPY prefill_worker prefill_worker
 COPY scheduler scheduler
+COPY simulator simulator
 COPY worker worker
 RUN scripts/install_image.sh baton
 

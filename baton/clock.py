@@ -18,7 +18,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to; drives unit tests and the simulator."""
+    """A clock that moves only on request; drives unit tests and the simulator."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -63,7 +63,7 @@ class TraceError(BatonError):
 
 
 class RequestError(BatonError):
-    """One request cannot be served. Everything else goes on."""
+    """One request cannot be served. Other requests are not affected."""
 
 
 class InvalidRequest(RequestError):

@@ -9,7 +9,7 @@ from baton.transfer import TransferRecord
 
 
 class FinishReason(Enum):
-    """Why a worker is done with a request. `HANDED_OVER` ends the prefill request; the decode request goes on."""
+    """Why a worker is done with a request. `HANDED_OVER` ends the prefill request; the decode request continues."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -30,14 +30,14 @@ class ErrorKind(Enum):
     KV_LOAD_FAILED = "kv_load_failed"
     """The prompt did not arrive from the prefill worker; this worker is healthy."""
     GIVEN_BACK = "given_back"
-    """This worker is healthy, but drains, changes its role or ran out of blocks: the request goes on elsewhere."""
+    """This worker is healthy, but drains, changes its role or ran out of blocks: the request continues elsewhere."""
 
 
 class OnPreemption(Enum):
     """What a worker does with a request that must give up its blocks to others."""
 
     RESUME = "resume"
-    """The request stays here, and goes on when there is room again."""
+    """The request stays here, and continues when there is room again."""
     GIVE_BACK = "give_back"
     """The request ends with ErrorKind.GIVEN_BACK, and the gateway places it where there is room."""
 
@@ -60,7 +60,7 @@ class EngineRequest:
     kv_transfer: KVTransferParams | None = None
     """None: the worker computes the prompt and decodes, all by itself."""
     output_token_ids: tuple[int, ...] = ()
-    """What other workers already sampled of the answer. The request goes on behind it as if it had never moved. The
+    """What other workers already sampled of the answer. The request continues behind it as if it had never moved. The
     first token from here has position `len(output_token_ids)`, and `sampling_params` still count from position 0."""
     on_preemption: OnPreemption = OnPreemption.RESUME
 

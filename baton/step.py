@@ -59,7 +59,7 @@ class SchedulerOutput:
     finished_req_ids: frozenset[str]
     """Requests finished since the previous plan; the runner forgets them."""
     kv_connector_metadata: Any = None
-    """What the connector's scheduler half tells its worker half; opaque to everyone else."""
+    """Commands from the connector's scheduler half to its worker half; opaque to all others."""
     swap_out: tuple[tuple[int, int], ...] = ()
     """(block, host block) pairs to copy before anything else in this step; their requests were preempted."""
     swap_in: tuple[tuple[int, int], ...] = ()
@@ -115,7 +115,7 @@ class FailedKV:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorOutput:
-    """News from the connector's worker half. Every item is a hint: unknown or repeated ones are counted and ignored."""
+    """Events from the connector's worker half. Events are hints: unknown and repeated ones are counted and ignored."""
 
     finished_sending: tuple[str, ...] = ()
     """Finished prefills whose leased blocks were read, released or expired."""
@@ -124,7 +124,7 @@ class KVConnectorOutput:
     quiesced: tuple[str, ...] = ()
     """Aborted loads whose quarantined blocks will not be written any more."""
     transfers: Mapping[str, TransferRecord] = field(default_factory=dict)
-    """Records of hand-overs, by request; each comes with the news that the blocks were read, arrived or failed."""
+    """Records of hand-overs, by request; each comes with the event that the blocks were read, arrived or failed."""
     can_load: tuple[str, ...] = ()
     """Postponed loads that wait for room again: their prompts are now complete, or lost."""
     unwanted: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a worker tells the rest of the cluster about itself."""
+"""What a worker reports about itself to the rest of the cluster."""
 
 from dataclasses import dataclass
 from enum import Enum

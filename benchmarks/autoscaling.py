@@ -1,7 +1,7 @@
 """A day's load through the autoscaler, in virtual time: `python -m benchmarks.autoscaling`; a minute or two.
 
-Beside it the same day on fleets of fixed size: as many workers as the autoscaler had at most, before a burst, or in the
-mean. What counts is the time in which targets were missed, and what it cost in workers' hours.
+For comparison, the same day on fleets of fixed size: as many workers as the autoscaler had at most, before the burst,
+and in the mean. The result is the share of time in which targets were missed, and the cost in worker hours.
 """
 
 import argparse
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.config import BatonConfig
-from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
 from cluster.controller.planner import RoleChange, ScaleDecision
+from simulator.queueing_fleet import Load, Moment, QueueingFleet, Timing
 
 HOUR_S = 3600.0
 BURST_H = 20.0
@@ -30,7 +30,7 @@ def requests_per_s(at: float) -> float:
 
 @dataclass(slots=True)
 class Hour:
-    """Sums over the looks of one hour."""
+    """Sums over the autoscaler's looks in one hour."""
 
     num_looks: int = 0
     prefill: int = 0
@@ -87,7 +87,7 @@ def run_day(prefill: int, decode: int, mode: str, num_hours: int, **autoscaling:
             sentences.append(f"{moment.at / HOUR_S:5.2f} h  {moment.decision.sentence}")
 
     load = Load(requests_per_s, max_requests_per_s=40.0)
-    play(VirtualFleet(config, Timing()), load, num_hours * HOUR_S, 1, note)
+    QueueingFleet(config, Timing(), seed=1).play(load, num_hours * HOUR_S, note)
     before = (most_before_the_burst[0], most_before_the_burst[1])
     return Day(tuple(hours), changes, (most[0], most[1]), before, tuple(sentences))
 

@@ -1,8 +1,8 @@
-"""Baton's scheduler as a `Side`, through nothing but its package's door.
+"""Baton's scheduler as a `Side`, through its package's public names only.
 
     python -m benchmarks.baton_side
 
-runs timed rounds when told to on standard input; see `benchmarks/scheduler_rounds.py`.
+runs timed rounds on commands from standard input; see `benchmarks/scheduler_rounds.py`.
 """
 
 from dataclasses import asdict

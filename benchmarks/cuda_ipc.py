@@ -131,8 +131,8 @@ class End:
         self.memory.free()
 
 
-def run_giver(device: Device, pipe: Connection) -> None:
-    """The giving process: answers commands until it gets None."""
+def run_producer(device: Device, pipe: Connection) -> None:
+    """The producing process: answers commands until it gets None."""
     end: End | None = None
     command: Connect | Announce | Give | None
     while (command := pipe.recv()) is not None:
@@ -140,7 +140,7 @@ def run_giver(device: Device, pipe: Connection) -> None:
             case Connect():
                 if end is not None:
                     end.stop()
-                end = End("giver", device, command)
+                end = End("producer", device, command)
                 pipe.send(end.ref)
             case Announce(request_id, peer, num_blocks):
                 assert end is not None
@@ -159,15 +159,15 @@ def run_giver(device: Device, pipe: Connection) -> None:
         end.stop()
 
 
-class Taker:
+class Consumer:
     """The consuming process's side of everything that is measured, for one size of blocks."""
 
-    def __init__(self, device: Device, giver: Process, wanted: Connect) -> None:
-        self._giver = giver
+    def __init__(self, device: Device, producer: Process, wanted: Connect) -> None:
+        self._producer = producer
         self._block_nbytes = wanted.block_nbytes
-        giver.pipe.send(wanted)
-        self._peer: WorkerRef = giver.answer()
-        self._end = End("taker", device, wanted)
+        producer.pipe.send(wanted)
+        self._peer: WorkerRef = producer.answer()
+        self._end = End("consumer", device, wanted)
         self._scratch = device.allocate(self._end.memory.nbytes)
         self._plain = make_plain_copy(device, self._scratch, self._end.memory)
         self._order = random.Random(wanted.num_blocks).sample(range(wanted.num_blocks), wanted.num_blocks)
@@ -178,16 +178,16 @@ class Taker:
         self._num_requests += 1
         request_id, ours = f"{self._block_nbytes}-{self._num_requests}", self._pick(num_blocks)
         theirs = tuple(len(self._order) - 1 - block_id for block_id in ours)
-        self._giver.pipe.send(Announce(request_id, self._end.ref, num_blocks))
-        self._giver.answer()
+        self._producer.pipe.send(Announce(request_id, self._end.ref, num_blocks))
+        self._producer.answer()
         transfer = KVTransferParams(TransferRole.CONSUMER, request_id, 0, self._peer)
         begin = BeginLoad(request_id, transfer, num_blocks * BLOCK_SIZE)
         self._end.obey(KVConnectorMetadata((begin,), (LoadBlocks(request_id, 0, ours),), ()))
         time.sleep(SETTLE_S)
-        self._giver.pipe.send(Give(request_id, theirs))
+        self._producer.pipe.send(Give(request_id, theirs))
         self._end.until(lambda news: news.finished_recving)
         ended_at = time.perf_counter()
-        begun_at: float = self._giver.answer()  # the clock is one for all processes of a host
+        begun_at: float = self._producer.answer()  # the clock is one for all processes of a host
         return ended_at - begun_at
 
     def copy(self, num_blocks: int) -> float:
@@ -227,21 +227,21 @@ def make_plain_copy(device: Device, source: CudaMemory, to: CudaMemory) -> Calla
 
 
 def measure(
-    device: Device, giver: Process, block_nbytes: int, transfers: Sequence[int], num_rounds: int
+    device: Device, producer: Process, block_nbytes: int, transfers: Sequence[int], num_rounds: int
 ) -> list[Row]:
     """Hand-over and copy in each round, each of them first in every other one; two rounds before that do not count."""
-    taker = Taker(device, giver, Connect(2 * max(transfers) // block_nbytes, block_nbytes))
+    consumer = Consumer(device, producer, Connect(2 * max(transfers) // block_nbytes, block_nbytes))
     rows = []
     for transfer_nbytes in transfers:
         num_blocks = transfer_nbytes // block_nbytes
         ours: list[float] = []
         plain: list[float] = []
         for number in range(num_rounds + 2):
-            sides = [(taker.hand_over, ours), (taker.copy, plain)]
+            sides = [(consumer.hand_over, ours), (consumer.copy, plain)]
             for run, seconds in sides if number % 2 else sides[::-1]:
                 seconds.append(run(num_blocks))
         rows.append(_row(block_nbytes, transfer_nbytes, ours[2:], plain[2:]))
-    taker.stop()
+    consumer.stop()
     return rows
 
 
@@ -279,15 +279,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     device: Device = PretendedDevice() if options.dry_run else RealDevice()
     unit = LAYER_NBYTES if options.dry_run else MIB
-    giver = device.start(run_giver)
+    producer = device.start(run_producer)
     rows: list[Row] = []
     try:
         for block in options.blocks:
             transfers = [size * unit for size in options.sizes if size >= block]
-            rows += measure(device, giver, block * unit, transfers, options.rounds)
+            rows += measure(device, producer, block * unit, transfers, options.rounds)
     finally:
-        giver.pipe.send(None)
-        giver.end()
+        producer.pipe.send(None)
+        producer.end()
     show(rows, Console(width=110))
     if options.json:
         name = "pretended" if options.dry_run else torch.cuda.get_device_name(0)

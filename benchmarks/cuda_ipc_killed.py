@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cuda_ipc import MIB, Connect, Taker, run_giver
+from benchmarks.cuda_ipc import MIB, Connect, Consumer, run_producer
 from tests.factories.devices import Device, PretendedDevice, RealDevice
 
 BLOCK_BYTES = MIB
@@ -49,23 +49,23 @@ def measure(device: Device, pool_bytes: int, wait_s: float) -> Freed:
     """One hand-over of a few blocks, and a kill."""
     free = free_bytes(device)
     free_before = free()
-    giver = device.start(run_giver)
-    taker = Taker(device, giver, Connect(pool_bytes // BLOCK_BYTES, BLOCK_BYTES))
+    producer = device.start(run_producer)
+    consumer = Consumer(device, producer, Connect(pool_bytes // BLOCK_BYTES, BLOCK_BYTES))
     try:
-        taker.hand_over(NUM_BLOCKS_HANDED_OVER)
+        consumer.hand_over(NUM_BLOCKS_HANDED_OVER)
         free_during = free()
-        giver.kill()
+        producer.kill()
         killed_at = time.monotonic()
         wanted = free_during + (1 - SLACK) * pool_bytes
         while (free_after_kill := free()) < wanted and time.monotonic() < killed_at + wait_s:
             time.sleep(POLL_S)
         back_after_s = time.monotonic() - killed_at if free_after_kill >= wanted else None
     finally:
-        giver.kill()
-        taker.stop()
+        producer.kill()
+        consumer.stop()
         with suppress(OSError):  # only a pretended process is still there
-            giver.pipe.send(None)
-        giver.end()
+            producer.pipe.send(None)
+        producer.end()
     return Freed(pool_bytes, free_before, free_during, free_after_kill, back_after_s, free())
 
 

@@ -57,7 +57,7 @@ class Seen:
 
 
 Ask = Callable[[int], Awaitable[Seen]]
-"""A request for so many tokens."""
+"""A request for this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)

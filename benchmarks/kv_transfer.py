@@ -12,7 +12,7 @@ received. Beside it, in turn, in the same processes and pools and over blocks of
 Each measurement uses other blocks of the pool than the one before it, scattered in both pools (`--adjacent`: in order),
 so that only transfers as large as the pool meet bytes that are still in a cache. Figures are medians over rounds;
 `share` is the median over rounds of the baseline's time by the hand-over's. `cpu` is what both processes spent, in
-nanoseconds a byte: it hardly depends on who else is on the machine.
+nanoseconds a byte: it hardly depends on other processes of the machine.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from rich.table import Table
 
 from baton.config import KVTransferConfig
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
-from benchmarks.kv_transfer_giver import (
+from benchmarks.kv_transfer_producer import (
     BLOCK_SIZE,
     PATIENCE_S,
     Announce,
@@ -51,7 +51,7 @@ from benchmarks.kv_transfer_giver import (
     GiveRaw,
     Memory,
     Way,
-    run_giver,
+    run_producer,
 )
 from engine.allocator import keep_freed_memory
 from kv_transfer.commands import BeginLoad, LoadBlocks
@@ -60,7 +60,7 @@ from kv_transfer.transport.nixl_agent import nixl_is_available
 KIB, MIB = 2**10, 2**20
 MIN_POOL_NBYTES = 256 * MIB
 ROUNDS_NBYTES = 1024 * MIB
-"""Every figure comes from at least so many bytes, or MAX_ROUNDS."""
+"""Every figure comes from at least this many bytes, or MAX_ROUNDS."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 25
 SETTLE_S = 0.01
 """From the consumer's wish to the blocks' being ready: a prefill takes longer than its first messages."""
@@ -100,7 +100,7 @@ class Sample:
     """Of both processes."""
 
 
-class Taker:
+class Consumer:
     """The consuming process's side of everything that is measured."""
 
     def __init__(self, pipe: Connection, raw: socket.socket, memory: Memory, is_scattered: bool) -> None:
@@ -122,7 +122,7 @@ class Taker:
         self._block_nbytes = block_nbytes
         self._pipe.send(Connect(tuple(ways), block_nbytes))
         self._peers = _answer(self._pipe)
-        self._ends = [End("taker", way, self._memory, block_nbytes) for way in ways]
+        self._ends = [End("consumer", way, self._memory, block_nbytes) for way in ways]
         self._order = self._memory.order(block_nbytes, self._is_scattered)
         self._next = 0
         for way in range(len(ways)):
@@ -177,7 +177,7 @@ class Taker:
             end.stop()
 
     def _sample(self, cpu_s: float) -> Sample:
-        """From the giver's beginning to now; the clock is one for all processes of a host."""
+        """From the producer's beginning to now; the clock is one for all processes of a host."""
         ended_at, cpu_s = time.perf_counter(), time.process_time() - cpu_s
         given: Given = _answer(self._pipe)
         return Sample(ended_at - given.begun_at, cpu_s + given.cpu_s)
@@ -186,7 +186,7 @@ class Taker:
         return self._memory.blocks(self._block_nbytes)
 
     def _pick(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The next blocks, of the giver's pool and of ours."""
+        """The next blocks, of the producer's pool and of ours."""
         if self._next + num_blocks > len(self._order):
             self._next = 0
         ours = self._order[self._next : self._next + num_blocks]
@@ -200,17 +200,21 @@ Rounds = dict[str, list[Sample]]
 
 
 def measure(
-    taker: Taker, ways: Mapping[str, Way], block_nbytes: int, transfers: Sequence[int], num_rounds: int | None
+    consumer: Consumer,
+    ways: Mapping[str, Way],
+    block_nbytes: int,
+    transfers: Sequence[int],
+    num_rounds: int | None,
 ) -> list[Row]:
     """Every way and every baseline in each round, in an order that turns."""
-    taker.connect(list(ways.values()), block_nbytes)
+    consumer.connect(list(ways.values()), block_nbytes)
     rows = []
     for transfer_nbytes in transfers:
         num_blocks = transfer_nbytes // block_nbytes
         sides: dict[str, Callable[[int], Sample]] = {
-            name: partial(taker.hand_over, number) for number, name in enumerate(ways)
+            name: partial(consumer.hand_over, number) for number, name in enumerate(ways)
         }
-        baselines = {"memcpy": taker.memcpy, "socket": taker.socket}
+        baselines = {"memcpy": consumer.memcpy, "socket": consumer.socket}
         sides |= {name: baselines[name] for name in sorted({way.baseline for way in ways.values()})}
         samples: Rounds = {name: [] for name in sides}
         names = list(sides)
@@ -247,27 +251,27 @@ def _cpu_s(samples: Sequence[Sample]) -> float:
 
 
 @contextmanager
-def two_processes(pool_nbytes: int, is_scattered: bool) -> Iterator[Taker]:
+def two_processes(pool_nbytes: int, is_scattered: bool) -> Iterator[Consumer]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        giver = context.Process(target=run_giver, args=(theirs, pool_nbytes, port))
-        giver.start()
+        producer = context.Process(target=run_producer, args=(theirs, pool_nbytes, port))
+        producer.start()
         server.settimeout(PATIENCE_S)
         raw, _ = server.accept()
     with raw:
-        taker = Taker(ours, raw, Memory(pool_nbytes, seed=2), is_scattered)
+        consumer = Consumer(ours, raw, Memory(pool_nbytes, seed=2), is_scattered)
         try:
-            yield taker
+            yield consumer
         finally:
-            taker.stop()
+            consumer.stop()
             ours.send(None)
-            giver.join(PATIENCE_S)
+            producer.join(PATIENCE_S)
 
 
 def _answer(pipe: Connection) -> Any:
-    assert pipe.poll(PATIENCE_S), "the giving process does not answer"
+    assert pipe.poll(PATIENCE_S), "the producing process does not answer"
     return pipe.recv()
 
 
@@ -318,12 +322,12 @@ def main() -> None:
     transfers = transfers_that_fit([mib * MIB for mib in options.sizes])
     rows, checksums = [], {}
     pool_nbytes = max(MIN_POOL_NBYTES, *transfers)
-    with two_processes(pool_nbytes, not options.adjacent) as taker:
+    with two_processes(pool_nbytes, not options.adjacent) as consumer:
         for block_nbytes in blocks:
             fitting = [nbytes for nbytes in transfers if nbytes >= block_nbytes]
-            rows += measure(taker, ways, block_nbytes, fitting, options.rounds)
+            rows += measure(consumer, ways, block_nbytes, fitting, options.rounds)
             num_blocks = min(MIN_POOL_NBYTES, pool_nbytes) // block_nbytes
-            seconds = median(taker.checksum(num_blocks) for _ in range(MIN_ROUNDS))
+            seconds = median(consumer.checksum(num_blocks) for _ in range(MIN_ROUNDS))
             checksums[block_nbytes // KIB] = num_blocks * block_nbytes / seconds / 1e9
     show(rows, checksums, Console(width=110))
     if options.json:

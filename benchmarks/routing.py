@@ -1,11 +1,11 @@
-"""What the router's choices cost, and what they are worth.
+"""What the router's choices cost, and what they gain.
 
     python -m benchmarks.routing [--parts index decisions fleets] [--json PATH]
 
-`index`: memory of a prefix index in which each of 100 workers has 100,000 blocks of its own, time of a lookup, of
-events and of a departure. `decisions`: choices a second, in fleets half of which prefill, each worker with requests
-under way and a quarter of them with half of the prompt. `fleets`: the three policies in virtual time, over the real
-scheduler, block pool and events; these numbers depend on the seed alone, the other two parts' on the machine.
+`index`: memory of a prefix index in which each of 100 workers has 100,000 blocks of its own, and the time of a lookup,
+of events and of a departure. `decisions`: choices a second; half of the workers prefill, each has requests, and a
+quarter of them have half of the prompt. `fleets`: the three policies in virtual time, over the real dispatcher,
+scheduler, block pool and events. The figures of `fleets` depend on the seed alone, the others on the machine.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from baton.config import GatewayConfig
 from baton.kv import WorkerRef
 from baton.messages.request_plane import KVEvents
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
-from benchmarks.routing_fleet import KEY, Result, VirtualFleet
-from benchmarks.routing_workloads import Session, conversations, strangers
 from gateway.routing.placement import RouteQuery
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.router import Router
+from simulator.timed_fleet import KEY, Result, TimedFleet
+from simulator.workloads import Session, conversations, strangers
 
 POLICIES = ("round_robin", "least_loaded", "kv_aware")
 NUM_BLOCKS = 100_000
@@ -59,7 +59,7 @@ def index_part() -> dict[str, float]:
     stored_s, memory_mib = time.perf_counter() - began, _resident_mib() - before
     hashes = [rng.randbytes(32) for _ in range(CHAIN)]
     chain = b"".join(each[:8] for each in hashes)
-    for number in range(NUM_WORKERS):  # four have all of it, and the others a fifth
+    for number in range(NUM_WORKERS):  # four have the whole chain, the others a fifth of it
         index.apply(f"w{number}", KVEvents(1, False, b"", chain if number < 4 else chain[: 8 * CHAIN // 5]))
     keys = short_keys(hashes)
     unknown = short_keys([rng.randbytes(32) for _ in range(CHAIN)])
@@ -87,11 +87,11 @@ def decisions_part() -> list[dict[str, Any]]:
     print(f"{'workers':>8}  {'policy':14}{'us':>10}{'a second':>12}")
     for num_workers in FLEETS:
         for policy in POLICIES:
-            router, ask = (
+            router, query = (
                 _warm_router(policy, num_workers),
                 RouteQuery(token_ids=_prompt(), max_new_tokens=200),
             )
-            choice_us = _median_us(lambda router=router, ask=ask: router.route(ask))  # type: ignore[misc]
+            choice_us = _median_us(lambda router=router, query=query: router.route(query))  # type: ignore[misc]
             row = {"workers": num_workers, "policy": policy, "us": choice_us, "per_s": 1e6 / choice_us}
             rows.append(row)
             print(f"{num_workers:>8}  {policy:14}{choice_us:>10,.1f}{1e6 / choice_us:>12,.0f}")
@@ -102,7 +102,7 @@ def decisions_part() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A fleet and what comes to it."""
+    """A fleet and its load."""
 
     name: str
     num_workers: tuple[int, int]
@@ -133,7 +133,7 @@ def fleets_part() -> list[dict[str, Any]]:
 def play(case: Case, policy: str, **config: Any) -> Result:
     """One policy, from the first arrival to the last answer."""
     settings = GatewayConfig(routing_policy=policy, **config)  # type: ignore[arg-type]
-    return VirtualFleet(settings, *case.num_workers, case.num_blocks, seed=1).run(case.sessions)
+    return TimedFleet(settings, *case.num_workers, case.num_blocks, seed=1).run(case.sessions)
 
 
 def _row(case: Case, policy: str, result: Result) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _row(case: Case, policy: str, result: Result) -> dict[str, Any]:
 
 
 def _warm_router(policy: str, num_workers: int) -> Router:
-    """Every worker has told how it stands, and every fourth has the first half of the prompt."""
+    """A router that knows every worker's status; every fourth has the first half of the prompt."""
     router, rng = Router(GatewayConfig(routing_policy=policy), KEY), random.Random(1)  # type: ignore[arg-type]
     stored = b"".join(each[:8] for each in block_hashes(_prompt()[: PROMPT // 2], 16, KEY))
     for number in range(num_workers):
@@ -172,7 +172,7 @@ def _warm_router(policy: str, num_workers: int) -> Router:
         role = WorkerRole.DECODE if number % 2 else WorkerRole.PREFILL
         load = WorkerLoad(rng.randrange(9000), 0.0, rng.uniform(9e3, 1.1e4), rng.uniform(0.008, 0.01))
         counts = RequestCounts(rng.randrange(1, 40), 0, 0)
-        ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), 16)
+        ref = WorkerRef(name, f"{name}-1", ("tcp://127.0.0.1:1",), 16)
         blocks = KVBlockCounts(8192, 6000, 0, 0)
         router.on_status(WorkerStatus(ref, role, WorkerState.READY, blocks, counts, {}, load=load))
         has_it = number % 8 < 2
@@ -194,7 +194,7 @@ def _median_us(action: Callable[[], object], num_rounds: int = 300) -> float:
 
 
 def _resident_mib() -> float:
-    """Of this process."""
+    """Memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 

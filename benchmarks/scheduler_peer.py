@@ -1,4 +1,4 @@
-"""A process that answers orders (see `benchmarks/scheduler_rounds.py`), from the side of who gives them."""
+"""A process that executes commands (see `benchmarks/scheduler_rounds.py`), as its commander sees it."""
 
 import json
 import os

@@ -44,7 +44,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """One step of a scheduler: who runs, in order; who was preempted; who ended, in order."""
+    """One step of a scheduler: requests that run, in order; preempted ones; ended ones, in order."""
 
     shares: tuple[Share, ...]
     preempted: frozenset[str]
@@ -57,7 +57,7 @@ class Decisions:
 
     @property
     def blocks(self) -> str:
-        """Which blocks the requests got; nobody but the prefix cache depends on it."""
+        """Which blocks the requests got; only the prefix cache depends on it."""
         return " ".join(
             f"{share.request_id}:{','.join(map(str, share.new_block_ids))}" for share in self.shares
         )
@@ -123,7 +123,7 @@ class Model:
 def play(side: Side, workload: Workload, num_ahead: int = 0) -> Iterator[Decisions]:
     """Every step from the first arrival to the last token, `MAX_STEPS` at most.
 
-    A step is planned when all but `num_ahead` of the steps before it are computed; who ended is reported with the step
+    A step is planned when all but `num_ahead` of the steps before it are computed; ends are reported with the step
     that was planned last.
     """
     arrivals = deque(workload.requests)

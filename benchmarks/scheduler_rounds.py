@@ -1,4 +1,4 @@
-"""The timed rounds of a scheduler, and a process that runs them when told to; knows no scheduler."""
+"""The timed rounds of a scheduler, and a process that runs them on command; knows no scheduler."""
 
 import gc
 import json
@@ -109,7 +109,7 @@ def _add(side: Side, spec: RequestSpec) -> None:
 
 
 def _step_us(side: Side, num_expected: int = 0) -> float:
-    """One step in which everybody who runs gets a token; the runner's part is not timed."""
+    """One step in which every running request gets a token; the runner's part is not timed."""
     start = time.perf_counter()
     plan = side.schedule()
     planned = time.perf_counter()

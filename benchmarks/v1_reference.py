@@ -2,8 +2,8 @@
 
     PYTHON -m benchmarks.v1_reference
 
-runs timed rounds and plays workloads when told to on standard input; see `benchmarks/scheduler_rounds.py`. PYTHON is an
-interpreter with vllm 0.13.0.
+runs timed rounds and plays workloads on commands from standard input; see `benchmarks/scheduler_rounds.py`. PYTHON is
+an interpreter with vllm 0.13.0.
 
     {"play": WORKLOAD, "num_ahead": 0}    {"steps": ["r0:16@0", ...], "blocks": [...], "is_misled": false}
 """

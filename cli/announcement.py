@@ -1,4 +1,4 @@
-"""The output of a gateway that is ready: for people how to use it, for programs where it is."""
+"""The output of a ready gateway: example commands for people, addresses for programs."""
 
 import asyncio
 import json
@@ -23,11 +23,11 @@ def serving(screen: Screen, as_json: bool) -> WhileReady:
 def announce(service: Service, screen: Screen) -> None:
     """The ready line, and ways to use it."""
     chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-    doors = f"gRPC on [green]{service.target}[/]"
+    addresses = f"gRPC on [green]{service.target}[/]"
     url = f"{'https' if service.uses_tls else 'http'}://{service.http}"
     if service.http is not None:
-        doors += f", HTTP on [green]{url}[/]"
-    screen.line("ready", f"{doors} (Ctrl-C stops)")
+        addresses += f", HTTP on [green]{url}[/]"
+    screen.line("ready", f"{addresses} (Ctrl-C stops)")
     flags = (" --tls" if service.uses_tls else "") + (" --api-key-file FILE" if service.asks_for_key else "")
     screen.line("", f'baton generate --target {service.target}{flags} "Why is the sky blue?"')
     key = " -H 'authorization: Bearer KEY'" if service.asks_for_key else ""

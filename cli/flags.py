@@ -63,7 +63,7 @@ GATEWAY_FLAGS = {
     for flag, (section, key) in SERVE_FLAGS.items()
     if section in ("gateway", "network") or (section, key) in _ALSO_A_GATEWAYS
 } | {"--fleet-address": ("cluster", "fleet_address")}
-"""Flags of a single gateway; it gets the rest of its configuration from the fleet."""
+"""Flags of a single gateway, which takes the rest of its configuration from the fleet."""
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, tuple[str, str]]) -> None:

@@ -9,15 +9,18 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.clock import SystemClock
-from baton.config import BatonConfig, merge
+from baton.config import BatonConfig, NetworkConfig, merge
 from baton.errors import BatonError, ConfigError
 from baton.system.watched import Watched
 from cli.flags import FLEET_FLAGS, GATEWAY_FLAGS, SERVE_FLAGS, add_flags, for_one_fleet, overrides_from
 from cli.operator_flags import add_operators_commands
 from cli.target_flags import add_target_flags
+
+if TYPE_CHECKING:
+    from cli.target import Target
 
 DONE, REFUSED, USAGE = 0, 1, 2
 INTERRUPTED = 130
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _fail(options: argparse.Namespace, error: Exception, code: int) -> int:
+def _fail(options: argparse.Namespace, error: object, code: int) -> int:
     print(f"baton {options.command}: {error}", file=sys.stderr)
     return code
 
@@ -62,25 +65,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start workers and a gateway, and serve until Ctrl-C")
-    serve.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it")
-    serve.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
-    add_flags(serve, SERVE_FLAGS)
-
-    fleet = commands.add_parser(
-        "fleet",
-        help="start workers that gateways elsewhere can join, without a gateway of their own, until Ctrl-C",
-    )
-    fleet.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it")
-    fleet.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
-    add_flags(fleet, FLEET_FLAGS)
-
-    gateway = commands.add_parser("gateway", help="start another gateway for a running fleet, until Ctrl-C")
-    gateway.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it"
-    )
-    gateway.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
-    add_flags(gateway, GATEWAY_FLAGS)
+    for name, flags, summary in (
+        ("serve", SERVE_FLAGS, "start workers and a gateway, and serve until Ctrl-C"),
+        (
+            "fleet",
+            FLEET_FLAGS,
+            "start workers without a gateway, for gateways elsewhere to join, until Ctrl-C",
+        ),
+        ("gateway", GATEWAY_FLAGS, "start another gateway for a running fleet, until Ctrl-C"),
+    ):
+        server = commands.add_parser(name, help=summary)
+        server.add_argument(
+            "config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it"
+        )
+        server.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
+        add_flags(server, flags)
 
     generate = commands.add_parser("generate", help="send one prompt and stream the answer")
     add_target_flags(generate, DEFAULT_TARGET)
@@ -146,7 +145,6 @@ def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="step trace of one worker; several share one time axis",
     )
-    parser.add_argument("--svg", type=Path, metavar="OUT.svg", help="also write the picture to this file")
     parser.add_argument(
         "--steps",
         metavar="A:B",
@@ -200,54 +198,66 @@ def _configuration(options: argparse.Namespace) -> BatonConfig:
     return BatonConfig.from_mapping(merge({}, overrides), f"baton {options.command}")
 
 
-def _generate(options: argparse.Namespace) -> int:
+def _generate(target: "Target", options: argparse.Namespace) -> int:
     from cli.commands import generate
-    from cli.target import target_from
 
-    return generate.run(target_from(options, os.environ), options)
+    return generate.run(target, options)
 
 
-def _status(options: argparse.Namespace) -> int:
+def _status(target: "Target", options: argparse.Namespace) -> int:
     from cli.commands import status
-    from cli.target import target_from
 
-    return status.run(target_from(options, os.environ), as_json=options.json)
+    return status.run(target, as_json=options.json)
 
 
-def _top(options: argparse.Namespace) -> int:
+def _top(target: "Target", options: argparse.Namespace) -> int:
     from cli.commands import top
-    from cli.target import target_from
 
-    return top.run(target_from(options, os.environ), options.interval)
+    return top.run(target, options.interval)
 
 
 def _drain(options: argparse.Namespace) -> int:
     if (options.worker is None) == (options.node is None):
         raise ConfigError("give either WORKER or --node ADDRESS")
-    if options.node is not None:
-        return _drain_node(options)
-    if (options.timeout, options.fleet_address, options.secret_file) != (None, None, None):
+    if options.node is None and (options.timeout, options.fleet_address, options.secret_file) != (None,) * 3:
         raise ConfigError("--timeout, --fleet-address and --secret-file need --node")
-    from cli.commands import drain
-    from cli.target import target_from
-
-    return drain.run(target_from(options, os.environ), options.worker, as_json=options.json)
-
-
-def _drain_node(options: argparse.Namespace) -> int:
+    if options.fleet_address is None:
+        if options.secret_file is not None:
+            raise ConfigError("--secret-file needs --fleet-address; a gateway takes an API key instead")
+        return _of_gateway(_drain_at_gateway)(options)
     overrides = {
         "cluster": {"fleet_address": options.fleet_address},
         "network": {"secret_file": options.secret_file},
     }
     config = BatonConfig.from_mapping(merge({}, overrides), "baton drain")  # validates the flags
-    from cli.commands import drain_node
-    from cli.target import target_from
+    return _drain_node(config.cluster.fleet_address or "", options, config.network)
 
-    if options.secret_file is not None and options.fleet_address is None:
-        raise ConfigError("--secret-file needs --fleet-address; a gateway takes an API key instead")
-    ask = config.cluster.fleet_address or target_from(options, os.environ)
+
+def _drain_at_gateway(target: "Target", options: argparse.Namespace) -> int:
+    if options.node is not None:
+        return _drain_node(target, options, NetworkConfig())
+    from cli.commands import drain
+
+    return drain.run(target, options.worker, as_json=options.json)
+
+
+def _drain_node(ask: "Target | str", options: argparse.Namespace, network: NetworkConfig) -> int:
+    from cli.commands import drain_node
+
     timeout_s = 60.0 if options.timeout is None else options.timeout
-    return drain_node.run(ask, options.node, timeout_s, config.network, as_json=options.json)
+    return drain_node.run(ask, options.node, timeout_s, network, as_json=options.json)
+
+
+def _role(target: "Target", options: argparse.Namespace) -> int:
+    from cli.commands import role
+
+    return role.run(target, options.worker, options.role, as_json=options.json)
+
+
+def _rollout(target: "Target", options: argparse.Namespace) -> int:
+    from cli.commands import rollout
+
+    return rollout.run(target, options.workers, as_json=options.json)
 
 
 def _probe(options: argparse.Namespace) -> int:
@@ -257,21 +267,6 @@ def _probe(options: argparse.Namespace) -> int:
 
     tls = probe.TlsFiles(options.tls_ca, options.tls_cert, options.tls_key)
     return probe.run(options.url, options.timeout, tls, network)
-
-
-def _role(options: argparse.Namespace) -> int:
-    from cli.commands import role
-    from cli.target import target_from
-
-    target = target_from(options, os.environ)
-    return role.run(target, options.worker, options.role, as_json=options.json)
-
-
-def _rollout(options: argparse.Namespace) -> int:
-    from cli.commands import rollout
-    from cli.target import target_from
-
-    return rollout.run(target_from(options, os.environ), options.workers, as_json=options.json)
 
 
 def _key(options: argparse.Namespace) -> int:
@@ -312,20 +307,23 @@ def _prepare_ray(config: BatonConfig) -> None:
     prepare_environment(config.cluster, os.environ, Path.home())
 
 
-def _of_gateway(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def _of_gateway(
+    command: Callable[["Target", argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
     """Wraps a command that calls a running gateway, which may refuse."""
 
     def run(options: argparse.Namespace) -> int:
+        from cli.target import target_from
         from gateway import GatewayError
 
         try:
-            return command(options)
+            return command(target_from(options, os.environ), options)
         except GatewayError as error:
-            _fail(options, error, REFUSED)
-            if error.advice:
-                print(f"baton {options.command}: {error.advice}", file=sys.stderr)
+            advice = [error.advice] if error.advice else []
             if error.code == "UNAUTHENTICATED":
-                print(f"baton {options.command}: {KEY_ADVICE}", file=sys.stderr)
+                advice.append(KEY_ADVICE)
+            for line in (error, *advice):
+                _fail(options, line, REFUSED)
             return REFUSED
 
     return run
@@ -338,7 +336,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _of_gateway(_generate),
     "status": _of_gateway(_status),
     "top": _of_gateway(_top),
-    "drain": _of_gateway(_drain),
+    "drain": _drain,
     "role": _of_gateway(_role),
     "rollout": _of_gateway(_rollout),
     "probe": _probe,

@@ -1,4 +1,4 @@
-"""The process's memory: what it keeps, and how much more there is; knows no tensor."""
+"""The process' memory: which freed buffers it keeps, and how much memory is available; knows no tensor."""
 
 import ctypes
 import sys
@@ -14,10 +14,10 @@ _GROW_BYTES = 64 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to reuse large buffers instead of giving them back to the system; False where there is no glibc.
+    """Tells glibc to reuse large buffers instead of returning them to the system; False without glibc.
 
-    By default every buffer of more than some 100 KiB is mapped afresh, and the page faults of a step's activations
-    took a quarter of a decode step at batch 32 (84 against 62 ms, SmolLM2 in bfloat16 on two cores).
+    By default every buffer of more than some 100 KiB is mapped anew. The page faults of a step's activations took a
+    quarter of a decode step at batch 32 (84 against 62 ms, SmolLM2 in bfloat16 on two cores).
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -31,8 +31,8 @@ def keep_freed_memory() -> bool:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping, as Linux estimates them."""
+    """Bytes that can be allocated without swapping, as Linux estimates them."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return sys.maxsize  # no such line: a kernel of before 2014
+    return sys.maxsize  # no such line: a kernel from before 2014

@@ -1,4 +1,4 @@
-"""RequestBatch: what the runner remembers about requests, and a step flattened to arrays; knows no model, no device.
+"""RequestBatch: the runner's state of requests, and a step flattened to arrays; knows no model and no device.
 
 Shape suffixes: T tokens of a step, B its requests, M blocks of the longest context, R rows that sample.
 """
@@ -18,7 +18,7 @@ from engine.token_counts import TokenCounts
 
 
 class RunnerRequest:
-    """One request between steps: who it is, and its tokens, which grow by doubling."""
+    """One request between steps, with its tokens, whose array grows by doubling."""
 
     __slots__ = (
         "_tokens",
@@ -38,16 +38,16 @@ class RunnerRequest:
         self.stop_token_ids = data.stop_token_ids
         self.num_prompt_tokens = len(data.prompt_token_ids)
         self.row = row
-        """Of the batch's table; None once the request is gone."""
+        """Its row in the batch's table; None once the request is gone."""
         self.matcher: Matcher | None = None
-        """Guides what it samples, if its output is to be structured."""
+        """Guides sampling if the output is structured."""
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()
-        """Of all its tokens and of its output, as far as whoever samples for it has followed them."""
+        """Of all its tokens and of its output, as of the last time that penalties needed them."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
 
     @property
     def token_ids(self) -> IntArray:
-        """Prompt and output so far; a view. 0 where a step under way samples it."""
+        """Prompt and output so far; a view. 0 for a token that a step under way samples."""
         return self._tokens.values
 
     @property
@@ -62,9 +62,9 @@ class RunnerRequest:
         self._tokens.extend((token_id,))
 
     def truncate(self, num_tokens: int) -> None:
-        """Back from preemption, with so many tokens."""
+        """Cuts the tokens to `num_tokens`, when the request is resumed after preemption."""
         self._tokens.truncate(num_tokens)
-        self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # what they counted may be gone
+        self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # the counted tokens may be gone
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
 
@@ -83,7 +83,7 @@ class GrowingArray:
 
     @property
     def values(self) -> IntArray:
-        """A view of what it holds now."""
+        """A view of the present values."""
         return self._buffer[: self._length]
 
     def extend(self, values: tuple[int, ...]) -> None:
@@ -99,36 +99,45 @@ class GrowingArray:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """No step is larger."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step, flattened: decodes first, those with the longest contexts in front, then prefill chunks.
+    """A step, flattened: decodes first, by falling length of their contexts, then prefill chunks.
 
     A decode is a request with one token in the step, so decode i is row i.
     """
 
     input_ids_T: IntArray
-    """0 where the token is not known here yet; see `sources_T`."""
+    """0 if the host does not know the token yet; see `sources_T`."""
     sources_T: IntArray
-    """Where the token is the one that the previous step sampled, and is known to the device only: its row among that
-    step's sampled tokens; else -1."""
+    """For a token that the previous step sampled and only the device knows: its row among that step's sampled tokens;
+    else -1."""
     positions_T: IntArray
     slots_T: IntArray
     """Where each token's KV goes: block id x block size + offset."""
     num_decodes: int
     starts_B: IntArray
-    """First row of each request, the first of consecutive tokens."""
+    """First row of each request, whose tokens are consecutive."""
     num_tokens_B: IntArray
     context_lens_B: IntArray
-    """What a request's last token of the step attends to, itself included."""
+    """How many tokens a request's last token of the step attends to, itself included."""
     block_ids_BM: IntArray
     """The blocks that hold this context, padded with the null block."""
     num_blocks_B: IntArray
     sampling_rows_R: IntArray
-    """The last token of each request that has no known next token."""
+    """The last row of each request that samples its next token."""
     sampling_requests: tuple[RunnerRequest, ...]
     new_tails: tuple[tuple[int, int], ...]
-    """(block, offset) from where on a request's last block may hold garbage: to be zeroed before it is attended to, for
-    kernels read whole blocks. Masking is not enough, since 0 x NaN is NaN: a block's former owner, or a peer, may have
-    left one."""
+    """(block, offset) from which on a request's last block may hold garbage. It must be zeroed before attention, since
+    kernels read whole blocks. Masking does not suffice, since 0 x NaN is NaN: the block's former owner, or a peer, may
+    have left a NaN."""
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +145,7 @@ class StepBatch:
 
     @property
     def prefills(self) -> range:
-        """Which of the requests are chunks."""
+        """The indices of requests with chunks."""
         return range(self.num_decodes, len(self.starts_B))
 
 
@@ -155,11 +164,10 @@ class RequestBatch:
         return self._requests[request_id]
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Takes over who is gone, who is new and what changed for the others. Preempted requests keep their tokens."""
+        """Applies the plan's finished, new and changed requests. Preempted requests keep their tokens."""
         for request_id in plan.finished_req_ids:
-            if (
-                gone := self._requests.pop(request_id, None)
-            ) is not None:  # it may have ended before it ever ran
+            gone = self._requests.pop(request_id, None)
+            if gone is not None:  # it may have ended before it ever ran
                 assert gone.row is not None
                 self._table.remove(gone.row)
                 gone.row = None
@@ -177,7 +185,7 @@ class RequestBatch:
                 self._table.extend_blocks(row, block_ids)
 
     def append_unknown(self, request: RunnerRequest, sampled_row: int) -> int:
-        """Room for the token that the step under way samples in its row `sampled_row`; its index, for `settle`."""
+        """Adds the token that the step under way samples in its row `sampled_row`; returns its index for `settle`."""
         request.append_token(0)
         if request.row is not None:
             self._table.num_tokens_S[request.row] += 1
@@ -186,7 +194,7 @@ class RequestBatch:
         return request.num_tokens - 1
 
     def settle(self, request: RunnerRequest, index: int, token_id: int) -> None:
-        """Now the token is known."""
+        """Sets the token at `index`, which is now known."""
         request.token_ids[index] = token_id
         if request.row is not None and index == request.num_tokens - 1:
             self._table.last_tokens_S[request.row] = token_id
@@ -250,7 +258,7 @@ class RequestBatch:
         self._table.set_blocks(row, new.block_ids)
 
     def _resume(self, request: RunnerRequest, block_ids: tuple[int, ...], num_tokens: int) -> None:
-        """Back from preemption: blocks that hold nothing of its own past `num_computed_tokens`, and so many tokens."""
+        """After preemption: new blocks, which hold its KV only up to `num_computed_tokens`, and `num_tokens` tokens."""
         row = request.row
         assert row is not None
         assert self._table.sampled_rows_S[row] == NONE, "a step that samples for it is under way"

@@ -15,19 +15,19 @@ from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from baton.system.curve import PlaneKeys
 from engine.allocator import available_memory, keep_freed_memory
+from engine.batch import StepLimits
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
-from engine.fail_stop import FailStop, StepRunner
-from engine.gpu.fail_settled import FailSettled
 from engine.gpu.memory import OutOfGpuMemory
 from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
+from engine.kernels.switches import VARIABLE, KernelSwitches, set_kernel_switches
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.loader import LoadedModel, load_model, outline_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
-from engine.step_limits import StepLimits
+from engine.step_failures import FailSettled, FailStop, StepRunner
 from kv_transfer import CudaMemory, CudaOutOfMemory, SharedMemory
 from kv_transfer.connector.worker import KVConnectorWorker
 
@@ -37,42 +37,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_COMPILERS = 8
-"""Threads: a worker needs some 30 kernels of half a second to a few each, and weights are read meanwhile."""
+"""Threads. A worker needs some 30 kernels, each of which compiles for half a second or more; weights load meanwhile."""
 
 OnProgress = Callable[[str, int, int], None]
-"""What is being done, how much of it is, of how much in all."""
+"""Called with the present activity, how much of it is done, and how much there is in all."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceEngine:
-    """One rank's device, with all that it needs."""
+    """One rank's device: model, KV pool and connector, and how to make its pipeline."""
 
-    config: BatonConfig
     model: LoadedModel
     capacity: Capacity
     pool: KVPool
     memory: SharedMemory | CudaMemory
-    """That of the pool."""
+    """The pool's memory."""
     connector: KVConnectorWorker
     """Not started yet."""
     on_progress: OnProgress
+    uses_graphs: bool
     compiler: "Compiler | None" = None
-    """Of a GPU's kernels; None on a CPU."""
+    """The compiler of a GPU's kernels; None on a CPU."""
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        """Complete, as far as this rank is concerned."""
+        """Complete for this rank."""
         return self.capacity.scheduler_config
 
     @property
     def num_blocks(self) -> int:
-        """Of this rank's pool."""
+        """The number of blocks of this rank's pool."""
         return self.pool.num_blocks
 
     def make_pipeline(self, grammars: GrammarCompiler | None = None) -> Pipeline:
-        """Where the rank computes its steps. The collectives are connected, and every rank calls this at the same time.
+        """Makes the rank's pipeline. The collectives must be connected, and all ranks call this at the same time.
 
-        `grammars`: for the rank that samples, rank 0.
+        `grammars`: for rank 0, which samples.
         """
         is_async = self.scheduler_config.async_scheduling
         if self.model.device.type == "cpu":
@@ -81,19 +81,19 @@ class DeviceEngine:
             return make_pipeline(steps, async_scheduling=is_async)
         runner: StepRunner = self._make_device_runner(grammars)
         device = self.model.device
-        # Of several ranks none goes on after a failure, and to wait for the device might be to wait for another rank.
+        # With several ranks a failure ends all of them, and waiting for the device might mean waiting for another rank.
         if self.model.collectives.size == 1:
             runner = FailSettled(runner, lambda: torch.cuda.synchronize(device))
         steps = self._fail_stop(runner)
         return StreamPipeline(steps) if is_async else InlinePipeline(steps)
 
     def free(self) -> None:
-        """Gives the pool's memory back, when nothing uses it any more: no step, no connector."""
+        """Frees the pool's memory; no step and no connector may use it any more."""
         if isinstance(self.memory, CudaMemory):
             self.memory.free()
 
     def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepRunner:
-        # Triton need not be there where no GPU is.
+        # Without a GPU, Triton may be missing.
         from engine.gpu.attention_check import check_attention
         from engine.gpu.device_parts import make_device_parts
         from engine.gpu.graphs import CudaGraphs
@@ -107,7 +107,7 @@ class DeviceEngine:
         parts = make_device_parts(self.model, self.pool, limits)
         parts.rehearse()
         check_attention(self.model, parts, self.pool, self.compiler)
-        if self.config.engine.cuda_graphs:
+        if self.uses_graphs:
             parts.record(
                 CudaGraphs(), lambda done, count: self.on_progress("recording CUDA graphs", done, count)
             )
@@ -132,7 +132,7 @@ def build_device_engine(
     on_news: Callable[[], None],
     on_progress: OnProgress,
 ) -> DeviceEngine:
-    """Loads the rank's part of the model and binds its KV plane. ConfigError or ModelError for what cannot be served.
+    """Loads the rank's part of the model and binds its KV plane. ConfigError or ModelError if it cannot be served.
 
     `incarnation` is the worker's; `on_news` is called from the transfer thread. The collectives need not be connected.
     """
@@ -153,7 +153,7 @@ def build_device_engine(
                 on_progress=lambda done, count: on_progress("loading weights", done, count),
             )
         )
-    capacity = wait.until_it_fits(lambda: reckon(config, model))
+    capacity = wait.until_it_fits(lambda: reckon(config.engine, config.scheduler, model))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
     shape = model.kv_block_shape(capacity.scheduler_config.block_size)
@@ -172,19 +172,21 @@ def build_device_engine(
         memory=memory if isinstance(memory, SharedMemory) else None,
         advertise_host=config.network.advertise_host,
     )
-    return DeviceEngine(config, model, capacity, pool, memory, connector, on_progress, compiler)
+    uses_graphs = config.engine.cuda_graphs
+    return DeviceEngine(model, capacity, pool, memory, connector, on_progress, uses_graphs, compiler)
 
 
 def _begin_with(device: torch.device) -> None:
-    """Makes it the one that this process computes on, if it is a GPU."""
+    """Makes a GPU the one that this process computes on, with the kernels' switches of the environment."""
     if device.type == "cuda":
+        set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
         torch.cuda.set_device(device)
-        torch.cuda.synchronize()  # the context is there, so that it is not taken for activations
+        torch.cuda.synchronize()  # creates the context, so that it does not count as activations
 
 
 def _compiler_of(device: torch.device) -> "Compiler":
-    """What makes this GPU's kernels, and says so. ConfigError if it is not what the environment asks for."""
-    from engine.gpu.compiler import find_compiler  # Triton need not be there where no GPU is
+    """Finds and logs this GPU's assembler and cache. ConfigError if the environment's choice does not work."""
+    from engine.gpu.compiler import find_compiler  # without a GPU, Triton may be missing
 
     compiler = find_compiler(torch.cuda.get_device_capability(device))
     logger.info(
@@ -205,15 +207,15 @@ def _compiler_of(device: torch.device) -> "Compiler":
 def _compiling_ahead(
     config: BatonConfig, model_path: Path, device: torch.device, collectives: Collectives
 ) -> AbstractContextManager[object]:
-    """Within it a GPU's kernels are compiled, on threads; at its end they are."""
+    """A context in which threads compile a GPU's kernels; at its end all are compiled."""
     if device.type == "cpu":
         return nullcontext()
-    # Triton need not be there where no GPU is.
+    # Without a GPU, Triton may be missing.
     from engine.gpu.compile_ahead import CompileAhead, load_on, rehearse_outline
     from engine.layers.triton_backend import TritonBackend
 
     def rehearse() -> None:
-        torch.cuda.set_device(device)  # each thread has one of its own
+        torch.cuda.set_device(device)  # the setting is per thread
         outline = outline_model(
             config.model,
             model_path,
@@ -224,7 +226,7 @@ def _compiling_ahead(
         rehearse_outline(
             outline,
             with_defaults_of(device, config.scheduler).block_size,
-            largest_steps(config, outline),
+            largest_steps(config.scheduler, outline),
             torch.cuda.get_device_properties(device).multi_processor_count,
             uses_graphs=config.engine.cuda_graphs,
         )
@@ -234,9 +236,9 @@ def _compiling_ahead(
 
 
 def _take_memory(num_bytes: int, device: torch.device) -> SharedMemory | CudaMemory:
-    """For the pool. Of the host's memory it asks first what there is: Linux would rather end a process than refuse.
+    """Allocates the pool's memory. It checks the available memory first: Linux would kill a process later instead.
 
-    ConfigError if there is not so much, on a GPU OutOfGpuMemory.
+    ConfigError if memory does not suffice, on a GPU OutOfGpuMemory.
     """
     is_on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_on_gpu else available_memory()
@@ -244,8 +246,8 @@ def _take_memory(num_bytes: int, device: torch.device) -> SharedMemory | CudaMem
         if num_bytes <= free:
             return CudaMemory(num_bytes, device.index) if is_on_gpu else SharedMemory(num_bytes)
     except CudaOutOfMemory:
-        logger.info("%d bytes are free, but not at one place", free)
+        logger.info("%d bytes are free, but not contiguous", free)
     raise (OutOfGpuMemory if is_on_gpu else ConfigError)(
-        f"the KV pool wants {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
-        "ask for less with engine.kv_cache_memory_mib or scheduler.num_blocks"
+        f"the KV pool needs {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
+        "reduce engine.kv_cache_memory_mib or scheduler.num_blocks"
     )

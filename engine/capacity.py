@@ -1,4 +1,4 @@
-"""What a rank has room for: completes the scheduler's configuration with what only the model and the device know."""
+"""What a rank has room for: completes the scheduler's configuration from the model and the device."""
 
 import logging
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.config import BatonConfig, SchedulerConfig
+from baton.config import EngineConfig, SchedulerConfig
 from baton.errors import ConfigError
+from engine.batch import StepLimits
 from engine.loading.loader import LoadedModel
-from engine.step_limits import StepLimits
 
 if TYPE_CHECKING:
     from engine.gpu.measure import Measured
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_MIB = 1024
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
-"""Replace the defaults for a CPU: a GPU is not busy with less, and its copy engine needs whole blocks of 64 tokens
+"""Replace the defaults for a CPU: less does not keep a GPU busy, and its copy engine needs blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one rank has room for."""
+    """One rank's capacity."""
 
     scheduler_config: SchedulerConfig
     """Complete. A worker's scheduler uses rank 0's, with the blocks of the rank that has fewest."""
@@ -32,42 +32,44 @@ class Capacity:
     """The size of the rank's buffers; the scheduler may use less."""
 
 
-def reckon(config: BatonConfig, model: LoadedModel) -> Capacity:
-    """ConfigError names the key that asks for more than there is; OutOfGpuMemory, which is one, may pass.
+def reckon(engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel) -> Capacity:
+    """ConfigError names the key that asks for more than there is. OutOfGpuMemory, one of these, may be temporary.
 
-    On a GPU the largest step is run to see what it takes, unless nobody asks.
+    On a GPU the largest step is run to measure what it takes, unless the configuration says everything.
     """
-    asked = with_defaults_of(model.device, config.scheduler)
+    asked = with_defaults_of(model.device, scheduler)
     max_model_len = _max_model_len(asked, model)
     values: dict[str, object] = {
         "max_model_len": max_model_len,
         "num_blocks": asked.num_blocks,
-        "num_swap_blocks": _num_swap_blocks(config, asked.block_size, model),
+        "num_swap_blocks": _num_swap_blocks(engine.swap_space_mib, scheduler, asked.block_size, model),
     }
     is_chunked = asked.enable_chunked_prefill and asked.batching == "unified"
-    wants_chunk = is_chunked and "max_num_batched_tokens" not in config.scheduler.model_fields_set
-    wants_memory = asked.num_blocks is None and config.engine.kv_cache_memory_mib is None
+    wants_chunk = is_chunked and "max_num_batched_tokens" not in scheduler.model_fields_set
+    wants_memory = asked.num_blocks is None and engine.kv_cache_memory_mib is None
     if model.device.type == "cuda" and (wants_chunk or wants_memory):
-        measured = _measure(config, asked, model, max_model_len, wants_chunk=wants_chunk)
+        measured = _measure(engine, asked, model, max_model_len, wants_chunk=wants_chunk)
         if measured.chunk is not None:
-            # A step of decodes alone must not be cut for that.
+            # A step of decodes alone must still fit.
             wanted = max(measured.chunk, asked.max_num_seqs)
             chosen = min(wanted, asked.max_num_batched_tokens)
             logger.info(
-                "scheduler.max_num_batched_tokens is %d; to set it would keep it from start to start", chosen
+                "scheduler.max_num_batched_tokens is %d; set it to keep it from start to start", chosen
             )
             values["max_num_batched_tokens"] = chosen
         if wants_memory:
             size_bytes = model.kv_block_shape(asked.block_size).size_bytes
             logger.info("GPU memory: %s", measured.memory.arithmetic())
             values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)
-    values["num_blocks"] = values["num_blocks"] or _num_blocks(config, asked.block_size, model)
+    if not values["num_blocks"]:
+        memory_mib = engine.kv_cache_memory_mib or CPU_KV_CACHE_MIB
+        values["num_blocks"] = _num_blocks(memory_mib, asked.block_size, model)
     return Capacity(asked.with_values("scheduler", **values), asked.max_num_batched_tokens)
 
 
-def largest_steps(config: BatonConfig, model: LoadedModel) -> StepLimits:
-    """What the configuration allows of this model; what a worker rehearses when it starts."""
-    asked = with_defaults_of(model.device, config.scheduler)
+def largest_steps(scheduler: SchedulerConfig, model: LoadedModel) -> StepLimits:
+    """What the configuration allows of this model; a worker rehearses these steps when it starts."""
+    asked = with_defaults_of(model.device, scheduler)
     return StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, _max_model_len(asked, model))
 
 
@@ -80,12 +82,11 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerC
 
 
 def _measure(
-    config: BatonConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, *, wants_chunk: bool
+    engine: EngineConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, *, wants_chunk: bool
 ) -> "Measured":
     from engine.gpu.measure import measure  # Triton is only installed where there is a GPU
 
     limits = StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len)
-    engine = config.engine
     return measure(
         model,
         asked.block_size,
@@ -105,8 +106,7 @@ def _max_model_len(asked: SchedulerConfig, model: LoadedModel) -> int:
     return asked.max_model_len or model.max_model_len
 
 
-def _num_blocks(config: BatonConfig, block_size: int, model: LoadedModel) -> int:
-    memory_mib = config.engine.kv_cache_memory_mib or CPU_KV_CACHE_MIB
+def _num_blocks(memory_mib: int, block_size: int, model: LoadedModel) -> int:
     num_blocks = model.kv_block_shape(block_size).num_blocks_for(memory_mib * 2**20)
     if num_blocks < 2:
         raise ConfigError(
@@ -115,13 +115,15 @@ def _num_blocks(config: BatonConfig, block_size: int, model: LoadedModel) -> int
     return num_blocks
 
 
-def _num_swap_blocks(config: BatonConfig, block_size: int, model: LoadedModel) -> int | None:
+def _num_swap_blocks(
+    memory_mib: int, scheduler: SchedulerConfig, block_size: int, model: LoadedModel
+) -> int | None:
     """Blocks of host memory for preempted requests; None if they would not be used."""
-    if config.scheduler.preemption == "recompute":
+    if scheduler.preemption == "recompute":
         return None
-    memory_mib = config.engine.swap_space_mib
-    num_blocks = config.scheduler.num_swap_blocks
-    num_blocks = num_blocks or model.kv_block_shape(block_size).num_blocks_for(memory_mib * 2**20)
+    num_blocks = scheduler.num_swap_blocks or model.kv_block_shape(block_size).num_blocks_for(
+        memory_mib * 2**20
+    )
     if num_blocks < 1:
         raise ConfigError(
             f"engine.swap_space_mib: got {memory_mib}, which is too little for one block of this model"

@@ -1,8 +1,7 @@
 """Collectives: what a worker's tensor-parallel ranks compute together; knows no model and no process.
 
-Every rank must make the same calls in the same order: a rank that leaves one out keeps the others waiting. Between CPUs
-they go over gloo on the loopback interface, between GPUs over NCCL, where a call only queues work on the current stream
-and so may stand in a CUDA graph.
+Every rank must make the same calls in the same order: if one rank skips a call, the others wait. CPUs use gloo on the
+loopback interface. GPUs use NCCL, where a call only queues work on the current stream, so CUDA graphs may contain it.
 """
 
 import gc
@@ -22,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "lo"
 CLOSE_TIMEOUT_S = 10.0
-"""For NCCL, which waits for other ranks, and for every CUDA graph that was recorded with its calls."""
+"""For NCCL, which waits for other ranks, and for every CUDA graph that contains its calls."""
 
-# torch 2.13 gave the function another name, and warns of the old one.
+# torch 2.13 renamed the function, and warns of the old name.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Collectives(Protocol):
-    """One rank's end. RuntimeError names the rank if another one is gone or does not come within the timeout."""
+    """One rank's end. A call raises RuntimeError, which names this rank, if another rank is gone or late."""
 
     @property
     def rank(self) -> int: ...
@@ -48,17 +47,16 @@ class Collectives(Protocol):
         ...
 
     def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
-        """Replaces `x` by that of rank `source`. `x` is contiguous."""
+        """Replaces `x` by rank `source`'s `x`, which is contiguous."""
         ...
 
     def silent(self) -> AbstractContextManager[None]:
-        """Within it every call returns at once, with something of the right shape: for rehearsals that no other rank
-        takes part in."""
+        """A context in which every call returns at once, with results of the right shape: for one rank's rehearsal."""
         ...
 
 
 class SingleRank:
-    """Nobody to talk to: every call returns at once."""
+    """The only rank: every call returns at once."""
 
     rank = 0
     size = 1
@@ -74,7 +72,7 @@ class SingleRank:
         """`x` is the only one."""
 
     def silent(self) -> AbstractContextManager[None]:
-        """It always is."""
+        """Calls never wait anyway."""
         return nullcontext()
 
 
@@ -82,7 +80,7 @@ SINGLE_RANK: Collectives = SingleRank()
 
 
 class SilentRank(SingleRank):
-    """One of several ranks in a rehearsal that no other takes part in: results have the right shape, and no meaning."""
+    """One of several ranks, in a rehearsal without the others: results have the right shape, but no meaning."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -102,9 +100,9 @@ class TorchCollectives:
     def __init__(
         self, meeting_file: int, rank: int, size: int, device: torch.device, timeout_s: float
     ) -> None:
-        """The ranks find each other by a file that all of them have open, as this descriptor here: no port that others
-        could come to first. It stays open: torch takes it by name, as long as it likes. Nothing is connected before
-        `connect`."""
+        """`meeting_file`: a descriptor of a file that all ranks have open, through which they connect. So there is no
+        port that another process could take. It must stay open, since torch reopens it by name. Nothing is connected
+        before `connect`."""
         assert 0 <= rank < size > 1, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
@@ -115,12 +113,12 @@ class TorchCollectives:
 
     def connect(self) -> None:
         """Returns when every rank has called it; RuntimeError if one does not in time."""
-        # Which interfaces the ranks find each other by: all are on this host, and only it may come in. They are read
-        # from the environment alone; who has set them knows better.
+        # All ranks are on this host, so they connect over its loopback interface. The libraries read the interface only
+        # from the environment; a value that is set already stays.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, LOOPBACK)
         is_cuda = self._device.type == "cuda"
-        excepthook = sys.excepthook  # torch puts one of its own in front
+        excepthook = sys.excepthook  # torch installs its own
         try:
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo",
@@ -173,18 +171,18 @@ class TorchCollectives:
             self._is_silent = False
 
     def abort(self) -> None:
-        """Ends calls that wait, from any thread; returns at once. Nothing can be called any more.
+        """Ends waiting calls, from any thread; returns at once. Nothing can be called any more.
 
-        On GPUs they end as if they had been answered: what they gave means nothing. Where gloo is concerned it is
-        enough that a rank's process has ended: the others' calls raise by themselves.
+        On GPUs the calls return without an error, and their results mean nothing. gloo needs no abort: when a rank's
+        process ends, the others' calls raise.
         """
         group = dist.group.WORLD
         if group is not None and self._device.type == "cuda":
-            # It tells the device first, and then waits for CUDA graphs that whoever is to hear of the end still holds.
+            # On a thread: after it has told the device, it waits until the engine lets go of its CUDA graphs.
             threading.Thread(target=group.abort, name="abort", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the group; no call may be under way, and CUDA graphs that hold some should be gone."""
+        """Ends the group; no call may be under way, and CUDA graphs that contain calls should be gone."""
         if not dist.is_initialized():
             return
         if self._device.type != "cuda":

@@ -8,21 +8,23 @@ from baton.worker import KVPeerCounts
 
 
 class ConnectorWorker(Protocol):
-    """The half of the KV connector that moves bytes. No peer can make a call raise."""
+    """The half of the KV connector that moves bytes. No call raises because of a peer."""
 
     def get_finished(self) -> KVConnectorOutput: ...
 
     def send_commands(self, metadata: Any) -> None:
-        """As soon as a step is planned: what to announce, to hand over, to give up. Returns when blocks that were taken
-        back are not read any more."""
+        """Called as soon as a step is planned: announces, hands over, or gives up blocks.
+
+        Returns when withdrawn blocks are no longer read.
+        """
         ...
 
     def start_load_kv(self, metadata: Any) -> None:
-        """When every step before the planned one is computed: nothing writes the blocks that are to be loaded."""
+        """Called when every step before the planned one is computed: nothing writes the blocks to load any more."""
         ...
 
     def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
-        """When the step is computed: the blocks it filled may leave, but not those of `lost` requests."""
+        """Called when the step is computed: the blocks it filled may be sent, except those of `lost` requests."""
         ...
 
     def counters(self) -> dict[str, int]: ...
@@ -30,5 +32,5 @@ class ConnectorWorker(Protocol):
     def peers(self) -> tuple[KVPeerCounts, ...]: ...
 
     def shutdown(self) -> None:
-        """Ends every hand-over, so that peers take them for lost soon; may be repeated."""
+        """Ends every hand-over, so that peers soon consider them lost. May be called again."""
         ...

@@ -18,7 +18,7 @@ def row_keys(seed: int, position: int) -> tuple[int, int]:
 
 
 def seed_states(seeds: list[int]) -> npt.NDArray[np.uint64]:
-    """What `keys_at` needs of each row's seed; it stays the same from token to token."""
+    """The state of each row's seed for `keys_at`; the same for all tokens."""
     return np.array([_splitmix64(seed) for seed in seeds], dtype=np.uint64)
 
 

@@ -1,4 +1,4 @@
-"""Devices: which one a configuration means, whose kernels it computes with, and how far it is."""
+"""Devices: which one a configuration names, which GPU computes, its memory, and its progress."""
 
 from importlib.util import find_spec
 
@@ -6,21 +6,19 @@ import torch
 
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from engine.layers.backend import Backend
-from engine.layers.torch_backend import TorchBackend
 
 
 def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """What a rank of a worker computes on: its ranks take the GPUs that the process sees in order.
+    """The device of a rank: a worker's ranks take the GPUs that the process sees, in order.
 
-    ConfigError if there is no such device, or nothing to compute with on it.
+    ConfigError if there is no such device, or Triton is missing.
     """
     if config.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"engine.device: got 'cuda', but PyTorch {torch.__version__} sees no CUDA device; use 'cpu', or see to the "
-            "NVIDIA driver and a build of PyTorch with CUDA"
+            f"engine.device: got 'cuda', but PyTorch {torch.__version__} sees no CUDA device; use 'cpu', or install "
+            "the NVIDIA driver and a build of PyTorch with CUDA"
         )
     if rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -32,17 +30,20 @@ def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def make_backend(device: torch.device) -> Backend:
-    """Plain torch on a CPU, kernels of our own on a GPU."""
-    if device.type == "cpu":
-        return TorchBackend()
-    from engine.layers.triton_backend import TritonBackend  # Triton need not be there where no GPU is
+def gpu_of(device: torch.device) -> torch.device | None:
+    """A GPU itself; for meta tensors, the GPU that this thread computes on, if there is one; None for a CPU.
 
-    return TritonBackend()
+    So an outline of a model (`engine.loading.loader.outline_model`) launches the same kernels as the model.
+    """
+    if device.type == "cuda":
+        return device
+    if device.type == "meta" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return None
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """Bytes of a GPU by what they are; nothing of a CPU, whose memory is its process'. From any thread."""
+    """A GPU's bytes by kind; empty for a CPU, whose memory is that of its process. From any thread."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -55,7 +56,7 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Done when all that was launched on the current stream so far is; None where that is done already."""
+    """Done when everything launched on the current stream so far is done; None on a CPU, where it is done already."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -1,76 +1,60 @@
 """Executor: what computes a worker's steps and moves its KV blocks: one device in this process, or several ranks.
 
 one rank       engine/build.py: model, KV pool, pipeline and connector, all in this process
-several ranks  engine/ranks/executor.py: this process is rank 0, the others are its children
+several ranks  engine/ranks/processes.py: this process is rank 0, the others are its children
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from baton.clock import Clock
-from baton.config import BatonConfig, SchedulerConfig
+from baton.config import BatonConfig
 from baton.system.curve import PlaneKeys
 from engine.build import DeviceEngine, OnProgress, build_device_engine
-from engine.collectives import SingleRank
+from engine.collectives import SINGLE_RANK
 from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline
+from engine.ranks.processes import RankProcesses
 
 
-class Executor(Protocol):
-    """The model is loaded. `make_pipeline` and `start` follow, and `stop` in the end."""
+class Executor:
+    """The model is loaded on every rank. `make_pipeline` and `start` follow, and finally `stop`."""
 
-    @property
-    def device_engine(self) -> DeviceEngine:
-        """That of this process."""
-        ...
-
-    @property
-    def kv_addresses(self) -> tuple[str, ...]:
-        """Where the KV plane of each rank listens."""
-        ...
-
-    @property
-    def connector(self) -> ConnectorWorker:
-        """Of all ranks."""
-        ...
-
-    @property
-    def scheduler_config(self) -> SchedulerConfig:
-        """The worker's: with as many blocks as the rank that has fewest."""
-        ...
-
-    def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
-        """Where the worker's steps are computed, on every rank."""
-        ...
-
-    def start(self) -> None:
-        """Begins to move KV and to report news; blocks until every rank is ready. Raises as `start_executor`."""
-        ...
-
-    def stop(self) -> None:
-        """Ends what `start` began, and the processes of other ranks."""
-        ...
-
-
-class SingleExecutor:
-    """One device, in this process."""
-
-    def __init__(self, device_engine: DeviceEngine) -> None:
+    def __init__(self, device_engine: DeviceEngine, others: RankProcesses | None) -> None:
+        """Waits until the `others` have loaded; raises like `RankProcesses.join`."""
         self.device_engine = device_engine
-        self.kv_addresses: tuple[str, ...] = (device_engine.connector.kv_address,)
-        self.connector: ConnectorWorker = device_engine.connector
+        """This process' device engine."""
+        self._others = others
+        loaded = others.join(device_engine.model.digest) if others else ()
+        self.kv_addresses = (device_engine.connector.kv_address, *(rank.kv_address for rank in loaded))
+        """The address of each rank's KV plane."""
         self.scheduler_config = device_engine.scheduler_config
+        """The worker's, with the number of blocks of the rank that has fewest."""
+        self.connector: ConnectorWorker = device_engine.connector
+        """The connector of all ranks."""
+        if others:
+            num_blocks = min([device_engine.num_blocks, *(rank.num_blocks for rank in loaded)])
+            self.scheduler_config = self.scheduler_config.with_values("scheduler", num_blocks=num_blocks)
+            self.connector = others.connector(device_engine.connector)
 
     def make_pipeline(self, grammars: GrammarCompiler) -> Pipeline:
-        return self.device_engine.make_pipeline(grammars)
+        """Makes the pipeline that computes the worker's steps on every rank."""
+        if self._others is None:
+            return self.device_engine.make_pipeline(grammars)
+        return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))
 
     def start(self) -> None:
+        """Begins to move KV and to call `on_news`; blocks until every rank is ready. Raises like `start_executor`."""
         self.device_engine.connector.start()
+        if self._others is not None:
+            self._others.serve()
 
     def stop(self) -> None:
+        """Closes the connector, started or not, and ends the processes of other ranks."""
         self.device_engine.connector.shutdown()
+        if self._others is not None:
+            self._others.stop()
         self.device_engine.free()
 
 
@@ -84,17 +68,21 @@ def start_executor(
     on_news: Callable[[], None],
     on_progress: OnProgress,
 ) -> Executor:
-    """Loads the model on every rank, in parallel; blocks until all of them have it.
+    """Loads the model on every rank, in parallel; blocks until all have loaded it.
 
-    ConfigError, ModelError or ClusterError if they cannot; no process is left then. `on_news` is called from any
-    thread, after `Executor.start`; `on_progress` reports how far rank 0 is.
+    Raises ConfigError, ModelError or ClusterError if a rank fails; then no process is left. `on_news` is called from
+    any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
     """
+    others = None
     if num_ranks > 1:
-        from engine.ranks.executor import start_ranks
-
-        return start_ranks(config, num_ranks, kv_keys, model_path, incarnation, clock, on_news, on_progress)
-    return SingleExecutor(
-        build_device_engine(
-            config, kv_keys, model_path, incarnation, SingleRank(), clock, on_news, on_progress
+        others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_news)
+    collectives = others.collectives if others else SINGLE_RANK
+    try:
+        own = build_device_engine(
+            config, kv_keys, model_path, incarnation, collectives, clock, on_news, on_progress
         )
-    )
+        return Executor(own, others)
+    except BaseException:
+        if others is not None:
+            others.stop()
+        raise

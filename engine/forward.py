@@ -14,13 +14,12 @@ from engine.models.llama import LlamaForCausalLM
 
 
 class Forward(Protocol):
-    """A model over a KV pool. On an asynchronous device a call returns when the work is queued."""
+    """Runs a model over a KV pool. On an asynchronous device a call returns when the work is queued."""
 
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
         """Computes the step's tokens into their blocks.
 
-        Returns R x V, the logits of the rows that sample, valid until the next call; None where none does, and on ranks
-        that do not sample.
+        Returns R x V, the logits of the rows that sample, valid until the next call; None if no row samples.
         """
         ...
 
@@ -34,7 +33,7 @@ class TorchForward:
         self._device = device
 
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
-        assert (batch.sources_T < 0).all(), "a token is not known here yet"
+        assert (batch.sources_T < 0).all(), "the host does not know a token yet"
         input_ids_T = torch.from_numpy(batch.input_ids_T).to(self._device)
         hidden_TE = self._decoder.forward(InputTokens(input_ids_T), self._attention.prepare(batch))
         if not batch.sampling_requests:

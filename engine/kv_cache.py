@@ -17,12 +17,12 @@ from kv_transfer import CudaMemory, CudaOutOfMemory, DeviceBlocks, pinned_array
 
 LAYOUT = "LKHTD"
 NULL_BLOCK = 0
-"""Pads block tables. Nobody writes it, so it reads as zeros."""
+"""Pads block tables. It is never written, so it reads as zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVBlockShape:
-    """What one block holds: `block_size` tokens of every layer."""
+    """The contents of a block: `block_size` tokens of every layer."""
 
     num_layers: int
     num_kv_heads: int
@@ -47,8 +47,8 @@ class KVBlockShape:
 class KVPool:
     """Blocks 0 .. num_blocks - 1; block 0 is the null block. Memory reads as zeros until written.
 
-    On Linux the pages of a CPU pool are only touched, and so only take memory, once they are written. The pool keeps
-    the memory it was given, but frees none: whoever made a CudaMemory frees it, after pool and connector are gone.
+    On Linux the pages of a CPU pool take memory only once they are written. The pool keeps a given memory alive, but
+    never frees it: the owner of a CudaMemory frees it after pool and connector are gone.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class KVPool:
         device: torch.device,
         memory: npt.NDArray[np.uint8] | CudaMemory | None = None,
     ) -> None:
-        """`memory`: zeros that the pool lives in, for other workers to read: an array on a CPU, a CudaMemory on a GPU.
+        """`memory`: zeros that hold the pool and that other workers can read: an array on a CPU, a CudaMemory on a GPU.
 
-        None: memory of its own.
+        None: the pool allocates its own.
         """
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none besides the null block"
         self.num_blocks = num_blocks
@@ -68,22 +68,22 @@ class KVPool:
         self._memory = memory
         flat = _flat(num_blocks * shape.size_bytes, device, memory)
         self.blocks_NLKHTD = flat.view(shape.dtype).view(num_blocks, *shape.dimensions)
-        # What torch cannot do with 8-bit floats on every device it can with bytes.
+        # torch supports bytes, but not 8-bit floats, in every operation on every device.
         is_byte = shape.dtype.itemsize == 1
         self._bits_NLKHTD = self.blocks_NLKHTD.view(torch.uint8) if is_byte else self.blocks_NLKHTD
         self.layers = tuple(LayerView(self.blocks_NLKHTD, layer) for layer in range(shape.num_layers))
 
     def block_bytes(self) -> npt.NDArray[np.uint8] | DeviceBlocks:
-        """The pool's own memory, as the connector takes it: on a CPU an array [num_blocks, bytes of a block]."""
+        """The pool's memory for the connector: on a CPU an array [num_blocks, bytes of a block]."""
         if self.blocks_NLKHTD.device.type == "cuda":
-            assert isinstance(self._memory, CudaMemory), "a pool on a GPU is handed over out of a CudaMemory"
+            assert isinstance(self._memory, CudaMemory), "hand-overs from a GPU need a pool in a CudaMemory"
             return DeviceBlocks(self._memory, self.shape.size_bytes)
         flat = self.blocks_NLKHTD.view(self.num_blocks, -1).view(torch.uint8)
         array: npt.NDArray[np.uint8] = flat.numpy()
         return array
 
     def fingerprint(self, model_digest: str, num_ranks: int = 1) -> KVFingerprint:
-        """`num_ranks` pools like this one, with different heads, make up the worker's."""
+        """`num_ranks`: how many pools like this one, with different heads, the worker has."""
         return KVFingerprint(
             protocol_version=PROTOCOL_VERSION,
             model=model_digest,
@@ -97,7 +97,7 @@ class KVPool:
         )
 
     def slot_rows(self, slots_T: torch.Tensor) -> torch.Tensor:
-        """Where the keys and values of tokens go: indices into `LayerView.slot_rows_RD` of any layer.
+        """Rows for the keys and values of tokens: indices into `LayerView.slot_rows_RD` of any layer.
 
         `slots_T` is block id x block size + offset. The result is flat over (token, key or value, kv head), the order
         in which a fused projection produces them.
@@ -108,9 +108,9 @@ class KVPool:
         return (first_T.unsqueeze(-1) + per_head).flatten()
 
     def block_rows(self, block_ids_BM: torch.Tensor) -> torch.Tensor:
-        """Which rows to read for B padded tables of M blocks: indices into `LayerView.block_rows_RX` of any layer.
+        """Rows to read for B padded tables of M blocks: indices into `LayerView.block_rows_RX` of any layer.
 
-        Flat over (key or value, table, kv head, block), so that what is gathered is [2, B, H, M x T, D] as it lies.
+        Flat over (key or value, table, kv head, block), so that the gathered rows are [2, B, H, M x T, D] as they lie.
         """
         num_layers, _, num_heads, _, _ = self.shape.dimensions
         first_BM = block_ids_BM * (num_layers * 2 * num_heads)
@@ -133,11 +133,13 @@ def _flat(
     """uint8 [num_bytes], over `memory` if there is any."""
     if memory is None:
         return _zeros(num_bytes, device)
-    assert memory.nbytes >= num_bytes, f"{num_bytes} bytes of blocks, and {memory.nbytes} of memory"
+    assert memory.nbytes >= num_bytes, (
+        f"{num_bytes} bytes of blocks do not fit {memory.nbytes} bytes of memory"
+    )
     if isinstance(memory, CudaMemory):
-        assert device == torch.device("cuda", memory.driver.device), f"memory of {device} is elsewhere"
+        assert device == torch.device("cuda", memory.driver.device), f"the memory is not on {device}"
         return torch.as_tensor(memory, device=device)[:num_bytes]
-    assert device.type == "cpu", f"an array is no memory of {device}"
+    assert device.type == "cpu", f"an array cannot be memory of {device}"
     return torch.from_numpy(memory[:num_bytes])
 
 
@@ -167,21 +169,21 @@ class LayerView:
 def copy_one_by_one(
     source_NB: torch.Tensor, target_MB: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """A `CopyBlocks` for large blocks, each a single copy."""
+    """Satisfies CopyBlocks: one copy per block, for large blocks."""
     for source, target in pairs:
         target_MB[target].copy_(source_NB[source], non_blocking=True)
 
 
 CopyBlocks = Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int]]], None]
-"""Copies block pair[0] of the first, uint8 [blocks, bytes of one], to block pair[1] of the second, for each pair. On a
-device that works by itself: queues it."""
+"""For each pair, copies block pair[0] of the first tensor (uint8 [blocks, bytes of a block]) to block pair[1] of the
+second. On an asynchronous device it only queues the copies."""
 
 
 class HostBlocks:
-    """Blocks of host memory for the KV of preempted requests, freed with this; pinned where the pool is on a GPU."""
+    """Blocks of host memory for the KV of preempted requests, freed with this; pinned if the pool is on a GPU."""
 
     def __init__(self, num_blocks: int, pool: KVPool, copy: CopyBlocks = copy_one_by_one) -> None:
-        """ConfigError if there is not so much host memory that can be pinned."""
+        """ConfigError if this much host memory cannot be pinned."""
         self._pool_NB = pool.blocks_NLKHTD.view(pool.num_blocks, -1).view(torch.uint8)
         num_bytes = num_blocks * pool.shape.size_bytes
         self._host_MB = host_memory(num_bytes, self._pool_NB.device).view(num_blocks, pool.shape.size_bytes)
@@ -196,13 +198,13 @@ class HostBlocks:
 
 
 def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 [num_bytes] that copies of the device go to and come from."""
+    """uint8 [num_bytes] for copies to and from the device."""
     if device.type == "cpu" or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8)
     try:
         return torch.from_numpy(pinned_array(num_bytes, device.index))
     except CudaOutOfMemory as error:
         raise ConfigError(
-            f"{num_bytes / 2**20:,.0f} MiB of host memory for swapping cannot be pinned: {error}; ask for less with "
+            f"{num_bytes / 2**20:,.0f} MiB of host memory for swapping cannot be pinned: {error}; reduce "
             "engine.swap_space_mib or scheduler.num_swap_blocks"
         ) from error

@@ -1,7 +1,6 @@
-"""Where planned steps are computed: at once, by a thread of its own while the next step is planned, or by a device that
-works by itself.
+"""Where planned steps are computed: at once, on a separate thread, or by an asynchronous device.
 
-Knows no scheduler. Plans are computed in the order they were given, and their results taken in the same order.
+Knows no scheduler. Plans are computed in the order in which they were submitted, and results are taken in that order.
 """
 
 import queue
@@ -14,7 +13,7 @@ from baton.step import ModelRunnerOutput, SchedulerOutput
 
 
 class DeviceLostError(RuntimeError):
-    """A device computes nothing any more: neither this step nor any other."""
+    """The device is lost: it can compute neither this step nor any other."""
 
 
 class Runner(Protocol):
@@ -25,20 +24,20 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a plan: what it sampled, or the error that the device raised."""
+    """The result of a plan: what it sampled, or the error that the device raised."""
 
     output: ModelRunnerOutput | None
     error: Exception | None = None
 
 
 class Launched(Protocol):
-    """A step that a device works at."""
+    """A step that a device computes."""
 
     def wait(self) -> ModelRunnerOutput: ...
 
 
 class StepLauncher(Protocol):
-    """Has a device compute a plan; returns as soon as the device has its orders."""
+    """Queues a plan on a device; returns as soon as it is queued."""
 
     def launch(self, plan: SchedulerOutput) -> Launched: ...
 
@@ -54,17 +53,17 @@ class Pipeline(Protocol):
     def submit(self, plan: SchedulerOutput) -> None: ...
 
     def take(self) -> StepResult:
-        """The result of the oldest plan that was not taken yet; waits for it. There must be one."""
+        """Waits for the result of the oldest plan that was not taken yet. There must be one."""
         ...
 
     def close(self) -> None:
-        """Ends after the step under way. Nothing may be submitted any more, and what computed the steps is let go: NCCL
-        ends only when the CUDA graphs that hold calls of it have."""
+        """Ends after the step under way. Nothing may be submitted any more. Releases the runner: NCCL can only end when
+        no CUDA graph contains its calls."""
         ...
 
 
 class InlinePipeline:
-    """Computes a step as it is submitted: nothing is ever under way."""
+    """Computes a step when it is submitted: nothing is ever under way."""
 
     num_ahead = 0
 
@@ -79,12 +78,12 @@ class InlinePipeline:
         return self._results.popleft()
 
     def close(self) -> None:
-        """Nothing is under way, so nothing has to end."""
+        """Nothing is under way."""
         del self._runner
 
 
 class ThreadedPipeline:
-    """Computes on a thread of its own, so that a step can be planned while the one before it is computed."""
+    """Computes on its own thread, so that a step can be planned while the previous one is computed."""
 
     num_ahead = 1
 
@@ -111,7 +110,7 @@ class ThreadedPipeline:
 
 
 class StreamPipeline:
-    """Launches a step behind the one that the device computes, so that the device goes on without waiting for us."""
+    """Launches a step while the device computes the previous one, so that the device never waits for the host."""
 
     num_ahead = 1
 
@@ -122,7 +121,7 @@ class StreamPipeline:
     def submit(self, plan: SchedulerOutput) -> None:
         try:
             self._steps.append(self._launcher.launch(plan))
-        except BaseException as error:  # it belongs to this step, and is found when its turn comes
+        except BaseException as error:  # it belongs to this step, and is raised when the step is taken
             self._steps.append(_as_error(error))
 
     def take(self) -> StepResult:
@@ -141,14 +140,14 @@ class StreamPipeline:
 
 
 def make_pipeline(runner: Runner, *, async_scheduling: bool) -> Pipeline:
-    """For a device that computes where it is called: a CPU."""
+    """For a synchronous device, a CPU."""
     return ThreadedPipeline(runner) if async_scheduling else InlinePipeline(runner)
 
 
 def _execute(runner: Runner, plan: SchedulerOutput) -> StepResult:
     try:
         return StepResult(runner.execute(plan))
-    except BaseException as error:  # the edge to the device: the engine decides what the error means
+    except BaseException as error:  # the edge to the device: the caller of `take` decides what it means
         return StepResult(None, _as_error(error))
 
 

@@ -1,5 +1,5 @@
-"""RequestTable: what a step needs of every request, as arrays with a row for each; knows no plan and no token but the
-last.
+"""RequestTable: the requests' state that steps need, as arrays with a row per request; knows no plan, and of the tokens
+only the last.
 
 A step of hundreds of decodes is built by a few operations on whole columns, instead of a few for each request.
 
@@ -19,25 +19,25 @@ _FIRST_ROWS, _FIRST_BLOCKS = 16, 16
 
 
 class RequestTable:
-    """Columns grow by doubling, rows are used again; a view of a column is valid until the next `add` or `extend`."""
+    """Columns grow by doubling, and rows are reused; a view of a column is valid until the next `add` or `extend`."""
 
     def __init__(self) -> None:
         self.num_computed_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
         self.num_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
-        """Known ones and those that steps under way sample."""
+        """Known tokens and those that steps under way sample."""
         self.last_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
-        """0 where it is not known yet."""
+        """0 if it is not known yet."""
         self.sampled_rows_S = np.full(_FIRST_ROWS, NONE, np.int64)
-        """Where the last token stands among those that the step under way samples; NONE: it is known."""
+        """The last token's row among those that the step under way samples; NONE: it is known."""
         self.cleared_blocks_S = np.full(_FIRST_ROWS, NONE, np.int64)
         """The last block whose slots past the request's end are known to be zero."""
         self.num_blocks_S = np.zeros(_FIRST_ROWS, np.int64)
         self.block_ids_SM = np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int64)
-        """What lies behind a row's `num_blocks` is of no meaning."""
+        """Entries behind a row's `num_blocks` are undefined."""
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
 
     def add(self) -> int:
-        """A row that nobody uses."""
+        """Returns a free row."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -48,7 +48,7 @@ class RequestTable:
         self._free.append(row)
 
     def set_blocks(self, row: int, block_ids: Sequence[int]) -> None:
-        """In place of those it had."""
+        """Replaces the row's blocks."""
         self.num_blocks_S[row] = 0
         self.cleared_blocks_S[row] = NONE
         self.extend_blocks(row, block_ids)

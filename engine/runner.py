@@ -14,18 +14,18 @@ from engine.sampler import SampledTokens, Sampler
 
 
 class Mark(Protocol):
-    """A place in the row of what a device was told to do; a torch.cuda.Event is one."""
+    """A point in a device's queue; a torch.cuda.Event is one."""
 
     def synchronize(self) -> None:
-        """Waits until the device has come there."""
+        """Waits until the device has reached it."""
         ...
 
 
 class ModelRunner:
     """Runs one model over one KV pool. Deterministic: equal plans in equal order give equal tokens.
 
-    Steps are launched in order and may be waited for later, in the same order: where the device works by itself, the
-    next step can be launched while this one is computed, although nobody knows its tokens yet.
+    Steps are launched in order and may be waited for later, in the same order. On an asynchronous device the next step
+    can be launched while this one is computed, although the host does not know its tokens yet.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class ModelRunner:
         samples: bool = True,
         mark: Callable[[], Mark | None] = lambda: None,
     ) -> None:
-        """`host_blocks` is where preempted requests' KV goes; `grammars` has the matchers of structured outputs.
+        """`host_blocks` hold the KV of preempted requests; `grammars` makes the matchers of structured outputs.
 
-        Without grammars, no plan may ask for any. One of a worker's ranks `samples`; the others' samplers hear of it.
-        `mark` marks what was launched so far, on a device that works by itself.
+        Without grammars, no plan may contain structured outputs. One of a worker's ranks `samples`; the others receive
+        its tokens. `mark` returns the present point in an asynchronous device's queue.
         """
         self._forward = forward
         self._sampler = sampler
@@ -59,12 +59,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
-        """Has the plan's tokens computed into their blocks, and one sampled for every request that reaches its end.
+        """Computes the plan's tokens into their blocks, and samples for every request whose known tokens are computed.
 
-        A plan without tokens still takes over which requests are gone, and whose KV is to be kept in host memory. Until
-        a step has been waited for, only one more may be launched, which may not resume a request of the former.
+        A plan without tokens still updates finished requests, and swaps KV to host memory. Until a step has been waited
+        for, only one more may be launched, and that one may not resume a request of the first.
         """
-        self._requests.update(plan)  # first: whatever fails below, nobody who is gone stays known
+        self._requests.update(plan)  # first: finished requests must be removed even if something below fails
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
         step = LaunchedStep(self._requests)
         self._start_matching(plan, step)
@@ -74,29 +74,28 @@ class ModelRunner:
             self._settle_for(batch.sampling_requests)
             if batch.sampling_requests:
                 step.begin(batch.sampling_requests, self._sampler(logits_RV, batch.sampling_requests))
-        if not step.samples:  # no token comes that could be waited for
+        if not step.samples:  # there is no token to wait for
             step.ends_at(self._mark())
         self._last_step = step
         return step
 
     def _settle_for(self, requests: Sequence[RunnerRequest]) -> None:
-        """Waits for the step before where a request cannot be sampled for without knowing what that gave it.
+        """Waits for the previous step if sampling needs the tokens that it sampled.
 
-        The device has the forward pass to compute meanwhile.
+        Meanwhile the device computes the forward pass.
         """
         if self._last_step is not None and any(needs_known_tokens(request) for request in requests):
             self._last_step.wait()
 
     def _start_matching(self, plan: SchedulerOutput, step: "LaunchedStep") -> None:
-        """New requests with a structured output get their matchers, which learn what was sampled elsewhere."""
+        """Gives new requests with structured outputs their matchers, and feeds these the output so far."""
         for new in plan.scheduled_new_reqs:
             output = new.sampling_params.structured_output
             if output is not None and self._samples:
                 assert self._grammars is not None, "this runner was made without grammars"
                 request = self._requests[new.request_id]
-                request.matcher = self._grammars.matcher(
-                    output
-                )  # None: it has ended since the step was planned
+                # None: the request has ended since the step was planned
+                request.matcher = self._grammars.matcher(output)
                 for token_id in new.output_token_ids:
                     step.match(request, token_id)
 
@@ -107,7 +106,7 @@ class LaunchedStep:
     def __init__(self, batch: RequestBatch) -> None:
         self._batch = batch
         self._sampling: list[tuple[RunnerRequest, int]] = []
-        """Requests that sample, and which of their tokens is to come."""
+        """Requests that sample, and the index of the sampled token."""
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
         """Requests whose grammar stopped matching in this step."""
@@ -119,28 +118,28 @@ class LaunchedStep:
         return self._sampled is not None
 
     def begin(self, requests: Sequence[RunnerRequest], sampled: SampledTokens) -> None:
-        """The step samples for these, row by row."""
+        """Sets the requests that the step samples for, row by row."""
         self._sampling = [
             (request, self._batch.append_unknown(request, row)) for row, request in enumerate(requests)
         ]
         self._sampled = sampled
 
     def ends_at(self, mark: Mark | None) -> None:
-        """Where it is computed, if it samples nothing; None: it is."""
+        """Sets the end of a step that samples nothing; None: it is computed already."""
         self._end = mark
 
     def wait(self) -> ModelRunnerOutput:
-        """What the step sampled, when it is known. The requests' tokens are known then, too.
+        """Waits for what the step sampled, and adds it to the requests' tokens.
 
-        The step is computed when this returns, whether it samples or not: others now read the blocks that it filled,
-        and write those that it no longer has.
+        The step is computed when this returns, even if it samples nothing: then its filled blocks may be read, and its
+        freed blocks written.
         """
         if self._output is None:
             self._output = self._take()
         return self._output
 
     def match(self, request: RunnerRequest, token_id: int) -> None:
-        """Moves the request's matcher on; one that cannot is left behind, and the request fails with this step."""
+        """Advances the request's matcher. If that fails, the matcher is dropped and the request fails in this step."""
         if request.matcher is not None and (error := request.matcher.consume(token_id)):
             request.matcher = None
             self._failed[request.request_id] = error
@@ -154,7 +153,7 @@ class LaunchedStep:
         for (request, index), token in zip(self._sampling, self._sampled.wait(), strict=True):
             self._batch.settle(request, index, token.token_id)
             if request.request_id in self._failed:
-                continue  # what it came with contradicts its grammar, so nothing can follow that
+                continue  # its earlier output contradicts its grammar, so nothing can follow
             self.match(request, token.token_id)
             token_ids[request.request_id] = [token.token_id]
             if token.logprobs is not None:
@@ -163,7 +162,7 @@ class LaunchedStep:
 
 
 def needs_known_tokens(request: RunnerRequest) -> bool:
-    """Whether its next token depends on which its earlier ones are, besides through the model."""
+    """Whether its next token depends on its earlier tokens other than through the model."""
     p = request.sampling_params
     return bool(
         p.repetition_penalty != 1.0

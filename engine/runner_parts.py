@@ -1,4 +1,4 @@
-"""make_runner: a ModelRunner of the parts that the model's device computes with."""
+"""make_runner: a ModelRunner for a model on a CPU."""
 
 from engine.forward import TorchForward
 from engine.grammars.compiler import GrammarCompiler
@@ -6,7 +6,7 @@ from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.paged_attention import PagedAttention
 from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
-from engine.sampler import Sampler, SharedSampler, TorchSampler
+from engine.sampler import TorchSampler
 
 
 def make_runner(
@@ -16,14 +16,12 @@ def make_runner(
     grammars: GrammarCompiler | None = None,
 ) -> ModelRunner:
     """`host_blocks` and `grammars`: see ModelRunner."""
-    collectives = model.collectives
     attention = PagedAttention(pool, model.architecture, model.num_heads, model.dtype)
-    sampler: Sampler = TorchSampler()
     return ModelRunner(
         TorchForward(model.decoder, attention, model.device),
-        sampler if collectives.size == 1 else SharedSampler(sampler, collectives),
+        TorchSampler(model.collectives),
         host_blocks or HostBlocks(0, pool),
         pool.shape.block_size,
         grammars,
-        samples=collectives.rank == 0,
+        samples=model.collectives.rank == 0,
     )

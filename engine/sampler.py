@@ -16,21 +16,21 @@ import torch
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from engine.batch import RunnerRequest
-from engine.collectives import Collectives
+from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import gumbel_noise, row_keys
 from engine.request_table import IntArray
 
 MIN_TEMPERATURE = 1e-30
-"""Lower ones, which float32 cannot divide by, act like this one: the arg max."""
+"""Lower temperatures, by which float32 cannot divide, act like this one: the arg max."""
 CANDIDATES = 256
-"""Likeliest tokens looked at first for top_p; sixteen times more each time the nucleus is larger than that."""
+"""Likeliest tokens considered first for top_p; sixteen times more whenever the nucleus is larger."""
 ROWS_AT_ONCE = 4
 """Rows of noise made together, so that a large vocabulary's intermediate values stay in cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The next token of one row; `logprobs` where the request asked for them."""
+    """The next token of one row; `logprobs` if the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -40,7 +40,7 @@ class SampledTokens(Protocol):
     """Tokens on their way from the device."""
 
     def wait(self) -> list[SampledToken]:
-        """One a row, as soon as they are known; may be asked once. All that was launched before them is done then."""
+        """Waits for the tokens, one per row; call it once. Everything launched before them is done then."""
         ...
 
 
@@ -48,28 +48,20 @@ class Sampler(Protocol):
     """Draws one token per row, for the request of that row."""
 
     def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> SampledTokens:
-        """The logits are left as they are; None on a rank that hears from another what was sampled."""
+        """The logits are left as they are; None on a rank that receives the tokens from rank 0."""
         ...
 
 
 class TorchSampler:
-    """Samples at once."""
+    """Samples at once on rank 0, which sends its tokens to the others. Log-probabilities stay on rank 0."""
 
-    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> "KnownTokens":
-        assert logits_RV is not None, "nothing to sample from"
-        return KnownTokens(sample(logits_RV, requests))
-
-
-class SharedSampler:
-    """Rank 0 samples, and the others hear of it. Log-probabilities stay on rank 0, which alone has them to report."""
-
-    def __init__(self, sampler: Sampler, collectives: Collectives) -> None:
-        self._sampler = sampler
+    def __init__(self, collectives: Collectives = SINGLE_RANK) -> None:
         self._collectives = collectives
 
     def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> "KnownTokens":
         if self._collectives.rank == 0:
-            tokens = self._sampler(logits_RV, requests).wait()
+            assert logits_RV is not None, "nothing to sample from"
+            tokens = sample(logits_RV, requests)
             self._collectives.broadcast_(torch.tensor([token.token_id for token in tokens]))
             return KnownTokens(tokens)
         token_ids_R = torch.empty(len(requests), dtype=torch.int64)
@@ -103,7 +95,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[S
 
 
 def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch.Tensor:
-    """Bias, penalties and masks; the raw logits themselves where no row asks for any."""
+    """Applies bias, penalties and masks; the raw logits themselves if no row has any."""
     changed = [row for row, request in enumerate(requests) if is_processed(request)]
     if not changed:
         return raw_RV
@@ -114,7 +106,7 @@ def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch
 
 
 def is_processed(request: RunnerRequest) -> bool:
-    """Whether its next token is not drawn from the raw logits."""
+    """Whether its logits are changed before its next token is drawn."""
     p = request.sampling_params
     return bool(
         p.logit_bias
@@ -127,7 +119,7 @@ def is_processed(request: RunnerRequest) -> bool:
 
 
 def _process_(logits_V: torch.Tensor, request: RunnerRequest) -> None:
-    """In place, in the order that SamplingParams promises. Token ids outside the vocabulary name nothing."""
+    """In place, in the order that SamplingParams promises. Token ids outside the vocabulary are ignored."""
     p, vocab_size = request.sampling_params, len(logits_V)
     if p.logit_bias:
         bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
@@ -149,7 +141,7 @@ def _process_(logits_V: torch.Tensor, request: RunnerRequest) -> None:
 
 
 def _draw(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]:
-    """Samples by Gumbel-max from what the filters leave. A request without a seed draws as if with seed 0."""
+    """Samples by Gumbel-max from the tokens that the filters keep. No seed means seed 0."""
     params = [request.sampling_params for request in requests]
     keys = [
         row_keys(p.seed or 0, request.num_output_tokens) for p, request in zip(params, requests, strict=True)
@@ -182,7 +174,7 @@ def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 
 def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> torch.Tensor:
-    """R x 1: the probability of the last token within top_k and within top_p of the mass of those."""
+    """R x 1: the probability of the last token within top_k and within top_p of top_k's mass."""
     vocab_size = probs_RV.shape[1]
     top_k_R1 = torch.tensor(top_ks, device=probs_RV.device).unsqueeze(1)
     top_p_R1 = _column(top_ps, probs_RV)
@@ -206,7 +198,7 @@ def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> 
 def _logprobs(
     raw_RV: torch.Tensor, token_ids: list[int], requests: Sequence[RunnerRequest]
 ) -> dict[int, TokenLogprobs]:
-    """By row, for the requests that want them; from the logits before any processing."""
+    """By row, for the requests that asked for them; from the logits before any processing."""
     wanted = {
         row: request.sampling_params.logprobs
         for row, request in enumerate(requests)

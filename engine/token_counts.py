@@ -1,27 +1,27 @@
-"""TokenCounts: which tokens a growing sequence has, and how often; knows neither requests nor what it is for."""
+"""TokenCounts: which tokens a growing sequence has, and how often; knows no request."""
 
 import numpy as np
 
 from engine.request_table import IntArray
 
 FEW = 8
-"""New tokens up to which each is put in its place; more are counted together."""
+"""Up to this many new tokens are inserted one by one; more are counted together."""
 
 
 class TokenCounts:
-    """Follows a sequence from step to step: sorting a long one for each of its tokens takes longer than a step."""
+    """Counts incrementally: sorting a long sequence for each of its tokens would take longer than a step."""
 
     __slots__ = ("_num_counted", "counts", "tokens")
 
     def __init__(self) -> None:
         self.tokens: IntArray = np.empty(0, np.int64)
-        """Each once, in order."""
+        """Each token once, in order."""
         self.counts: IntArray = np.empty(0, np.int64)
-        """How often each is there."""
+        """How often each occurs."""
         self._num_counted = 0
 
     def follow(self, token_ids: IntArray) -> None:
-        """The sequence as it is now: as it was last time, and what came since; or shorter, and then counted anew."""
+        """Counts the present sequence. It extends the previous one, or is shorter: then all is counted anew."""
         if len(token_ids) < self._num_counted:
             self.tokens, self.counts, self._num_counted = self.tokens[:0], self.counts[:0], 0
         new = token_ids[self._num_counted :]

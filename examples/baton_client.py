@@ -57,7 +57,7 @@ _MODES = {
 
 
 class BatonError(Exception):
-    """The service said no, or nobody could be reached. `code` is gRPC's name for why, such as INVALID_ARGUMENT."""
+    """The service refused, or no gateway could be reached. `code` is gRPC's status by name: INVALID_ARGUMENT."""
 
     def __init__(self, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{code}: {message}")
@@ -205,7 +205,7 @@ class BatonClient:
         """
         if sum(prompt is not None for prompt in (text, token_ids, messages)) != 1:
             raise ValueError("give exactly one of text, token_ids and messages")
-        if "seed" not in sampling:  # so that whoever answers again gives the same answer
+        if "seed" not in sampling:  # so that a retry on any gateway gives the same answer
             sampling["seed"] = self._rng.getrandbits(63)
         request = pb.GenerateRequest(
             request_id=request_id,
@@ -318,7 +318,7 @@ class _Answer:
         self._num_characters = 0
 
     def begin(self) -> None:
-        """Another attempt, which tells everything from the beginning."""
+        """Another attempt, which repeats the answer from the beginning."""
         self.has_begun = True
         self._num_tokens = self._num_characters = 0
 
@@ -338,7 +338,7 @@ class _Answer:
             or response.text[:num_old_characters] != told_text
             or ends_short
         ):
-            raise BatonError("DATA_LOSS", "asked anew, the service answers otherwise than it did before")
+            raise BatonError("DATA_LOSS", "on a retry, the service gave another answer than before")
         self.token_ids += new_tokens
         self.text += new_text
         if not new_tokens and not new_text and not self.is_over:

@@ -1,9 +1,9 @@
 """Draws the pictures of docs/scheduler.md: real workers, real requests, and what their schedulers wrote down.
 
-    python examples/draw_scheduler.py [--model smollm2] [--out docs/images]
+    python examples/draw_scheduler.py [--model smollm2]
 
-Each picture is a small cluster of child processes that is started, asked a few things at chosen moments, and stopped;
-`baton trace FILE --svg OUT.svg` does the drawing. Times differ from run to run, decisions hardly.
+Each picture shows a small cluster of child processes, which answers a few requests at chosen moments. `baton trace`
+draws its traces. Times differ from run to run, decisions hardly.
 """
 
 import argparse
@@ -113,15 +113,13 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="a model folder, or a name that Baton knows")
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
     options = parser.parse_args()
     model = resolve(options.model, default_cache_dir(os.environ))
-    options.out.mkdir(parents=True, exist_ok=True)
     for picture in PICTURES:
         with tempfile.TemporaryDirectory() as trace_dir:
             asyncio.run(play(picture, model, trace_dir))
             traces = [str(next(Path(trace_dir).glob(f"{worker}-*.jsonl"))) for worker in picture.workers]
-            code = baton(["trace", *traces, "--svg", str(options.out / f"{picture.name}.svg")])
+            code = baton(["trace", *traces])
         if code != 0:
             return code
     return 0

@@ -1,8 +1,29 @@
-"""Where clients come in: text to tokens and back, routing, and each request until its last token; knows no Ray."""
+"""Where clients come in: text to tokens and back, routing, and each request until its last token; knows no Ray.
 
-from gateway.client import GatewayClient, GatewayError
-from gateway.model import ServedModel
-from gateway.server import Gateway
-from gateway.text import Tokenizer
+Names are loaded when they are asked for, so that the router and the dispatcher need no gRPC.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gateway.client import GatewayClient, GatewayError
+    from gateway.model import ServedModel
+    from gateway.server import Gateway
+    from gateway.text import Tokenizer
 
 __all__ = ["Gateway", "GatewayClient", "GatewayError", "ServedModel", "Tokenizer"]
+
+_MODULES = {
+    "Gateway": "gateway.server",
+    "GatewayClient": "gateway.client",
+    "GatewayError": "gateway.client",
+    "ServedModel": "gateway.model",
+    "Tokenizer": "gateway.text",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

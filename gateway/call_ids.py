@@ -19,10 +19,10 @@ _MAX_OFFERED = _MAX_CHARACTERS - 2 * _DRAWN_BYTES - len("-")
 MAX_PARENT_CHARACTERS = 128
 """Version 00 has 55; what later ones add comes behind these."""
 MAX_STATE_CHARACTERS = 512
-"""What the recommendation asks everybody to carry; what a client sends beyond that is cut off."""
+"""The least that the recommendation asks systems to carry; more is cut off."""
 MAX_STATE_MEMBERS = 32
 LARGE_MEMBER_CHARACTERS = 128
-"""Where something has to go, members that are larger go first."""
+"""If the state is too long, larger members are dropped first."""
 
 
 def is_well_formed(request_id: str) -> bool:
@@ -30,13 +30,13 @@ def is_well_formed(request_id: str) -> bool:
 
 
 def offered_id(value: str | None) -> str | None:
-    """What a client or proxy called its request in passing (`x-request-id`); None if that could not stand in a log."""
+    """The id that a client or proxy sent in a header (`x-request-id`); None if it is unfit for a log."""
     return value if value is not None and is_well_formed(value) else None
 
 
 def request_id_for(offered: str | None) -> str:
-    """A name that no other request has. It begins with the one that was offered, so that a search for that finds it:
-    several requests may come with the same, since proxies repeat theirs when they try again."""
+    """A unique id that begins with the offered one, so that a search for that finds it. Several requests may offer the
+    same id, since proxies repeat theirs when they retry."""
     if offered is None:
         return secrets.token_hex(2 * _DRAWN_BYTES)
     return f"{offered[:_MAX_OFFERED]}-{secrets.token_hex(_DRAWN_BYTES)}"
@@ -44,7 +44,7 @@ def request_id_for(offered: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """As it came, but bounded; whether it means anything is for whoever reads it."""
+    """A client's trace context, bounded but not interpreted."""
 
     parent: str
     """`traceparent`."""
@@ -53,7 +53,7 @@ class TraceContext:
 
 
 def trace_context_from(parents: Sequence[str], states: Sequence[str]) -> TraceContext | None:
-    """By the values of a call's headers, in their order. None where they name no trace: it refuses nothing."""
+    """From the values of a call's headers, in order; None if they name no trace. Refuses nothing."""
     if len(parents) != 1 or not 0 < len(parents[0]) <= MAX_PARENT_CHARACTERS:
         return None
     members = [stripped for state in states for member in state.split(",") if (stripped := member.strip())]

@@ -20,7 +20,7 @@ MAX_VALUES = 3 * 2**20
 """Of one whole answer, over all of its choices: a token is a value, and so is each of the likeliest ones beside it.
 
 So that one answer may fill a context of 131,072 tokens with 20 log-probabilities each. That costs tens of MiB
-(benchmarks/whole_answers.py).
+(docs/security.md).
 """
 
 PORTION_TOKENS = 128

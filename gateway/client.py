@@ -1,6 +1,7 @@
 """GatewayClient: a thin typed client of the gRPC API, for the command line, tests and benchmarks."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -143,94 +144,71 @@ class GatewayClient:
         if text is not None:
             request.text = text
         call = self._generation.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        try:
-            async for response in call:
+        async with aclosing(self._responses(call)) as responses:
+            async for response in responses:
                 completion = _completion(response.finish) if response.HasField("finish") else None
                 yield Event(tuple(response.token_ids), response.text, completion)
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
-        finally:
-            call.cancel()
 
     async def abort(self, *request_ids: str) -> int:
         """Returns how many of them were running."""
-        try:
-            response = await self._generation.Abort(
-                generation_pb.AbortRequest(request_ids=request_ids), metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
-        return response.num_aborted
+        request = generation_pb.AbortRequest(request_ids=request_ids)
+        response = await self._response(self._generation.Abort, request)
+        return int(response.num_aborted)
 
     async def model_info(self) -> dict[str, Any]:
         """The fields of GetModelInfoResponse."""
-        try:
-            response = await self._generation.GetModelInfo(
-                generation_pb.GetModelInfoRequest(), metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
-        return _as_dict(response)
+        request = generation_pb.GetModelInfoRequest()
+        return _as_dict(await self._response(self._generation.GetModelInfo, request))
 
     async def describe(self) -> dict[str, Any]:
         """The fields of DescribeClusterResponse: model, model_path, workers, gateway, nodes, controller."""
-        try:
-            response = await self._cluster.DescribeCluster(
-                cluster_pb.DescribeClusterRequest(), metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
-        return _as_dict(response)
+        request = cluster_pb.DescribeClusterRequest()
+        return _as_dict(await self._response(self._cluster.DescribeCluster, request))
 
     async def watch(self, interval_s: float = 1.0) -> AsyncGenerator[dict[str, Any], None]:
         """What `describe` returns, now and whenever it has changed; closing the iterator ends it."""
         request = cluster_pb.WatchClusterRequest(interval_s=interval_s)
         call = self._cluster.WatchCluster(request, metadata=self._metadata)
-        try:
-            async for response in call:
+        async with aclosing(self._responses(call)) as responses:
+            async for response in responses:
                 yield _as_dict(response.cluster)
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
-        finally:
-            call.cancel()
 
     async def drain(self, worker: str) -> None:
         """Returns once the worker has given up all its requests, and is gone for good."""
-        try:
-            await self._cluster.DrainWorker(
-                cluster_pb.DrainWorkerRequest(worker=worker), metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+        await self._response(self._cluster.DrainWorker, cluster_pb.DrainWorkerRequest(worker=worker))
 
     async def drain_node(self, node: str, timeout_s: float) -> None:
         """Returns once the node of this address or name has no workers, and gets none; GatewayError if it still has
         some.
         """
-        try:
-            await self._cluster.DrainNode(
-                cluster_pb.DrainNodeRequest(node=node, timeout_s=timeout_s), metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+        request = cluster_pb.DrainNodeRequest(node=node, timeout_s=timeout_s)
+        await self._response(self._cluster.DrainNode, request)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
         """Returns once the worker serves in its new role; GatewayError if it stays in its old one."""
-        try:
-            await self._cluster.SetWorkerRole(
-                cluster_pb.SetWorkerRoleRequest(worker=worker, role=role.value), metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise self._error(error) from None
+        request = cluster_pb.SetWorkerRoleRequest(worker=worker, role=role.value)
+        await self._response(self._cluster.SetWorkerRole, request)
 
     async def rollout(self, workers: Sequence[str] = ()) -> AsyncIterator[RolloutStep]:
         """Restarts these workers, or all, one after the other; yields whenever a new process serves."""
-        call = self._cluster.RolloutFleet(
-            cluster_pb.RolloutFleetRequest(workers=workers), metadata=self._metadata
-        )
-        try:
-            async for step in call:
+        request = cluster_pb.RolloutFleetRequest(workers=workers)
+        call = self._cluster.RolloutFleet(request, metadata=self._metadata)
+        async with aclosing(self._responses(call)) as steps:
+            async for step in steps:
                 yield RolloutStep(step.worker, step.incarnation, step.done, step.count)
+
+    async def _response(self, method: Any, request: Any) -> Any:
+        """GatewayError if the call fails."""
+        try:
+            return await method(request, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    async def _responses(self, call: Any) -> AsyncGenerator[Any, None]:
+        """A stream's responses; GatewayError if it fails. Closing the generator cancels the call."""
+        try:
+            async for response in call:
+                yield response
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
         finally:
@@ -243,12 +221,12 @@ class GatewayClient:
 
     def _why_unreachable(self, details: str) -> str:
         """Explains gRPC's account of its last attempt to connect."""
-        nobody = f"no gateway answers at {self._target}; is `baton serve` running"
+        unreachable = f"no gateway answers at {self._target}; is `baton serve` running"
         if not self._uses_tls:
-            return f"{nobody}, and does it use TLS?" if "Socket closed" in details else f"{nobody}?"
+            return f"{unreachable}, and does it use TLS?" if "Socket closed" in details else f"{unreachable}?"
         reasons = (reason for sign, reason in _TLS_FAILURES.items() if sign in details)
         reason = next(reasons, None)
-        return f"TLS with {self._target} failed: {reason}" if reason else f"{nobody}?"
+        return f"TLS with {self._target} failed: {reason}" if reason else f"{unreachable}?"
 
 
 def _details_of(error: grpc.aio.AioRpcError) -> ErrorDetails:

@@ -70,7 +70,7 @@ class Preprocessor:
         api: str = "grpc",
         trace: TraceContext | None = None,
     ) -> GatewayRequest:
-        """Tokenises, and holds everything against the model; InvalidRequest names the field.
+        """Tokenises, and checks everything against the model; InvalidRequest names the field.
 
         `request_id` None generates one; `timeout_s` None: the client waits without limit.
         """
@@ -104,14 +104,14 @@ class Preprocessor:
             mode=mode,
             timeout_s=_left(timeout_s, now() - began),
             caller=caller,
-            intake_s=now() - began,
+            preprocess_s=now() - began,
             api=api,
             trace=trace,
             is_chat=isinstance(prompt, list),
         )
 
     def room_behind(self, num_tokens: int) -> int:
-        """How many tokens an answer to a prompt of so many may have; PromptTooLong if none."""
+        """How many tokens an answer may have after a prompt of `num_tokens`; PromptTooLong if none."""
         room = self._model.max_model_len - num_tokens
         if room < 1:
             raise PromptTooLong(
@@ -123,9 +123,9 @@ class Preprocessor:
     def samples(
         self, request: GatewayRequest, number: int, keep_special_tokens: bool
     ) -> list[GatewayRequest]:
-        """`number` independent answers to one request: itself, and others with ids and seeds made of its own.
+        """`number` requests for independent answers: this one, and others with ids and seeds derived from its own.
 
-        The same seed gives the same answers again, and the first of many equals a single one.
+        The same seed gives the same answers again, and the first of several equals a single one.
         """
         params = request.sampling_params
         others = [

@@ -1,4 +1,4 @@
-"""Gateway: puts its doors, gRPC and HTTP, in front of one request driver, and runs them."""
+"""Gateway: composes one request driver with the frontends, gRPC and HTTP, and runs them."""
 
 import asyncio
 import secrets
@@ -27,10 +27,9 @@ from gateway.http.app import make_app
 from gateway.http.cluster import cluster_routes
 from gateway.http.count_responses import CountResponses
 from gateway.http.docs_page import docs_routes
-from gateway.http.metrics import metrics_routes
 from gateway.http.openai.routes import openai_routes
+from gateway.http.operations import metrics_routes, probe_routes
 from gateway.http.page import page_routes
-from gateway.http.probes import probe_routes
 from gateway.http.server import HttpServer
 from gateway.http.tokenize import tokenize_routes
 from gateway.http.trial import PageTrial
@@ -41,8 +40,7 @@ from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.telemetry.access_log import log_request
-from gateway.telemetry.call_error import CallError
-from gateway.telemetry.call_log import log_call_error
+from gateway.telemetry.call_log import CallError, log_call_error
 from gateway.telemetry.cluster_view import ClusterView
 from gateway.telemetry.live_feed import LiveFeed
 from gateway.telemetry.loop_lag import LoopLag
@@ -50,7 +48,6 @@ from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.scrape import GatewayScrape
 from gateway.telemetry.trace_export import tracing_for
 from gateway.text import Tokenizer
-from gateway.workers.worker_client import WorkerClient
 
 
 class Gateway:
@@ -70,11 +67,9 @@ class Gateway:
         *,
         log_prompts: bool = False,
     ) -> None:
-        """`keys` of the request plane, shared with its workers; None if `network.security` is `none`. `prefix_key` is
-        the key with which workers hash prefixes.
-
-        Operators' calls go to `control`; without one they are refused.
-        """
+        """`keys`: those of the request plane, shared with the workers; None if `network.security` is `none`.
+        `prefix_key`: the key with which workers hash prefixes. `control` carries operators' calls to the controller;
+        None refuses them."""
         assert (keys is None) == (network.security == "none")
         config = fitted_to_open_files(config)
         certificates = watched_certificates(config.tls, clock) if config.tls else None
@@ -158,7 +153,7 @@ class Gateway:
         self._loop_lag.start()
 
     async def warm_up(self) -> None:
-        """Does now what the first request of each kind would wait for."""
+        """Starts what the first request of each kind would otherwise wait for."""
         await self._grammars.warm_up()
 
     @property
@@ -171,16 +166,16 @@ class Gateway:
         return None if self._http is None else self._http.port
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
-        """From its first heartbeat on, the worker gets requests."""
-        self._driver.add_worker(endpoint)
+        """The worker gets requests from its first heartbeat on."""
+        self._driver.workers.add(endpoint)
 
     async def wait_for_worker(self, name: str) -> None:
-        """Returns when an added worker can be given requests, or is lost; WorkerUnavailable if it refuses us."""
-        await self._driver.wait_for_worker(name)
+        """Returns when an added worker can take requests, or is lost; WorkerUnavailable if it refuses us."""
+        await self._driver.workers.wait_for(name)
 
     def remove_worker(self, name: str, reason: str) -> None:
-        """The worker gets no more requests, and what it had is tried elsewhere."""
-        self._driver.remove_worker(name, reason)
+        """The worker gets no more requests; its running ones continue on other workers."""
+        self._driver.workers.remove(name, reason)
 
     @property
     def model_name(self) -> str:
@@ -190,29 +185,29 @@ class Gateway:
     @property
     def num_ready(self) -> int:
         """Workers that send heartbeats."""
-        return sum(client.status is not None for client in self._heard())
+        return len(self._driver.workers.statuses)
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
-        """What clients of the last `window_s` waited for, at most a minute, and what workers last said."""
+        """Latencies of the last `window_s`, at most a minute, and the workers' latest heartbeats."""
         driver = self._driver
-        seen = driver.latencies.latencies(window_s, self._clock.now())
+        seen = driver.dispatcher.latencies.latencies(window_s, self._clock.now())
         return GatewayReport(
             gateway=self._incarnation,
             window_s=min(window_s, MAX_WINDOW_S),
-            num_queued=driver.num_queued,
+            num_queued=driver.dispatcher.num_queued,
             oldest_queued_s=driver.oldest_queued_s,
-            num_in_flight=driver.num_in_flight,
+            num_in_flight=driver.dispatcher.num_in_flight,
             num_finished=seen.num_finished,
             ttft_s=seen.ttft_s,
             itl_s=seen.itl_s,
-            workers=tuple(client.status for client in self._heard() if client.status is not None),
+            workers=tuple(driver.workers.statuses),
         )
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls at once, gives running ones `grace_s` to end, then cancels them."""
         self._cluster.end_watches()
-        doors = (self._grpc, self._http) if self._http else (self._grpc,)
-        await asyncio.gather(*[door.stop(grace_s) for door in doors], self._feed.stop())
+        frontends = (self._grpc, self._http) if self._http else (self._grpc,)
+        await asyncio.gather(*[frontend.stop(grace_s) for frontend in frontends], self._feed.stop())
         await self._driver.stop()
         if self._tracing is not None:
             await self._tracing.stop()
@@ -225,8 +220,8 @@ class Gateway:
         log_call_error(error)
 
     def _not_ready(self) -> str | None:
-        """Why no request could be served now; None if it could."""
-        roles = {client.status.role for client in self._heard() if client.status is not None}
+        """Why no request can be served now; None if one can."""
+        roles = {status.role for status in self._driver.workers.statuses}
         if WorkerRole.DECODE not in roles:
             return "no decode worker is reachable"
         if WorkerRole.PREFILL not in roles and self._config.require_disaggregated:
@@ -234,7 +229,4 @@ class Gateway:
         return None
 
     def _endpoints(self) -> list[WorkerEndpoint]:
-        return [client.endpoint for client in self._heard()]
-
-    def _heard(self) -> list[WorkerClient]:
-        return [client for client in self._driver.fleet.clients if not client.is_silent]
+        return [client.endpoint for client in self._driver.workers.reachable]

@@ -1,8 +1,8 @@
 """How KV blocks move between workers, and how that can fail; knows no model, no scheduler and no Ray.
 
-What is handed over is called a prompt here, although after a move it has what others sampled of the output, too. The
-worker half (connector/worker.py) brings the transports and their packages; what runs one imports it from there, so that
-the engine's memory and kernels do without.
+The tokens handed over are called a prompt here; after a move they include output that another worker sampled. The
+worker half (connector/worker.py) imports the transports and their packages. Its users import it from there, so that the
+engine's memory and kernels need none of them.
 """
 
 from kv_transfer.commands import KVConnectorMetadata

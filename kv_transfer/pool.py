@@ -6,7 +6,7 @@ travel over a channel.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -52,16 +52,17 @@ class _Pool:
         """Why no KV can be exchanged with such a peer, or None if it can."""
         return mismatch(self._num_kv_heads, self.layout, theirs)
 
-    def _leg(self, theirs: RankLayout) -> "RankTransferGeometry":
-        ours = piece_shape(self._num_kv_heads, self.layout, theirs)
-        peers = piece_shape(self._num_kv_heads, theirs, self.layout)
-        peers_block = BlockShape(
-            self._block.num_planes,
-            self._num_kv_heads // theirs.num_ranks,
-            theirs.block_size,
-            self._block.cell_nbytes,
+    def _shapes(self, theirs: RankLayout) -> "Shapes":
+        return Shapes(
+            self._block,
+            piece_shape(self._num_kv_heads, self.layout, theirs),
+            replace(
+                self._block,
+                num_heads=self._num_kv_heads // theirs.num_ranks,
+                block_size=theirs.block_size,
+            ),
+            piece_shape(self._num_kv_heads, theirs, self.layout),
         )
-        return RankTransferGeometry(self._block, ours, peers_block, peers)
 
 
 class KVBytes(_Pool):
@@ -74,7 +75,7 @@ class KVBytes(_Pool):
 
     def pieces(self, theirs: RankLayout) -> "HostPieces":
         """This pool as the rank transfer to one rank of a peer sees it."""
-        return HostPieces(self.blocks, self._leg(theirs))
+        return HostPieces(self.blocks, self._shapes(theirs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class DeviceKVBytes(_Pool):
 
     def pieces(self, theirs: RankLayout) -> "DevicePieces":
         """This pool as the rank transfer to one rank of a peer sees it."""
-        return DevicePieces(self._leg(theirs))
+        return DevicePieces(self._shapes(theirs))
 
 
 KVPool = KVBytes | DeviceKVBytes
@@ -108,9 +109,7 @@ def make_pool(blocks: Bytes | DeviceBlocks, fingerprint: KVFingerprint, rank: in
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """The layout of a rank transfer's pieces in one end's pool: strides in bytes, and where a piece's runs begin in
-    it.
-    """
+    """A rank transfer's pieces in one end's pool: strides in bytes, and where a piece's runs begin within it."""
 
     block_nbytes: int
     part_nbytes: int
@@ -128,16 +127,30 @@ class _Grid:
         return offsets
 
 
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Blocks of both ends of a rank transfer, and its pieces in them."""
+
+    block: BlockShape
+    pieces: PieceShape
+    peers_block: BlockShape
+    peers_pieces: PieceShape
+
+
 class RankTransferGeometry:
     """Where the bytes of a rank transfer's pieces are on both ends, in runs that are contiguous on both."""
 
-    def __init__(
-        self, block: BlockShape, shape: PieceShape, peers_block: BlockShape, peers: PieceShape
-    ) -> None:
-        self.block = block
+    def __init__(self, shapes: Shapes) -> None:
+        block, shape, peers_block, peers = (
+            shapes.block,
+            shapes.pieces,
+            shapes.peers_block,
+            shapes.peers_pieces,
+        )
         self.shape = shape
         self.is_whole = shape.num_heads == block.num_heads and shape.pieces_per_block == 1
         self.nbytes = block.num_planes * shape.num_heads * shape.num_tokens * block.cell_nbytes
+        """Bytes of one piece."""
         if self.is_whole and peers.num_heads == peers_block.num_heads and peers.pieces_per_block == 1:
             num_cut_axes = 0
         else:
@@ -172,23 +185,20 @@ def _grid(block: BlockShape, shape: PieceShape, num_cut_axes: int) -> _Grid:
     return _Grid(block.nbytes, shape.num_tokens * block.cell_nbytes, shape.pieces_per_block, run_offsets)
 
 
-class HostPieces:
+class HostPieces(RankTransferGeometry):
     """A rank transfer's pieces in a KVBytes. A piece's bytes are in the same order on both ends."""
 
-    def __init__(self, blocks: Bytes, rank_transfer: RankTransferGeometry) -> None:
+    def __init__(self, blocks: Bytes, shapes: Shapes) -> None:
+        super().__init__(shapes)
         self._blocks = blocks
-        self._leg = rank_transfer
-        block = rank_transfer.block
+        block = shapes.block
         self._cells_NPHTB = blocks.reshape(
             len(blocks), block.num_planes, block.num_heads, block.block_size, block.cell_nbytes
         )
-        self.shape = rank_transfer.shape
-        self.nbytes = rank_transfer.nbytes
-        """Bytes of one piece."""
 
     def at(self, piece_id: int) -> Bytes:
         """The piece in place: [bytes] if it is a whole block, else [planes, heads, tokens, bytes]."""
-        if self._leg.is_whole:
+        if self.is_whole:
             block: Bytes = self._blocks[piece_id]
             return block
         block_id, part = divmod(piece_id, self.shape.pieces_per_block)
@@ -199,7 +209,7 @@ class HostPieces:
 
     def spans(self, piece_ids: Sequence[int]) -> list[Bytes]:
         """The pieces' bytes in order, [bytes] each, in as few spans as possible; in place if possible."""
-        if self._leg.is_whole:
+        if self.is_whole:
             runs = _runs_of_neighbours(piece_ids)
             return [self._blocks[first : last + 1].reshape(-1) for first, last in runs]
         pieces = [self.at(piece_id) for piece_id in piece_ids]
@@ -213,10 +223,6 @@ class HostPieces:
     def checksum(self, piece_id: int) -> int:
         """xxh3_64 of the piece's bytes."""
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(self.at(piece_id)).data)
-
-    def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
-        """The runs that copy each of the peer's pieces to one of ours."""
-        return self._leg.runs(peers, ours)
 
 
 def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -233,22 +239,8 @@ def _runs_of_neighbours(piece_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, previous
 
 
-class DevicePieces:
-    """A rank transfer's pieces in a DeviceKVBytes: their places, for devices that copy them."""
-
-    def __init__(self, rank_transfer: RankTransferGeometry) -> None:
-        self._leg = rank_transfer
-        self.shape = rank_transfer.shape
-        self.nbytes = rank_transfer.nbytes
-        """Bytes of one piece."""
-
-    def runs(self, peers: Sequence[int], ours: Sequence[int]) -> Runs:
-        """The runs that copy each of the peer's pieces to one of ours."""
-        return self._leg.runs(peers, ours)
-
-    def runs_of(self, piece_ids: Sequence[int]) -> Runs:
-        """The runs between our pieces and one span of them in order: `remote` is the offset within that span."""
-        return self._leg.runs_of(piece_ids)
+class DevicePieces(RankTransferGeometry):
+    """A rank transfer's pieces in a DeviceKVBytes: only their places, for devices that copy them."""
 
 
 PieceView = HostPieces | DevicePieces

@@ -1,4 +1,4 @@
-"""ProcessExits: which processes of this host have ended, as the kernel says; knows not what they were."""
+"""ProcessExits: which processes of this host have ended, as the kernel reports; does not know what they ran."""
 
 import os
 import select
@@ -7,23 +7,23 @@ import select
 class ProcessExits:
     """Watches processes by their pidfds. Belongs to one thread, which may sleep on `fileno`.
 
-    The kernel tells of every end at once, `kill -9` included, when the process has closed all it had open. It never
-    tells so of one that is stopped, or that only says nothing.
+    The kernel reports every end at once, `kill -9` included, after the process has closed all its files. It reports
+    nothing about a process that is stopped or only silent.
     """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._running: set[int] = set()
-        """Watches that nothing was said of yet."""
+        """Watches whose processes have not ended, as far as `take` has reported."""
 
     def fileno(self) -> int:
-        """Readable while `take` has something to say."""
+        """Readable while `take` has something to return."""
         return self._epoll.fileno()
 
     def watch(self, pid: int) -> int | None:
-        """What `take` will name when that process has ended; `drop` must follow.
+        """A watch, which `take` returns once that process has ended; `drop` must follow.
 
-        None where nobody can tell: the system has no pidfds or gives none away, or that is no process id.
+        None if the end cannot be noticed: the system has or grants no pidfd, or the process id is impossible.
         ProcessLookupError if there is no such process.
         """
         try:
@@ -37,10 +37,10 @@ class ProcessExits:
         return pidfd
 
     def take(self) -> list[int]:
-        """The watches whose processes have ended; each is named once."""
+        """The watches whose processes have ended; each is returned once."""
         ended = [pidfd for pidfd, _ in self._epoll.poll(0)]
         for pidfd in ended:
-            self._forget(pidfd)  # it stays readable, and who sleeps on `fileno` would sleep no more
+            self._forget(pidfd)  # it stays readable, so a sleep on `fileno` would never last
         return ended
 
     def drop(self, watch: int) -> None:
@@ -49,7 +49,7 @@ class ProcessExits:
         os.close(watch)
 
     def close(self) -> None:
-        """When every watch is dropped."""
+        """Every watch must be dropped before."""
         self._epoll.close()
 
     def _forget(self, pidfd: int) -> None:

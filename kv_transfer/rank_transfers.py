@@ -67,11 +67,15 @@ class RankTransfers:
         """A rank transfer of an open request."""
         return self._by_key[key]
 
+    def find(self, rank_transfer: RankTransfer) -> RankTransferEnd | None:
+        """None if the request has ended."""
+        ends = self.of(rank_transfer.request_id)
+        return next((end for end in ends if end.rank_transfer == rank_transfer), None)
+
     def peer_of(self, rank_transfer: RankTransfer) -> str:
         """The peer's name; empty if the request has ended."""
-        return next(
-            (end.peer for end in self.of(rank_transfer.request_id) if end.rank_transfer == rank_transfer), ""
-        )
+        end = self.find(rank_transfer)
+        return end.peer if end is not None else ""
 
     def close(self, request_id: str) -> None:
         """Ends the request's hand-over. A second claim to the same key has nothing of its own to remove."""

@@ -7,10 +7,10 @@ a request's table:   | prefix hits | computed | new in this step | spare slots o
 from collections import Counter
 from collections.abc import Sequence
 
+from baton.block_hash import extend_block_hashes
 from baton.kv import KVEvent
 from baton.worker import KVBlockCounts
 from scheduler.block_events import BlockEvents
-from scheduler.block_hash import BlockHasher
 from scheduler.block_pool import Block, BlockPool
 from scheduler.block_table import NEVER, BlockTable
 from scheduler.request import Request
@@ -23,11 +23,12 @@ class KVCache:
     """Every block belongs to the pool, to tables, to a lease or to the quarantine; see `check_integrity`."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool, hash_key: bytes) -> None:
+        """Processes that should recognise each other's block hashes share `hash_key`, 16 to 64 secret bytes."""
         self.block_size = block_size
         self.is_caching = enable_caching
         self._events = BlockEvents(PENDING_EVENTS_PER_BLOCK * num_blocks, lambda: self._pool.cached_hashes)
         self._pool = BlockPool(num_blocks, self._events)
-        self._hasher = BlockHasher(block_size, hash_key)
+        self._hash_key = hash_key
         self._tables: dict[str, BlockTable] = {}
         self._leased: dict[str, list[Block]] = {}
         self._num_leases: Counter[int] = Counter()
@@ -51,11 +52,13 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def tokens_arrived(self, request: Request) -> None:
-        """Hashes blocks that the request's newest tokens completed; due when `next_hash_at` is reached."""
-        if self.is_caching:
-            self._hasher.extend(request)
-        else:
+        """Hashes blocks that the request's newest tokens completed, each once; due when `next_hash_at` is reached."""
+        if not self.is_caching:
             request.next_hash_at = NEVER
+            return
+        hashes, size = request.block_hashes, self.block_size
+        extend_block_hashes(hashes, request.all_token_ids, size, self._hash_key, request.cache_salt)
+        request.next_hash_at = (len(hashes) + 1) * size
 
     def find_cached_prefix(self, request: Request) -> list[Block]:
         """The longest cached prefix in full blocks, leaving at least one token to compute. Changes nothing."""

@@ -53,7 +53,7 @@ class RemotePrompts:
         return self._received.first_ids(limit)
 
     def announce(self, request: Request) -> None:
-        """Tells the connector of a queued request, so that its other end learns of it."""
+        """Announces a queued request to the connector, and so to the other end."""
         if self._connector is not None and request.kv_transfer is not None:
             self._connector.request_added(request)
 

@@ -75,7 +75,7 @@ class Running:
     def _make_room(
         self, request: Request, num_tokens: int, victims: Iterator[Request], step: StepPlan
     ) -> Sequence[Block] | None:
-        """The blocks that the request lacks, taken from others if necessary; None if it had to give way itself."""
+        """The blocks that the request lacks, taken from others if necessary; None if it was preempted itself."""
         for victim in victims:
             self._preemption.preempt(victim, step)
             if victim is request:

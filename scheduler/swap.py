@@ -39,9 +39,7 @@ class SwapSpace:
         return list(zip(block_ids, request.swapped_block_ids, strict=True))
 
     def swap_in(self, request: Request, block_ids: tuple[int, ...], num_hit_blocks: int) -> Copies:
-        """Copies that bring the request's KV back into `block_ids`; the first `num_hit_blocks` of those have it
-        already.
-        """
+        """Copies that bring the request's KV back into `block_ids`, of which the first `num_hit_blocks` have it."""
         held = self._take(request)
         self._being_read += held
         return list(zip(held, block_ids, strict=False))[num_hit_blocks:]

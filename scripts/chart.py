@@ -1,10 +1,9 @@
-"""Writes what the chart takes from elsewhere.
+"""Writes the generated files of the chart.
 
-That is README.md from values.yaml, Baton's configuration into the schema of the values, Ray's version from the lock,
-and copies of alerts and dashboard, since a chart holds no file from outside its folder.
+README.md comes from values.yaml, the schema of Baton's configuration from its classes, and Ray's version from the lock.
 
 python -m scripts.chart           writes the files
-python -m scripts.chart --check   fails if one of them is another one
+python -m scripts.chart --check   fails if one of them differs
 """
 
 import json
@@ -23,10 +22,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm" / "baton"
 VALUES, SCHEMA, README = CHART / "values.yaml", CHART / "values.schema.json", CHART / "README.md"
 
-COPIES = {
-    CHART / "files" / name: ROOT / "deploy" / "observability" / name
-    for name in ("alerts.yaml", "dashboard.json")
-}
 RAY_VERSION = CHART / "files" / "ray_version"
 
 _HEADING = re.compile(r"# ---- (.+?) -+$")
@@ -49,7 +44,7 @@ Written by `python -m scripts.chart` from values.yaml: change that.
 
 @dataclass
 class Value:
-    """One key that can be set."""
+    """One key that a user can set."""
 
     key: str
     default: str
@@ -67,7 +62,7 @@ class Chapter:
 def read_values(text: str) -> list[Chapter]:
     """The leaves of a values.yaml by its headings (`# ---- TITLE ---`).
 
-    A comment above a key that begins with `# --` is its meaning.
+    The comment above a key describes the key if it begins with `# --`.
     """
     lines = text.splitlines()
     headings = [(number, match[1]) for number, line in enumerate(lines) if (match := _HEADING.match(line))]
@@ -79,7 +74,7 @@ def read_values(text: str) -> list[Chapter]:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any, int]]:
-    """What stands on lines of its own; a mapping in braces is a value."""
+    """Keys with a line of their own; a mapping in braces is one value."""
     for key, value in node.value:
         name = f"{path}{key.value}"
         is_block = isinstance(value, yaml.MappingNode) and not value.flow_style and name not in _WHOLE
@@ -90,7 +85,7 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any, int]]:
 
 
 _WHOLE = {"podSecurityContext", "containerSecurityContext"}
-"""Nobody sets one line of these without looking at the others."""
+"""Mappings that are only set as a whole."""
 
 
 def _shown(node: Any) -> str:
@@ -120,7 +115,7 @@ def readme(text: str) -> str:
 
 
 def schema(text: str) -> str:
-    """The same, with Baton's sections as Baton itself defines them. What the chart adds has names in small letters."""
+    """The same schema with Baton's sections as Baton defines them. The chart's own definitions begin in lower case."""
     whole = json.loads(text)
     generated = _bare(BatonConfig.model_json_schema())
     own = {name: part for name, part in whole["$defs"].items() if name[0].islower()}
@@ -130,7 +125,7 @@ def schema(text: str) -> str:
 
 
 def _bare(part: Any) -> Any:
-    """Without words and defaults, which are Baton's business."""
+    """Without descriptions and defaults, which Baton itself has."""
     if isinstance(part, list):
         return [_bare(item) for item in part]
     if not isinstance(part, dict):
@@ -142,24 +137,23 @@ def _bare(part: Any) -> Any:
 
 _WORDS = {"title", "default", "description"}
 _NAMED = {"properties", "$defs"}
-"""Whose keys are names that we gave."""
+"""Mappings from names, not from keywords of the schema."""
 
 
 def ray_version(lock: str) -> str:
-    """As KubeRay wants to know it."""
+    """In the form that KubeRay expects."""
     (version,) = re.findall(r"^ray==(.+)$", lock, re.MULTILINE)
     return f"{version}\n"
 
 
 def written() -> dict[Path, str]:
-    """Every file, and what is to stand in it."""
+    """The content of every generated file."""
     lock = (ROOT / "requirements" / "cpu.lock").read_text()
-    made = {
+    return {
         README: readme(VALUES.read_text()),
         SCHEMA: schema(SCHEMA.read_text()),
         RAY_VERSION: ray_version(lock),
     }
-    return made | {copy: original.read_text() for copy, original in COPIES.items()}
 
 
 def main(arguments: list[str]) -> int:

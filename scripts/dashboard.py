@@ -1,7 +1,7 @@
-"""Writes deploy/observability/dashboard.json, the Grafana dashboard; what it shows stands here, a line a panel.
+"""Writes helm/baton/files/dashboard.json, the Grafana dashboard, from one line of this file for each panel.
 
 python -m scripts.dashboard           writes the file
-python -m scripts.dashboard --check   fails if the file is another one
+python -m scripts.dashboard --check   fails if the file differs
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).resolve().parent.parent / "deploy" / "observability" / "dashboard.json"
+FILE = Path(__file__).resolve().parent.parent / "helm" / "baton" / "files" / "dashboard.json"
 
 WIDTH = 24
 HEIGHT = 8
@@ -18,7 +18,7 @@ HEIGHT = 8
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph, or with `is_stat` a number. `queries` by what the legend says."""
+    """A graph, or with `is_stat` a number. The keys of `queries` are their legends."""
 
     title: str
     unit: str
@@ -42,26 +42,26 @@ def quantiles(metric: str, by: str = "", *, selector: str = "") -> dict[str, str
 
 
 def rate(metric: str, by: str, *, selector: str = "") -> dict[str, str]:
-    """Of a counter, per second, for each combination of labels."""
+    """The rate of a counter, per second, for each combination of labels."""
     legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
     return {legend: f"sum by ({by}) (rate({metric}{selector}[$__rate_interval]))"}
 
 
 def mean_parts(metric: str) -> dict[str, str]:
-    """What each part of a time comes to, on average; stacked, they are the mean of the whole."""
+    """The mean of each part of a time; stacked, the parts are the mean of the whole."""
     of_all = f"sum by (part) (rate({metric}_count[$__rate_interval]))"
     return {"{{part}}": f"sum by (part) (rate({metric}_sum[$__rate_interval])) / {of_all}"}
 
 
 def ready(role: str) -> dict[str, str]:
-    """As the gateway sees it that sees most."""
+    """Ready workers, by the gateway that sees the most of them."""
     return {"": f'max(sum by (instance) (baton_fleet_workers{{role="{role}", state="ready"}}))'}
 
 
 ROWS: dict[str, list[Panel]] = {
     "Now": [
-        Panel("Prefill workers", "none", ready("prefill"), "Ready ones", is_stat=True),
-        Panel("Decode workers", "none", ready("decode"), "Ready ones", is_stat=True),
+        Panel("Prefill workers", "none", ready("prefill"), "Ready workers", is_stat=True),
+        Panel("Decode workers", "none", ready("decode"), "Ready workers", is_stat=True),
         Panel("In flight", "none", {"": "sum(baton_gateway_requests_in_flight)"}, is_stat=True),
         Panel("Queued", "none", {"": "sum(baton_gateway_requests_queued)"}, "At gateways", is_stat=True),
         Panel("Oldest queued", "s", {"": "max(baton_gateway_oldest_queued_seconds)"}, is_stat=True),
@@ -78,7 +78,7 @@ ROWS: dict[str, list[Panel]] = {
             "Time between tokens",
             "s",
             quantiles("baton_inter_token_latency_seconds"),
-            "Of requests that ended",
+            "Of requests that have ended",
         ),
         Panel("Whole requests", "s", quantiles("baton_e2e_request_latency_seconds")),
         Panel("Requests", "reqps", rate("baton_requests_total", "api, outcome")),
@@ -95,7 +95,7 @@ ROWS: dict[str, list[Panel]] = {
             "Calls answered with an error",
             "reqps",
             rate("baton_call_errors_total", "api, error"),
-            "By what was wrong, refused ones included",
+            "By kind of error, refused calls included",
         ),
         Panel("Errors", "reqps", rate("baton_request_errors_total", "error"), "Requests without an answer"),
     ],
@@ -111,25 +111,30 @@ ROWS: dict[str, list[Panel]] = {
             "From token 0 to token 1, by part",
             "s",
             mean_parts("baton_handover_part_seconds"),
-            "What a hand-over costs a client: what no overlap hides, and the decode worker's first step",
+            "The cost of a hand-over for a client: the part that no overlap hides, and the decode worker's first step",
             is_stacked=True,
         ),
         Panel("From token 0 to token 1", "s", quantiles("baton_handover_gap_seconds")),
-        Panel("Paths", "reqps", rate("baton_request_paths_total", "path, reason"), "Why not disaggregated"),
-        Panel("Requests that went on elsewhere", "reqps", rate("baton_request_migrations_total", "cause")),
+        Panel(
+            "Paths",
+            "reqps",
+            rate("baton_request_paths_total", "path, reason"),
+            "The reason is why a request was not disaggregated",
+        ),
+        Panel("Migrated requests", "reqps", rate("baton_request_migrations_total", "cause")),
         Panel("Queued at gateways", "none", {"{{instance}}": "baton_gateway_requests_queued"}),
     ],
     "Hand-overs": [
-        Panel("Exposed", "s", quantiles("baton_kv_handover_exposed_seconds", "transport")),
-        Panel("Moving", "s", quantiles("baton_kv_handover_moving_seconds", "transport")),
+        Panel("Exposed time", "s", quantiles("baton_kv_handover_exposed_seconds", "transport")),
+        Panel("Time in transfer", "s", quantiles("baton_kv_handover_moving_seconds", "transport")),
         Panel(
             "Bytes",
             "Bps",
             rate("baton_kv_peer_bytes_total", "worker, transport", selector='{end="consumer"}'),
         ),
-        Panel("Ends", "reqps", rate("baton_kv_peer_handovers_total", "end, outcome")),
+        Panel("Hand-overs by outcome", "reqps", rate("baton_kv_peer_handovers_total", "end, outcome")),
         Panel(
-            "Bytes of a hand-over",
+            "Bytes per hand-over",
             "bytes",
             {
                 "mean {{transport}}": "sum by (transport) (rate(baton_kv_handover_bytes_sum[$__rate_interval])) / "
@@ -143,9 +148,9 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "Workers": [
-        Panel("Running", "none", {"{{worker}} {{role}}": "baton_num_requests_running"}),
-        Panel("Waiting", "none", {"{{worker}} {{role}}": "baton_num_requests_waiting"}),
-        Panel("Waiting for KV", "none", {"{{worker}}": "baton_num_requests_loading"}),
+        Panel("Running requests", "none", {"{{worker}} {{role}}": "baton_num_requests_running"}),
+        Panel("Waiting requests", "none", {"{{worker}} {{role}}": "baton_num_requests_waiting"}),
+        Panel("Requests waiting for KV", "none", {"{{worker}}": "baton_num_requests_loading"}),
         Panel("KV blocks in use", "percentunit", {"{{worker}} {{role}}": "baton_kv_cache_usage_perc"}),
         Panel(
             "Prefix cache, share of tokens that hit",
@@ -156,7 +161,7 @@ ROWS: dict[str, list[Panel]] = {
             },
         ),
         Panel("Preemptions", "reqps", rate("baton_num_preemptions_total", "worker")),
-        Panel("Steps", "s", quantiles("baton_step_seconds", "kind")),
+        Panel("Time of a step", "s", quantiles("baton_step_seconds", "kind")),
         Panel("Tokens of a step", "none", quantiles("baton_iteration_tokens_total")),
         Panel("Tokens computed", "none", rate("baton_worker_computed_tokens_total", "worker, kind")),
     ],
@@ -167,10 +172,10 @@ ROWS: dict[str, list[Panel]] = {
         Panel("HTTP responses", "reqps", rate("baton_http_responses_total", "route, status")),
         Panel("gRPC calls", "reqps", rate("baton_grpc_calls_total", "method, code")),
         Panel(
-            "Gateways' event loop: how late",
+            "Event loop lag of gateways",
             "s",
             quantiles("baton_event_loop_lag_seconds"),
-            "What it does beside serving: everything on it waits so long",
+            "How long everything on the event loop waits",
         ),
         Panel("Memory", "bytes", {"{{job}} {{instance}}": "process_resident_memory_bytes"}),
         Panel(
@@ -186,7 +191,7 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def dashboard() -> dict[str, Any]:
-    """As Grafana 9 and later import it."""
+    """The dashboard, for import into Grafana 9 and later."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():

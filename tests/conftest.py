@@ -1,7 +1,10 @@
 """What every test may rely on."""
 
+import asyncio
+import inspect
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -33,6 +36,30 @@ if not torch.cuda.is_available():
 # How long an example takes is no property of the code, least of all on a busy machine.
 hypothesis.settings.register_profile("baton", deadline=None)
 hypothesis.settings.load_profile("baton")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model as `make_model_dir` makes one by default. Read-only: all tests share the folder."""
+    from tests.factories.models import (
+        make_model_dir,  # transformers takes seconds to import, and few tests need a model
+    )
+
+    return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+TEST_TIMEOUT_S = 120.0
+"""Ends coroutine tests that hang."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a coroutine test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), TEST_TIMEOUT_S))
+    return True
 
 
 STARTS_RAY = (

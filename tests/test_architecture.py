@@ -20,6 +20,7 @@ PACKAGES = (
     "kv_transfer",
     "prefill_worker",
     "scheduler",
+    "simulator",
     "worker",
 )
 MAX_LINES = 400
@@ -171,6 +172,17 @@ def test_only_the_edge_reads_the_secret() -> None:
 def test_a_worker_needs_no_ray(module: str) -> None:
     """GPU machines without Ray start workers as plain processes."""
     program = f"import sys; sys.modules['ray'] = None; import {module}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_simulator_needs_neither_carriers_nor_devices() -> None:
+    names = [relative(file).removesuffix(".py").replace("/", ".") for file in modules("simulator")]
+    absent = ["torch", "triton", "ray", "grpc", "zmq", "fastapi", "starlette", "uvicorn"]
+    program = f"import importlib, sys; sys.modules.update(dict.fromkeys({absent}))\n"
+    program += f"for name in {names}: importlib.import_module(name)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
     )

@@ -4,7 +4,7 @@ request plane thread   frames <-> messages, heartbeats            worker/request
 engine thread          admit, schedule, run, deliver              worker/loop.py, worker/core.py
 transfer thread        KV blocks in and out, leases               kv_transfer/
 
-With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks/executor.py.
+With tensor parallelism this process is rank 0, and starts one for each other rank: engine/ranks/processes.py.
 """
 
 import logging
@@ -222,7 +222,7 @@ class EngineHost:
             state = WorkerState.STOPPED if failure is None else WorkerState.DEAD
         else:
             state = WorkerState.DRAINING if snapshot.is_draining else WorkerState.READY
-        # The planes' counters are read anew: an idle engine takes no snapshots, and strangers may knock all the same.
+        # The planes' counters are read now: an idle engine takes no snapshots, but connections may still be refused.
         planes = {
             **self._parts.executor.connector.counters(),
             "request_denied_peers": self._parts.server.num_denied,

@@ -68,7 +68,7 @@ class RequestSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _KVNews:
+class _KVUpdate:
     client_ids: tuple[str, ...]
     change: KVChange
 
@@ -94,7 +94,7 @@ class RequestServer:
         self.progress = Progress("its request plane", clock, PROGRESS_TIMEOUT_S)
         self._sessions = WorkerSessions(incarnation)
         self._standstill = Standstill(pace_of(network.peer_timeout_s, network.heartbeat_interval_s))
-        self._outbox: queue.SimpleQueue[tuple[str, list[RequestOutput]] | _KVNews] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[str, list[RequestOutput]] | _KVUpdate] = queue.SimpleQueue()
         self._is_beat_due = threading.Event()
         self._wakeup = WakeUp()
         self._is_stopping = False
@@ -109,13 +109,13 @@ class RequestServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, OUTBOX_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._doorkeeper = PeerAuthenticator("the request plane", self._socket, keys)
+        self._authenticator = PeerAuthenticator("the request plane", self._socket, keys)
         self.address = listen(self._socket, network.bind_host, network.advertise_host)
 
     @property
     def num_denied(self) -> int:
         """Refused connections; readable from any thread."""
-        return self._doorkeeper.num_denied
+        return self._authenticator.num_denied
 
     def start(self, sink: RequestSink) -> None:
         self._thread = threading.Thread(target=self._run, args=(sink,), name="request-plane", daemon=True)
@@ -128,7 +128,7 @@ class RequestServer:
 
     def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
         """Queues changes of the prefix cache for subscribed gateways; from any thread, never blocks."""
-        self._outbox.put(_KVNews(client_ids, change))
+        self._outbox.put(_KVUpdate(client_ids, change))
         self._wakeup.set()
 
     def beat(self) -> None:
@@ -150,7 +150,7 @@ class RequestServer:
             sink.fail(error)
             self._say_last(error)
         finally:
-            self._doorkeeper.close()
+            self._authenticator.close()
             self._socket.close(LAST_WORDS_MS)
             self._context.term()
             self._wakeup.close()
@@ -160,14 +160,14 @@ class RequestServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakeup.fileno(), zmq.POLLIN)
-        self._doorkeeper.register(poller)
+        self._authenticator.register(poller)
         next_beat = self._clock.now()
         while not self._is_stopping:
             self.progress.end()
             ready = dict(poller.poll(max(0, math.ceil((next_beat - self._clock.now()) * 1000))))
             self.progress.begin()
             self._wakeup.clear()
-            self._doorkeeper.attend(ready)
+            self._authenticator.attend(ready)
             self._send_outbox(sink)
             self._receive_all(sink)
             if self._clock.now() >= next_beat or self._is_beat_due.is_set():
@@ -209,7 +209,7 @@ class RequestServer:
     def _receive(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
         message = TO_WORKER.decode(frame)
         if isinstance(message, Hello):
-            if gap := self._sessions.hear(peer, message, self._running_s()):
+            if gap := self._sessions.on_hello(peer, message, self._running_s()):
                 self._end_requests(peer, sink, gap)
             self._send_heartbeat(peer, self._status(), sink)
             return
@@ -257,7 +257,7 @@ class RequestServer:
                 news = self._outbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(news, _KVNews):
+            if isinstance(news, _KVUpdate):
                 self._send_kv_change(news, sink)
                 continue
             client_id, outputs = news
@@ -281,7 +281,7 @@ class RequestServer:
             sink.abort(client_id, (request_id,))
             yield TO_GATEWAY.encode(Outputs((_too_large(outputs[0], error),)))
 
-    def _send_kv_change(self, news: _KVNews, sink: RequestSink) -> None:
+    def _send_kv_change(self, news: _KVUpdate, sink: RequestSink) -> None:
         for part in parts(news.change):
             for peer in map(bytes.fromhex, news.client_ids):
                 number = self._sessions.number_kv_events(peer, part.is_anew)

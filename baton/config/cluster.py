@@ -53,7 +53,7 @@ class ClusterConfig(Section):
     """How long a worker may take to load its model, and the whole fleet to start for the first time. For `baton
     gateway`: how long to wait for its fleet."""
     drain_timeout_s: float = Field(5.0, ge=0.0)
-    """How long running requests may go on when their worker is drained or changes its role, or the cluster stops.
+    """How long running requests may continue when their worker is drained or changes its role, or the cluster stops.
     Requests still running then continue on another worker, if there is one."""
     unresponsive_timeout_s: float = Field(10.0, gt=0.0)
     """A worker whose process does not answer for this long is killed and replaced."""

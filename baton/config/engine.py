@@ -56,7 +56,7 @@ class EngineConfig(Section):
     """Folder for step traces: each start of a worker writes one file, WORKER-INCARNATION.jsonl, with every step of
     its scheduler. `baton trace` draws them. None: no traces."""
     trace_max_mib: int = Field(64, ge=1)
-    """A worker stops writing its trace when the file reaches this size; the worker itself goes on."""
+    """A worker stops writing its trace when the file reaches this size; the worker itself continues."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

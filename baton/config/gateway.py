@@ -1,4 +1,4 @@
-"""The configuration's section `gateway`: where it listens, whom and how much it admits, and how it routes."""
+"""The configuration's section `gateway`: its addresses, access control, limits and routing."""
 
 from typing import Literal, Self
 

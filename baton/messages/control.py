@@ -164,7 +164,7 @@ class WaitView(ControlRequest[FleetView]):
 
 @dataclass(frozen=True, slots=True)
 class ReportLoad(ControlRequest[Done]):
-    """Tells the autoscaler what a gateway saw lately."""
+    """Passes a gateway's recent measurements to the autoscaler."""
 
     report: GatewayReport
 
@@ -216,7 +216,7 @@ class ScaleRole(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class BeginRollout(ControlRequest[RolloutBegun]):
-    """Restarts these workers, or all, one after the other. It goes on if its caller leaves."""
+    """Restarts these workers, or all, one after the other. The rollout continues if its caller leaves."""
 
     workers: tuple[str, ...]
 

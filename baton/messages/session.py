@@ -94,7 +94,7 @@ class WorkerSessions:
         self._sessions: dict[bytes, _Session] = {}
         self._num_opened = 0
 
-    def hear(self, peer: bytes, hello: Hello, now: float) -> str | None:
+    def on_hello(self, peer: bytes, hello: Hello, now: float) -> str | None:
         """Opens or continues a session. If the old one had to end, returns why; the caller then opens the next one."""
         if hello.incarnation != self._incarnation:
             return None  # addressed to another incarnation

@@ -3,7 +3,7 @@
 import ipaddress
 
 WILDCARDS = ("*", "0.0.0.0", "::")
-"""Every interface of the machine: good to listen on, and no place that anybody could connect to."""
+"""All interfaces of the machine: addresses to listen on, not to connect to."""
 
 
 def is_host(host: str) -> bool:

@@ -1,7 +1,7 @@
-"""The attention kernel's tests several times: an error that moves from run to run is a race, not a wrong formula.
+"""Runs the attention kernel's tests several times: an error that moves between runs is a race, not a wrong formula.
 
-To be run with either assembler (TRITON_PTXAS_PATH): prefill's second product has its left operand in registers, which
-old ones may reuse too early.
+Run it with either assembler (TRITON_PTXAS_PATH): prefill's second product has its left operand in registers, which old
+assemblers may reuse too early.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ NUM_PROCESSES = 6
 def run(setting: Setting, emit: Emit) -> None:
     arguments = ["tests/kernels/test_paged_attention.py", "--confcutdir=tests/kernels"]
     if setting.is_dry:
-        arguments += ["-k", "soft or graph"]
+        arguments += ["-k", "tiles or graph"]
     elif importlib.util.find_spec("xdist") is not None:
         arguments += ["-n", str(NUM_PROCESSES)]
     failures = []
@@ -31,7 +31,7 @@ def run(setting: Setting, emit: Emit) -> None:
 
 
 def compare(failures: list[set[str]]) -> Row:
-    """What failed in each run: the same each time, nothing, or what only a race explains."""
+    """Compares the failures of the runs: only a race explains a failure in some runs."""
     always = failures[0].intersection(*failures)
     moving = sorted({name for run in failures for name in run} - always)
     return Row(

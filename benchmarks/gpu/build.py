@@ -1,4 +1,4 @@
-"""Engines put together for a check: the real model, pool and runner, with a tap where a check wants to look in."""
+"""Engines for checks: the real model, pool and runner; checks can read logits and replay steps."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import torch
 
 from baton.config import ModelConfig
 from benchmarks.gpu.setting import Setting
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepLimits
 from engine.device import mark
 from engine.forward import Forward, TorchForward
 from engine.gpu.device_parts import DeviceParts, make_device_parts
@@ -23,7 +23,6 @@ from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import DTYPES, LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
-from engine.step_limits import StepLimits
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -41,7 +40,7 @@ class NotingForward:
 
 
 class NotingRecorder:
-    """Keeps what was replayed last: called again, it computes the same step once more, and nothing else."""
+    """Keeps the last replay: calling it again computes only the same step once more."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -59,7 +58,7 @@ class NotingRecorder:
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngine:
-    """A runner and what it computes with."""
+    """A runner, its model, pool and forward pass."""
 
     model: LoadedModel
     pool: KVPool
@@ -68,7 +67,7 @@ class CheckedEngine:
 
 
 def load(setting: Setting, path: Path, dtype: Dtype, *, dummy: bool, torch_only: bool = False) -> LoadedModel:
-    """On the device, computed with our kernels; with `torch_only`, with torch's."""
+    """Loads a model on the device, for our kernels, or, with `torch_only`, for torch's."""
     config = ModelConfig(dtype=dtype, load_format="dummy" if dummy else "auto")
     return load_model(config, path, setting.device, TorchBackend() if torch_only else TritonBackend())
 
@@ -81,7 +80,7 @@ def device_parts(
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
 ) -> DeviceParts:
-    """What a GPU worker computes with. Steps of `sizes` decodes are recorded; before, their products are timed."""
+    """A GPU worker's parts. Times products of `sizes` decodes, then records steps of these sizes."""
     parts = make_device_parts(model, pool, limits, setting.num_multiprocessors)
     if recorder is not None:
         for size in sizes:
@@ -101,7 +100,7 @@ def device_engine(
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
 ) -> CheckedEngine:
-    """The same with a pool, and a tap on the logits."""
+    """An engine over these parts, with its own pool; its logits are kept."""
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), setting.device)
     return engine_over(setting, model, pool, limits, recorder, sizes)
 
@@ -114,7 +113,7 @@ def engine_over(
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
 ) -> CheckedEngine:
-    """The same with a pool that others may use by turns."""
+    """The same with a given pool, which several engines may use in turns."""
     parts = device_parts(setting, model, pool, limits, recorder, sizes)
     forward = NotingForward(parts.forward)
     runner = ModelRunner(
@@ -128,7 +127,7 @@ def engine_over(
 
 
 def torch_engine(model: LoadedModel, num_blocks: int, block_size: int) -> CheckedEngine:
-    """What a CPU worker computes with, on whatever device the model is: what tokens and logits are compared with."""
+    """A CPU worker's parts, on the model's device: the reference for tokens and logits."""
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
     attention = PagedAttention(pool, model.architecture, model.num_heads, model.dtype)
     forward = NotingForward(TorchForward(model.decoder, attention, model.device))
@@ -137,14 +136,14 @@ def torch_engine(model: LoadedModel, num_blocks: int, block_size: int) -> Checke
 
 
 def fill_randomly(pool: KVPool, seed: int = 0) -> None:
-    """Keys and values as if prompts had been computed; block by block, so that nothing of their size is held twice."""
+    """Random keys and values; block by block, so that the pool's memory is not needed twice."""
     generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(seed)
     for block in pool.blocks_NLKHTD[1:]:
         block.normal_(generator=generator)
 
 
 def fill_alike(pool: KVPool, seed: int = 0) -> None:
-    """The same in every block: then tokens do not depend on which blocks a request is given."""
+    """Fills every block alike, so that tokens do not depend on a request's blocks."""
     generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(seed)
     pool.blocks_NLKHTD[1].normal_(generator=generator)
     for block in pool.blocks_NLKHTD[2:]:
@@ -152,7 +151,7 @@ def fill_alike(pool: KVPool, seed: int = 0) -> None:
 
 
 def free_bytes(setting: Setting) -> int:
-    """Of the device's memory; in dry runs, what a test may take."""
+    """Free bytes of the device; in dry runs, what a test may take."""
     if setting.is_dry:
         return 2**20
     gc.collect()

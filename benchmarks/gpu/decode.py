@@ -1,4 +1,4 @@
-"""Decoding beside the bytes that it must move, what of a step the device does not compute; a trace, and each switch."""
+"""Decoding compared with the bytes that it must move; time outside the graph; a trace; each switch."""
 
 import gc
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
 from benchmarks.gpu.trace import trace_replay
+from engine.batch import StepLimits
 from engine.gpu.graphs import Replay
 from engine.loading.loader import LoadedModel
-from engine.step_limits import StepLimits
 
 PART = "decode"
 SWITCHED_BATCH = 16

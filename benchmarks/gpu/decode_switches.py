@@ -1,4 +1,4 @@
-"""What each switch of engine/kernels/switches.py saves of a decode step: the same step with it and without."""
+"""What each switch of engine/kernels/switches.py saves: the same decode step with it and without."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from benchmarks.gpu.measure import make_recorder, relative_error, seconds, synch
 from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Setting
+from engine.batch import StepLimits
 from engine.gpu.graphs import Replay
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
-from engine.step_limits import StepLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Comparison:
     """With keys and values in it."""
     context: int
     max_batch: int
-    """Of a switch that does nothing for one request."""
+    """Batch for switches that do nothing for one request."""
     rounds: int
     max_error: float
     """Of logits, relative to those with all switches on."""
 
 
 def switch_rows(setting: Setting, part: str, name: str, comparison: Comparison) -> Iterator[Row]:
-    """One for each switch, and one without any: for one request, the timed products for `max_batch`."""
+    """A row for each switch and one without any, for one request; the timed products use `max_batch`."""
     for field in fields(KernelSwitches):
         off = KernelSwitches(**{field.name: False})
         batch = comparison.max_batch if field.name == "timed_products" else 1
@@ -67,7 +67,7 @@ def _compare(
 def _recorded(
     setting: Setting, comparison: Comparison, batch: int, switches: KernelSwitches
 ) -> Iterator[tuple[torch.Tensor, Replay]]:
-    """A step's logits, and what computes it again: with these switches wherever it is called."""
+    """A step's logits, and a function that computes it again with these switches."""
     pool, model, context = comparison.pool, comparison.model, comparison.context
     recorder = NotingRecorder(make_recorder(setting.device))
     with switched(switches):

@@ -1,7 +1,7 @@
 """A worker's engine without its planes: the real loop, core and scheduler over a runner, prompts given or loaded.
 
-A prompt may count as handed over: its blocks are reserved and taken for loaded, whatever lies in them. So decoding can
-be measured at any context without computing a single prompt.
+A prompt may count as handed over: its blocks are reserved and assumed loaded, whatever they contain. So decoding can be
+measured at any context without computing a prompt.
 """
 
 import threading
@@ -31,12 +31,12 @@ from worker.kv_events import KVChange
 from worker.loop import CommandQueue, EngineLoop
 
 PATIENCE_S = 300.0
-NOBODY = WorkerRef("nobody", "life", ("tcp://127.0.0.1:1",), 1)
+NO_PEER = WorkerRef("no-peer", "1", ("tcp://127.0.0.1:1",), 1)
 _ids = count()
 
 
 class InstantLoads:
-    """Satisfies engine.connector.ConnectorWorker: what is to be loaded is there."""
+    """Satisfies engine.connector.ConnectorWorker: every load is complete at once."""
 
     def __init__(self) -> None:
         self._received: list[ReceivedKV] = []
@@ -46,14 +46,14 @@ class InstantLoads:
         return KVConnectorOutput(finished_recving=received)
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """Nobody is to be told."""
+        """There is no peer."""
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
         for load in metadata.loads if metadata else ():
             self._received.append(ReceivedKV(load.request_id, FirstToken(0, None), 0, 0.0, 0.0))
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
-        """Nobody wants them."""
+        """There is no consumer."""
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -67,16 +67,17 @@ class InstantLoads:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of some requests, in the order they were given."""
+    """The results of some requests, in the order in which they were given."""
 
     tokens: list[list[int]]
     times: list[float] = field(default_factory=list)
-    """When the outputs of each step were there, and of how many requests."""
+    """When each step's outputs arrived."""
     counts: list[int] = field(default_factory=list)
+    """How many requests each step had outputs of."""
 
     @property
     def full_step_s(self) -> float:
-        """The median step with everybody in it, beginning and end left out."""
+        """The median step with all requests, without the first and last ones."""
         most = max(self.counts)
         full = [time_s for time_s, num in zip(self.times, self.counts, strict=True) if num == most][2:-1]
         return median(later - earlier for earlier, later in pairwise(full))
@@ -114,7 +115,7 @@ class LoopedEngine:
     def run(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, loaded: bool = False
     ) -> Outcome:
-        """All of them at once, to their ends; `loaded`: the prompts count as handed over, and token 0 is 0."""
+        """Runs all at once, to their ends; `loaded`: the prompts count as handed over, and token 0 is 0."""
         self._outcome = Outcome([[] for _ in prompts])
         self._index_of, self._num_missing = {}, len(prompts)
         self._done.clear()
@@ -132,7 +133,7 @@ class LoopedEngine:
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, loaded: bool) -> EngineRequest:
         number = next(_ids)
-        load = KVTransferParams(TransferRole.CONSUMER, f"t{number}", 0, NOBODY) if loaded else None
+        load = KVTransferParams(TransferRole.CONSUMER, f"t{number}", 0, NO_PEER) if loaded else None
         return EngineRequest(
             request_id=f"r{number}",
             prompt_token_ids=tuple(prompt),
@@ -154,7 +155,7 @@ class LoopedEngine:
             self._done.set()
 
     def send_kv_change(self, client_ids: tuple[str, ...], change: KVChange) -> None:
-        """Nobody has subscribed."""
+        """There are no subscribers."""
 
     def beat(self) -> None:
-        """Nobody waits for a heartbeat."""
+        """There are no heartbeats."""

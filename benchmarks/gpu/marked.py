@@ -1,4 +1,4 @@
-"""The tests marked gpu that lie elsewhere than with the kernels: weights, fp8, CUDA IPC between processes."""
+"""The tests marked gpu outside tests/kernels: weights, fp8, CUDA IPC between processes."""
 
 from benchmarks.gpu.pytest_run import ROOT, run_pytest
 from benchmarks.gpu.setting import Emit, Setting
@@ -15,6 +15,6 @@ def run(setting: Setting, emit: Emit) -> None:
 
 
 def _marked_files() -> list[str]:
-    """Only these are collected, since others may need packages that are not there."""
+    """Only these files are collected, since others may need missing packages."""
     paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.parent.name != "kernels"]
     return [str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text()]

@@ -18,12 +18,12 @@ from engine.gpu.graphs import CudaGraphs, Recorder, Repeats
 Work = Callable[[], object]
 
 COPY_BYTES = 4 * 2**30
-"""Of the copy that shows the memory's speed: far more than any cache holds."""
+"""Bytes of the copy that measures the memory's speed: far more than any cache holds."""
 MATMUL_SIZE = 8192
 ROUNDS = 20
 WARM_UP = 3
 MAX_ERROR = 8e-2
-"""Of bfloat16 logits after some 35 layers, each side rounding in its own places; what is wrong is off by far more."""
+"""Of bfloat16 logits after some 35 layers, which either side rounds differently; real faults differ by far more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def measure_ceilings(setting: Setting, dtype: torch.dtype) -> Ceilings:
     source = torch.empty(num_bytes // 4, device=device).normal_()
     target = torch.empty_like(source)
     copy_s = seconds(device, partial(target.copy_, source), ROUNDS)
-    assert torch.equal(target, source), "a copy that is none"
+    assert torch.equal(target, source), "the copy differs from its source"
     size = 32 if setting.is_dry else MATMUL_SIZE
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     matmul_s = seconds(device, partial(torch.matmul, a, b), ROUNDS)
@@ -51,13 +51,13 @@ def measure_ceilings(setting: Setting, dtype: torch.dtype) -> Ceilings:
 
 
 def seconds(device: torch.device, work: Work, rounds: int) -> float:
-    """The median over `rounds`, one behind the other, after some that are not counted."""
+    """The median over `rounds` consecutive runs, after a warm-up."""
     return median(all_seconds(device, [work], rounds))
 
 
 @torch.inference_mode()
 def all_seconds(device: torch.device, works: Sequence[Work], rounds: int) -> list[float]:
-    """Of each round; `works` are taken in turn, so that their inputs may be more than a cache holds."""
+    """Seconds of each round; `works` are taken in turn, so that a cache cannot hold all inputs."""
     for number in range(max(WARM_UP, len(works)) if device.type == "cuda" else 0):
         works[number % len(works)]()
     if device.type == "cuda":
@@ -83,7 +83,7 @@ def _by_events(works: Sequence[Work], rounds: int) -> list[float]:
 
 @torch.inference_mode()
 def wall_seconds(device: torch.device, work: Work, rounds: int, warm_up: int = 1) -> float:
-    """The median of what a caller waits who needs the result: queueing and computing."""
+    """The median time until the result is there: queueing and computing."""
     times = []
     for number in range(warm_up + rounds):
         synchronize(device)
@@ -101,11 +101,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """Graphs where there are any."""
+    """Graphs if the device has any."""
     return CudaGraphs() if device.type == "cuda" else Repeats()
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want| over all elements; NaN where either has one."""
+    """|got - want| / |want| over all elements; NaN if either contains NaN."""
     got, want = got.double(), want.double()
     return float((got - want).norm() / want.norm())

@@ -17,7 +17,7 @@ from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.shapes import DRY, LLAMA_3_1_8B, write_config
 from benchmarks.gpu.trace import merged, profiled, shared, spans, write_trace
-from engine.step_limits import StepLimits
+from engine.batch import StepLimits
 
 PART = "overlap"
 PAUSE_S = 0.02
@@ -41,7 +41,7 @@ def run(setting: Setting, emit: Emit) -> None:
         max_num_seqs=batch,
         max_num_batched_tokens=batch,
         max_model_len=context + num_tokens + 2,
-        num_blocks=num_blocks - 2 * num_loaded,  # the others are the hand-over's
+        num_blocks=num_blocks - 2 * num_loaded,  # the rest is for the hand-over
         block_size=block_size,
         enable_prefix_caching=False,
     )
@@ -92,7 +92,7 @@ def _measure(
 
 
 class BlockCopies:
-    """Copies blocks at the pool's end to others there, round after round, on a thread and a stream of its own."""
+    """Copies blocks at the pool's end to others there, round after round, on its own thread and stream."""
 
     def __init__(self, setting: Setting, engine: CheckedEngine, num_blocks: int) -> None:
         blocks = engine.pool.blocks_NLKHTD

@@ -20,10 +20,10 @@ from benchmarks.gpu.measure import make_recorder, synchronize
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.shapes import DRY, LLAMA_3_1_8B, write_config
+from engine.batch import StepLimits
 from engine.gpu.graphs import decode_sizes
 from engine.loading.loader import DTYPES, LoadedModel
 from engine.loading.weights import DummyWeights
-from engine.step_limits import StepLimits
 
 PART = "peer"
 GOAL = 3.0
@@ -32,7 +32,7 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The workload: that many prompts at once, all of one length, so that padding costs nobody anything."""
+    """The workload: that many prompts at once, all of one length, so that nothing is padded."""
 
     model: str
     config: dict[str, Any]

@@ -10,7 +10,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1_000_000)
 
 
 class PlanMaker:
-    """Each plan replaces the requests of the one before it; their blocks lie scattered, as after a day's work."""
+    """Each plan replaces the previous plan's requests; their blocks are scattered, as in a long-running worker."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, seed: int = 0) -> None:
         self._block_size = block_size

@@ -1,4 +1,4 @@
-"""Compiles kernels in several processes by launching them there; Triton keeps what it compiles on disk for all."""
+"""Compiles kernels by launching them in several processes; Triton keeps them on disk for all."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ from benchmarks.gpu.setting import Setting
 
 PROCESSES = multiprocessing.get_context("fork")
 MAX_PROCESSES = 8
-"""Each has a context on the device, some 0.5 GiB, beside what its launches take."""
+"""Each has a context on the device, some 0.5 GiB, besides its launches' memory."""
 
 
 def precompile(setting: Setting, works: Sequence[Callable[[], object]], until: float) -> None:
@@ -33,10 +33,10 @@ def precompile(setting: Setting, works: Sequence[Callable[[], object]], until: f
                 return
             try:
                 works[number]()
-            except Exception as error:  # of Triton's many kinds; the caller's own launch will tell
+            except Exception as error:  # of any kind; the caller's own launch will report it
                 print(f"  compiling: {type(error).__name__}: {str(error).splitlines()[0][:160]}", flush=True)
             if not setting.is_dry:
-                torch.cuda.synchronize()  # raises, and so ends this process, if the device is of no more use to it
+                torch.cuda.synchronize()  # raises, and so ends this process, if the device is lost to it
                 torch.cuda.empty_cache()
 
     processes = [PROCESSES.Process(target=run, daemon=True) for _ in range(num_processes)]

@@ -1,4 +1,4 @@
-"""Prefill beside the matrix units' speed, and how the size of a chunk changes it."""
+"""Prefill compared with the matrix units' speed, by size of chunk."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from benchmarks.gpu.plans import PlanMaker
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import DRY, LARGE, ModelCosts, write_config
-from engine.step_limits import StepLimits
+from engine.batch import StepLimits
 
 PART = "prefill"
 
@@ -43,7 +43,7 @@ class Sizes:
     block_size: int
     prompts: tuple[int, ...]
     chunks: tuple[int, ...]
-    """Tokens of a step; a prompt of `chunked_prompt` is cut into these."""
+    """Tokens of a step, into which a prompt of `chunked_prompt` is cut."""
     chunked_prompt: int
     check_prompt: int
     rounds: int
@@ -79,7 +79,7 @@ def run(setting: Setting, emit: Emit) -> None:
 def _check_logits(
     setting: Setting, sizes: Sizes, name: str, ours: "_Prompts", theirs: "_Prompts"
 ) -> Iterator[Row]:
-    """A whole prompt, computed in two chunks by our kernels and in one by torch's."""
+    """A whole prompt, in two chunks by our kernels and in one by torch's."""
     logits = []
     for prompts, chunk in ((ours, sizes.check_prompt // 2 + 1), (theirs, sizes.check_prompt)):
         prompts.prepared(sizes.check_prompt, chunk, 1)()
@@ -129,7 +129,7 @@ def _measure_model(
 
 
 class _Prompts:
-    """Computes prompts of any length, each as a request of its own, over the same blocks."""
+    """Computes prompts of any length, each as its own request, over the same blocks."""
 
     def __init__(self, sizes: Sizes, engine: CheckedEngine) -> None:
         self.engine = engine

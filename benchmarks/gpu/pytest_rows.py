@@ -1,6 +1,6 @@
-"""A plugin of pytest that writes what came of each test to a file as soon as it is known: `--rows FILE`.
+"""A plugin of pytest that writes each test's result to a file at once: `--rows FILE`.
 
-So a run that is ended half-way has told all that it found. One JSON object a line: `test`, `outcome` (passed, failed,
+So a run that is ended half-way keeps its results. One JSON object a line: `test`, `outcome` (passed, failed,
 skipped, or uncollected: a file that could not be read) and `message`, the first line of what went wrong or the reason.
 """
 
@@ -14,14 +14,13 @@ MAX_MESSAGE = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rows", type=Path, help="a file for what came of each test, one JSON object a line")
+    parser.addoption("--rows", type=Path, help="a file for the result of each test, one JSON object a line")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--rows")
-    if path is not None and not hasattr(
-        config, "workerinput"
-    ):  # processes of pytest-xdist tell the one that started them
+    # Workers of pytest-xdist report to the process that started them.
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(RowWriter(path.open("w")), "row-writer")
 
 
@@ -33,7 +32,7 @@ class RowWriter:
         self._uncollected: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test passes by its call; what fails or skips may be a fixture, too."""
+        """A test passes in its call; it may fail or skip in a fixture too."""
         if report.when == "call" or not report.passed:
             self._write(report.nodeid, report.outcome, report)
 
@@ -52,7 +51,7 @@ class RowWriter:
 
 
 def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Of an assertion or an exception the line that names it; of a skip its reason."""
+    """The line that names an assertion or exception, or the reason of a skip."""
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")[:MAX_MESSAGE]
     lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]

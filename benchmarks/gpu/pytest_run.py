@@ -1,4 +1,4 @@
-"""A run of pytest as rows: its log is written as it comes, and what it found counts however it ends."""
+"""A run of pytest as rows: its log is written at once, and its results count however it ends."""
 
 import json
 import os
@@ -18,20 +18,20 @@ ROOT = Path(__file__).parents[2]
 THREADS = "2"
 """Of PyTorch in each process: references on the CPU are small, and several processes share the cores."""
 SPARE_S = 15.0
-"""Of a part's time, for ending pytest and reading what it found."""
+"""Of a part's time, for ending pytest and reading its results."""
 PROGRESS_S = 15.0
 ENDS = (0, 1)
 """Of pytest: all passed, some did not (they are counted)."""
 NUM_SHOWN = 12
 """Failures that get a row of their own."""
 EXCUSES = re.compile(r"needs (two|\d+) GPUs|compute capability")
-"""Of a device that is as it is. Any other test that is skipped where there is a GPU was left out."""
+"""Valid reasons on a GPU. A test that is skipped for another reason counts as left out."""
 DRY_EXCUSES = re.compile(r"interpreter|needs a GPU|no CUDA device")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What pytest_rows.py wrote of one test."""
+    """One test's result, as pytest_rows.py wrote it."""
 
     test: str
     outcome: str
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def run_pytest(setting: Setting, part: str, title: str, arguments: Sequence[str]) -> Iterator[Row]:
-    """A row that sums up, one for each reason why tests were left out, and one for each of the first failures."""
+    """A summary, a row for each reason of skipped tests, and a row for each of the first failures."""
     name = re.sub(r"\W+", "-", title).strip("-")
     log, rows_file = setting.folder_for_files() / f"pytest-{name}.log", setting.folder / f"{name}.jsonl"
     rows_file.unlink(missing_ok=True)
@@ -73,13 +73,13 @@ def run_pytest(setting: Setting, part: str, title: str, arguments: Sequence[str]
 
 
 def read_rows(path: Path) -> list[Outcome]:
-    """What was written so far; a last line that was cut off does not count."""
+    """The results so far; an incomplete last line does not count."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [Outcome(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def _pytest(setting: Setting, arguments: Sequence[str], log: Path, rows_file: Path) -> int | None:
-    """Its exit code; None: it was ended when the part's time was nearly over."""
+    """Its exit code; None: it was ended because the part's time was nearly over."""
     command = [
         sys.executable,
         "-m",
@@ -90,7 +90,7 @@ def _pytest(setting: Setting, arguments: Sequence[str], log: Path, rows_file: Pa
         "-p",
         "benchmarks.gpu.pytest_rows",
     ]
-    # Versions that are newer or older than the pinned ones may warn: here that is no failure.
+    # Versions other than the pinned ones may warn, which is no failure here.
     command += ["-W", "default", "--continue-on-collection-errors", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
     deadline = time.monotonic() + max(0.0, setting.left_s - SPARE_S)

@@ -19,7 +19,7 @@ class Row:
     """As people read it."""
     note: str = ""
     is_failed: bool = False
-    """Wrong, not merely slow: speed is judged by whoever reads the figures."""
+    """Wrong, not merely slow: readers judge speed by the figures."""
     is_skipped: bool = False
     """Left out, though this machine should be able to run it: `--strict` counts it as failed."""
     figures: Figures = field(default_factory=dict)

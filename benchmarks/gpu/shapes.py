@@ -1,4 +1,4 @@
-"""Models of known shapes with weights out of thin air: folders with nothing but a config.json."""
+"""Models of known shapes with dummy weights: folders that contain only a config.json."""
 
 import json
 from dataclasses import dataclass
@@ -68,10 +68,10 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """What computing a token costs at least, for whoever compares."""
+    """The least bytes and operations that a token costs, for comparison."""
 
     num_parameters: int
-    """Of all matrix products and norms; the embedding table, of which a token reads one row, is not among them."""
+    """Of all matrix products and norms, without the embedding table, of which a token reads one row."""
     num_layers: int
     num_heads: int
     num_kv_heads: int

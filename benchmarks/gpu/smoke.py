@@ -1,7 +1,7 @@
-"""Whether this machine can do anything right: each kernel, one graph, one sampled step. A minute, compiling included.
+"""Whether this machine computes correctly: each kernel, one graph, one sampled step. A minute, compiling included.
 
-Each kernel is launched three times on the same inputs, and must give the same bits: what moves is a race, such as that
-of assemblers that reuse the registers of a product that is still under way.
+Each kernel is launched three times on the same inputs, and must give the same bits. Other bits mean a race, such as
+that of assemblers that reuse the registers of a product that still runs.
 """
 
 import time
@@ -16,13 +16,14 @@ from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
-from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_reference_
-from engine.kernels.silu_mul import silu_mul, silu_mul_reference
+from engine.kernels.rms_norm import add_rms_norm_
+from engine.kernels.silu_mul import silu_mul
+from tests.kernels.references import add_rms_norm_reference_, silu_mul_reference
 
 PART = "smoke"
 NUM_LAUNCHES = 3
 COMPILING_S = 40.0
-"""For all launches together, on several cores; what is left is compiled where it is checked."""
+"""For all launches together, on several cores; the rest is compiled during the checks."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -63,7 +64,7 @@ def _check(setting: Setting, case: SmokeCase) -> Iterator[Row]:
 
 
 def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative to the reference's norm; of integers the share that differs."""
+    """Relative to the reference's norm; for integers, the share of elements that differ."""
     assert got.shape == want.shape, f"{tuple(got.shape)}, not {tuple(want.shape)}"
     got, want = got.cpu(), want.cpu()
     if not want.is_floating_point() or torch.equal(got.double(), want.double()):

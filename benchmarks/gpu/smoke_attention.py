@@ -10,18 +10,19 @@ import torch
 
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
 from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefill_tuning
-from engine.kernels.merge_partials import merge_partials, merge_partials_reference
+from engine.kernels.merge_partials import merge_partials
 from engine.kernels.paged_attention import Softmax
+from tests.kernels.references import merge_partials_reference
 from tests.kernels.test_paged_attention import Case, Step
 
 NUM_PROGRAMS = 264
 """Enough that long contexts are split."""
 KINDS = ("decode", "decode that merges", "prefill")
-"""Parts of split contexts are put together by another launch, or by the last of them to be done."""
+"""Another launch merges the parts of split contexts, or the program that ends last does."""
 
 
 def makers(shapes: Shapes) -> list[Maker]:
-    """Every pair of queries' and cache's floats goes its own way through the compiler."""
+    """Every pair of dtypes of queries and cache is compiled separately."""
     fp8 = torch.float8_e4m3fn
     if shapes.device.type == "cpu":
         kinds = [(kind, shapes.dtype, shapes.kv_dtype) for kind in KINDS]

@@ -1,4 +1,4 @@
-"""What a smoke test needs of a kernel: a launch that can be repeated, and what torch gives for the same inputs."""
+"""A smoke test's case: a launch that can be repeated, and torch's result for the same inputs."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ Outputs = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class SmokeCase:
-    """One launch, or the few that belong together."""
+    """One launch, or a few related ones."""
 
     name: str
     files: tuple[str, ...]
-    """Of engine/kernels: those whose kernels it launches, and those with functions that these need."""
+    """Files of engine/kernels with its kernels and the functions that they call."""
     launch: Callable[[], Outputs]
-    """On the same inputs each time; its outputs are new ones, or copies."""
+    """Launches on the same inputs each time; returns new tensors, or copies."""
     reference: Callable[[], Outputs]
     max_error: float
     """Of each output, relative to the reference's norm; 0: every element equal."""
 
 
 Maker = Callable[[], Iterable[SmokeCase]]
-"""Makes inputs on the device; what one makes is compiled by one process."""
+"""Makes inputs on the device; one process compiles the cases of one maker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Smoke tests of products of few rows with what they are fused with, and of launches that begin before others end.
+"""Smoke tests of fused products of few rows, and of launches that begin before others end.
 
 Shape suffixes: T tokens, I input features, O output features, P pairs of outputs, E hidden size.
 """
@@ -9,16 +9,9 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
-from engine.kernels.rms_norm import rms_norm_reference
-from engine.kernels.silu_mul import silu_mul_reference
 from engine.kernels.skinny_epilogue import InputNorm
-from engine.kernels.skinny_linear import (
-    norms_input,
-    skinny_add_,
-    skinny_linear,
-    skinny_linear_reference,
-    skinny_silu_mul,
-)
+from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from tests.kernels.references import rms_norm_reference, silu_mul_reference, skinny_linear_reference
 
 EPS = 1e-5
 NUM_LINKS = 4
@@ -34,7 +27,7 @@ def makers(shapes: Shapes) -> list[Maker]:
 
 
 def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]:
-    """Normed where that is done at once; activated in pairs; added to what is there."""
+    """Products that norm their input if possible, activate pairs, or add to the output."""
     # float32 is not multiplied with float8.
     dtype = torch.float16 if is_fp8 and shapes.dtype is torch.float32 else shapes.dtype
     x_TI = shapes.randn(num_tokens, shapes.hidden, dtype=dtype)
@@ -83,7 +76,7 @@ def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]
 
 
 def _chain(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
-    """Each launch reads what the one before it has written, and may begin before that one has ended."""
+    """Each launch reads what the previous one wrote, and may begin before that one has ended."""
     rows_TE = shapes.randn(num_tokens, shapes.hidden)
     gate_up_OE, _ = _weight(shapes, 2 * shapes.intermediate, shapes.hidden, shapes.dtype, False)
     down_EP, _ = _weight(shapes, shapes.hidden, shapes.intermediate, shapes.dtype, False)
@@ -110,7 +103,7 @@ def _chain(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
 def _weight(
     shapes: Shapes, num_outputs: int, num_inputs: int, dtype: torch.dtype, is_fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Whose products are as large as what they are made of; in float8 with a scale for each output."""
+    """A weight whose products are about as large as their inputs; in float8 with a scale for each output."""
     weight_OI = shapes.randn(num_outputs, num_inputs, dtype=dtype)
     if not is_fp8:
         return weight_OI * num_inputs**-0.5, None

@@ -10,22 +10,26 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
-from engine.kernels.copy_blocks import copy_blocks, copy_blocks_reference
-from engine.kernels.embedding import embed, embed_reference
-from engine.kernels.quantize_fp8 import quantize_fp8, quantize_fp8_reference
-from engine.kernels.rms_norm import (
-    add_rms_norm_,
+from engine.kernels.copy_blocks import copy_blocks
+from engine.kernels.embedding import embed
+from engine.kernels.quantize_fp8 import quantize_fp8
+from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
+from engine.kernels.rope_store import rope_store
+from engine.kernels.silu_mul import silu_mul, silu_mul_fp8
+from engine.kernels.skinny_linear import choose_launch, skinny_linear
+from engine.kernels.skinny_linear_fma import FmaLaunch
+from engine.layers.fp8 import quantize_rows
+from tests.kernels.references import (
     add_rms_norm_reference_,
-    rms_norm,
-    rms_norm_fp8,
+    copy_blocks_reference,
+    embed_reference,
     rms_norm_fp8_reference,
     rms_norm_reference,
+    rope_store_reference,
+    silu_mul_fp8_reference,
+    silu_mul_reference,
+    skinny_linear_reference,
 )
-from engine.kernels.rope_store import rope_store, rope_store_reference
-from engine.kernels.silu_mul import silu_mul, silu_mul_reference
-from engine.kernels.silu_mul_fp8 import silu_mul_fp8, silu_mul_fp8_reference
-from engine.kernels.skinny_linear import choose_launch, skinny_linear, skinny_linear_reference
-from engine.kernels.skinny_linear_fma import FmaLaunch
 
 EPS = 1e-5
 
@@ -53,9 +57,9 @@ def _norms(shapes: Shapes) -> Iterator[SmokeCase]:
         "add_rms_norm", ("rms_norm",), partial(added, False), partial(added, True), shapes.max_error
     )
     yield SmokeCase(
-        "rms_norm, float8",
+        "add_rms_norm, float8",
         ("rms_norm",),
-        lambda: rms_norm_fp8(x_TE, weight_E, EPS),
+        lambda: add_rms_norm_fp8_(x_TE, torch.zeros_like(x_TE), weight_E, EPS),
         lambda: rms_norm_fp8_reference(x_TE, weight_E, EPS),
         shapes.max_error_fp8,
     )
@@ -63,7 +67,7 @@ def _norms(shapes: Shapes) -> Iterator[SmokeCase]:
         "quantize_fp8",
         ("quantize_fp8",),
         lambda: quantize_fp8(x_TE),
-        lambda: quantize_fp8_reference(x_TE),
+        lambda: quantize_rows(x_TE),
         shapes.max_error_fp8,
     )
 
@@ -79,7 +83,7 @@ def _activations(shapes: Shapes) -> Iterator[SmokeCase]:
     )
     yield SmokeCase(
         "silu_mul_fp8",
-        ("silu_mul_fp8",),
+        ("silu_mul",),
         lambda: silu_mul_fp8(x_TM),
         lambda: silu_mul_fp8_reference(x_TM),
         shapes.max_error_fp8,

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from baton.sampling import SamplingParams
-from baton.step import NewRequestData
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
 from engine.batch import RunnerRequest
 from engine.gpu.device_sampler import DeviceSampler
-from engine.kernels.logprobs import token_logprobs, token_logprobs_reference
-from engine.kernels.process_logits import process_logits, process_logits_reference
-from engine.kernels.sample import sample, sample_reference
+from engine.kernels.logprobs import token_logprobs
+from engine.kernels.process_logits import process_logits
+from engine.kernels.sample import sample
 from engine.kernels.sampling_parts import allocate_workspace
 from engine.sampler import sample as sample_on_host
+from tests.factories.stepping import make_request_data
+from tests.kernels.references import process_logits_reference, sample_reference, token_logprobs_reference
 from tests.kernels.test_process_logits import edit
 from tests.kernels.test_sample import params
 
@@ -105,14 +106,5 @@ def sampled_step(shapes: Shapes) -> tuple[list[int], list[int]]:
 
 
 def _request(**sampling: Any) -> RunnerRequest:
-    return RunnerRequest(
-        NewRequestData(
-            request_id="r",
-            prompt_token_ids=(1, 2, 2),
-            output_token_ids=(5, 6, 5),
-            sampling_params=SamplingParams(max_tokens=1_000, **sampling),
-            stop_token_ids=frozenset(),
-            block_ids=(1,),
-            num_computed_tokens=0,
-        )
-    )
+    params = SamplingParams(max_tokens=1_000, **sampling)
+    return RunnerRequest(make_request_data((1, 2, 2), (5, 6, 5), params))

@@ -22,10 +22,10 @@ from engine.gpu.graphs import Replay
 
 PART = "sweep"
 MIN_GAIN = 0.02
-"""Less is noise."""
+"""A smaller gain is noise."""
 ROUNDS = 24
 NUM_SHARES = 3
-"""Processes that share a case's candidates, if they have time; each makes the inputs anew."""
+"""Processes that share a case's candidates, time permitting; each makes its own inputs."""
 COMPILING_SHARE = 0.5
 """Of the part's time, at most."""
 
@@ -50,7 +50,7 @@ def _launch_share(case: SweepCase, share: int, num_shares: int) -> None:
     for candidate in candidates[share::num_shares]:
         try:
             candidate(0)()
-        except Exception as problem:  # the others of the share may well compile
+        except Exception as problem:  # the other candidates may compile
             print(f"  {case.name}: {str(problem).splitlines()[0][:160]}", flush=True)
 
 
@@ -67,9 +67,7 @@ def _sweep(setting: Setting, case: SweepCase) -> Iterator[Row]:
                 wrong.append(f"{name}: {error:.1e} off")
                 continue
             times[name] = _seconds(setting, case, candidate)
-        except (
-            Exception
-        ) as problem:  # Triton's own kinds: it needs too much shared memory, or does not compile
+        except Exception as problem:  # Triton's own errors: too much shared memory, or it does not compile
             refusals[name] = str(problem).splitlines()[0][:160]
             print(f"  {case.name}: {name}: {refusals[name]}")
     best = min((name for name in times if name != case.yardstick), key=lambda name: times[name])
@@ -96,9 +94,9 @@ def _advice(times: Mapping[str, float], best: str) -> str:
 
 
 def _beside(yardstick: str | None, times: Mapping[str, float], refusals: Mapping[str, str]) -> str:
-    """Our time over that of a library, or why there is none."""
+    """Our time divided by a library's, or why there is none."""
     if yardstick is None or (yardstick not in times and yardstick not in refusals):
-        return ""  # none, or its result is wrong, which the row says
+        return ""  # no library, or its result is wrong, which the row shows
     if yardstick in refusals:
         return f"; {yardstick} is not here: {refusals[yardstick]}"
     return f"; {times[CHOSEN] / times[yardstick]:.2f} x {yardstick} time"
@@ -109,7 +107,7 @@ def _microseconds(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def _seconds(setting: Setting, case: SweepCase, candidate: Candidate) -> float:
-    """The median of replays from graphs, the copies of the inputs taken in turn."""
+    """The median of replayed graphs, which take the copies of the inputs in turn."""
     recorder = make_recorder(setting.device)
     replays: list[Replay] = []
     for copy in range(case.num_copies):

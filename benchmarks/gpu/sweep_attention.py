@@ -24,14 +24,14 @@ ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "programs_per_multiprocessor": (1, 2, 3, 4),
 }
 CUDNN = "cuDNN's"
-"""Of torch's scaled_dot_product_attention: over keys and values that lie together, in no cache."""
+"""torch's scaled_dot_product_attention, over contiguous keys and values without a cache."""
 LLAMA_8B = AttentionShape(32, 8, 128, 64, 2, 2)
 TINY = AttentionShape(2, 1, 16, 32, 4, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Requests of a launch: each `num_queries` tokens at the end of `context`."""
+    """Requests of a launch: each has `num_queries` tokens at the end of `context`."""
 
     num_requests: int
     num_queries: int
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def is_first_chunk(self) -> bool:
-        """Of one prompt, with nothing before it."""
+        """Whether it is one whole prompt."""
         return self.num_requests == 1 < self.num_queries == self.context
 
 
@@ -97,7 +97,7 @@ class _Inputs:
         self._block_ids_BM = order.view(step.num_requests, num_blocks_each).to(torch.int32)
 
     def launch(self, tuning: AttentionTuning, copy: int) -> Launch:
-        """Attention and, where contexts are split, the merge, as a step launches them."""
+        """Attention and, if contexts are split, the merge, as a step launches them."""
         step, shape, device = self._step, self._shape, self._setting.device
         requests_B = np.arange(step.num_requests)
         grid = tuning.grid(shape, self._setting.num_multiprocessors)
@@ -139,7 +139,7 @@ class _Inputs:
         return launch
 
     def launch_cudnn(self, copy: int) -> Launch:
-        """The same by cuDNN, of a first chunk. RuntimeError where it does not take these inputs."""
+        """A first chunk by cuDNN. RuntimeError if it does not support these inputs."""
         q_1QTD = self._q_TQD.transpose(0, 1)[None]
         blocks_NKHSD = self._kvs[copy].kv_NKHSD[self._block_ids_BM[0]]
         kv_KHTD = blocks_NKHSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self._step.context]

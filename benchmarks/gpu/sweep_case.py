@@ -1,4 +1,4 @@
-"""What a sweep needs of a kernel: candidates that launch it on one of several copies of the same inputs."""
+"""A sweep's case: candidates that launch a kernel on one of several copies of the same inputs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -9,9 +9,9 @@ import torch
 CHOSEN = "as chosen"
 
 Launch = Callable[[], torch.Tensor]
-"""Only queues work, always the same on the same memory, and gives the output."""
+"""Queues the same work on the same memory each time, and returns the output."""
 Candidate = Callable[[int], Launch]
-"""The launch on one copy of the inputs; its output is poisoned beforehand."""
+"""Launches on one copy of the inputs; the output is filled with NaN before."""
 
 Tuning = TypeVar("Tuning", bound=Any)
 
@@ -22,14 +22,14 @@ class SweepCase:
 
     name: str
     num_copies: int
-    """So many together are more than a cache holds."""
+    """Enough that a cache does not hold them all."""
     num_bytes: int
-    """That must be moved at least."""
+    """The least bytes to move."""
     max_error: float
     make: Callable[[], dict[str, Candidate]]
-    """By name; one is `CHOSEN`. Makes the inputs, which live as long as the candidates."""
+    """Candidates by name; one is `CHOSEN`. Makes the inputs, which live as long as the candidates."""
     yardstick: str | None = None
-    """The candidate that is a library's, and that may refuse."""
+    """The library's candidate, which may refuse."""
 
 
 def neighbours(chosen: Tuning, alternatives: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tuning]]:
@@ -43,5 +43,5 @@ def neighbours(chosen: Tuning, alternatives: dict[str, tuple[int, ...]]) -> Iter
 
 
 def copies_beyond_cache(num_bytes: int) -> int:
-    """How many copies of inputs of so many bytes are well beyond an L2 of 60 MiB; two at least, sixteen at most."""
+    """How many copies of inputs of this size exceed an L2 of 60 MiB by far; at least two, at most sixteen."""
     return max(2, min(16, -(-200 * 2**20 // num_bytes)))

@@ -1,4 +1,4 @@
-"""Whether the GPU engine gives the CPU engine's tokens: float32, the real scheduler, all that may mix in a step."""
+"""Whether the GPU engine gives the CPU engine's tokens: float32, the real scheduler, mixed steps."""
 
 import random
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ from benchmarks.gpu.loop import LoopedEngine
 from benchmarks.gpu.measure import make_recorder
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
+from engine.batch import StepLimits
 from engine.gpu.graphs import decode_sizes
 from engine.kv_cache import KVPool
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 
 PART = "tokens"
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A small model, the workload, and pools that make it hard."""
+    """A small model, the workload, and small pools."""
 
     name: str
     options: dict[str, Any]
@@ -40,7 +40,7 @@ class Sizes:
     max_num_seqs: int
     chunk: int
     scarce_tokens: int
-    """Room for fewer than all requests have: some are preempted."""
+    """Too few blocks for all requests, so that some are preempted."""
 
 
 def _full(name: str, block_size: int, **options: Any) -> Sizes:
@@ -64,13 +64,13 @@ TINY = (_tiny("llama"), _tiny("qwen3"), _tiny("mistral", sliding_window=2))
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to compute the same."""
+    """One way to compute the same tokens."""
 
     name: str
     is_async: bool = True
     has_graphs: bool = True
     preemption: Literal["recompute", "swap"] | None = None
-    """None: blocks for everybody."""
+    """None: enough blocks for all requests."""
 
 
 WAYS = (
@@ -91,7 +91,7 @@ def run(setting: Setting, emit: Emit) -> None:
 
 
 def _check(setting: Setting, sizes: Sizes, path: Path, way: Way) -> Iterator[Row]:
-    """One way on the device beside the plainest on the CPU."""
+    """Compares one way on the device with the plainest way on the CPU."""
     reference = load_model(ModelConfig(dtype="float32"), path, CPU, TorchBackend())
     prompts, params = _workload(sizes, reference.vocab_size)
     num_blocks = _ample_blocks(sizes)

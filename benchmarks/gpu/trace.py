@@ -1,4 +1,4 @@
-"""Traces of PyTorch's profiler: written for a browser (chrome://tracing or Perfetto), and summed up here."""
+"""Traces of PyTorch's profiler: written for a browser (chrome://tracing or Perfetto), and summarised here."""
 
 import gzip
 import json
@@ -20,28 +20,28 @@ from engine.gpu.graphs import Replay
 
 NUM_WARM = 3
 NUM_SHOWN = 8
-"""Kernels that are named, of those that take the most time."""
+"""How many of the slowest kernels are named."""
 Event = dict[str, Any]
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSums:
-    """Of some work's launches on one stream; microseconds."""
+    """Times of some launches on one stream, in microseconds."""
 
     num_launches: int
     kernels_us: float
-    """Of all kernels, added up."""
+    """The sum over all kernels."""
     gaps_us: float
-    """From the first kernel's start to the last one's end, without the times in which any ran."""
+    """The time from the first kernel's start to the last one's end in which none ran."""
     span_us: float
     by_name: dict[str, tuple[int, float]]
-    """Launches and time of those that take the most."""
+    """Launches and time of the slowest kernels."""
 
 
 @torch.inference_mode()
 def trace_replay(setting: Setting, part: str, title: str, replay: Replay) -> Row:
-    """One replay of a recorded step: its trace, and how long its kernels and the gaps between them are."""
+    """One replay of a recorded step: its trace, and the times of its kernels and of the gaps between them."""
     for _ in range(NUM_WARM):
         replay()
     synchronize(setting.device)
@@ -86,7 +86,7 @@ def sum_kernels(events: Iterable[Event]) -> KernelSums:
 
 @contextmanager
 def profiled(setting: Setting) -> Iterator[torch.profiler.profile]:
-    """All that is queued within has ended when it is left."""
+    """A profiler; on exit, everything queued within it has ended."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [] if setting.is_dry else [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
@@ -102,7 +102,7 @@ def write_trace(profile: torch.profiler.profile, path: Path) -> list[Event]:
 
 
 def spans(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
-    """When kernels ran and when memory was copied on the device, of a trace's events; in microseconds."""
+    """When kernels ran and when the device copied memory, from a trace's events; in microseconds."""
     kernels, moves = [], []
     for event in events:
         span = (float(event.get("ts", 0)), float(event.get("ts", 0)) + float(event.get("dur", 0)))
@@ -125,7 +125,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def shared(a: list[Span], b: list[Span]) -> float:
-    """How long both go on at once; each merged."""
+    """How long both run at once; each must be merged."""
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

@@ -1,4 +1,4 @@
-"""`baton demo`: a small cluster, one question over gRPC, and a picture of where the time went."""
+"""`baton demo`: starts a small cluster, asks one question over gRPC, and shows where the time went."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.config import BatonConfig
-from cli.commands.generate import GeneratedAnswer, Question, ask
+from cli.commands.generate import GeneratedAnswer, ask
 from cli.target import Target
 from cluster.serve.deployment import run_deployment
 from cluster.serve.following_gateway import Service
@@ -19,13 +19,18 @@ def run(config: BatonConfig, prompt: str) -> int:
     """Starts the cluster, asks, shows the timeline and stops; the answer streams to the terminal as it is generated."""
     console = Console()
     screen = Screen(console)
-    question = Question(prompt=prompt, max_tokens=128, temperature=0.0, mode="disaggregated")
 
     async def while_ready(service: Service) -> None:
         screen.line("ready", f"gRPC on {service.target}")
         console.print(f"\n[bold cyan]user[/]      {prompt}", highlight=False)
         console.print("[bold cyan]assistant[/] ", end="")
-        answer = await ask(Target(service.target), question, _printer(console))
+        answer = await ask(
+            Target(service.target),
+            _printer(console),
+            messages=[("user", prompt)],
+            sampling={"max_tokens": 128, "temperature": 0.0},
+            mode="disaggregated",
+        )
         console.print("\n")
         show_timeline(answer, console)
 

@@ -1,18 +1,18 @@
-"""`baton drain`: takes a worker out for good, without harm to what it has."""
+"""`baton drain`: removes a worker for good; its requests end or move to other workers."""
 
 import asyncio
 import json
 from collections.abc import Callable
 
-from cli.commands.operator_calls import carry_out, of_worker, ordering
+from cli.commands.operator_calls import carry_out, of_worker, running_command
 from cli.target import Target
 
 
 def run(target: Target, worker: str, as_json: bool) -> int:
-    """Returns once the worker is gone. GatewayError says why it is not."""
-    with ordering("drain", f"{worker} leaves", as_json) as stage:
+    """Returns once the worker is removed. GatewayError if it is not, with the reason."""
+    with running_command("drain", f"draining {worker}", as_json) as stage:
         total_s = asyncio.run(_drain(target, worker, stage.say))
-        stage(f"{worker} is gone")
+        stage(f"{worker} is removed")
     if as_json:
         print(json.dumps({"worker": worker, "total_s": total_s}))
     return 0

@@ -1,4 +1,4 @@
-"""`baton drain --node`: empties a node of workers; asks a gateway, or the control server of a fleet."""
+"""`baton drain --node`: removes all workers from a node, through a gateway or the control server of a fleet."""
 
 import asyncio
 import json
@@ -11,23 +11,23 @@ from baton.errors import ClusterError, FleetError
 from baton.messages.control import DrainNode
 from baton.system.curve import derive_fleet_keys
 from baton.system.secret import load_secret
-from cli.commands.operator_calls import ordering
+from cli.commands.operator_calls import running_command
 from cli.target import Target
 from cluster.control_api.zmq_carrier import control_client
 
 _ASK_AGAIN_S = 1.0
-"""A control server that is unreachable may be restarting, and the command may be given twice."""
+"""Pause between two tries: an unreachable control server may be restarting. The command may be repeated."""
 
 
 def run(ask: Target | str, node: str, timeout_s: float, network: NetworkConfig, as_json: bool) -> int:
-    """Returns once the node has no workers. GatewayError, FleetError and ClusterError say why it has.
+    """Returns once the node has no workers. Raises GatewayError, FleetError or ClusterError if some remain.
 
-    `ask` is a gateway, or the address of a control server, which takes the cluster's secret of `network`.
+    `ask` is a gateway, or the address of a control server, which needs the cluster secret of `network`.
     """
     began = time.monotonic()
-    with ordering("drain", f"workers leave node {node}", as_json) as stage:
+    with running_command("drain", f"draining node {node}", as_json) as stage:
         asyncio.run(_bounded(ask, node, timeout_s, network))
-        stage(f"node {node} has no workers, and gets none")
+        stage(f"node {node} has no workers, and takes none")
     if as_json:
         print(json.dumps({"node": node, "total_s": time.monotonic() - began}))
     return 0
@@ -43,8 +43,8 @@ async def _bounded(ask: Target | str, node: str, timeout_s: float, network: Netw
                 await _at_control_server(ask, node, timeout_s, network)
     except TimeoutError:
         raise FleetError(
-            f"the workers of node {node} did not leave it within {timeout_s:g} s (--timeout); if they were told to, "
-            "they go on leaving"
+            f"the workers of node {node} did not leave it within {timeout_s:g} s (--timeout); if they began "
+            "to leave, they continue"
         ) from None
 
 
@@ -56,5 +56,5 @@ async def _at_control_server(address: str, node: str, timeout_s: float, network:
                 await client.call(DrainNode(node, timeout_s))
                 return
             if carrier.refusal is not None:
-                raise ClusterError(f"the fleet at {address} is not ours: {carrier.refusal}")
+                raise ClusterError(f"the fleet at {address} refuses us: {carrier.refusal}")
             await asyncio.sleep(_ASK_AGAIN_S)

@@ -14,5 +14,5 @@ def run(config: BatonConfig, as_json: bool) -> int:
     write_logs(config.logging, component="gateway", fleet=config.cluster.name)
     screen = Screen(Console(stderr=True))
     run_gateway(config, screen, serving(screen, as_json))
-    screen.line("stopped", "the fleet goes on without this gateway")
+    screen.line("stopped", "the fleet continues without this gateway")
     return 0

@@ -1,4 +1,4 @@
-"""What `baton drain`, `role` and `rollout` share: an order to the fleet, and how it stands while it is carried out."""
+"""Shared by `baton drain`, `role` and `rollout`: runs a command to the fleet, and shows its progress."""
 
 import asyncio
 import sys
@@ -14,36 +14,36 @@ from cluster.serve.screen import Screen, ScreenStage
 from gateway.client import GatewayClient, GatewayError
 
 LOOK_INTERVAL_S = 1.0
-"""Between two looks at how the worker stands."""
+"""Pause between two looks at the workers."""
 
 
 @contextmanager
-def ordering(command: str, doing: str, as_json: bool) -> Iterator[ScreenStage]:
-    """Shows the order while it is carried out, and its outcome as the last line; on stderr if stdout is for JSON.
+def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenStage]:
+    """Shows the command while it runs, and its outcome as the last line; on stderr if stdout is for JSON.
 
-    Ctrl-C ends the wait, not the order.
+    Ctrl-C ends the wait, not the command.
     """
     screen = Screen(Console(stderr=as_json))
     try:
         with screen.stage(command, doing) as stage:
             yield stage
     except KeyboardInterrupt:
-        left = f"baton {command}: no longer waited for; the fleet goes on with it, see `baton status`"
+        left = f"baton {command}: stopped waiting; the fleet still carries it out; see `baton status`"
         print(left, file=sys.stderr)
         raise
 
 
 async def carry_out(
-    order: Coroutine[Any, Any, None],
+    call: Coroutine[Any, Any, None],
     client: GatewayClient,
     describe: Callable[[list[dict[str, Any]]], str],
     say: Callable[[str], None],
 ) -> float:
-    """Waits for the order's end, and says meanwhile how the workers stand, in words of `describe`; seconds it took."""
+    """Waits for the call, and shows the workers through `describe` meanwhile; returns the seconds it took."""
     started = time.monotonic()
     looking = asyncio.create_task(_look(client, describe, say))
     try:
-        await order
+        await call
     finally:
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
@@ -58,22 +58,22 @@ async def _look(
         try:
             say(describe((await client.describe())["workers"]))
         except GatewayError:
-            continue  # the order itself says what is wrong
+            continue  # the call itself raises the error
 
 
 def of_worker(name: str) -> Callable[[list[dict[str, Any]]], str]:
-    """How this worker stands."""
+    """A description of this worker."""
     return lambda workers: "; ".join(map(what_it_has, (w for w in workers if w["name"] == name))) or "gone"
 
 
 def of_absent(workers: list[dict[str, Any]]) -> str:
-    """How those stand that do not serve."""
+    """A description of the workers that do not serve."""
     absent = [worker for worker in workers if worker["state"] != "ready"]
     return "; ".join(f"{worker['name']} {what_it_has(worker)}" for worker in absent) or "all serve"
 
 
 def what_it_has(worker: dict[str, Any]) -> str:
-    """What stands between a worker and its leave: requests, and blocks that others may still read or write."""
+    """What a worker still holds: requests, and blocks that others may still read or write."""
     state, requests, blocks = words.state_text(worker).plain, worker["requests"], worker["kv_blocks"]
     if not blocks["total"]:
         return state

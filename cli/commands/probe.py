@@ -96,7 +96,7 @@ def _context(tls: TlsFiles) -> ssl.SSLContext:
 
 
 async def _ask_control_server(address: str, timeout_s: float, network: NetworkConfig) -> None:
-    """A control server is well if its fleet serves."""
+    """A control server is healthy if its fleet serves."""
     keys = derive_fleet_keys(load_secret(network, os.environ, may_create=False))
     try:
         async with asyncio.timeout(timeout_s), control_client(address, keys, network) as (client, _):

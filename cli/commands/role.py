@@ -1,17 +1,17 @@
-"""`baton role`: gives a worker another role while it runs; weights and prefix cache stay."""
+"""`baton role`: changes the role of a running worker; weights and prefix cache stay."""
 
 import asyncio
 import json
 from collections.abc import Callable
 
 from baton.worker import WorkerRole
-from cli.commands.operator_calls import carry_out, of_worker, ordering
+from cli.commands.operator_calls import carry_out, of_worker, running_command
 from cli.target import Target
 
 
 def run(target: Target, worker: str, role: str, as_json: bool) -> int:
-    """Returns once the worker serves in its new role. GatewayError says why it goes on in its old one."""
-    with ordering("role", f"{worker} becomes a {role} worker", as_json) as stage:
+    """Returns once the worker serves in its new role. GatewayError if it keeps its old one, with the reason."""
+    with running_command("role", f"{worker} becomes a {role} worker", as_json) as stage:
         total_s = asyncio.run(_set_role(target, worker, WorkerRole(role), stage.say))
         stage(f"{worker} serves as a {role} worker")
     if as_json:

@@ -1,4 +1,4 @@
-"""`baton serve`: a deployment that runs until Ctrl-C, and shows how to use it."""
+"""`baton serve`: runs a deployment until Ctrl-C, and shows how to use it."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`baton status`: what a gateway and the controller know of their fleet, as tables or as JSON."""
+"""`baton status`: a fleet as its gateway and controller see it, as tables or as JSON."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ from cli.target import Target
 from cli.views import words
 
 _WIDTH_OF_FILES = 160
-"""Columns when nobody's terminal says how wide the table may be."""
+"""Width of the tables, in columns, if stdout is no terminal."""
 
 
 def run(target: Target, as_json: bool) -> int:
-    """Prints how everything stands. GatewayError if nobody answers at `target`."""
+    """Prints the state of the fleet. GatewayError if no gateway answers at `target`."""
     description = asyncio.run(_describe(target))
     if as_json:
         print(json.dumps(description))
@@ -28,7 +28,7 @@ def run(target: Target, as_json: bool) -> int:
 
 
 def show(description: dict[str, Any], console: Console) -> None:
-    """Lines about requests and the controller, a row for each node and worker, and a line for what failed last."""
+    """Lines about requests and the controller, a row for each node and worker, and the last failures."""
     gateway, workers = description["gateway"], description["workers"]
     console.print(
         Text.assemble(description["model"], "  ", (description["model_path"], "dim")), soft_wrap=True
@@ -66,7 +66,7 @@ def _nodes_table(nodes: Iterable[dict[str, Any]]) -> Table:
 
 
 def _workers_table(workers: Iterable[dict[str, Any]], is_wide: bool) -> Table:
-    """A worker that is missing has a state and the number of its lives, but no numbers."""
+    """A missing worker has only a state and its number of starts."""
     headings = ("free blocks", "leased", "quarantined", "running", "waiting", "loading", "starts")
     if not is_wide:
         headings = ("free", "lease", "quar", "run", "wait", "load", "starts")
@@ -101,7 +101,7 @@ def _numbers(worker: dict[str, Any]) -> list[str]:
 
 
 def _hand_overs_table(hand_overs: Iterable[tuple[str, dict[str, Any]]], is_wide: bool) -> Table:
-    """What every worker gave to and took from every other one; times are means of those that were done, in ms."""
+    """The hand-overs between each pair of workers; times are means over finished hand-overs, in ms."""
     table = words.plain_table("worker", "", "peer", "transport")
     for heading in ("handed over" if is_wide else "done", "failed", *(["not needed"] if is_wide else [])):
         table.add_column(heading, justify="right", no_wrap=True)

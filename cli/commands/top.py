@@ -1,4 +1,4 @@
-"""`baton top`: the fleet as it lives, redrawn every second on a screen of its own, until q or Ctrl-C."""
+"""`baton top`: the state of the fleet, redrawn every second on its own screen, until q or Ctrl-C."""
 
 import asyncio
 import os
@@ -19,19 +19,18 @@ from cli.views.top import TopView
 from gateway.client import GatewayClient, GatewayError
 
 ANSWER_TIMEOUT_S = 5.0
-"""A gateway that takes longer is said to be silent, and asked again."""
+"""A gateway that takes longer counts as silent; the next update asks again."""
 
 
 def run(target: Target, interval_s: float) -> int:
-    """Shows the fleet until told to stop, and leaves the terminal as it was.
+    """Shows the fleet until q or a signal, then restores the terminal.
 
-    GatewayError if nobody answers at first; ConfigError if there is no terminal to draw on.
+    GatewayError if no gateway answers at first; ConfigError without a terminal.
     """
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
         raise ConfigError(
-            "this needs a terminal to draw on; `baton status` prints the same once, "
-            "`baton status --json` for programs"
+            "stdout is no terminal; `baton status` prints the same once, `baton status --json` for programs"
         )
     with StopSignals() as signals:
         signals.run(_show(target, interval_s, console, signals.stop))
@@ -74,7 +73,7 @@ async def _describe(client: GatewayClient) -> dict[str, Any]:
 
 @contextmanager
 def _keys(leave: Callable[[], None]) -> Iterator[None]:
-    """Keys count as they are pressed, and are not shown; Ctrl-Z is off, which would leave the screen as it is."""
+    """Reads keys at once, without echo. Ctrl-Z is off, since it would not restore the screen."""
     if not sys.stdin.isatty():
         yield
         return
@@ -83,7 +82,7 @@ def _keys(leave: Callable[[], None]) -> Iterator[None]:
 
     def on_input() -> None:
         pressed = os.read(terminal, 64)
-        if not pressed:  # nobody is there any more
+        if not pressed:  # the terminal is closed
             loop.remove_reader(terminal)
         if not pressed or b"q" in pressed.lower():
             leave()

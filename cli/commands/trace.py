@@ -1,4 +1,4 @@
-"""`baton trace`: draws the traces of workers' scheduler steps, for the terminal and as SVG."""
+"""`baton trace`: draws the traces of workers' scheduler steps in the terminal."""
 
 import argparse
 import re
@@ -8,7 +8,6 @@ from rich.console import Console
 from baton.errors import ConfigError, TraceError
 from cli.trace_chart.columns import StepRange
 from cli.trace_chart.steps import make_chart
-from cli.trace_chart.svg import svg_of
 from cli.trace_chart.text import text_of
 from worker.step_trace import Trace, read_trace
 
@@ -18,13 +17,10 @@ _WIDTH_OF_FILES = 160
 _CHARACTERS_PER_STEP = 6
 """Approximate width of a step; only decides whether equal steps are folded."""
 
-_COLUMNS_OF_SVG = 24
-"""If equal steps are folded, more columns are rarely needed, and would make the picture wider than a page."""
-
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the picture, and writes it as SVG if asked. Raises TraceError for a bad trace file, OSError if a file
-    cannot be read or written, and ConfigError for a bad flag.
+    """Prints the picture. Raises TraceError for a bad trace file, OSError if a file cannot be read, and ConfigError
+    for a bad flag.
     """
     if options.max_columns < 1:
         raise ConfigError(f"--max-columns: got {options.max_columns}; must be at least 1")
@@ -39,9 +35,6 @@ def run(options: argparse.Namespace) -> int:
     if requests and not any(panel.rows for panel in chart.panels):
         raise TraceError(f"no request id in these steps starts with {' or '.join(map(repr, requests))}")
     console.print(text_of(chart, width), soft_wrap=True, highlight=False)
-    if options.svg is not None:
-        drawn = make_chart(traces, steps, requests, _COLUMNS_OF_SVG, options.max_columns)
-        options.svg.write_text(svg_of(drawn), encoding="utf-8")
     return 0
 
 

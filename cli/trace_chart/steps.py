@@ -1,4 +1,4 @@
-"""A step chart: the layout of traces of one or several workers; knows neither terminal nor SVG.
+"""A step chart: the layout of traces of one or several workers; knows no terminal.
 
 One panel for each worker, one row for each request in the order of arrival, one column for each step. Pieces lie in
 rows and span columns. Panels share their columns (cli/trace_chart/columns.py).
@@ -46,14 +46,10 @@ class Piece:
     num_steps: int = 1
     num_tokens: int = 0
     """Tokens computed in each step."""
-    num_computed_tokens: int = 0
-    """Tokens computed before the first of these steps."""
     num_cached_tokens: int = 0
-    """Of those, tokens just found in the prefix cache."""
+    """Tokens just found in the prefix cache."""
     num_swapped_in_tokens: int = 0
-    """Of those, tokens just copied back from host memory."""
-    num_received_tokens: int = 0
-    """Of those, tokens sent by another worker."""
+    """Tokens just copied back from host memory."""
     is_resumed: bool = False
     is_in_vain: bool = False
     """The request had already ended, but the scheduler did not know when it planned the step."""
@@ -78,18 +74,11 @@ class StepUsage:
     """A whole step of a panel's worker; the last one of several that were folded."""
 
     column: int
-    last: int
-    """The column at whose end the step is done."""
-    num_prefill_tokens: int
-    num_decode_tokens: int
+    num_tokens: int
     num_free_blocks: int
     num_waiting: int
     num_swapped_out: int
     num_swapped_in: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prefill_tokens + self.num_decode_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +118,29 @@ def make_chart(
     plots = [_Plot(owner, trace, columns) for owner, trace in enumerate(traces)]
     beginnings = tuple(requests) or ""  # every id starts with the empty prefix
     shown = [
-        [life for life in plot.lives if life.is_visible and life.request_id.startswith(beginnings)]
+        [
+            request
+            for request in plot.requests
+            if request.is_visible and request.request_id.startswith(beginnings)
+        ]
         for plot in plots
     ]
-    label_of = _labels({life.request_id for lives in shown for life in lives})
+    label_of = _labels({request.request_id for rows in shown for request in rows})
     panels = tuple(
         Panel(
             name=_printable(trace.header.worker),
             header=trace.header,
             end=trace.end,
-            rows=tuple([life.to_row(label_of) for life in lives]),
+            rows=tuple([request.to_row(label_of) for request in rows]),
             usage=tuple(plot.usage),
         )
-        for trace, plot, lives in zip(traces, plots, shown, strict=True)
+        for trace, plot, rows in zip(traces, plots, shown, strict=True)
     )
     return Chart(columns, sum(len(column.steps) for column in found[max_columns:]), panels)
 
 
 @dataclass(slots=True)
-class _Life:
+class _Request:
     """A request from its first mention to its end; its id may be used again after that."""
 
     request_id: str
@@ -189,12 +182,12 @@ class _Plot:
     """Reads one trace from its beginning, and draws everything within the columns."""
 
     def __init__(self, owner: int, trace: Trace, columns: Sequence[Column]) -> None:
-        self.lives: list[_Life] = []
+        self.requests: list[_Request] = []
         self.usage: list[StepUsage] = []
         self._columns = columns
         self._own = [index for index, column in enumerate(columns) if column.owner == owner]
         self._index_of = {step.step: index for index in self._own for step in columns[index].steps}
-        self._current: dict[str, _Life] = {}
+        self._current: dict[str, _Request] = {}
         for step in trace.steps:
             self._take(step)
 
@@ -205,38 +198,37 @@ class _Plot:
             self._compute(step, request_id, index if is_first else None)
         for kind, request_ids in ((PieceKind.LOADING, step.loading), (PieceKind.WAITING, step.waiting)):
             for request_id in request_ids:
-                life = self._life(request_id, step)
-                if index is not None and is_first and life.ended_s is None:
-                    life.extend(kind, index, self._next_own(index) - 1, step.step)
+                request = self._request(request_id, step)
+                if index is not None and is_first and request.ended_s is None:
+                    request.extend(kind, index, self._next_own(index) - 1, step.step)
         for request_id in step.preempted:
-            life = self._life(request_id, step)
-            if index is not None and life.ended_s is None:
-                life.preempted.append(index)
+            request = self._request(request_id, step)
+            if index is not None and request.ended_s is None:
+                request.preempted.append(index)
         for request_id, reason in step.ended.items():
             self._end(step, request_id, reason, index)
         if index is not None and is_first:
             self.usage.append(self._usage(index))
 
-    def _life(self, request_id: str, step: StepTrace) -> _Life:
+    def _request(self, request_id: str, step: StepTrace) -> _Request:
         """The request of this id. A step planned before its end was known still means the old request."""
-        life = self._current.get(request_id)
-        if life is None or (life.ended_s is not None and step.planned_s >= life.ended_s):
-            life = _Life(request_id, 0 if life is None else life.number + 1)
-            self._current[request_id] = life
-            self.lives.append(life)
-        return life
+        request = self._current.get(request_id)
+        if request is None or (request.ended_s is not None and step.planned_s >= request.ended_s):
+            request = _Request(request_id, 0 if request is None else request.number + 1)
+            self._current[request_id] = request
+            self.requests.append(request)
+        return request
 
     def _compute(self, step: StepTrace, request_id: str, index: int | None) -> None:
-        life, share = self._life(request_id, step), step.scheduled[request_id]
-        is_new, is_resumed = request_id in step.num_prompt_tokens, request_id in step.resumed
-        if is_new:
-            life.num_prompt_tokens = step.num_prompt_tokens[request_id]
+        request, share = self._request(request_id, step), step.scheduled[request_id]
+        is_resumed = request_id in step.resumed
+        if request_id in step.num_prompt_tokens:
+            request.num_prompt_tokens = step.num_prompt_tokens[request_id]
         if index is None:
             return
         num_cached = step.num_cached_tokens.get(request_id, 0)
-        num_brought = share.num_computed_tokens - num_cached
-        decodes = is_decode(share.num_tokens, share.num_computed_tokens, life.num_prompt_tokens)
-        life.pieces.append(
+        decodes = is_decode(share.num_tokens, share.num_computed_tokens, request.num_prompt_tokens)
+        request.pieces.append(
             Piece(
                 kind=PieceKind.DECODE if decodes else PieceKind.PREFILL,
                 first=index,
@@ -244,37 +236,26 @@ class _Plot:
                 step=step.step,
                 num_steps=len(self._columns[index].steps),
                 num_tokens=share.num_tokens,
-                num_computed_tokens=share.num_computed_tokens,
                 num_cached_tokens=num_cached,
-                num_swapped_in_tokens=num_brought if is_resumed else 0,
-                num_received_tokens=num_brought if is_new else 0,
+                num_swapped_in_tokens=share.num_computed_tokens - num_cached if is_resumed else 0,
                 is_resumed=is_resumed,
-                is_in_vain=life.ended_s is not None,
+                is_in_vain=request.ended_s is not None,
             )
         )
 
     def _end(self, step: StepTrace, request_id: str, reason: FinishReason, index: int | None) -> None:
-        life = self._life(request_id, step)
+        request = self._request(request_id, step)
         is_in_step = any(request_id in ids for ids in (step.scheduled, step.loading, step.waiting))
         is_by_result = is_in_step and step.done_s is not None
-        life.ended_s = step.done_s if is_by_result else step.planned_s
+        request.ended_s = step.done_s if is_by_result else step.planned_s
         if index is not None:
-            life.end = (self._end_of_work(index) if is_by_result else index, reason)
+            request.end = (self._end_of_work(index) if is_by_result else index, reason)
 
     def _usage(self, index: int) -> StepUsage:
         step = self._columns[index].steps[-1]
-        num_tokens = sum(share.num_tokens for share in step.scheduled.values())
-        num_decode_tokens = sum(
-            is_decode(
-                share.num_tokens, share.num_computed_tokens, self._current[request_id].num_prompt_tokens
-            )
-            for request_id, share in step.scheduled.items()
-        )
         return StepUsage(
             index,
-            self._end_of_work(index) - 1,
-            num_tokens - num_decode_tokens,
-            num_decode_tokens,
+            sum(share.num_tokens for share in step.scheduled.values()),
             step.num_free_blocks,
             step.num_waiting,
             step.num_swapped_out,
@@ -309,5 +290,5 @@ def _labels(request_ids: Collection[str]) -> Callable[[str], str]:
 
 
 def _printable(name: str) -> str:
-    """Replaces characters that would move a cursor, or are not allowed in XML."""
+    """Replaces characters that would move a cursor."""
     return "".join(character if character.isprintable() else "?" for character in name)

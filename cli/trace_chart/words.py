@@ -1,11 +1,11 @@
-"""The wording of step charts, for every renderer."""
+"""The wording of step charts."""
 
 from collections.abc import Sequence
 from enum import Enum
 
 from baton.request import FinishReason
 from cli.trace_chart.columns import Column
-from cli.trace_chart.steps import Chart, Panel, Piece, PieceKind, Row
+from cli.trace_chart.steps import Chart, Panel, PieceKind
 from worker.step_trace import TraceEnd
 
 END_WORDS = {
@@ -90,28 +90,3 @@ def time_text(seconds: float, unit: tuple[str, float]) -> str:
     """As short as the unit allows."""
     value = seconds / unit[1]
     return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
-def explain(row: Row, piece: Piece) -> str:
-    """All about a piece."""
-    last = piece.step + piece.num_steps - 1
-    steps = f"step {piece.step}" if piece.num_steps == 1 else f"steps {piece.step}-{last}"
-    if piece.kind is PieceKind.LOADING:
-        return f"{row.request_id} waits for KV from another worker from {steps} on"
-    if piece.kind is PieceKind.WAITING:
-        return f"{row.request_id} is in the queue from {steps} on"
-    parts = [f"{row.request_id} in {steps}"]
-    if piece.is_resumed:
-        parts.append("resumed")
-    origins = (
-        (piece.num_cached_tokens, "found in the prefix cache"),
-        (piece.num_swapped_in_tokens, "copied back from host memory"),
-        (piece.num_received_tokens, "sent by another worker"),
-    )
-    parts += [f"{num_tokens} tokens {origin}" for num_tokens, origin in origins if num_tokens]
-    each = "" if piece.num_steps == 1 else " each"
-    computed = f"{piece.num_tokens} computed{each}, {piece.num_computed_tokens} before"
-    parts.append(computed + (" (in vain: it had ended)" if piece.is_in_vain else ""))
-    if row.num_prompt_tokens is not None:
-        parts.append(f"its prompt has {row.num_prompt_tokens}")
-    return "; ".join(parts)

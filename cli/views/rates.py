@@ -1,4 +1,4 @@
-"""What changed between two descriptions of a fleet: differences of its workers' counters; pure."""
+"""Rates of a fleet, from the differences of counters in two descriptions; pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -95,7 +95,7 @@ class TopView:
         ]
         if is_wide:
             head.append(Text(words.node_of(worker)))
-        if not blocks["total"]:  # nothing is known of it but its starts
+        if not blocks["total"]:  # only its starts are known
             return [*head, *[""] * 11, words.starts_of(worker)] if is_wide else head
         used = 1 - blocks["free"] / blocks["total"]
         step_ms, prefill_rate = load["decode_step_s"] * 1e3, load["prefill_tokens_per_s"]

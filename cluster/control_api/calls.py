@@ -1,10 +1,9 @@
-"""The calls of a fleet's controller: who may ask, how long that takes, and the controller's method that answers."""
+"""The table of a controller's calls: the method that answers, how long that takes, and who may call."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from baton.config import BatonConfig
 from baton.messages.control import (
     BeginRollout,
     ControlRequest,
@@ -26,27 +25,9 @@ from baton.messages.control import (
 )
 from baton.messages.control_codec import ControlCodec
 from cluster.controller.controller import Controller
+from cluster.controller.supervisor import Patience
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class CallTimes:
-    """How long a caller waits for calls that take their time, in seconds."""
-
-    command_s: float
-    """For a drain, or a change of role."""
-    renew_s: float
-    """For one step of a rollout."""
-    unresponsive_s: float
-    """Beyond what the call asked to wait for; a controller that is silent for longer hangs."""
-
-    @classmethod
-    def of(cls, config: BatonConfig) -> "CallTimes":
-        cluster = config.cluster
-        leave_s = cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s
-        command_s = 2 * leave_s
-        return cls(command_s, command_s + 2 * cluster.start_timeout_s, cluster.unresponsive_timeout_s)
 
 
 class InProcessControl:
@@ -63,20 +44,30 @@ class InProcessControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRow:
-    """What carriers and clients know of one call."""
+    """The properties of one call."""
 
     answer: Callable[[InProcessControl, Any], Awaitable[Any]]
-    wait_s: Callable[[Any, CallTimes], float] = lambda request, times: 0.0  # noqa: ARG005
-    """How long the answer may take, beyond what any answer takes."""
+    wait_s: Callable[[Any, Patience], float] = lambda request, patience: 0.0  # noqa: ARG005
+    """How long the answer may take in this fleet, beyond what any answer takes."""
     is_command: bool = False
-    """Once begun, it is carried out even if its caller leaves."""
+    """A command, once begun, is carried out even if its caller leaves."""
     is_for_owner: bool = False
-    """Only the process that owns the fleet may ask, so not over the network."""
+    """Only the process that owns the fleet may call, so never over the network."""
 
 
 async def _done(work: Awaitable[None]) -> Done:
     await work
     return Done()
+
+
+def _leave_s(_: object, patience: Patience) -> float:
+    """For a drain or a change of role, which may have to wait for another one of the same worker."""
+    return 2 * patience.leave_s
+
+
+def _renew_s(_: object, patience: Patience) -> float:
+    """For one step of a rollout."""
+    return 2 * (patience.leave_s + patience.start_s)
 
 
 async def _configuration(fleet: InProcessControl) -> FleetConfiguration:
@@ -88,18 +79,18 @@ async def _ownership(fleet: InProcessControl, request: WaitOwner) -> Ownership:
 
 
 CALLS: dict[type[ControlRequest[Any]], CallRow] = {
-    # of gateways
+    # calls of gateways
     WaitView: CallRow(
         answer=lambda fleet, request: fleet.controller.wait_view(request),
         wait_s=lambda request, _: request.wait_s,
     ),
     ReportLoad: CallRow(answer=lambda fleet, request: _done(fleet.controller.report(request.report))),
     GetConfiguration: CallRow(answer=lambda fleet, _: _configuration(fleet)),
-    # of operators
+    # calls of operators
     DescribeFleet: CallRow(answer=lambda fleet, _: fleet.controller.describe()),
     DrainWorker: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.drain(request.worker)),
-        wait_s=lambda _, times: times.command_s,
+        wait_s=_leave_s,
         is_command=True,
     ),
     DrainNode: CallRow(
@@ -109,12 +100,12 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     ),
     SetWorkerRole: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.set_role(request.worker, request.role)),
-        wait_s=lambda _, times: times.command_s,
+        wait_s=_leave_s,
         is_command=True,
     ),
     ScaleRole: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.scale(request.role, request.count)),
-        wait_s=lambda _, times: times.command_s,
+        wait_s=_leave_s,
         is_command=True,
     ),
     BeginRollout: CallRow(
@@ -122,9 +113,9 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     ),
     WaitRolloutStep: CallRow(
         answer=lambda fleet, request: fleet.controller.rollouts.wait_step(request.rollout_id, request.index),
-        wait_s=lambda _, times: times.renew_s,
+        wait_s=_renew_s,
     ),
-    # of the fleet's owner
+    # calls of the fleet's owner
     WaitStart: CallRow(
         answer=lambda fleet, request: fleet.controller.wait_start(request),
         wait_s=lambda request, _: request.wait_s,
@@ -133,7 +124,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     WaitOwner: CallRow(answer=_ownership, wait_s=lambda request, _: request.within_s, is_for_owner=True),
     EndFleet: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.shutdown(may_drain=request.may_drain)),
-        wait_s=lambda _, times: times.command_s,
+        wait_s=_leave_s,
         is_for_owner=True,
     ),
 }

@@ -3,7 +3,6 @@
 import itertools
 from typing import Protocol, TypeVar
 
-from baton.config import BatonConfig
 from baton.errors import FleetEnded
 from baton.messages.control import (
     ControlRequest,
@@ -12,49 +11,50 @@ from baton.messages.control import (
     WaitView,
 )
 from baton.messages.control_codec import CallFrame, Reply
-from cluster.control_api.calls import CALLS, CONTROL_CODEC, CallTimes
+from cluster.control_api.calls import CALLS, CONTROL_CODEC
 from cluster.control_api.configuration import unpack_configuration
 from cluster.controller.desired import differences
+from cluster.controller.supervisor import Patience
 
 R = TypeVar("R")
 
 
 class Carrier(Protocol):
-    """Moves a call to a controller and its reply back; knows no message. ClusterError if it cannot."""
+    """Carries a call to a controller and the reply back; knows no message. Raises ClusterError on failure."""
 
     @property
     def address(self) -> str:
-        """Where the controller is, for messages."""
+        """The place of the controller, for error messages."""
         ...
 
     @property
     def connection(self) -> int:
-        """A connection of another number may lead to another fleet."""
+        """The number of the connection: a new connection may lead to another fleet."""
         ...
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
-        """The reply. With `hangs_after_s`: a controller that replies so much later than `frame.timeout_s` hangs."""
+        """The reply. A controller that takes `hangs_after_s` longer than `frame.timeout_s` hangs."""
         ...
 
 
 class ControlClient:
-    """See baton.messages.control.ControlApi. Calls are not repeated: a broken connection ends those under way."""
+    """See baton.messages.control.ControlApi. Calls are not repeated: a broken connection ends running calls."""
 
-    def __init__(self, carrier: Carrier, config: BatonConfig) -> None:
-        """`config` says how long commands may take, until GetConfiguration has brought the fleet's own."""
+    def __init__(self, carrier: Carrier, patience: Patience) -> None:
+        """`patience` applies until GetConfiguration returns the fleet's own."""
         self.carrier = carrier
-        self.times = CallTimes.of(config)
+        self.patience = patience
         self._numbers = itertools.count(1)
         self._fleet: FleetConfiguration | None = None
         self._checked_connection = 0
 
     async def call(self, request: ControlRequest[R]) -> R:
-        """Raises the controller's error. WaitView raises FleetEnded if another fleet answers at the address by now."""
+        """Raises the controller's error. WaitView raises FleetEnded if another fleet now answers at this address."""
         hangs_after_s = None
         if isinstance(request, WaitView):
-            hangs_after_s = self.times.unresponsive_s
+            hangs_after_s = self.patience.unresponsive_s
             await self._check_fleet()
-        wait_s = CALLS[type(request)].wait_s(request, self.times)
+        wait_s = CALLS[type(request)].wait_s(request, self.patience)
         frame = CONTROL_CODEC.frame(next(self._numbers), wait_s, request)
         value = CONTROL_CODEC.value_in(await self.carrier.exchange(frame, hangs_after_s), request)
         if isinstance(value, FleetConfiguration):
@@ -63,10 +63,10 @@ class ControlClient:
 
     def _note_fleet(self, fleet: FleetConfiguration) -> None:
         self._fleet, self._checked_connection = fleet, self.carrier.connection
-        self.times = CallTimes.of(unpack_configuration(fleet)[0])
+        self.patience = Patience.of(unpack_configuration(fleet)[0])
 
     async def _check_fleet(self) -> None:
-        """Compares the fleet behind a new connection with the one before."""
+        """Compares the fleet of a new connection with the former one."""
         if self._checked_connection == self.carrier.connection:
             return
         former = self._fleet
@@ -74,7 +74,7 @@ class ControlClient:
         if former is None or not (found := _differences(former, now)):
             return
         self._fleet, self._checked_connection = former, -1
-        raise FleetEnded(f"another fleet answers at {self.carrier.address} by now: {'; '.join(found)}")
+        raise FleetEnded(f"another fleet now answers at {self.carrier.address}: {'; '.join(found)}")
 
 
 def _differences(former: FleetConfiguration, now: FleetConfiguration) -> list[str]:

@@ -1,4 +1,4 @@
-"""A fleet's configuration as a message, and how two of them differ."""
+"""Packs a fleet's configuration into a message, and unpacks it."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The calls that are open at a control server, by connection, and how many there may be; knows no socket."""
+"""The open calls of a control server, by connection, and their limits; knows no socket."""
 
 import logging
 from collections import defaultdict
@@ -15,13 +15,13 @@ from baton.messages.control_codec import (
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_OF_ONE = 64
-"""Open over one connection. A gateway has a wait for news, a report, and what its operators ask."""
+"""Open calls of one connection. A gateway has a WaitView, a report, and its operators' calls."""
 MAX_CALLS = 4096
-"""Open in all."""
+"""Open calls of all connections."""
 
 
 class OpenCalls:
-    """Every call that is opened is closed once."""
+    """Counts open calls. Every opened call must be closed exactly once."""
 
     def __init__(self) -> None:
         self.num_bad_messages = 0
@@ -33,7 +33,7 @@ class OpenCalls:
         return self._num_open
 
     def open_call(self, peer: bytes, frames: list[bytes]) -> CallFrame | bytes | None:
-        """A call to carry out; or a reply that refuses it; or None for a message that is no call."""
+        """A call to carry out, or a reply that refuses the call, or None for a message that is no call."""
         try:
             if len(frames) != 1:
                 raise WireError(f"expected one frame, got {len(frames)}")
@@ -44,15 +44,13 @@ class OpenCalls:
             return None if foreign is None else failure(foreign[1], versions_differ(foreign[0]))
         numbers = self._numbers[peer]
         if call.number in numbers:
-            self._note_bad_message(WireError(f"call {call.number} a second time"))
+            self._note_bad_message(WireError(f"call {call.number} is already open"))
             return None
         if len(numbers) >= MAX_CALLS_OF_ONE or self._num_open >= MAX_CALLS:
             if not numbers:
                 del self._numbers[peer]
             limit = f"{MAX_CALLS_OF_ONE} of one connection, {MAX_CALLS} in all"
-            return failure(
-                call.number, ClusterError(f"too many calls are under way ({limit}); ask again later")
-            )
+            return failure(call.number, ClusterError(f"too many open calls ({limit}); try again later"))
         numbers.add(call.number)
         self._num_open += 1
         return call
@@ -66,7 +64,5 @@ class OpenCalls:
 
     def _note_bad_message(self, error: WireError) -> None:
         self.num_bad_messages += 1
-        if (
-            self.num_bad_messages.bit_count() == 1
-        ):  # 1, 2, 4, 8, ...: a peer that goes on must not fill the log
-            logger.warning("dropped %d message(s) so far, the last one: %s", self.num_bad_messages, error)
+        if self.num_bad_messages.bit_count() == 1:  # 1, 2, 4, 8, ...: a peer must not fill the log
+            logger.warning("dropped a control message (%d so far): %s", self.num_bad_messages, error)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
-from baton.config import BatonConfig
+from baton.config import NetworkConfig
 from baton.errors import BatonError, ClusterError, FleetError
 from baton.fleet import FleetView
 from baton.messages.control import (
@@ -25,22 +25,22 @@ from cluster.control_api.view_cache import ViewCache
 logger = logging.getLogger(__name__)
 
 MAX_COMMANDS = 256
-"""That are carried out at once, whether or not their callers still wait."""
+"""Commands that run at the same time, with or without a waiting caller."""
 
 FIRST_VIEW_S = 60.0
-"""How long a controller that has just started, or was just found, may take to say which workers serve."""
+"""How long a controller that was just started or found may take to report its workers."""
 
 
 class ControlServer:
-    """Bound when it is made, so that a port that is taken is known before workers take minutes to start."""
+    """Bound in its constructor, so that a port in use is an error before workers take minutes to start."""
 
     def __init__(
-        self, config: BatonConfig, configuration: FleetConfiguration, keys: PlaneKeys | None
+        self, network: NetworkConfig, port: int, configuration: FleetConfiguration, keys: PlaneKeys | None
     ) -> None:
-        """ConfigError if it cannot listen on `cluster.fleet_port`."""
+        """ConfigError if it cannot listen on `port`, which is `cluster.fleet_port`."""
         self._configuration = configuration
         self._open_calls = OpenCalls()
-        self._socket = ServerSocket(config.network, config.cluster.fleet_port, keys)
+        self._socket = ServerSocket(network, port, keys)
         self._control: ControlApi | None = None
         self._views: ViewCache | None = None
         self._following: asyncio.Task[None] | None = None
@@ -49,31 +49,31 @@ class ControlServer:
 
     @property
     def address(self) -> str:
-        """HOST:PORT, as others reach it."""
+        """HOST:PORT at which others reach this server."""
         return self._socket.address
 
     @property
     def num_denied(self) -> int:
-        """Connections that were refused."""
+        """The number of refused connections."""
         return self._socket.num_denied
 
     def open(self) -> None:
-        """Until `serve`, every call is answered with the error that the fleet is still starting."""
+        """Begins to answer calls. Until `serve`, the answer is the error that the fleet is still starting."""
         self._socket.open(self._on_frames)
 
     async def serve(self, control: ControlApi) -> FleetView:
-        """Passes calls on to this controller from now on; returns which workers serve at present."""
+        """Passes calls to this controller from now on; returns the present view."""
         self._control, self._views = control, ViewCache(control)
         self._following = asyncio.create_task(self._views.run(), name="follow the fleet")
         return await self._views.wait_view(WaitView("", -1, FIRST_VIEW_S))
 
     async def until_ended(self) -> None:
-        """Once it serves: raises FleetEnded when the fleet ends by itself."""
+        """Needs `serve` before. Raises FleetEnded when the fleet ends by itself."""
         assert self._following is not None
         await asyncio.shield(self._following)
 
     async def close(self, farewell_s: float) -> None:
-        """For so long, callers that wait or ask for views get FleetEnded; then the port is closed."""
+        """Closes the port after `farewell_s`, in which callers of WaitView get FleetEnded."""
         if self._views is not None:
             self._views.end("the fleet was ended by its owner")
             await asyncio.sleep(farewell_s)
@@ -104,7 +104,7 @@ class ControlServer:
             reply = failure(call.number, error)
         except asyncio.CancelledError:
             reply = failure(call.number, ClusterError("the control server was closed"))
-        except Exception as error:  # the edge: a caller must not wait in vain
+        except Exception as error:  # the edge: the caller must get a reply
             logger.exception("a control call failed with an unexpected error")
             reply = failure(call.number, ClusterError(f"the control server failed: {type(error).__name__}"))
         self._open_calls.close_call(peer, call.number)
@@ -115,17 +115,17 @@ class ControlServer:
         if control is None or views is None:
             raise ClusterError("the fleet is still starting")
         if row.is_for_owner:
-            raise FleetError(f"{type(request).__name__} is for the fleet's owner alone")
-        if isinstance(request, WaitView):  # one wait at the controller serves any number of gateways
+            raise FleetError(f"{type(request).__name__} is only for the fleet's owner")
+        if isinstance(request, WaitView):  # one wait at the controller serves all gateways
             return await views.wait_view(request)
         if isinstance(request, GetConfiguration):
             return self._configuration
         return await (self._command(control, request) if row.is_command else control.call(request))
 
     async def _command(self, control: ControlApi, request: ControlRequest[Any]) -> Any:
-        """Waits for a command, which is carried out even if this wait is cancelled."""
+        """Waits for a command, which continues if this wait is cancelled."""
         if len(self._commands) >= MAX_COMMANDS:
-            raise ClusterError(f"{MAX_COMMANDS} commands are under way; wait for one of them")
+            raise ClusterError(f"{MAX_COMMANDS} commands are running; wait for one of them to end")
         task = asyncio.create_task(_call(control, request))
         self._commands.add(task)
         task.add_done_callback(self._on_command_done)

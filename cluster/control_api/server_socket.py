@@ -1,4 +1,4 @@
-"""The control server's socket inside an event loop: admits connections, moves whole frames; knows no message."""
+"""The control server's socket in an event loop: admits connections and moves whole frames; knows no message."""
 
 import asyncio
 import logging
@@ -16,21 +16,21 @@ from cluster.control_api.open_calls import MAX_CALLS_OF_ONE
 logger = logging.getLogger(__name__)
 
 CLOSE_MS = 500
-"""How long the last replies may take to leave when the port is closed."""
+"""How long the last replies may take when the port is closed."""
 
 _MESSAGES_AT_ONCE = 64
-"""After so many, other tasks of the event loop have their turn."""
+"""Messages that are read before other tasks of the event loop run."""
 
 OnFrames = Callable[[bytes, list[bytes]], None]
-"""The connection that a message came over, and its frames."""
+"""Called with the connection of a message, and its frames."""
 
 
 class ServerSocket:
-    """Bound from its making to `close`; serves from `open` on. Belongs to one event loop.
+    """Bound from its constructor to `close`; serves from `open` on. Belongs to one event loop.
 
-    Messages that come too fast wait in bounded queues, then at their senders. libzmq signals news once by its file
-    descriptors, so everything that is there is read after each signal, and after each other use of the socket
-    (zmq_getsockopt(3), ZMQ_FD).
+    Messages that come too fast wait in bounded queues, then at their senders. libzmq's file descriptors signal a change
+    only once. So all messages are read after each signal, and after each other use of the socket (zmq_getsockopt(3),
+    ZMQ_FD).
     """
 
     def __init__(self, network: NetworkConfig, port: int, keys: PlaneKeys | None) -> None:
@@ -39,7 +39,7 @@ class ServerSocket:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # More than the replies of all calls that may be open: a peer that does not read loses them.
+        # More than the replies of all open calls. A peer that does not read loses replies.
         self._socket.setsockopt(zmq.SNDHWM, 2 * MAX_CALLS_OF_ONE)
         self._socket.setsockopt(zmq.RCVHWM, 2 * MAX_CALLS_OF_ONE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -58,11 +58,11 @@ class ServerSocket:
             self.close()
             raise
         self.address = address.removeprefix("tcp://")
-        """HOST:PORT, as others reach it."""
+        """HOST:PORT at which others reach this server."""
 
     @property
     def num_denied(self) -> int:
-        """Connections that were refused."""
+        """The number of refused connections."""
         return self._authenticator.num_denied
 
     def open(self, on_frames: OnFrames) -> None:
@@ -74,7 +74,7 @@ class ServerSocket:
         self._pump_soon()
 
     def send(self, peer: bytes, frame: bytes) -> None:
-        """Never waits. A reply is dropped if its peer has left, or reads nothing."""
+        """Never waits. Drops the reply if its peer has left or reads nothing."""
         try:
             self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -84,7 +84,7 @@ class ServerSocket:
         self._pump_soon()
 
     def close(self) -> None:
-        """Replies that were sent have CLOSE_MS to leave."""
+        """Replies already sent have CLOSE_MS to leave."""
         if self._descriptors:
             loop = asyncio.get_running_loop()
             for descriptor in self._descriptors:
@@ -115,7 +115,7 @@ class ServerSocket:
 
 
 def set_heartbeats(socket: "zmq.Socket[Any]", network: NetworkConfig) -> None:
-    """Ends a connection whose other end is silent, as when its host is lost (RFC 37, PING)."""
+    """Ends connections whose other end is silent, for example because its host is lost (RFC 37, PING)."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(network.heartbeat_interval_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(network.peer_timeout_s * 1000))
 

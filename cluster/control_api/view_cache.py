@@ -1,4 +1,4 @@
-"""The fleet's latest view for any number of readers; one reader asks the controller."""
+"""The fleet's latest view for any number of readers, with one WaitView at the controller."""
 
 import asyncio
 
@@ -9,17 +9,17 @@ from cluster.controller.follower import ViewFollower
 
 
 class ViewCache:
-    """Answers WaitView as a controller does. While the controller is unreachable, its last view stays."""
+    """Answers WaitView as a controller does; keeps the last view while the controller is unreachable."""
 
     def __init__(self, control: ControlApi) -> None:
         self._follower = ViewFollower(control, self._show, is_owner=True)
         self._view: FleetView | None = None
         self._end: str | None = None
-        """Why there are no more views."""
+        """Why no more views follow."""
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises FleetEnded, as every reader then does."""
+        """Runs until cancelled. Raises FleetEnded, as `wait_view` does from then on."""
         try:
             await self._follower.run()
         except FleetEnded as error:
@@ -42,7 +42,7 @@ class ViewCache:
         return self._view
 
     def end(self, reason: str) -> None:
-        """Every reader gets FleetEnded, at once and from now on."""
+        """Present and later readers get FleetEnded."""
         self._end = reason
         self._notify()
 

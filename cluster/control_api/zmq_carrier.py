@@ -1,4 +1,4 @@
-"""ZmqCarrier: control calls over one ZeroMQ connection, which comes back by itself; needs no Ray."""
+"""ZmqCarrier: control calls over one ZeroMQ connection, which reconnects by itself; needs no Ray."""
 
 import asyncio
 import logging
@@ -27,17 +27,18 @@ from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from cluster.control_api.client import ControlClient
 from cluster.control_api.open_calls import MAX_CALLS_OF_ONE
 from cluster.control_api.server_socket import set_heartbeats
+from cluster.controller.supervisor import Patience
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""How long a call waits for a connection: a name has to be looked up, and a server that restarts comes back."""
+"""How long a call waits for a connection: for the lookup of a name, or a server that restarts."""
 ANSWER_S = 40.0
-"""How long the server may take for a call that asks for no waiting: a controller restarts within 30 s."""
+"""How long the server may take for a call without a wait: a controller restarts within 30 s."""
 _TRANSIT_S = 5.0
-"""Beyond what the server may take, for both ways."""
+"""Added to the server's time, for both directions."""
 
-REFUSED = "it refused the connection in the handshake; are its cluster secret and its network.security ours?"
+REFUSED = "it refused the connection in the handshake; check that both use the same cluster secret and network.security"
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
 
@@ -48,30 +49,30 @@ async def control_client(
 ) -> AsyncIterator[tuple[ControlClient, "ZmqCarrier"]]:
     """A client of the control server at HOST:PORT, and its connection, until the block ends."""
     async with ZmqCarrier(address, keys, network) as carrier:
-        yield ControlClient(carrier, BatonConfig()), carrier
+        yield ControlClient(carrier, Patience.of(BatonConfig())), carrier
 
 
 class ZmqCarrier:
     """An async context manager around the connection. See cluster.control_api.client.Carrier."""
 
     def __init__(self, address: str, keys: PlaneKeys | None, network: NetworkConfig) -> None:
-        """`address` is HOST:PORT. `network` has the pace of heartbeats."""
+        """`address` is HOST:PORT. `network` sets the heartbeats."""
         self.address = address
         self.connection = 1
         self.refusal: str | None = None
-        """Why one end refuses the other, as for another secret. Only a restart of the server can change that."""
+        """Why one end refuses the other, such as another secret. Only a restart of the server can change this."""
         self._keys = keys
         self._network = network
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._is_connected = False
         self._is_known = asyncio.Event()
-        """Set once there is a connection, or a reason why there can be none."""
+        """Set once there is a connection or a refusal."""
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a server that is not there
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no messages are queued for an absent server
         self._socket.setsockopt(zmq.SNDHWM, MAX_CALLS_OF_ONE)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -124,7 +125,7 @@ class ZmqCarrier:
             await self._socket.send(message, zmq.NOBLOCK)
         except zmq.Again:
             raise ClusterError(
-                f"the control server at {self.address} accepts no more calls at present; ask again later"
+                f"the control server at {self.address} accepts no more calls at present; try again later"
             ) from None
 
     async def _until_connected(self) -> None:
@@ -132,7 +133,7 @@ class ZmqCarrier:
             async with awake_timeout(CONNECT_S):
                 await self._is_known.wait()
         if not self._is_connected:
-            why = self.refusal or f"nothing has answered there for {CONNECT_S:g} s"
+            why = self.refusal or f"no answer for {CONNECT_S:g} s"
             raise ClusterError(f"no connection to the control server at {self.address}: {why}")
 
     async def _receive_replies(self) -> None:
@@ -143,7 +144,7 @@ class ZmqCarrier:
                     raise WireError(f"expected one frame, got {len(frames)}")
                 reply = read_reply(frames[0])
             except WireError as error:
-                logger.warning("dropped a message of the control server: %s", error)
+                logger.warning("dropped a bad message from the control server: %s", error)
                 continue
             waiting = self._waiting.get(reply.number)
             if waiting is not None and not waiting.done():
@@ -167,7 +168,7 @@ class ZmqCarrier:
                     self._fail_all(f"the connection to the control server at {self.address} broke")
                     continue
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    # A wrong secret usually gets no answer; a server that closes in mid-handshake causes this once.
+                    # A wrong secret causes this repeatedly; a server that closes during a handshake causes this once.
                     num_unexplained += 1
                     if num_unexplained == 1:
                         continue

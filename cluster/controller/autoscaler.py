@@ -1,4 +1,4 @@
-"""Autoscaler: looks at the fleet at a fixed pace, asks the planner, and does what it says, or only tells."""
+"""Autoscaler: observes the fleet at a fixed pace, asks the planner, and carries out or only logs the decision."""
 
 import asyncio
 import logging
@@ -17,15 +17,15 @@ from cluster.controller.planner import Decision, Planner, Reason, RoleChange, Sc
 logger = logging.getLogger(__name__)
 
 _STALE_AFTER = 3.0
-"""Intervals after which a gateway that is not heard of any more does not count."""
+"""Intervals after which the report of a silent gateway no longer counts."""
 _PACE = 2.0
-"""Intervals between two looks of ours beyond which we stood still."""
+"""Intervals between two looks; a longer gap is a standstill of this process."""
 _MAX_GATEWAYS = 1000
 _MAX_DECISIONS = 50
 
 
 class Autoscaler:
-    """One loop; everything belongs to one event loop."""
+    """One loop; all methods belong to one event loop."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Autoscaler:
         scale: Callable[[WorkerRole, int], Awaitable[None]],
         set_role: Callable[[str, WorkerRole], Awaitable[None]],
     ) -> None:
-        """The last three are the fleet's; `scale` and `set_role` raise FleetError or ClusterError if they cannot."""
+        """The last three act on the fleet; `scale` and `set_role` raise FleetError or ClusterError on failure."""
         self._config: AutoscalingConfig = config.autoscaling
         self._clock = clock
         self._replicas = replicas
@@ -54,28 +54,28 @@ class Autoscaler:
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """The latest, oldest first; of those that change nothing, only where the reason is another than before."""
+        """The latest decisions, oldest first. A decision without a change appears only when its reason is new."""
         return tuple(self._decisions)
 
     def report(self, report: GatewayReport) -> None:
-        """A gateway's word; it counts for three intervals."""
+        """Takes a gateway's report, which counts for three intervals."""
         if report.gateway in self._reports or len(self._reports) < _MAX_GATEWAYS:
             self._reports[report.gateway] = (self._running_s(), report)
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until cancelled."""
         while True:
             await asyncio.sleep(self._config.interval_s)
             await self.look()
 
     async def look(self) -> Decision:
-        """Once: observe, decide, act. What is refused is told, and tried again when the load still asks for it."""
+        """Observes, decides and acts once. A refused change is logged, and tried again if the load still needs it."""
         now = self._running_s()
         self._forget_stale(now)
         reports = [report for _, report in self._reports.values()]
         observation = merge(self._replicas(), reports) if reports else None
         decision = self._planner.observe(observation, now)
-        self._tell(decision)
+        self._log(decision)
         if decision.change is not None and self._config.mode == "on":
             await self._act(decision.change)
         return decision
@@ -85,10 +85,10 @@ class Autoscaler:
         self._reports = {name: entry for name, entry in self._reports.items() if entry[0] >= oldest}
 
     def _running_s(self) -> float:
-        """Time in which this process stood still makes no report older, and no shortage longer."""
+        """A standstill of this process makes no report older and no shortage longer."""
         return self._standstill.running(self._clock.now())
 
-    def _tell(self, decision: Decision) -> None:
+    def _log(self, decision: Decision) -> None:
         kind = (decision.reason, decision.role)
         if decision.change is None and kind == self._last:
             return
@@ -111,4 +111,4 @@ class Autoscaler:
             await self._set_role(change.worker, change.role)
         except (FleetError, ClusterError) as error:
             self._planner.refused(change, self._running_s())
-            self._note(f"that came to nothing: {error}")
+            self._note(f"the change failed: {error}")

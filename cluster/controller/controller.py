@@ -1,6 +1,6 @@
-"""Controller: keeps the fleet's workers running, tells gateways which of them serve, carries out commands.
+"""Controller: keeps the fleet's workers running, reports to gateways which of them serve, and carries out commands.
 
-Plain asyncio: what runs workers is a Launcher, and what survives this process is a Store. It is on no request's path.
+Plain asyncio: a Launcher runs the workers, and a Store keeps what survives this process. No request passes through it.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 from baton.clock import Clock
 from baton.config import BatonConfig
-from baton.errors import BatonError, ConfigError, FleetError, ModelError
+from baton.errors import BatonError, ConfigError, FleetError, ModelError, UnknownWorker
 from baton.fleet import (
     FleetDescription,
     FleetView,
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """Owns the fleet from `start` to `shutdown`. Everything belongs to one event loop."""
+    """Owns the fleet from `start` to `shutdown`. All methods belong to one event loop."""
 
     def __init__(self, config: BatonConfig, launcher: Launcher, store: Store, clock: Clock) -> None:
         self._config = config
@@ -57,21 +57,23 @@ class Controller:
         )
         self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
-        """Every worker served once, under this controller or a predecessor."""
-        self._leaving: set[asyncio.Task[None]] = set()
+        """All workers have served at the same time once, under this controller or a predecessor."""
+        self._draining: set[asyncio.Task[None]] = set()
         self._failure: BatonError | None = None
-        self._num_asking = 0
+        self._num_waiting = 0
         self._standstill = Standstill(pace_of(config.cluster.orphan_timeout_s))
-        self._last_asked = self._running_s()
-        self._owner_asked = asyncio.Event()
+        self._last_call = self._running_s()
+        self._owner_called = asyncio.Event()
         self._rolling: str | None = None
         self.rollouts = Rollouts(self.rollout)
         self._draining_nodes = DrainingNodes(launcher, self._supervisors.values)
 
     async def start(self) -> None:
-        """Takes up what a predecessor left, and begins to start the rest; returns before that serves."""
+        """Adopts the workers of a predecessor and begins to start the others; returns before those serve."""
         content = self._store.load()
-        self._desired = DesiredFleet.of(self._config) if content is None else DesiredFleet.from_json(content)
+        self._desired = (
+            DesiredFleet.of(self._config.cluster) if content is None else DesiredFleet.from_json(content)
+        )
         self._launcher.avoid(self._desired.draining_nodes)
         found = await self._launcher.adopt(self._config.cluster.unresponsive_timeout_s)
         for name in [replica.name for replica in self._desired.replicas.values() if replica.is_draining]:
@@ -83,22 +85,23 @@ class Controller:
         self._save()
         self._was_whole = content is not None
         for replica in self._desired.replicas.values():
-            self._keep(replica, found.get(replica.name))
+            self._supervise(replica, found.get(replica.name))
             if replica.is_draining:
-                self._leaving.add(asyncio.create_task(self.drain(replica.name), name=f"drain {replica.name}"))
+                self._draining.add(
+                    asyncio.create_task(self.drain(replica.name), name=f"drain {replica.name}")
+                )
         adopting = [self._supervisors[name] for name in found if name in self._supervisors]
-        while not all(
-            supervisor.was_adopted for supervisor in adopting
-        ):  # or the fleet would seem to have shrunk
+        # The first view has all adopted workers: gateways drop the others.
+        while not all(supervisor.was_adopted for supervisor in adopting):
             await self._changed.wait()
         self._draining_nodes.resume(self._desired.draining_nodes)
         if self._autoscaler is not None:
             self._scaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
 
-    # what gateways ask
+    # calls of gateways
 
     async def wait_view(self, request: WaitView) -> FleetView:
-        """See WaitView. Callers also show that the fleet is no orphan, and owners that it has one."""
+        """See WaitView. Each call shows that the fleet is no orphan; an owner's call shows that it has an owner."""
         known = (request.controller_incarnation, request.version)
         await self._until(
             lambda: known != (self._incarnation, self._version), request.wait_s, by_owner=request.is_owner
@@ -106,7 +109,7 @@ class Controller:
         return self._view
 
     async def wait_start(self, request: WaitStart) -> StartReport:
-        """See WaitStart. Only an owner asks."""
+        """See WaitStart. Only an owner calls this."""
         await self._until(lambda: request.version != self._start_version, request.wait_s, by_owner=True)
         supervisors = self._supervisors.values()
         serving = {supervisor.replica.role for supervisor in supervisors if supervisor.is_serving}
@@ -122,11 +125,11 @@ class Controller:
         )
 
     async def report(self, report: GatewayReport) -> None:
-        """Tells the autoscaler what a gateway saw lately."""
+        """Passes a gateway's recent measurements to the autoscaler."""
         if self._autoscaler is not None:
             self._autoscaler.report(report)
 
-    # what operators ask
+    # calls of operators
 
     async def describe(self) -> FleetDescription:
         return FleetDescription(
@@ -137,10 +140,10 @@ class Controller:
         )
 
     async def drain(self, worker: str) -> None:
-        """Returns once the worker has given away what it had, and is gone for good.
+        """Returns once the worker's requests have ended or moved, and the worker is removed.
 
-        FleetError for the last that decodes. Asked of a worker that was drained before, it returns at once: whoever
-        asks again may have missed the answer.
+        FleetError for the last decode worker. For a worker that was drained before, this returns at once: the caller
+        may have missed the first answer.
         """
         if self._desired.was_there(worker):
             return
@@ -151,13 +154,13 @@ class Controller:
         replica.is_draining = True
         self._save()
         await supervisor.drain()
-        await self._let_go(worker)
+        await self._remove(worker)
 
     async def drain_node(self, node: str, timeout_s: float) -> None:
-        """Returns once the node of this address or name has no workers: they gave away what they had, and have ended.
+        """Returns once the node of this address or name has no workers: they were drained, and have ended.
 
-        Nothing is placed there for as long as it lives; their next incarnations begin elsewhere, once there is room.
-        FleetError if there is no such node, if it is the only one, or the time is over; then it goes on all the same.
+        No worker is placed there for as long as the node lives. The next incarnations begin on other nodes, once there
+        is room. FleetError if the node is unknown, or the only one, or the time is over; draining then continues.
         """
         here = await self._draining_nodes.mark(node)
         self._desired.draining_nodes = self._draining_nodes.names
@@ -165,13 +168,13 @@ class Controller:
         await self._draining_nodes.empty(here, timeout_s)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
-        """Returns once the worker serves in its new role; if it cannot, it serves in its old one, and this raises."""
+        """Returns once the worker serves in its new role. FleetError if it keeps its old one."""
         supervisor = self._supervisor(worker)
         replica = self._desired.replicas[worker]
         if supervisor.replica.role is role:
             return
         if replica.is_draining or worker in self._changing_role:
-            raise FleetError(f"worker {worker} is leaving, or changes its role already; wait for that")
+            raise FleetError(f"worker {worker} is draining, or already changes its role; wait for that")
         ranks = {kind: self._config.num_ranks(kind) for kind in WorkerRole}
         if len(set(ranks.values())) > 1:
             raise FleetError(
@@ -193,9 +196,9 @@ class Controller:
             self._save()
 
     async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
-        """Restarts these workers, or all, one after the other; yields as each new incarnation serves.
+        """Restarts these workers, or all, one after the other; yields once each new incarnation serves.
 
-        FleetError ends it half-way.
+        FleetError ends the rollout half-way.
         """
         if self._rolling is not None:
             raise FleetError(f"a rollout is under way, at worker {self._rolling}; wait for its end")
@@ -220,12 +223,12 @@ class Controller:
             self._rolling = None
 
     async def scale(self, role: WorkerRole, count: int) -> None:
-        """So many workers of a role: new ones begin to start, or the least busy are drained, which is waited for."""
+        """Changes the number of workers of a role: begins to start new ones, or drains the least busy ones."""
         if count < (1 if role is WorkerRole.DECODE else 0):
             raise FleetError(f"{count} {role.value} workers: at least one worker must decode")
         present = self._desired.with_role(role)
         for _ in range(count - len(present)):
-            self._keep(self._desired.add(role), None)
+            self._supervise(self._desired.add(role), None)
         self._save()
         least_busy = sorted(present, key=lambda replica: self._burden(self._supervisors[replica.name]))
         await asyncio.gather(
@@ -233,89 +236,80 @@ class Controller:
         )
 
     def replicas(self) -> tuple[ReplicaDescription, ...]:
-        """Every worker that there is to be, and what became of it."""
+        """The state of every replica."""
         now = self._clock.now()
         return tuple(supervisor.replica.describe(now) for supervisor in self._supervisors.values())
 
-    # what its owner asks
+    # calls of the fleet's owner
 
     async def is_owned(self, within_s: float) -> bool:
-        """Whether an owner asks for anything within the time."""
-        self._owner_asked.clear()
+        """Whether an owner calls within the time."""
+        self._owner_called.clear()
         try:
             async with awake_timeout(within_s):
-                await self._owner_asked.wait()
+                await self._owner_called.wait()
         except TimeoutError:
             return False
         return True
 
     async def orphaned(self, timeout_s: float) -> None:
-        """Returns once no gateway has asked for so long; time in which this process stood still is not theirs."""
+        """Returns once no gateway has called for `timeout_s`; standstills of this process do not count."""
         look_every_s = pace_of(timeout_s) / 2
         while True:
-            left_s = self._last_asked + timeout_s - self._running_s()
-            if self._num_asking == 0 and left_s <= 0:
+            left_s = self._last_call + timeout_s - self._running_s()
+            if self._num_waiting == 0 and left_s <= 0:
                 return
-            await asyncio.sleep(look_every_s if self._num_asking else min(left_s, look_every_s))
+            await asyncio.sleep(look_every_s if self._num_waiting else min(left_s, look_every_s))
 
     async def shutdown(self, *, may_drain: bool) -> None:
-        """Ends all workers at once, after they were drained if they may; then nothing of the fleet is left."""
+        """Ends all workers together, drained first if they may be. Nothing of the fleet is left then."""
         if self._scaling is not None:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
         await asyncio.gather(self.rollouts.stop(), self._draining_nodes.stop())
         if may_drain:
             await asyncio.gather(*[supervisor.drain() for supervisor in self._supervisors.values()])
-        tasks, self._tasks = (
-            [*self._tasks.values(), *self._leaving],
-            {},
-        )  # nobody is cancelled twice, while it cleans up
+        tasks = [*self._tasks.values(), *self._draining]
+        self._tasks = {}  # a second shutdown must not cancel tasks that are cleaning up
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._store.clear()
 
-    async def _until(self, is_news: Callable[[], bool], timeout_s: float, *, by_owner: bool) -> None:
-        """Returns as soon as there is news, or after `timeout_s`. While a call waits, the fleet is no orphan."""
-        self._num_asking += 1
+    async def _until(self, has_changed: Callable[[], bool], timeout_s: float, *, by_owner: bool) -> None:
+        """Returns once `has_changed` holds, or after `timeout_s`. While a call waits, the fleet is no orphan."""
+        self._num_waiting += 1
         if by_owner:
-            self._owner_asked.set()
+            self._owner_called.set()
         try:
             async with asyncio.timeout(timeout_s):
-                while not is_news():
+                while not has_changed():
                     await self._changed.wait()
         except TimeoutError:
             pass
         finally:
-            self._num_asking -= 1
-            self._last_asked = self._running_s()
+            self._num_waiting -= 1
+            self._last_call = self._running_s()
 
     def _running_s(self) -> float:
         return self._standstill.running(self._clock.now())
 
-    def _keep(self, desired: DesiredReplica, found: Found | None) -> None:
-        cluster = self._config.cluster
-        policy = RestartPolicy(
-            delay_s=cluster.restart_delay_s,
-            longest_delay_s=cluster.restart_delay_max_s,
-            crash_loop_deaths=cluster.crash_loop_deaths,
-            crash_loop_window_s=cluster.crash_loop_window_s,
-            stable_after_s=cluster.stable_after_s,
-        )
-        patience = Patience(
-            start_s=cluster.start_timeout_s,
-            unresponsive_s=cluster.unresponsive_timeout_s,
-            drain_s=cluster.drain_timeout_s,
-            # Transfers end or fail within their own timeout, and leases that nobody renews soon after.
-            leave_s=2 * self._config.kv_transfer.lease_s + cluster.unresponsive_timeout_s,
-        )
+    def _supervise(self, desired: DesiredReplica, found: Found | None) -> None:
         role = desired.role if found is None else found.endpoint.role
-        replica = Replica(desired.name, role, Restarts(policy), num_starts=desired.num_starts)
+        restarts = Restarts(RestartPolicy.of(self._config.cluster))
+        replica = Replica(desired.name, role, restarts, num_starts=desired.num_starts)
         supervisor = Supervisor(
-            replica, self._launcher, patience, self._clock, self._begin_incarnation, self._note
+            replica,
+            self._launcher,
+            Patience.of(self._config),
+            self._clock,
+            self._begin_incarnation,
+            self._note,
         )
         self._supervisors[desired.name] = supervisor
-        self._tasks[desired.name] = asyncio.create_task(supervisor.run(found), name=f"keep {desired.name}")
+        self._tasks[desired.name] = asyncio.create_task(
+            supervisor.run(found), name=f"supervise {desired.name}"
+        )
 
     def _begin_incarnation(self, name: str) -> int:
         replica = self._desired.replicas[name]
@@ -323,8 +317,8 @@ class Controller:
         self._save()
         return replica.num_starts
 
-    async def _let_go(self, name: str) -> None:
-        """The worker is gone, and so is its replica."""
+    async def _remove(self, name: str) -> None:
+        """Removes the replica of a worker that was drained."""
         if (task := self._tasks.pop(name, None)) is None:
             return
         task.cancel()
@@ -338,7 +332,7 @@ class Controller:
         supervisor = self._supervisors.get(worker)
         if supervisor is None:
             names = ", ".join(self._supervisors) or "none"
-            raise FleetError(f"there is no worker {worker!r}; there are: {names}")
+            raise UnknownWorker(f"there is no worker {worker!r}; the fleet has {names}")
         return supervisor
 
     def _check_not_last(self, worker: str, what: str) -> None:
@@ -357,7 +351,7 @@ class Controller:
         return supervisor.is_serving, busy
 
     def _note(self, supervisor: Supervisor) -> None:
-        """Takes in that something about a worker has changed."""
+        """Applies a change of a worker to the desired fleet, the view and the start report."""
         replica, desired = supervisor.replica, self._desired.replicas.get(supervisor.replica.name)
         if (
             desired is not None
@@ -371,10 +365,10 @@ class Controller:
         )
         if isinstance(supervisor.failure, ConfigError | ModelError) and not self._was_whole:
             self._failure = supervisor.failure
-        endpoints = tuple(k.endpoint for k in self._supervisors.values() if k.endpoint is not None)
+        endpoints = tuple(each.endpoint for each in self._supervisors.values() if each.endpoint is not None)
         if endpoints != self._view.endpoints:
             self._version += 1
-            deaths = tuple(k.death for k in self._supervisors.values() if k.death is not None)
+            deaths = tuple(each.death for each in self._supervisors.values() if each.death is not None)
             self._view = FleetView(self._incarnation, self._version, endpoints, deaths)
         self._start_version += 1
         self._changed.set()

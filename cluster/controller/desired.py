@@ -1,17 +1,16 @@
-"""What there is to be: worker names and roles, as asked for last; as JSON it survives its controller."""
+"""The desired fleet: worker names and roles. Stored as JSON, it survives its controller."""
 
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from baton.config import BatonConfig
+from baton.config import BatonConfig, ClusterConfig
 from baton.worker import WorkerRole
 
 
-def worker_names(config: BatonConfig) -> list[tuple[str, WorkerRole]]:
-    """The fleet by name: w0, w1, ..., prefill workers first. A name says nothing of a role: roles may change."""
-    prefill, decode = config.cluster.prefill, config.cluster.decode
-    roles = [WorkerRole.PREFILL] * prefill + [WorkerRole.DECODE] * decode
+def worker_names(config: ClusterConfig) -> list[tuple[str, WorkerRole]]:
+    """Names and roles of a new fleet: w0, w1, ..., prefill workers first. Names do not show roles, which may change."""
+    roles = [WorkerRole.PREFILL] * config.prefill + [WorkerRole.DECODE] * config.decode
     return [(f"w{index}", role) for index, role in enumerate(roles)]
 
 
@@ -22,21 +21,21 @@ _OF_ONE_COMMAND = {
     ("model", "path"),
     ("network", "secret_file"),
 }
-"""How patient a gateway is, and where something is as seen from its machine: several places hold the same model."""
+"""Timeouts of one command, and paths on its machine: each machine may hold the model elsewhere."""
 
 
-_WAYS = {("cluster", key) for key in ("ray_address", "ray_timeout_s", "fleet_address", "fleet_port")}
-"""Several lead to the same fleet."""
+_ADDRESSES = {("cluster", key) for key in ("ray_address", "ray_timeout_s", "fleet_address", "fleet_port")}
+"""Addresses: several of them may lead to the same fleet."""
 
 _COUNTS = {("cluster", role.value) for role in WorkerRole}
-"""A fleet begins with so many workers, and stays the same when it has others."""
+"""The numbers of workers that a fleet begins with; they may change later."""
 
 
 def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False) -> list[str]:
-    """In what two configurations would make different fleets, one line for each key. Gateways may differ, and
-    what processes log.
+    """One line for each key in which two configurations mean different fleets. The sections `gateway` and `logging`
+    may differ.
 
-    With `only_set`: what was set here contradicts what is there; what was not set, or is each command's own, does not.
+    `only_set` compares only keys that are set here, without those that belong to one command.
     """
     found = []
     for section in BatonConfig.model_fields:
@@ -44,7 +43,7 @@ def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False
             continue
         values, others = getattr(there, section), getattr(here, section)
         for key in type(values).model_fields:
-            if (section, key) in _WAYS | _COUNTS:
+            if (section, key) in _ADDRESSES | _COUNTS:
                 continue
             if only_set and (key not in others.model_fields_set or (section, key) in _OF_ONE_COMMAND):
                 continue
@@ -56,43 +55,43 @@ def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False
 
 @dataclass(slots=True)
 class DesiredReplica:
-    """One worker that there is to be."""
+    """One worker of the desired fleet."""
 
     name: str
     role: WorkerRole
     num_starts: int = 0
-    """Lives begun so far: the number of the latest."""
+    """Incarnations begun so far: the number of the latest."""
     is_draining: bool = False
-    """It is drained, and does not come back."""
+    """The worker is being drained, and is removed then."""
 
 
 @dataclass(slots=True)
 class DesiredFleet:
-    """Every worker that there is to be, by name. Names are never used twice."""
+    """Every desired worker, by name. Names are never used twice."""
 
     replicas: dict[str, DesiredReplica] = field(default_factory=dict)
     num_names: int = 0
     draining_nodes: tuple[str, ...] = ()
-    """Where nothing is placed any more."""
+    """Nodes on which no worker is placed any more."""
 
     @classmethod
-    def of(cls, config: BatonConfig) -> "DesiredFleet":
+    def of(cls, config: ClusterConfig) -> "DesiredFleet":
         replicas = {name: DesiredReplica(name, role) for name, role in worker_names(config)}
         return cls(replicas, len(replicas))
 
     def add(self, role: WorkerRole) -> DesiredReplica:
-        """One more, with a name that nobody ever had."""
+        """Adds a replica with a new name."""
         replica = DesiredReplica(f"w{self.num_names}", role)
         self.num_names += 1
         self.replicas[replica.name] = replica
         return replica
 
     def was_there(self, name: str) -> bool:
-        """Whether this is the name of a worker that left."""
+        """Whether this is the name of a former worker."""
         return name not in self.replicas and name in {f"w{index}" for index in range(self.num_names)}
 
     def with_role(self, role: WorkerRole) -> list[DesiredReplica]:
-        """Those that stay, in the order of their making."""
+        """Replicas of this role that are not draining, oldest first."""
         return [
             replica for replica in self.replicas.values() if replica.role is role and not replica.is_draining
         ]
@@ -116,7 +115,7 @@ class DesiredFleet:
 
 
 class Store(Protocol):
-    """Keeps bytes where the next incarnation of a controller finds them; `save` is done when it returns."""
+    """Keeps bytes for the controller's next incarnation; they are stored when `save` returns."""
 
     def load(self) -> bytes | None: ...
 
@@ -126,7 +125,7 @@ class Store(Protocol):
 
 
 class Memory:
-    """For a controller whose fleet does not outlive it."""
+    """The store of a controller whose fleet does not outlive it."""
 
     def __init__(self) -> None:
         self._content: bytes | None = None

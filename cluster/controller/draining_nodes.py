@@ -1,4 +1,4 @@
-"""Nodes that leave: nothing is placed there any more, and the workers that are there move away; knows no process."""
+"""Draining nodes: no worker is placed on them, and the workers there move away; knows no process."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -10,24 +10,24 @@ from cluster.controller.supervisor import Supervisor
 
 
 class DrainingNodes:
-    """Belongs to a controller's event loop. A node that has begun to leave does so for as long as it lives."""
+    """Belongs to a controller's event loop. A node stays draining for as long as it lives."""
 
     def __init__(self, launcher: Launcher, supervisors: Callable[[], Iterable[Supervisor]]) -> None:
         self.names: tuple[str, ...] = ()
-        """Those that leave, by a name that no other node ever has."""
+        """The names of draining nodes; names of nodes are unique."""
         self._launcher = launcher
         self._supervisors = supervisors
         self._moving: set[asyncio.Task[None]] = set()
 
     def resume(self, names: Iterable[str]) -> None:
-        """Goes on with what a predecessor had begun, and does not wait for it."""
-        self._leave(names)
+        """Continues the draining that a former controller began, without waiting for it."""
+        self._mark(names)
         self._move_away()
 
     async def mark(self, node: str) -> tuple[str, ...]:
-        """Nothing is placed on the node of this address or name from now on; the names of all such nodes.
+        """Marks the nodes of this address or name as draining, and returns their names.
 
-        FleetError if there is none, or no other one.
+        FleetError if there is no such node, or no other one.
         """
         alive = [known for known in await self._launcher.nodes() if known.is_alive]
         here = [known.name for known in alive if node in (known.name, known.address)]
@@ -37,32 +37,32 @@ class DrainingNodes:
             )
         if len(here) == len(alive):
             raise FleetError(f"node {node} is all that the fleet has; end the fleet instead")
-        still_leaving = [known.name for known in alive if known.name in self.names]
-        self._leave(dict.fromkeys([*still_leaving, *here]))
+        still_draining = [known.name for known in alive if known.name in self.names]
+        self._mark(dict.fromkeys([*still_draining, *here]))
         return tuple(here)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
-        """Returns once no worker is left there. FleetError if that takes longer; then it goes on all the same."""
+        """Returns once these nodes have no workers. FleetError after `timeout_s`; workers still continue to leave."""
         moving = self._move_away()
         if moving:
             await asyncio.wait(moving, timeout=timeout_s)
         if left := [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]:
             raise FleetError(
-                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; they go on leaving"
+                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; they continue to leave"
             )
 
     async def stop(self) -> None:
-        """Cuts off whoever moves away."""
+        """Cancels all moves."""
         for task in self._moving:
             task.cancel()
         await asyncio.gather(*self._moving, return_exceptions=True)
 
-    def _leave(self, names: Iterable[str]) -> None:
+    def _mark(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
         self._launcher.avoid(self.names)
 
     def _move_away(self) -> list[asyncio.Task[None]]:
-        """Of every worker on a node that leaves; whoever does so already is not told twice."""
+        """Begins to move every worker that is on a draining node; a worker that already moves is not drained twice."""
         tasks = [
             asyncio.create_task(supervisor.move_away(self.names), name=f"move {supervisor.replica.name}")
             for supervisor in self._supervisors()

@@ -1,4 +1,4 @@
-"""Waiting for the first start of a fleet: until all of it serves, or its owner gets the reason why not."""
+"""Waits for the first start of a fleet, until all workers serve or the reason is known why one cannot."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -13,13 +13,13 @@ logger = logging.getLogger(__name__)
 _POLL_S = 5.0
 
 OnProgress = Callable[[str, StartProgress], None]
-"""Of which worker, and how far it is."""
+"""Called with a worker's name and the progress of its start."""
 
 OnEnough = Callable[[], Awaitable[None]]
-"""Workers of each role serve."""
+"""Called once workers of each role serve."""
 
 OnServing = Callable[[ControlApi], Awaitable[None]]
-"""The same of a fleet, with its controller."""
+"""The same, with the fleet's control API."""
 
 
 async def first_start(
@@ -29,15 +29,13 @@ async def first_start(
     on_progress: OnProgress,
     on_enough: OnEnough | None = None,
 ) -> None:
-    """Returns once every worker serves. With `on_enough`, which is called first, also when the time is over: whoever is
-    still missing then is no error, and its controller goes on trying.
+    """Returns once every worker serves. Once `on_enough` was called, also returns when the time is over: then missing
+    workers are no error, and the controller keeps trying.
 
-    Raises what no further try would change, and ClusterError once the time is over: `no_room` if some worker found
-    none, else which ones are not ready.
+    Raises errors that another try would not change, and ClusterError once the time is over. Its message is `no_room` if
+    a worker found no room, else the list of workers that are not ready.
     """
-    report = await control.call(
-        WaitStart(-1, timeout_s)
-    )  # at once, but a controller's process has to start, too
+    report = await control.call(WaitStart(-1, timeout_s))  # waits only for the controller's process to start
     left_s, is_enough = timeout_s, False
     while report.failure is None:
         if on_enough is not None and not is_enough and not report.lacking:
@@ -54,7 +52,9 @@ async def first_start(
         except TimeoutError:
             if not is_enough:
                 raise ClusterError(_why(report, timeout_s, no_room)) from None
-            logger.warning("the fleet serves, but not all of it: %s", _why(report, timeout_s, no_room))
+            logger.warning(
+                "the fleet serves, but some workers are missing: %s", _why(report, timeout_s, no_room)
+            )
             return
     raise report.failure.to_error()
 

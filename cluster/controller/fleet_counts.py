@@ -1,4 +1,4 @@
-"""How many workers there are to be, as the fleet's file says: it may change while the fleet runs."""
+"""Scales a running fleet when the worker counts in its configuration file change."""
 
 import asyncio
 import logging
@@ -13,20 +13,20 @@ from cluster.controller.desired import differences
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
-"""Nobody tells of a change: what Kubernetes mounts is exchanged by a link to another folder."""
+"""The file is polled: Kubernetes replaces mounted files by switching a symbolic link."""
 
 
 async def scale_to(config: BatonConfig, before: BatonConfig, control: ControlApi) -> None:
-    """As many workers of each role as one configuration says, where another one said otherwise.
+    """Sets the worker count of each role whose count differs from `before`.
 
-    With autoscaling both say only where that begins, and nothing is done.
+    Does nothing with autoscaling, where the configuration has only the initial counts.
     """
     if config.autoscaling.mode == "on":
         return
     for role in WorkerRole:
         count = getattr(config.cluster, role.value)
         if count != getattr(before.cluster, role.value):
-            logger.info("the fleet's file asks for %d workers to %s", count, role.value)
+            logger.info("the fleet's file asks for %d %s workers", count, role.value)
             await control.call(ScaleRole(role, count))
 
 
@@ -36,10 +36,9 @@ async def follow_counts(
     control: ControlApi,
     look_every_s: float = LOOK_EVERY_S,
 ) -> None:
-    """Scales the fleet, which was begun with `config`, whenever `read` tells of other counts; runs until cancelled.
+    """Scales the fleet, which was started with `config`, whenever `read` returns other counts. Runs until cancelled.
 
-    Whatever else is different is said once: it counts when the fleet is begun anew. What cannot be done now is tried
-    again.
+    Logs each other difference once: it takes effect when the fleet is started again. Retries what fails.
     """
     done = seen = config
     while True:
@@ -49,11 +48,12 @@ async def follow_counts(
             seen = wanted
             for difference in differences(config, wanted):
                 logger.warning(
-                    "the fleet's file has changed: %s; this counts when the fleet is started anew", difference
+                    "the fleet's file has changed: %s; this takes effect when the fleet is started again",
+                    difference,
                 )
         try:
             await scale_to(wanted, done, control)
         except BatonError as error:
-            logger.warning("the fleet cannot be scaled as its file says, it is tried again: %s", error)
+            logger.warning("could not scale the fleet as its file says; retrying: %s", error)
         else:
             done = wanted

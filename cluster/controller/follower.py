@@ -1,4 +1,4 @@
-"""Following a fleet: views as they change, and a gateway's workers kept those of the latest view."""
+"""Follows a fleet: passes on each new view, and keeps a gateway's workers those of the latest view."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from baton.worker import WorkerEndpoint
 logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
-"""How long one WaitView waits for news."""
+"""How long one WaitView waits for a change."""
 RETRY_S = 1.0
 
 
@@ -26,7 +26,7 @@ class Registry(Protocol):
 
 
 async def keep_reporting(control: ControlApi, report: Callable[[], GatewayReport], interval_s: float) -> None:
-    """Reports what a gateway saw, at a fixed pace, until it is cancelled. A report that cannot be sent is dropped."""
+    """Sends a gateway's reports at a fixed pace until cancelled. A report that cannot be sent is dropped."""
     while True:
         await asyncio.sleep(interval_s)
         try:
@@ -36,7 +36,7 @@ async def keep_reporting(control: ControlApi, report: Callable[[], GatewayReport
 
 
 class ViewFollower:
-    """Calls `on_view` with each answer to a WaitView. While the controller is unreachable, it tries again."""
+    """Calls `on_view` with each answer to a WaitView. Retries while the controller is unreachable."""
 
     def __init__(self, control: ControlApi, on_view: Callable[[FleetView], None], *, is_owner: bool) -> None:
         self._control = control
@@ -45,7 +45,7 @@ class ViewFollower:
         self._view = FleetView("", -1, ())
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises FleetEnded."""
+        """Runs until cancelled. Raises FleetEnded."""
         complaint = ""
         while True:
             try:
@@ -60,7 +60,7 @@ class ViewFollower:
                 await asyncio.sleep(RETRY_S)
 
     async def catch_up(self, wait_s: float) -> FleetView:
-        """The next view, or the same one if nothing has changed in this time."""
+        """The next view, or the present one if nothing has changed within `wait_s`."""
         known = self._view
         request = WaitView(known.controller_incarnation, known.version, wait_s, self._is_owner)
         self._view = await self._control.call(request)
@@ -77,7 +77,7 @@ class Follower:
         self._known: dict[str, WorkerEndpoint] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises FleetEnded."""
+        """Runs until cancelled. Raises FleetEnded."""
         await self._views.run()
 
     async def catch_up(self, wait_s: float) -> tuple[WorkerEndpoint, ...]:

@@ -1,4 +1,4 @@
-"""The seam between a controller and whatever runs its workers: Ray's actors, or child processes."""
+"""The seam between a controller and the runtime of its workers: Ray's actors, or child processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ OnStartProgress = Callable[[StartProgress], None]
 
 
 class Incarnation(Protocol):
-    """One process that fills a replica, wherever it runs.
+    """One process that fills a replica.
 
-    Calls raise ClusterError if it is gone. The message has the reason alone; the caller adds the worker's name.
+    Calls raise ClusterError if the process has ended. The message is the reason; the caller adds the worker's name.
     """
 
     @property
@@ -24,66 +24,66 @@ class Incarnation(Protocol):
 
     @property
     def number(self) -> int:
-        """1 for a worker's first incarnation; the latest is the highest."""
+        """1 for a worker's first incarnation, then 2, and so on."""
         ...
 
     @property
     def node(self) -> str:
-        """The name of the machine that it was placed on."""
+        """The name of the process's machine."""
         ...
 
     async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:
-        """Loads the model and binds the ports. Raises what the worker raised."""
+        """Loads the model and binds the ports. Raises the worker's error."""
         ...
 
     async def call(self, request: ControlRequest[R]) -> R:
         """Carries out one of WORKER_CALLS on a worker that was started.
 
-        Raises the worker's error, and ClusterError, with the reason, as soon as the process dies. Does not return if
-        the process hangs.
+        Raises the worker's error, or ClusterError, with the reason, as soon as the process dies. Does not return if the
+        process hangs.
         """
         ...
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends the process: gently within the time, else, or with no time, by force. Gives its room back. Never raises.
+        """Ends the process: cleanly within the time, else by force. Returns its room. Never raises.
 
-        Right at any moment of an incarnation, and more than once.
+        May be called at any moment of an incarnation, and more than once.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An incarnation that another controller began."""
+    """An incarnation that a former controller began."""
 
     incarnation: Incarnation
     endpoint: WorkerEndpoint
-    """With the role that it has at present."""
+    """With the worker's present role."""
 
 
 class Launcher(Protocol):
-    """Places workers. Its methods belong to one event loop."""
+    """Places workers. All methods belong to one event loop."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> Incarnation:
-        """Room and a process for the next incarnation of a worker; waits for as long as there is none.
+        """Finds room and starts a process for a worker's next incarnation; waits while there is no room.
 
-        Cancelled, it leaves nothing behind. ClusterError if there is no hope.
+        A cancelled call leaves nothing behind. ClusterError if waiting cannot help.
         """
         ...
 
     async def has_room(self, role: WorkerRole) -> bool:
-        """Whether one more worker would find room at once, as far as that can be known."""
+        """Whether one more worker would probably find room at once."""
         ...
 
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:
-        """The workers that serve already, by name: of each the latest incarnation. Ends everything else of the fleet.
+        """The latest incarnation of each worker that already serves, by name.
 
-        So are those that do not answer within the time.
+        Ends everything else of the fleet, also workers that do not answer within the time.
         """
         ...
 
     def avoid(self, nodes: Sequence[str]) -> None:
-        """From now on nothing is placed on these nodes, by name, and on all others it may be."""
+        """From now on, workers are placed on all nodes but these."""
         ...
 
     async def nodes(self) -> tuple[NodeDescription, ...]: ...

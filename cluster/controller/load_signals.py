@@ -1,4 +1,4 @@
-"""Signals: what says that a role is short of workers, each beside its target; pure."""
+"""Signals: measurements that show whether a role is short of workers, each with its target; pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ TTFT = "time to first token p99"
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One measurement and what it should not exceed."""
+    """One measurement and its target, which it should not exceed."""
 
     what: str
     value: float
@@ -29,14 +29,14 @@ class Signal:
         return f"{self.what} is {self.show(self.value)}, {side} the target of {self.show(self.target)}"
 
     def show(self, value: float) -> str:
-        """Another value of it, in the same words."""
+        """Another value of this signal, in the same unit."""
         return seconds(value) if self.unit == "time" else percent(value)
 
 
 def signals(
     config: AutoscalingConfig, observation: Observation, role: WorkerRole, has_prefill: bool
 ) -> list[Signal]:
-    """All that is watched for one role. Without prefill workers, decode workers answer for prompts too."""
+    """All signals of one role. Without prefill workers, the signals of prompts belong to decode workers."""
     found = []
     if role is WorkerRole.DECODE:
         found += _decode_signals(config, observation)
@@ -47,13 +47,13 @@ def signals(
 
 def _prompt_signals(config: AutoscalingConfig, observation: Observation, role: WorkerRole) -> list[Signal]:
     found = []
-    is_for_want_of_room = False
+    waits_for_decode_room = False
     if (target := config.target_queue_time_s) is not None:
         waited_s = max((s.load.oldest_waiting_s for s in _statuses(observation, role)), default=0.0)
         found.append(Signal("queue time of prompts", waited_s, target, "time"))
-        is_for_want_of_room = observation.oldest_queued_s > target
-    # A prompt that no decode worker has room for is not computed sooner by more prefill workers.
-    if (target := config.target_ttft_p99_s) is not None and not is_for_want_of_room:
+        waits_for_decode_room = observation.oldest_queued_s > target
+    # More prefill workers do not help prompts that wait for room on a decode worker.
+    if (target := config.target_ttft_p99_s) is not None and not waits_for_decode_room:
         found.append(Signal(TTFT, observation.ttft_p99_s, target, "time"))
     return found
 

@@ -1,4 +1,4 @@
-"""Observation: what the planner looks at, put together from gateways' reports and the controller's replicas; pure."""
+"""Observation: the planner's input, merged from gateways' reports and the controller's replicas; pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole, WorkerStatus
 
 MIN_FINISHED = 5
-"""Of fewer requests a 99th percentile of the time to first token says nothing."""
+"""The 99th percentile of the time to first token of fewer requests is ignored."""
 
 COMING = frozenset({ReplicaState.PLACING, ReplicaState.STARTING})
 CHANGING = COMING | {ReplicaState.DRAINING}
@@ -15,11 +15,11 @@ CHANGING = COMING | {ReplicaState.DRAINING}
 
 @dataclass(frozen=True, slots=True)
 class ObservedWorker:
-    """A replica, and what the worker in it last said."""
+    """A replica, and the last status of its worker."""
 
     replica: ReplicaDescription
     status: WorkerStatus | None = None
-    """None: no gateway has heard of it lately."""
+    """None: no gateway has reported it recently."""
 
     @property
     def num_requests(self) -> int:
@@ -31,16 +31,16 @@ class ObservedWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The fleet at one moment. Times are in seconds, 0 where nothing came."""
+    """The fleet at one moment. Times are in seconds, 0 without a measurement."""
 
     workers: tuple[ObservedWorker, ...]
     oldest_queued_s: float = 0.0
-    """Of the requests that wait at a gateway for a worker with room."""
+    """The longest wait of a request at a gateway for a worker with room."""
     ttft_p99_s: float = 0.0
     itl_p99_s: float = 0.0
 
     def of(self, role: WorkerRole) -> list[ObservedWorker]:
-        """All replicas of the role, whatever became of their workers."""
+        """All replicas of the role, in any state."""
         return [worker for worker in self.workers if worker.replica.role is role]
 
     def serving(self, role: WorkerRole) -> list[ObservedWorker]:
@@ -48,9 +48,9 @@ class Observation:
 
 
 def merge(replicas: Sequence[ReplicaDescription], reports: Iterable[GatewayReport]) -> Observation:
-    """Several gateways make one fleet: the worst of their latencies and queues counts, since each has its own clients.
+    """Merges the reports of all gateways: the worst latencies and queues count, since each gateway has its own clients.
 
-    A worker's status is the same whoever heard it, so any will do.
+    All gateways receive the same status of a worker, so any of them is used.
     """
     reports = list(reports)
     status_by_name = {status.ref.name: status for report in reports for status in report.workers}

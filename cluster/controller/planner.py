@@ -1,10 +1,10 @@
-"""Planner: what to change about the number and the roles of workers, and why; pure, and reads no clock.
+"""Planner: decides how the number and the roles of workers change, and why; pure, and reads no clock.
 
-One call, one decision, and at most one change, so that the next look can see what it did:
+Each call makes one decision with at most one change, so that the next call can observe its effect:
 
-  no news of the fleet?   ->  nothing
+  no recent report?       ->  nothing
   outside the bounds?     ->  back into them
-  a role is short?        ->  a worker of the other role, if that can spare one; else a new one
+  a role is short?        ->  a worker of the other role if one is spare there, else a new one
   a role has one to spare ->  one fewer
 """
 
@@ -21,7 +21,7 @@ from cluster.controller.observation import CHANGING, COMING, Observation, Observ
 from cluster.controller.role_watch import RoleWatch, Shortage
 
 FAR_OFF = 2.0
-"""A target that is missed by this factor gets half as many workers again instead of one."""
+"""A role that misses its target by this factor grows by half instead of by one worker."""
 
 BUSY = 0.5
 """Below this utilisation of prefill workers, prompts do not wait for them."""
@@ -31,7 +31,7 @@ Bounds = dict[WorkerRole, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class ScaleDecision:
-    """So many workers of this role are to be there."""
+    """The new number of workers of this role."""
 
     role: WorkerRole
     count: int
@@ -39,16 +39,16 @@ class ScaleDecision:
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """This worker is to get this role."""
+    """The new role of this worker."""
 
     worker: str
     role: WorkerRole
     replaces_unplaced: bool = False
-    """It takes the place of one worker of that role that no node has room for."""
+    """The worker replaces one of that role for which no node has room."""
 
 
 class Reason(Enum):
-    """Why nothing is changed."""
+    """Why nothing changes."""
 
     NO_NEWS = "no_news"
     STEADY = "steady"
@@ -62,18 +62,18 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, and in one sentence why. Exactly one of `change` and `reason` is there."""
+    """The change, and its reason in one sentence. Exactly one of `change` and `reason` is set."""
 
     sentence: str
     change: ScaleDecision | RoleChange | None = None
     reason: Reason | None = None
     role: WorkerRole | None = None
-    """Whom it is about."""
+    """The role that the decision is about."""
 
 
 @dataclass(slots=True)
 class _Role:
-    """One role as of this observation."""
+    """One role in the latest observation."""
 
     role: WorkerRole
     low: int
@@ -81,11 +81,11 @@ class _Role:
     watch: RoleWatch
     all: list[ObservedWorker] = field(default_factory=list)
     changed_at: float = float("-inf")
-    """When a change was ordered, or was last seen under way."""
+    """When a change was begun, or was last seen in progress."""
     ordered_at: float = float("-inf")
     unplaced_since: float | None = None
     incomplete_since: float | None = None
-    """Since when some replica holds no worker that serves."""
+    """Since when some replica has no serving worker."""
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class _Role:
 
     @property
     def count(self) -> int:
-        """Slots, those of dead workers included: they come back, and may never be more than `high` then."""
+        """Replicas, those of dead workers included: these restart, and must not exceed `high` then."""
         return len(self.all)
 
     @property
@@ -116,19 +116,19 @@ class _Role:
 
 
 class Planner:
-    """Fed with observations at a fixed pace; remembers how long things have lasted, and nothing else."""
+    """Takes observations at a fixed pace, and remembers only how long conditions have lasted."""
 
     def __init__(self, config: AutoscalingConfig, bounds: Bounds, may_change_roles: bool) -> None:
-        """`bounds`: how few and how many workers of each role there may be."""
+        """`bounds`: the fewest and the most workers of each role."""
         self._config = config
         self._may_change_roles = may_change_roles
         self._roles = [_Role(role, *bounds[role], RoleWatch(config, role)) for role in WorkerRole]
         self._refused_at = float("-inf")
 
     def observe(self, observation: Observation | None, now: float) -> Decision:
-        """What is to be done now. None: no gateway has said anything lately."""
+        """The decision now. `observation` None: no gateway has reported recently."""
         if observation is None:
-            return Decision("nothing is done: no gateway has reported lately", reason=Reason.NO_NEWS)
+            return Decision("nothing changes: no gateway has reported recently", reason=Reason.NO_NEWS)
         has_prefill = any(role.high > 0 for role in self._roles if role.role is WorkerRole.PREFILL)
         for role in self._roles:
             role.see(observation, now)
@@ -141,7 +141,7 @@ class Planner:
         return decision
 
     def refused(self, change: ScaleDecision | RoleChange, now: float) -> None:
-        """It came to nothing. Workers that could not change their role are left alone for a while."""
+        """The change failed. After a failed change of role, none is tried for a while."""
         if isinstance(change, RoleChange):
             self._refused_at = now
 
@@ -150,7 +150,7 @@ class Planner:
             role.changed_at = role.ordered_at = now
 
     def _decisions(self, now: float) -> Iterator[Decision]:
-        """All that there is a reason for, the most urgent first."""
+        """All decisions that have a reason, the most urgent first."""
         for role in self._roles:
             if not any(worker.replica.state is ReplicaState.DRAINING for worker in role.all):
                 yield from self._back_into_bounds(role)
@@ -175,7 +175,7 @@ class Planner:
             yield _scale(role, count, why)
 
     def _relieve(self, role: _Role, shortage: Shortage, now: float) -> Decision:
-        """A role that misses a target: what can be done about it, or why not."""
+        """The change that helps a role that misses a target, or why there is none."""
         if shortage.lasted_s < self._config.grow_after_s:
             until = f"this has lasted {seconds(shortage.lasted_s)} of {seconds(self._config.grow_after_s)}"
             return _nothing(role, Reason.NOT_YET, f"{shortage.worst}, but {until}")
@@ -200,41 +200,41 @@ class Planner:
         return _scale(role, min(role.count + max(1, step), role.high), why)
 
     def _no_help(self, role: _Role, shortage: Shortage) -> str | None:
-        """Prompts that nobody makes wait are not computed sooner by more workers."""
+        """More prefill workers do not help if the present ones are mostly idle."""
         utilisation = role.watch.utilisation(len(role.serving))
         if role.role is WorkerRole.DECODE or shortage.worst.what != TTFT or utilisation >= BUSY:
             return None
         return f"prefill workers are only {percent(utilisation)} busy, so more of them would not help"
 
     def _change_role(self, short: _Role, why: str, now: float) -> Decision | None:
-        """A worker of the other role, if that can do without: sooner there than a new one, and costs nothing."""
-        config, giver = self._config, next(role for role in self._roles if role is not short)
-        has_waited = now - max(giver.changed_at, self._refused_at) >= config.grow_cooldown_s
-        if not self._may_change_roles or not has_waited or giver.changing:
+        """Gives a spare worker of the other role to this one, which is faster than a new worker and costs nothing."""
+        config, other = self._config, next(role for role in self._roles if role is not short)
+        has_waited = now - max(other.changed_at, self._refused_at) >= config.grow_cooldown_s
+        if not self._may_change_roles or not has_waited or other.changing:
             return None
-        if len(giver.serving) <= giver.low or giver.count <= giver.low:
+        if len(other.serving) <= other.low or other.count <= other.low:
             return None
         lacks_room = self._lacks_room(short, now)
         is_settled = not short.changing and now - short.changed_at >= config.grow_cooldown_s
         if not (is_settled or lacks_room) or short.count - lacks_room >= short.high:
             return None
-        left = giver.watch.spare(len(giver.serving) - 1, config.grow_after_s)
+        left = other.watch.spare(len(other.serving) - 1, config.grow_after_s)
         if left is None:
             return None
         short.watch.remember_limit(len(short.serving))
         worker = min(
-            giver.serving, key=lambda worker: (worker.num_requests, worker.replica.name)
+            other.serving, key=lambda worker: (worker.num_requests, worker.replica.name)
         ).replica.name
         room = ", no node has room for a new one" if lacks_room else ""
-        counts = f"{giver.name} {giver.count} -> {giver.count - 1}, {short.name} {short.count} -> "
+        counts = f"{other.name} {other.count} -> {other.count - 1}, {short.name} {short.count} -> "
         sentence = (
-            f"{worker} {giver.name} -> {short.name} ({counts}{short.count + 1 - lacks_room}): "
+            f"{worker} {other.name} -> {short.name} ({counts}{short.count + 1 - lacks_room}): "
             f"{why}{room}, and {left}"
         )
         return Decision(sentence, RoleChange(worker, short.role, lacks_room), role=short.role)
 
     def _lacks_room(self, role: _Role, now: float) -> bool:
-        """Whether a worker of this role has looked for a node for so long that waiting has lost its sense."""
+        """Whether a worker of this role has waited for room so long that more waiting is useless."""
         since = role.unplaced_since
         only_placing = all(worker.replica.state is ReplicaState.PLACING for worker in role.changing)
         return since is not None and only_placing and now - since >= self._config.grow_cooldown_s
@@ -247,7 +247,7 @@ class Planner:
         long = seconds(role.watch.calm_for())
         since = role.incomplete_since
         if since is not None:
-            # Whatever does not serve goes first, and was not missed.
+            # A replica without a serving worker goes first: the targets were met without it.
             is_stuck = now - since >= max(config.shrink_cooldown_s, config.shrink_after_s)
             absent = next(w.replica for w in role.all if w.replica.state is not ReplicaState.SERVING)
             if is_stuck and absent.state is not ReplicaState.DRAINING:
@@ -267,7 +267,7 @@ class Planner:
         worst = [role.watch.worst for role in self._roles]
         nearest = max((signal for signal in worst if signal), key=lambda signal: signal.ratio, default=None)
         why = f"; the nearest to its target: {nearest}" if nearest and nearest.value > 0.0 else ""
-        return Decision(f"nothing is done: {counts} will do{why}", reason=Reason.STEADY)
+        return Decision(f"nothing changes: {counts} are enough{why}", reason=Reason.STEADY)
 
 
 def _scale(role: _Role, count: int, why: str) -> Decision:

@@ -10,6 +10,7 @@ PLACING ---> STARTING ---> SERVING ---> DRAINING ---> (gone, or PLACING: its nex
 from collections import deque
 from dataclasses import dataclass, field
 
+from baton.config import ClusterConfig
 from baton.fleet import ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole
 
@@ -37,11 +38,21 @@ class RestartPolicy:
     """So many deaths within `crash_loop_window_s` are a crash loop."""
     crash_loop_window_s: float
     stable_after_s: float
-    """An incarnation that served this long makes its predecessors forgotten."""
+    """After an incarnation that served this long, earlier failures no longer count."""
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> "RestartPolicy":
+        return cls(
+            delay_s=config.restart_delay_s,
+            longest_delay_s=config.restart_delay_max_s,
+            crash_loop_deaths=config.crash_loop_deaths,
+            crash_loop_window_s=config.crash_loop_window_s,
+            stable_after_s=config.stable_after_s,
+        )
 
 
 class Restarts:
-    """Decides, death by death, how long to wait. Only an incarnation that lasts ends a crash loop."""
+    """Decides after each death how long to wait. Only an incarnation that lasts ends a crash loop."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -69,7 +80,7 @@ class Restarts:
 
 @dataclass(slots=True)
 class Replica:
-    """What the controller remembers of one worker from incarnation to incarnation."""
+    """The controller's record of one worker, across incarnations."""
 
     name: str
     role: WorkerRole
@@ -92,7 +103,7 @@ class Replica:
             self.next_start_at = None
 
     def died(self, now: float, served_s: float, reason: str) -> float:
-        """Its incarnation ended unasked; seconds until the next one may begin."""
+        """Records that the incarnation failed; returns the seconds until the next one may begin."""
         state, delay_s = self.restarts.died(now, served_s)
         self.move(state)
         self.last_failure = reason

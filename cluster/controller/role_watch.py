@@ -1,16 +1,16 @@
-"""RoleWatch: how long one role has been short of workers, or has had too many; pure, and decides nothing.
+"""RoleWatch: measures how long one role has been short of workers, or has had too many; pure, and decides nothing.
 
     worst signal / its target
       |            _____
     1 |- - - - - -/- - -\\- - - - - - - - - -  missed for `grow_after_s`: short
       |          /       \\
-  0.8 |- - - - -/- - - - -\\- - - - - - - - -  between the two lines everything stays as it is
-      |________/           \\______________    below for `shrink_after_s`, and what the role had to do in this
-      +---------------------------------- t    time would fit on one worker fewer: there is one to spare
+  0.8 |- - - - -/- - - - -\\- - - - - - - - -  between the two lines nothing changes
+      |________/           \\______________    below for `shrink_after_s`, and the work of that time fits on
+      +---------------------------------- t    one worker fewer: one worker is spare
 
-Whether it would fit is learned: a role that was short remembers how much each of its workers had to do then, and calls
-no worker spare as long as the others would have more than 0.7 of that. Requests change, so the memory fades: with every
-hour it thinks a worker capable of 1 / 0.7 as much.
+Whether the work fits is learned. A role that was short remembers the work of each worker at that time. No worker is
+spare as long as the others would have more than 0.7 of that work. Requests change, so the limit fades: with each hour
+it grows by 1 / 0.7.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ _MAX_SAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The role has missed its targets for this long; the worst of them now."""
+    """How long the role has missed its targets, and the worst signal now."""
 
     worst: Signal
     lasted_s: float
@@ -37,7 +37,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a role had to do at one moment, all its workers together."""
+    """The work of a role at one moment, over all its workers."""
 
     at: float
     amount: float
@@ -46,7 +46,7 @@ class _Work:
 
 
 class RoleWatch:
-    """Fed with every observation; time must not run backwards."""
+    """Takes every observation; time must not run backwards."""
 
     def __init__(self, config: AutoscalingConfig, role: WorkerRole) -> None:
         self._config = config
@@ -58,7 +58,7 @@ class RoleWatch:
         self._work: deque[_Work] = deque(maxlen=_MAX_SAMPLES)
         self._earlier: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._limit: tuple[float, float] | None = None
-        """What each worker had to do when the role was short, and when that was."""
+        """The work of each worker when the role was short, and the time of that."""
 
     def note(self, observation: Observation, signals: list[Signal], now: float) -> None:
         self._now = now
@@ -75,19 +75,19 @@ class RoleWatch:
             self._earlier.popleft()
 
     def remember_limit(self, num_serving: int) -> None:
-        """What these workers had to do lately was too much."""
+        """Records that the recent work was too much for these workers."""
         amount, _ = self._mean(self._config.grow_after_s)
         if num_serving and amount:
             self._limit = (amount / num_serving, self._now)
 
     @property
     def worst(self) -> Signal | None:
-        """The signal that is nearest to its target, or furthest above it; None if none is watched."""
+        """The signal nearest to its target or furthest above it; None without signals."""
         return self._worst
 
     @property
     def shortage(self) -> Shortage | None:
-        """Since when a target is missed, if one is."""
+        """The present shortage; None if no target is missed."""
         if self._missed_since is None or self._worst is None:
             return None
         return Shortage(self._worst, self._now - self._missed_since)
@@ -97,26 +97,26 @@ class RoleWatch:
         return 0.0 if self._calm_since is None else self._now - self._calm_since
 
     def falls_from(self) -> float | None:
-        """What the worst signal was `grow_after_s` ago, if it has become better by a tenth since; else None."""
+        """The value of the worst signal `grow_after_s` ago, if it has improved by a tenth since; else None."""
         if self._worst is None:
             return None
         before = self._earlier[0][1].get(self._worst.what, 0.0)
         return before if self._worst.value < 0.9 * before else None
 
     def utilisation(self, num_serving: int) -> float:
-        """Of prefill workers, over the last `grow_after_s`: the share of time in which they had anything to do."""
+        """The share of the last `grow_after_s` in which prefill workers had work."""
         return self._mean(self._config.grow_after_s)[0] / num_serving if num_serving else 1.0
 
     def spare(self, num_left: int, over_s: float) -> str | None:
-        """Whether `num_left` workers could do what was to be done in the last `over_s`: in words what each would have.
+        """If `num_left` workers could do the work of the last `over_s`: the load of each of them, in words.
 
-        None: they could not, or it was not calm for so long.
+        None if they could not, or if a target was nearly missed in that time.
         """
         if self.calm_for() < over_s or num_left < 0:
             return None
         amount, blocks = self._mean(over_s)
         if num_left == 0:
-            return "there was nothing to do" if amount == 0.0 else None
+            return "there was no work" if amount == 0.0 else None
         each, use = amount / num_left, blocks / num_left
         if each > self._bearable():
             return None
@@ -129,9 +129,9 @@ class RoleWatch:
         return f"{noun} would decode {each:.0f} tokens/s{'' if num_left == 1 else ' each'}"
 
     def _work_now(self, observation: Observation, now: float) -> _Work:
-        """Prefill workers count while they have anything to do: the mean is their utilisation. Decode: tokens/s.
+        """The number of prefill workers with work, whose mean is their utilisation; or the tokens/s of decode workers.
 
-        Not the requests that run: these are more, the slower they become, so they are no measure of what is asked.
+        Running requests are no measure of work: slower workers have more of them.
         """
         serving = observation.serving(self._role)
         statuses = [worker.status for worker in serving if worker.status is not None]
@@ -141,7 +141,7 @@ class RoleWatch:
         return _Work(now, sum(_tokens_per_s(status) for status in statuses), used)
 
     def _bearable(self) -> float:
-        """What one worker may have to do, as far as is known."""
+        """The most work that one worker may have, as far as known."""
         at_most = ROOM_TO_SPARE if self._role is WorkerRole.PREFILL else float("inf")
         if self._limit is None:
             return at_most
@@ -160,7 +160,7 @@ def _tokens_per_s(status: WorkerStatus) -> float:
 
 
 def _is_known(worker: ObservedWorker) -> bool:
-    """Whether it was heard of lately and has measured what it does."""
+    """Whether the worker's status is recent and has its measurements."""
     status = worker.status
     if status is None:
         return False

@@ -1,4 +1,4 @@
-"""Rollouts under way: keeps their steps, so that a caller may ask for one again."""
+"""Keeps the steps of running rollouts, so that a caller may ask for a step again."""
 
 import asyncio
 import secrets
@@ -9,18 +9,18 @@ from baton.fleet import RolloutStep
 from baton.messages.control import RolloutBegun, RolloutProgress
 
 _NUM_ENDED = 8
-"""Their last steps may still be asked for."""
+"""Rollouts that have ended, kept for callers that still ask for the last steps."""
 
 
 class Rollouts:
-    """Begins rollouts and answers for their steps; the same step may be asked for more than once."""
+    """Begins rollouts and returns their steps; a caller may ask for the same step more than once."""
 
     def __init__(self, begin: Callable[[tuple[str, ...]], AsyncIterator[RolloutStep]]) -> None:
         self._begin = begin
         self._rollouts: dict[str, _Rollout] = {}
 
     async def begin_rollout(self, workers: tuple[str, ...]) -> RolloutBegun:
-        """The rollout goes on if its caller leaves."""
+        """The rollout continues if its caller leaves."""
         rollout_id = secrets.token_hex(4)
         ended = [known for known, rollout in self._rollouts.items() if rollout.is_over]
         for known in ended[:-_NUM_ENDED]:
@@ -29,18 +29,18 @@ class Rollouts:
         return RolloutBegun(rollout_id)
 
     async def wait_step(self, rollout_id: str, index: int) -> RolloutProgress:
-        """The step of this number, once it is done; none after the last. Raises the error that ended it before."""
+        """The step of this number once it is done; None after the last. Raises the error that ended the rollout."""
         if (rollout := self._rollouts.get(rollout_id)) is None:
-            raise FleetError("the controller was restarted, and the rollout ended with it; start it again")
+            raise FleetError("the controller restarted, which ended the rollout; start the rollout again")
         return RolloutProgress(await rollout.step(index))
 
     async def stop(self) -> None:
-        """Ends those under way."""
+        """Ends all running rollouts."""
         await asyncio.gather(*[rollout.stop() for rollout in self._rollouts.values()])
 
 
 class _Rollout:
-    """A rollout under way, and the steps that it has made."""
+    """A rollout and its finished steps."""
 
     def __init__(self, steps: AsyncIterator[RolloutStep]) -> None:
         self._steps: list[RolloutStep] = []
@@ -54,7 +54,7 @@ class _Rollout:
     async def step(self, index: int) -> RolloutStep | None:
         while index >= len(self._steps):
             if self._task.done():
-                self._task.result()  # raises what ended it
+                self._task.result()  # raises the rollout's error
                 return None
             self._changed.clear()
             waiting = asyncio.ensure_future(self._changed.wait())

@@ -1,4 +1,4 @@
-"""Supervisor: starts, watches and replaces the process of one replica, and gives its worker operators' commands."""
+"""Supervisor: starts, watches and replaces the process of one replica, and passes operators' commands to its worker."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from baton.clock import Clock
+from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, FleetError
 from baton.fleet import ReplicaState
 from baton.messages.control import Drain, SetRole, WaitStatus
@@ -24,20 +25,32 @@ _STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long a supervisor waits for what its worker does, in seconds."""
+    """How long the control plane waits for a worker, in seconds."""
 
     start_s: float
     unresponsive_s: float
+    """A process that does not answer for longer hangs."""
     drain_s: float
-    """What running requests get."""
+    """What running requests get when a worker drains or changes its role."""
     leave_s: float
-    """What a worker may take beyond that until its transfers and leases have ended."""
+    """A drain or a change of role, as a whole: requests, then transfers and leases."""
+
+    @classmethod
+    def of(cls, config: BatonConfig) -> "Patience":
+        """Transfers end or fail within their own timeout, and leases without a reader soon after."""
+        cluster = config.cluster
+        return cls(
+            start_s=cluster.start_timeout_s,
+            unresponsive_s=cluster.unresponsive_timeout_s,
+            drain_s=cluster.drain_timeout_s,
+            leave_s=cluster.drain_timeout_s + 2 * config.kv_transfer.lease_s + cluster.unresponsive_timeout_s,
+        )
 
 
 class Supervisor:
     """Owns the incarnations of one replica. `run` is its loop; the other methods command its worker, one at a time.
 
-    All of it belongs to one event loop. `on_change` hears of every move of the replica and of its worker's role.
+    All methods belong to one event loop. `on_change` is called after each change of the replica or its worker's role.
     """
 
     def __init__(
@@ -49,17 +62,17 @@ class Supervisor:
         on_incarnation: Callable[[str], int],
         on_change: Callable[["Supervisor"], None],
     ) -> None:
-        """`on_incarnation` notes that another incarnation of this worker begins, and returns its number."""
+        """`on_incarnation` records that another incarnation of this worker begins, and returns its number."""
         self.replica = replica
         self.endpoint: WorkerEndpoint | None = None
         """While it serves or drains."""
         self.status: WorkerStatus | None = None
-        """As of the last sign of life."""
+        """From the worker's last answer."""
         self.progress: StartProgress | None = None
         self.failure: BatonError | None = None
-        """What ended the latest incarnation, if it ended unasked."""
+        """Why the latest incarnation failed, if it did."""
         self.death: tuple[str, str] | None = None
-        """The incarnation that served and ended unasked last, and why."""
+        """The last incarnation that failed while it served, and why."""
         self._launcher = launcher
         self._patience = patience
         self._clock = clock
@@ -67,15 +80,15 @@ class Supervisor:
         self._on_change = on_change
         self._incarnation: Incarnation | None = None
         self.was_adopted = False
-        """It has served; an incarnation that was found does so before anything else is waited for."""
+        """An incarnation has served. A found one does so before `run` waits for anything else."""
         self._ready: Found | None = None
-        """The next incarnation, which serves as soon as the present one has ended."""
+        """The next incarnation, already started; it serves as soon as the present one has ended."""
         self._preparing: asyncio.Task[None] | None = None
-        """Makes it ready."""
+        """The task that starts it."""
         self._serves_since = 0.0
         self._is_over = False
         self._changed = asyncio.Event()
-        self._orders = asyncio.Lock()
+        self._commands = asyncio.Lock()
 
     @property
     def is_serving(self) -> bool:
@@ -84,7 +97,7 @@ class Supervisor:
     async def run(self, found: Found | None = None) -> None:
         """Keeps the replica filled until it is cancelled; then nothing of the worker is left.
 
-        An incarnation that was `found` is its first.
+        Begins with the incarnation `found`, if there is one.
         """
         self._ready = found
         try:
@@ -93,34 +106,36 @@ class Supervisor:
                     incarnation, endpoint = await self._place()
                     self._serve(await self._start_incarnation(incarnation) if endpoint is None else endpoint)
                     await self._watch(incarnation)
-                except Exception as error:  # also unexpected ones: the replica must not be left alone
+                except Exception as error:  # also unexpected ones: the replica must not stay empty
                     failure = _as_failure(error)
                     served_s = self._served_s()
-                    await self._bury(str(failure), timeout_s=0.0)
+                    await self._end_incarnation(str(failure), timeout_s=0.0)
                     await self._back_off(failure, served_s)
         finally:
             self._is_over = True
             if self._preparing is not None:
                 self._preparing.cancel()
                 await asyncio.gather(self._preparing, return_exceptions=True)
-            await self._bury("it was stopped", _STOP_TIMEOUT_S if self.endpoint is not None else 0.0)
+            await self._end_incarnation(
+                "it was stopped", _STOP_TIMEOUT_S if self.endpoint is not None else 0.0
+            )
             await self._discard_ready()
 
     async def drain(self) -> bool:
-        """Lets a serving worker give away what it has; True if nobody lost anything. It serves no more afterwards.
+        """Drains a serving worker; True if no request was lost. The worker takes no more requests.
 
-        The process is still there: cancel `run`.
+        Its process still runs: cancel `run` to end it.
         """
-        async with self._orders:
-            return await self._empty()
+        async with self._commands:
+            return await self._drain()
 
     async def renew(self) -> WorkerEndpoint:
-        """Replaces the incarnation that serves by a new one, which is returned once it serves.
+        """Replaces the serving incarnation by a new one; returns the new endpoint once it serves.
 
-        Where there is room the new one is made ready first. FleetError if it does not come to serve, with the reason;
-        if that was known before the old one was touched, the old one still serves.
+        If there is room, the new one is started before the old one is drained. FleetError, with the reason, if the new
+        one fails; if it failed before the old one was drained, the old one still serves.
         """
-        async with self._orders:
+        async with self._commands:
             former, incarnation = (
                 (await self._next_endpoint(except_for="")).ref.incarnation,
                 self._incarnation,
@@ -128,22 +143,22 @@ class Supervisor:
             if await self._launcher.has_room(self.replica.role):
                 await self._prepare()
             if incarnation is not None and self._incarnation is incarnation:
-                await self._empty()
+                await self._drain()
                 await incarnation.stop(_STOP_TIMEOUT_S)
-            else:  # it died meanwhile, so another one is on its way already
+            else:  # it failed meanwhile, so its successor already starts
                 await self._discard_ready()
             return await self._next_endpoint(except_for=former)
 
     async def set_role(self, role: WorkerRole) -> None:
-        """FleetError if the worker remains what it was."""
-        async with self._orders:
+        """FleetError if the worker keeps its old role."""
+        async with self._commands:
             incarnation, endpoint = self._incarnation, self.endpoint
             if incarnation is None or endpoint is None or not self.is_serving:
                 raise FleetError(
-                    f"worker {self.replica.name} {self._standing()}, so it cannot change its role"
+                    f"worker {self.replica.name} {self._state_text()}, so it cannot change its role"
                 )
             try:
-                async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
+                async with awake_timeout(self._patience.leave_s):
                     await incarnation.call(SetRole(role, self._patience.drain_s))
             except (TimeoutError, BatonError) as error:
                 reason = str(error) or "it did not answer in time"
@@ -157,22 +172,22 @@ class Supervisor:
         return self._incarnation is not None and self._incarnation.node in nodes
 
     async def move_away(self, nodes: Collection[str]) -> None:
-        """Ends the present incarnation if it is on one of these nodes, once it has given away what it had.
+        """Drains and ends the present incarnation if it is on one of these nodes.
 
-        The next one begins as soon as there is room; that is not waited for.
+        The next one begins as soon as there is room; this call does not wait for it.
         """
-        async with self._orders:
+        async with self._commands:
             incarnation = self._incarnation
             if incarnation is None or incarnation.node not in nodes:
                 return
-            await self._empty()
+            await self._drain()
             await incarnation.stop(_STOP_TIMEOUT_S)
-            while self._incarnation is incarnation:  # until its end is noticed
+            while self._incarnation is incarnation:  # until `run` has noticed the end
                 self._changed.clear()
                 await self._changed.wait()
 
     async def _place(self) -> tuple[Incarnation, WorkerEndpoint | None]:
-        """The next incarnation, and its endpoint if it is ready to serve."""
+        """The next incarnation, and its endpoint if it was already started."""
         self._notify()
         ready, self._ready = self._ready, None
         if ready is not None:
@@ -197,7 +212,7 @@ class Supervisor:
             raise ClusterError(f"it was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
 
     async def _prepare(self) -> None:
-        """Starts a second incarnation beside the one that serves. It ends with the replica."""
+        """Starts a second incarnation beside the serving one. It ends with the replica."""
         if self._is_over:
             raise FleetError(f"worker {self.replica.name} was stopped")
         preparing = self._preparing = asyncio.create_task(
@@ -221,7 +236,7 @@ class Supervisor:
                 incarnation = await self._launcher.place(self.replica.name, self.replica.role, number)
             self._ready = Found(incarnation, await self._start_incarnation(incarnation))
         except (TimeoutError, BatonError) as error:
-            reason = str(error) or "no room for it came free"
+            reason = str(error) or "no room became free"
             raise FleetError(f"no new incarnation of worker {self.replica.name}: {reason}") from None
         finally:
             if incarnation is not None and self._ready is None:
@@ -241,7 +256,7 @@ class Supervisor:
         self._notify()
 
     async def _watch(self, incarnation: Incarnation) -> None:
-        """Raises ClusterError once this incarnation is over, whatever ended it."""
+        """Raises ClusterError once this incarnation has ended, for any reason."""
         timeout_s = self._patience.unresponsive_s
         while True:
             try:
@@ -253,18 +268,18 @@ class Supervisor:
                 ) from None
             if status.state.has_ended:
                 raise ClusterError(status.failure or "its engine ended")
-            if not self._orders.locked() and self.endpoint and status.role is not self.endpoint.role:
-                self._take_role(status.role)  # a change that another controller had ordered
+            if not self._commands.locked() and self.endpoint and status.role is not self.endpoint.role:
+                self._take_role(status.role)  # a former controller began this change
 
-    async def _empty(self) -> bool:
-        """The worker has nothing left to lose, or is out of time, or dead."""
+    async def _drain(self) -> bool:
+        """Drains the worker until it is empty, out of time, or dead; True if no request was lost."""
         incarnation = self._incarnation
         if incarnation is None or not self.is_serving:
             return True
         self.replica.move(ReplicaState.DRAINING)
         self._notify()
         try:
-            async with awake_timeout(self._patience.drain_s + self._patience.leave_s):
+            async with awake_timeout(self._patience.leave_s):
                 return (await incarnation.call(Drain(self._patience.drain_s))).is_clean
         except (TimeoutError, BatonError) as error:
             logger.warning("worker %s did not drain: %s", self.replica.name, error)
@@ -273,8 +288,8 @@ class Supervisor:
     def _served_s(self) -> float:
         return 0.0 if self.endpoint is None else self._clock.now() - self._serves_since
 
-    async def _bury(self, reason: str, timeout_s: float) -> None:
-        """No process, no room, and nobody sends anything to it."""
+    async def _end_incarnation(self, reason: str, timeout_s: float) -> None:
+        """Withdraws the endpoint, ends the process and returns its room."""
         if self.endpoint is not None and self.is_serving:
             self.death = (self.endpoint.ref.incarnation, reason)
         self.endpoint, self.status, self.progress = None, None, None
@@ -284,7 +299,7 @@ class Supervisor:
             await incarnation.stop(timeout_s)
 
     async def _back_off(self, error: BatonError, served_s: float) -> None:
-        """Waits until the next incarnation may begin: at once if the last one ended as asked, or while it drained."""
+        """Waits until the next incarnation may begin: at once if the last one was draining."""
         replica = self.replica
         if replica.state is ReplicaState.DRAINING:
             replica.move(ReplicaState.PLACING)
@@ -302,7 +317,7 @@ class Supervisor:
         with contextlib.suppress(TimeoutError):
             async with awake_timeout(self._patience.start_s):
                 while self.is_serving and self.endpoint is None and not self._is_over:
-                    self._changed.clear()  # it is being buried: that was not the failure of the next one
+                    self._changed.clear()  # its own end is not a failure of the next one
                     await self._changed.wait()
                 failure_before = self.failure
                 while not (self.is_serving and self.endpoint and self.endpoint.ref.incarnation != except_for):
@@ -313,9 +328,9 @@ class Supervisor:
                 else:
                     return self.endpoint
         reason = self.replica.last_failure or f"waited {self._patience.start_s:g} s"
-        raise FleetError(f"worker {self.replica.name} {self._standing()}: {reason}")
+        raise FleetError(f"worker {self.replica.name} {self._state_text()}: {reason}")
 
-    def _standing(self) -> str:
+    def _state_text(self) -> str:
         return f"does not serve ({self.replica.state.value.replace('_', ' ')})"
 
     def _take_role(self, role: WorkerRole) -> None:

@@ -1,1 +1,1 @@
-"""Places workers on Ray's nodes, starts them there and watches them; the only user of ray."""
+"""Runs workers and a controller as Ray actors; the only user of ray."""

@@ -1,4 +1,4 @@
-"""A worker inside a Ray actor: a plain class that Ray makes in a process of its own."""
+"""A worker inside a Ray actor: a plain class that Ray instantiates in a process of its own."""
 
 import os
 import socket
@@ -21,12 +21,12 @@ from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
 T = TypeVar("T")
 
 ACTOR_THREADS = 16
-"""A call takes one. Besides those under way there may be some whose caller died."""
+"""Each call takes one, also a call whose caller has died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Where an actor runs, and its worker's endpoint; None if it does not serve (yet), or is no worker."""
+    """Where an actor runs, and its worker's endpoint; None if no worker serves there yet."""
 
     node_id: str
     host: str
@@ -36,7 +36,7 @@ class Introduction:
 
 @dataclass(frozen=True, slots=True)
 class Introduce(ControlRequest[Introduction]):
-    """Answered as soon as the actor has a process."""
+    """Answered once the actor has a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class LatestProgress:
 
 @dataclass(frozen=True, slots=True)
 class WaitProgress(ControlRequest[LatestProgress]):
-    """Answered once the start has got further than when last asked."""
+    """Answered once the start has progressed since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ ACTOR_CODEC = ControlCodec((*WORKER_CALLS, Introduce, StartWorker, WaitProgress,
 
 
 class WorkerActor:
-    """What runs inside the actor's process: a worker, and the one method by which Ray reaches it."""
+    """The actor: a worker, and the one method that Ray calls."""
 
     def __init__(
         self, config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
@@ -100,8 +100,8 @@ class WorkerActor:
         return replace(whereabouts(), endpoint=endpoint)
 
     def _start(self) -> WorkerEndpoint:
-        # Not in the constructor, whose errors Ray reports as the actor's death; and imported here, so that the
-        # controller, which only names this class, does not load torch.
+        # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here
+        # because the controller names this class and must not load torch.
         from worker.control_calls import WorkerControl
         from worker.process import build_worker
 
@@ -118,12 +118,12 @@ class WorkerActor:
 
 
 def whereabouts() -> Introduction:
-    """Of the actor that this process is."""
+    """The place of the actor in this process."""
     return Introduction(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid())
 
 
 class Latest(Generic[T]):
-    """Hands the latest of many values from one thread to another; what nobody took in time is passed over."""
+    """Hands the latest of many values from one thread to another; values that were not taken in time are skipped."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -136,13 +136,13 @@ class Latest(Generic[T]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Ends the stream of values."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def take(self) -> T | None:
-        """The latest value since the last call, as soon as there is one; None after the last."""
+        """Waits for a value newer than the last one taken; None after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._value is not None or self._is_closed)
             value, self._value = self._value, None
@@ -150,7 +150,7 @@ class Latest(Generic[T]):
 
 
 def on_node(config: BatonConfig, node_address: str) -> BatonConfig:
-    """The configuration of a worker on one node: if it listens everywhere, others reach it where they reach its Ray."""
+    """The configuration of a worker on one node. A worker that listens everywhere advertises its node's Ray address."""
     network = config.network
     if network.advertise_host is not None or network.bind_host not in WILDCARDS:
         return config

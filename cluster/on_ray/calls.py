@@ -1,7 +1,7 @@
-"""Calls of Ray actors, with our own errors instead of Ray's; the only module that knows `ray.remote`.
+"""Calls of Ray actors, with Baton's errors instead of Ray's; the only module that uses `ray.remote`.
 
-`ray.remote` hides a class's types from checkers, so classes stay plain, are wrapped here, and the one `Any` of this
-package is the handle's actor.
+`ray.remote` hides a class's types from checkers. So classes stay plain and are wrapped here, and the actor handle is
+the one `Any` of this package.
 """
 
 import os
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def as_actor(kind: type, **options: Any) -> Any:
-    """The class, ready to be made with `.remote(...)` as an actor that outlives whoever makes it."""
+    """The class as a detached actor, to be made with `.remote(...)`; the actor outlives the process that makes it."""
     return ray.remote(kind).options(lifetime="detached", **options)
 
 
@@ -30,13 +30,13 @@ _ENDS = (
     ("killed by `ray.kill`", "it was ended by `ray.kill`"),
     ("worker process has died", "its process died, as by a crash, a SIGKILL or for lack of memory"),
 )
-"""How Ray words the end of an actor, and how we do. The first one that occurs counts."""
+"""Ray's words for the end of an actor, and ours. The first match counts."""
 
 
 async def answer(reference: Awaitable[T], who: str | None) -> T:
-    """What a call returns or raises; ClusterError, in one line, if `who` fails otherwise, or is gone.
+    """The result or the BatonError of a call; a ClusterError of one line for any other failure or the actor's end.
 
-    Without a `who` the line does not say who it was: for whoever says that anyway.
+    The line begins with `who`; None if the caller adds the name.
     """
     try:
         return await reference
@@ -51,7 +51,7 @@ async def answer(reference: Awaitable[T], who: str | None) -> T:
 
 
 async def kill_process(pid: int, node_id: str) -> None:
-    """SIGKILL for a Ray worker that does not hear Ray any more, as one that was stopped; on whichever node it is."""
+    """Sends SIGKILL to a Ray worker process on any node, for processes that no longer react to Ray (SIGSTOP)."""
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
         return
@@ -62,16 +62,14 @@ async def kill_process(pid: int, node_id: str) -> None:
 
 def _kill(pid: int) -> None:
     try:
-        if (
-            Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
-        ):  # else the number is another's by now
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):  # or the pid was reused
             os.kill(pid, signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         pass
 
 
 def why_gone(error: RayError) -> str:
-    """The reason that Ray gives, without the description of the actor that precedes it."""
+    """Ray's reason, without the description of the actor before it."""
     text = " ".join(str(error).split())
     for sign, reason in _ENDS:
         if sign in text:

@@ -17,13 +17,13 @@ CONTROLLER_NAME = "controller"
 CONTROLLER_CODEC = ControlCodec((*CALLS, Introduce))
 
 RESTART_S = 30.0
-"""How long a call waits, beyond its own time, for a controller that is being restarted."""
+"""How long a call waits, beyond its own time, for a controller that restarts."""
 
 _WHO = "the fleet's controller"
 
 
 class RayCarrier:
-    """See cluster.control_api.client.Carrier. Ray repeats a call to a controller that it restarts."""
+    """See cluster.control_api.client.Carrier. Ray repeats calls to a controller that it restarts."""
 
     address = "its name on this Ray cluster"
     connection = 0  # an actor's handle leads to no other fleet
@@ -31,14 +31,14 @@ class RayCarrier:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
         self.has_answered = False
-        """Before its first reply, the controller may not even have a process."""
+        """Before its first reply, the controller may have no process."""
         self._process: Introduction | None = None
-        """Of the controller that replied last."""
+        """The process of the controller that replied last."""
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
-        """A controller that hangs, as one that was stopped by a signal, is killed here: Ray restarts it.
+        """Kills a controller that hangs, for example after SIGSTOP; Ray restarts it.
 
-        FleetEnded if it has ended by itself, as it does when no gateway has asked for long.
+        FleetEnded if the controller has ended by itself, as it does when no gateway has called for long.
         """
         if hangs_after_s is None:
             return await self._ask(frame)
@@ -54,7 +54,7 @@ class RayCarrier:
         return reply
 
     async def ask_or_kill(self, within_s: float, frame: CallFrame | None = None) -> Reply:
-        """The reply to this frame, or to any; kills a controller that does not send it within the time."""
+        """The reply to this frame, or to an Introduce; kills a controller that does not reply in time."""
         try:
             async with awake_timeout(within_s):
                 return await self._ask(frame or CONTROLLER_CODEC.frame(0, 0.0, Introduce()))
@@ -70,13 +70,13 @@ class RayCarrier:
                 reply = read_reply(await answer(self.actor.call.remote(write_call(frame)), _WHO))
         except TimeoutError:
             raise ClusterError(
-                f"{_WHO} did not answer for {bound_s:g} s; the workers serve on without it"
+                f"{_WHO} did not answer for {bound_s:g} s; the workers continue to serve"
             ) from None
         self.has_answered = True
         return reply
 
     def _is_gone(self) -> bool:
-        """For good: an actor that is restarted keeps its name."""
+        """Whether the controller has ended for good: a restarted actor keeps its name."""
         named = controller_actor()
         return named is None or not self.is_same(named)
 

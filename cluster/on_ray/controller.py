@@ -1,6 +1,6 @@
-"""The fleet's controller as a detached actor, which Ray restarts when it dies; how a command begins, finds and ends it.
+"""The fleet's controller as a detached actor that Ray restarts, and how a command begins, finds and ends it.
 
-Its desired state lies in Ray's own key-value store, and its workers are actors that do not end with it.
+The desired state is in Ray's key-value store. The workers are actors that outlive their controller.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from cluster.control_api.configuration import keys_digest, pack_configuration, u
 from cluster.controller.controller import Controller
 from cluster.controller.desired import differences
 from cluster.controller.follower import POLL_S
+from cluster.controller.supervisor import Patience
 from cluster.on_ray.actors import Introduce, whereabouts
 from cluster.on_ray.calls import as_actor
 from cluster.on_ray.carrier import CONTROLLER_CODEC, CONTROLLER_NAME, RayCarrier, controller_actor
@@ -38,7 +39,7 @@ _KEY = b"desired"
 
 
 class RayStore:
-    """Bytes in Ray's key-value store, which lives as long as the cluster. See cluster.controller.desired.Store."""
+    """Bytes in Ray's key-value store, which lasts as long as the cluster. See cluster.controller.desired.Store."""
 
     def __init__(self, fleet: str) -> None:
         self._namespace = f"baton/{fleet}".encode()
@@ -55,9 +56,9 @@ class RayStore:
 
 
 class ControllerActor:
-    """What runs inside the actor's process. Every call may come a second time, after a restart."""
+    """The actor. After a restart, a call may come a second time."""
 
-    # Ray awaits it, and answers no call before. What it raises is raised by every call.
+    # Ray awaits this before the first call. An error here is raised by every call.
     async def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:  # type: ignore[misc]
         write_logs(config.logging, component="controller", fleet=config.cluster.name)
         self._config = config
@@ -84,30 +85,30 @@ class ControllerActor:
     async def _end_as_an_orphan(self) -> None:
         timeout_s = self._config.cluster.orphan_timeout_s
         await self._controller.orphaned(timeout_s)
-        logger.error("no gateway has asked for %g s (cluster.orphan_timeout_s): the fleet ends", timeout_s)
+        logger.error("no gateway has called for %g s (cluster.orphan_timeout_s): the fleet ends", timeout_s)
         await self._controller.shutdown(may_drain=False)
         ray.kill(ray.get_runtime_context().current_actor)
 
 
 class OwnedController:
-    """A fleet's controller in the hands of its owner, who may end it."""
+    """The owner's handle of a fleet's controller, which may end the fleet."""
 
     def __init__(self, actor: Any, config: BatonConfig) -> None:
         self._carrier = RayCarrier(actor)
         self._store = RayStore(config.cluster.name)
-        self.control = ControlClient(self._carrier, config)
+        self.control = ControlClient(self._carrier, Patience.of(config))
 
     @property
     def has_answered(self) -> bool:
         return self._carrier.has_answered
 
     async def shutdown(self, *, may_drain: bool) -> None:
-        """Ends the workers. `end` does the rest. A controller that hangs is not waited for, but killed."""
-        await self._carrier.ask_or_kill(self.control.times.unresponsive_s)
+        """Ends the workers; `end` does the rest. Kills a controller that hangs."""
+        await self._carrier.ask_or_kill(self.control.patience.unresponsive_s)
         await self.control.call(EndFleet(may_drain))
 
     def end(self) -> None:
-        """Ends the controller, and all that it has left, by force. A later fleet of the same name is left alone."""
+        """Ends the controller and the rest of its fleet by force; a later fleet of the same name is not touched."""
         named = controller_actor()
         ray.kill(self._carrier.actor)
         if named is None or self._carrier.is_same(named):
@@ -116,11 +117,11 @@ class OwnedController:
 
 
 def begin_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> OwnedController:
-    """A new fleet in this driver's namespace, whose controller begins to start the workers.
+    """Starts a new fleet in this driver's namespace; its controller begins to start the workers.
 
-    ClusterError if there is one of its name.
+    ClusterError if a fleet of this name exists.
     """
-    _remove_incarnations()  # of a fleet that was left without a controller
+    _remove_incarnations()  # of a fleet that lost its controller
     RayStore(config.cluster.name).clear()
     actor = as_actor(
         ControllerActor,
@@ -132,14 +133,14 @@ def begin_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> Own
     )
     try:
         return OwnedController(actor.remote(config, keys, model_path), config)
-    except ValueError:  # another command's, since `find_fleet` looked
+    except ValueError:  # another command began one since `find_fleet`
         raise ClusterError(_in_use(config.cluster.name)) from None
 
 
 async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> OwnedController | None:
-    """A fleet of this name that was left alone; None if there is no fleet.
+    """A fleet of this name without an owner; None if there is no fleet.
 
-    ClusterError if it is in use, or is not the one that is asked for.
+    ClusterError if the fleet is in use, or if its configuration differs.
     """
     if (actor := controller_actor()) is None:
         return None
@@ -158,21 +159,21 @@ async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -
 async def _differences(
     control: ControlClient, config: BatonConfig, keys: ClusterKeys, model_path: Path
 ) -> list[str]:
-    """How the fleet that runs differs from the one that a command would start."""
+    """How the running fleet differs from the fleet that this command would start."""
     there = await control.call(GetConfiguration())
     their_config, their_path = unpack_configuration(there)
     found = differences(their_config, config)
     if model_path != their_path:
         found.append(f"the model's folder is {their_path} there, {model_path} here")
     if there.keys_digest != keys_digest(keys):
-        found.append("its cluster secret is another one")
+        found.append("its cluster secret differs")
     return found
 
 
 def running_fleet(config: BatonConfig) -> ControlClient | None:
-    """The fleet of this name, for a gateway beside its owner's; None if there is none at present."""
+    """The running fleet of this name, for another gateway; None if there is none."""
     actor = controller_actor()
-    return None if actor is None else ControlClient(RayCarrier(actor), config)
+    return None if actor is None else ControlClient(RayCarrier(actor), Patience.of(config))
 
 
 def _in_use(name: str) -> str:
@@ -183,15 +184,15 @@ def _in_use(name: str) -> str:
 
 
 def _remove_incarnations() -> None:
-    """Of the fleet in whose namespace we are, and which has no controller."""
+    """Ends all workers in this namespace, whose fleet has no controller."""
     for title in [title for title in ray.util.list_named_actors() if parse_title(title)]:
-        with contextlib.suppress(ValueError):  # it has just ended by itself
+        with contextlib.suppress(ValueError):  # the actor has just ended
             ray.kill(ray.get_actor(title))
         give_room_back(title)
 
 
 def _near_head() -> NodeAffinitySchedulingStrategy | None:
-    """On the head's node, whose death ends the cluster anyway, as long as that takes it."""
+    """Prefers the head node, whose loss ends the cluster anyway."""
     for node in ray.nodes():
         if node["Alive"] and "node:__internal_head__" in node["Resources"]:
             return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)

@@ -1,4 +1,4 @@
-"""A fleet on Ray, as its command sees it: found or begun, waited for, and ended with all that belongs to it."""
+"""A fleet on Ray for the command that owns it: finds or begins the fleet, waits for it, and ends it."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ _KILL_TIMEOUT_S = 5.0
 
 
 class RayFleet:
-    """See cluster.serve.owned_fleet.Fleet. Ray has to be connected to already."""
+    """See cluster.serve.owned_fleet.Fleet. Needs a connection to Ray."""
 
     def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
         self._config = config
@@ -37,13 +37,13 @@ class RayFleet:
         self._has_started = False
 
     async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControlClient:
-        """Takes up a fleet of this name that was left alone, and scales it to what is asked for now; or begins one."""
+        """Adopts a fleet of this name without an owner and scales it, or begins a new fleet."""
         owned = await find_fleet(self._config, self._keys, self._model_path)
         if owned is None:
-            bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config)]
+            bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config.cluster)]
             if self._is_private:
                 check_room(bundles)
-            # As it would be said now, before there are workers.
+            # Computed now, while no worker takes up room.
             shortage = no_room(bundles) + labels_text(self._config)
             self._owned = owned = begin_fleet(self._config, self._keys, self._model_path)
             timeout_s = self._config.cluster.start_timeout_s
@@ -75,8 +75,8 @@ class RayFleet:
             owned.end()
 
     def _forced_end_s(self, owned: OwnedController) -> float:
-        """What the controller gets to end all workers in; what is left then is ended by force."""
+        """How long the controller may take to end all workers; the rest is ended by force."""
         if owned.has_answered:
             return self._config.cluster.unresponsive_timeout_s + _KILL_TIMEOUT_S
-        # It may have no process yet, and take minutes to get one. On a private Ray nothing of it can be left behind.
+        # The controller may have no process for minutes. A private Ray leaves nothing behind anyway.
         return 0.0 if self._is_private else _ABSENT_TIMEOUT_S

@@ -31,33 +31,33 @@ _REAP_TIMEOUT_S = 10.0
 
 
 def parse_title(title: str) -> tuple[str, int] | None:
-    """Worker and number of an incarnation; None if it is the name of something else."""
+    """Worker and number of an incarnation; None for any other name."""
     match = _TITLE.fullmatch(title)
     return None if match is None else (match[1], int(match[2]))
 
 
 class RayIncarnation:
-    """The control plane of one actor, from the outside. See cluster.controller.launcher.Incarnation."""
+    """The controller's end of one worker actor. See cluster.controller.launcher.Incarnation."""
 
     def __init__(self, name: str, number: int, actor: Any, target: str | None) -> None:
         self.name = name
         self.number = number
         self.node = ""
         self.node_id = target
-        """Where it is; before that is known, where it shall go."""
+        """The actor's node; before that is known, the requested node."""
         self.is_over = False
         self._actor = actor
         self._pid: int | None = None
         self._has_started = False
         self._hangs = False
-        """It did not answer in time, so it may not hear that it is to end either."""
+        """The actor did not answer in time, so it may not react to its end either."""
 
     @property
     def title(self) -> str:
         return f"{self.name}/{self.number}"
 
     async def introduce(self) -> Introduction:
-        """Waits until the actor has room and a process, and learns where."""
+        """Waits until the actor has room and a process; returns where."""
         introduction = await self._exchange(Introduce())
         self.node_id, self._pid = introduction.node_id, introduction.pid
         self.node = node_name(introduction.host, introduction.node_id)
@@ -113,19 +113,19 @@ class RayIncarnation:
 
 
 def node_name(host: str, node_id: str) -> str:
-    """Another one for each node, also where several share a machine."""
+    """A unique name, also for several nodes on one machine."""
     return f"{host}-{node_id[:6]}"
 
 
 def give_room_back(title: str) -> None:
-    """Removes the placement group of an incarnation, and with it whatever still runs there."""
+    """Removes the placement group of an incarnation, which also ends all processes in it."""
     group = group_of(title)
     if group is not None:
         remove_placement_group(group)
 
 
 def group_of(title: str) -> PlacementGroup | None:
-    """The placement group of an incarnation of this fleet, in whose namespace we are."""
+    """The placement group of an incarnation in this namespace; None if there is none."""
     try:
         group: PlacementGroup = get_placement_group(title)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Workers of a fleet as actors on Ray's nodes: finds each a place, and finds those again that are there already."""
+"""Workers of a fleet as actors on Ray's nodes: places new ones, and finds those that already run."""
 
 import asyncio
 import logging
@@ -30,11 +30,11 @@ _HEAD = "node:__internal_head__"
 """The resource by which Ray marks the head node."""
 
 _NODE_ID = "ray.io/node-id"
-"""The label that every node has of Ray's own."""
+"""A label that Ray gives each node."""
 
 
 class RayLauncher:
-    """See cluster.controller.launcher.Launcher. Ray's autoscaler sees the incarnations that wait for room."""
+    """See cluster.controller.launcher.Launcher. Ray's autoscaler sees which incarnations wait for room."""
 
     def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
         self._config = config
@@ -56,7 +56,7 @@ class RayLauncher:
             await incarnation.introduce()
             if incarnation.node in self._avoided:
                 raise ClusterError(
-                    f"its node {incarnation.node} began to leave while it waited for room there"
+                    f"its node {incarnation.node} began to drain while the worker waited for room there"
                 )
         except BaseException:
             await incarnation.stop(0.0)
@@ -78,7 +78,7 @@ class RayLauncher:
         kept = {f"{each.incarnation.name}/{each.incarnation.number}" for each in found.values()}
         for group in placement_group_table().values():
             if parse_title(group["name"]) and group["state"] != "REMOVED" and group["name"] not in kept:
-                give_room_back(group["name"])  # if it is ours: names of other namespaces are not found
+                give_room_back(group["name"])  # finds only names of this namespace
         return found
 
     def avoid(self, nodes: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ class RayLauncher:
     def _make(
         self, title: str, name: str, role: WorkerRole, target: str | None, avoided: Sequence[str]
     ) -> Any:
-        """An actor that waits for room, if need be; on other nodes than these, by id."""
+        """Creates the actor, which waits for room if necessary. `avoided`: node ids where it must not run."""
         bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
         if avoided:
             labels[_NODE_ID] = f"!in({','.join(avoided)})"
@@ -115,7 +115,7 @@ class RayLauncher:
         return worker.remote(self._config, self._keys, self._model_path, role, name)
 
     async def _meet(self, title: str, patience_s: float) -> Found | None:
-        """An incarnation that another controller began; one that does not serve is ended."""
+        """An incarnation that a former controller began; ends one that does not serve."""
         name, number = parse_title(title) or ("", 0)
         try:
             incarnation = RayIncarnation(name, number, ray.get_actor(title), None)
@@ -133,7 +133,7 @@ class RayLauncher:
         return None
 
     async def _rooms(self) -> list[NodeRoom]:
-        """Counts what is on its way too, which Ray does not know yet when several workers start at once."""
+        """All live nodes. Counts workers on their way too: Ray does not know those yet when several start at once."""
         nodes, free = await asyncio.gather(
             asyncio.to_thread(ray.nodes), asyncio.to_thread(available_resources_per_node)
         )

@@ -1,4 +1,4 @@
-"""Room for workers on Ray's nodes: what each asks for, where it goes first, and what to say if there is none."""
+"""Room for workers on Ray's nodes: the resources of a worker, the choice of its node, and errors for lack of room."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,13 +24,13 @@ class NodeRoom:
     free: Mapping[str, float]
     labels: Mapping[str, str]
     num_workers: int
-    """Of this fleet, placed there or on their way."""
+    """Workers of this fleet on this node, or on their way to it."""
     is_draining: bool = False
-    """It takes nothing more."""
+    """The node takes no more workers."""
 
 
 def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:
-    """What one worker of this role asks of Ray, for all its ranks: they share a host, so they share a bundle."""
+    """The resources of one worker of this role, for all its ranks: ranks share a host, so they share a bundle."""
     num_ranks = config.num_ranks(role)
     bundle: Bundle = {"CPU": config.cluster.cpus_per_worker * num_ranks}
     if config.engine.device == "cuda":
@@ -40,13 +40,13 @@ def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:
 
 
 def labels_of(config: BatonConfig, role: WorkerRole) -> dict[str, str]:
-    """Which labels the node of such a worker must have."""
+    """The labels that the node of such a worker must have."""
     cluster = config.cluster
     return dict(cluster.prefill_labels if role is WorkerRole.PREFILL else cluster.decode_labels)
 
 
 def labels_text(config: BatonConfig) -> str:
-    """To be added to what is said of room, if nodes without these labels do not count."""
+    """A supplement to `no_room` if only nodes with certain labels count; else empty."""
     wanted = [(role, labels) for role in WorkerRole if (labels := labels_of(config, role))]
     texts = (", ".join(f"{name}: {value}" for name, value in labels.items()) for _, labels in wanted)
     kinds = (
@@ -57,9 +57,9 @@ def labels_text(config: BatonConfig) -> str:
 
 
 def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom]) -> str | None:
-    """Where a worker goes first: the node with the fewest of its fleet, the head only if no other has room.
+    """The preferred node: the one with the fewest workers of the fleet, and the head only if no other has room.
 
-    None leaves it to Ray: no node has room at present, or the labels are conditions that only Ray understands.
+    None leaves the choice to Ray: no node has room at present, or the labels are conditions that only Ray understands.
     """
     if any(value.startswith("!") or "(" in value for value in labels.values()):
         return None
@@ -75,16 +75,16 @@ def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeR
 
 
 def check_room(bundles: Sequence[Bundle]) -> None:
-    """ClusterError, with what was asked and what is there, if the whole cluster could not hold all of them."""
+    """ClusterError, with the requested and the present resources, if the empty cluster could not hold all bundles."""
     if not fits(bundles, (node["Resources"] for node in ray.nodes() if node["Alive"])):
         raise ClusterError(no_room(bundles))
 
 
 def fits(bundles: Sequence[Bundle], nodes: Iterable[Bundle]) -> bool:
-    """Whether the bundles find room on nodes that are otherwise empty, each on one node.
+    """Whether all bundles fit on otherwise empty nodes, each bundle on one node.
 
-    The largest are placed first, each where it first fits. That is exact on one node, which is all that a cluster has
-    whose size is settled; over several nodes it may overlook a way to place unequal bundles.
+    The largest bundle is placed first, each on the first node with room. That is exact on one node, as in a private
+    Ray; on several nodes it may miss a way to place unequal bundles.
     """
     free = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda bundle: sorted(bundle.items()), reverse=True):
@@ -99,7 +99,7 @@ def fits(bundles: Sequence[Bundle], nodes: Iterable[Bundle]) -> bool:
 
 
 def no_room(bundles: Sequence[Bundle]) -> str:
-    """Why the cluster, as it is now, cannot hold these."""
+    """Why the present cluster cannot hold these bundles."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if any("GPU" in bundle for bundle in bundles) and not any("GPU" in node["Resources"] for node in nodes):
         return "engine.device: got 'cuda', but Ray finds no GPU on any node of the cluster"

@@ -1,8 +1,8 @@
-"""The connection to Ray: a private one for this command, or an existing cluster; knows no workers.
+"""The connection to Ray: a private Ray for this command, or an existing cluster; knows no workers.
 
-A private Ray listens on loopback only and lives in a folder of its own, which other users cannot enter. Its processes
-die with ours even on SIGKILL: Ray ties them to the *thread* that starts them (PR_SET_PDEATHSIG), hence `connect`
-belongs on the main one.
+A private Ray listens on loopback only, and has a folder of its own that other users cannot enter. Its processes die
+with this process even on SIGKILL: Ray ties them to the *thread* that starts them (PR_SET_PDEATHSIG), so `connect` must
+run on the main thread.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from baton.errors import ClusterError
 logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 100 * 2**20
-"""Next to nothing goes through Ray's object store, and Ray refuses less than 75 MiB."""
+"""Baton puts almost nothing into Ray's object store, and Ray refuses less than 75 MiB."""
 
 _SYSTEM_CONFIG: dict[str, int | bool] = {
     # Seconds instead of Ray's default 16 until a lost node is noticed.
@@ -36,7 +36,7 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 4,
-    # `ray.init` would wait, deaf to Ctrl-C, until a Python process per CPU has come up.
+    # Else `ray.init` ignores Ctrl-C until a Python process per CPU has started.
     "prestart_worker_first_driver": False,
 }
 
@@ -47,12 +47,12 @@ _TRY_AGAIN_S = 1.0
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
 
 _RAYS_OWN = "r"
-"""The folder that Ray is given, inside one that only we may enter: Ray lets everybody write to its own. A short name,
-since the names of sockets below it are long."""
+"""Ray's folder, inside one that only this user may enter: Ray makes its own folder writable for all users. The name is
+short because the sockets below have long names."""
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
-# What a joined cluster's workers need of our code; a private Ray runs in this very environment.
+# The packages that workers on a joined cluster need; a private Ray runs in this environment.
 _PACKAGES = (
     "baton",
     "cluster",
@@ -66,13 +66,13 @@ _PACKAGES = (
 
 
 def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, str], home: Path) -> None:
-    """Ray reads these when it is first imported, so this comes before anything that imports it.
+    """Sets variables that Ray reads when it is first imported, so call this before any import of Ray.
 
-    A private Ray stays on loopback and takes orders only with a secret that nobody else gets to see. For a cluster that
-    is joined by its address Ray would not look for a token by itself.
+    A private Ray stays on loopback and requires a secret token. For a cluster that is joined by its address, Ray would
+    not look for a token by itself.
     """
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray would print each lost worker and each repeated call to a driver's stdout, which is ours for JSON.
+    # Else Ray prints lost workers and repeated calls to the driver's stdout, which is for JSON.
     environment.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if config.ray_address == "local":
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
@@ -84,11 +84,11 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
 
 @contextmanager
 def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path | None]:
-    """Starts or joins Ray, and leaves it again; a private one is gone afterwards. Says where the logs of a private one
-    are, and of all workers on it.
+    """Starts or joins Ray for the body, then ends or leaves it. Yields the folder with the logs of a private Ray and
+    its workers; None for a joined cluster.
 
-    Raises ClusterError. A private Ray has CPU replicas for `num_ranks` even where the machine has fewer cores: replicas
-    are bookkeeping, and a laptop shall serve as well. Its logs outlive it only if the body fails.
+    Raises ClusterError. A private Ray declares CPUs for `num_ranks` ranks even if the machine has fewer cores: Ray only
+    counts them, and a laptop should serve too. Its logs are kept only if the body fails.
     """
     assert threading.current_thread() is threading.main_thread(), (
         "a private Ray dies with the thread that starts it"
@@ -105,8 +105,8 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
     def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
-    # An interrupted `ray.init` ends its processes, which write there, only in a hook of its own. Registered before it,
-    # ours runs after it.
+    # An interrupted `ray.init` ends its processes in an exit hook of its own. A hook registered earlier runs later,
+    # when no process writes to the folder any more.
     atexit.register(remove)
     try:
         with _private(ray, folder / _RAYS_OWN, config, num_ranks, device):
@@ -153,10 +153,10 @@ def _joined(ray: ModuleType, config: ClusterConfig) -> Iterator[None]:
 
 
 def _join(ray: ModuleType, config: ClusterConfig) -> None:
-    """Again and again until it is there, or its time is over."""
+    """Retries until the cluster answers or the time is over."""
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
-    # What Python compiles meanwhile is no part of it: files that come and go, and another package each time.
+    # Without compiled files, which would make a different package each time.
     environment = {"py_modules": modules, "excludes": ["__pycache__"]}
     deadline, is_announced = time.monotonic() + config.ray_timeout_s, False
     while True:
@@ -178,10 +178,10 @@ def _join(ray: ModuleType, config: ClusterConfig) -> None:
 
 
 def _probe(address: str) -> None:
-    """Ray itself would try for more than a minute where nobody listens."""
+    """Fails fast where nothing listens: Ray itself would retry for more than a minute."""
     match = re.fullmatch(r"([^:/]+):(\d+)", address)
     if match is None:
-        return  # `auto`, or a kind of address that only Ray can judge
+        return  # `auto`, or an address that only Ray can check
     try:
         socket.create_connection((match[1], int(match[2])), timeout=_PROBE_TIMEOUT_S).close()
     except OSError as error:
@@ -189,7 +189,7 @@ def _probe(address: str) -> None:
 
 
 def _short_folder(folder: str) -> str:
-    """The folder for temporary files, unless the sockets that Ray makes deep below it would get too long a name."""
+    """The folder for temporary files, or /tmp if the paths of Ray's sockets would be too long there."""
     return folder if len(_longest_socket(folder)) <= _MAX_SOCKET_PATH else "/tmp"
 
 
@@ -201,13 +201,13 @@ def _longest_socket(folder: str) -> str:
 def _init(ray: ModuleType, address: str, **options: Any) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:  # Ray raises just that where a busy machine takes too long
+    except Exception as error:  # Ray raises a bare Exception if a busy machine takes too long
         what = "start Ray" if address == "local" else f"join the Ray cluster at {address}"
         raise ClusterError(f"could not {what} (cluster.ray_address): {_root_cause(error)}") from error
 
 
 def _root_cause(error: BaseException) -> str:
-    """The last line of what began it; Ray wraps whole tracebacks into its messages."""
+    """The last line of the first error; Ray wraps whole tracebacks into its messages."""
     while error.__cause__ is not None:
         error = error.__cause__
     return ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1].strip()

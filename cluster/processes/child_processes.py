@@ -1,6 +1,6 @@
-"""A cluster of child processes on this machine, without Ray: for tests, benchmarks and machines that have no Ray.
+"""A cluster of child processes on this machine, for tests, benchmarks and examples.
 
-The same workers, the same gateway and the same planes as under Ray; only who starts them differs.
+Workers, gateway and planes are the same as under Ray; there is no controller.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class WorkerProcess:
-    """One worker; it lives no longer than this process, whose end closes its stdin."""
+    """One worker process. It ends with this process, whose end closes the worker's stdin."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class WorkerProcess:
         name: str,
         log_level: str | None = "INFO",
     ) -> None:
-        """`log_level` None: as the configuration says. The secret goes into the process's environment, which its user
-        alone can read, unlike its arguments."""
+        """`log_level` None: the configuration's. The secret goes into the environment, since all users can read the
+        arguments of a process."""
         self.name = name
         environment = dict(os.environ)
         if secret is not None:
@@ -55,7 +55,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the command, which drains its workers first
+            start_new_session=True,  # Ctrl-C goes only to the command, which drains its workers first
         )
 
     @property
@@ -63,7 +63,7 @@ class WorkerProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> WorkerEndpoint:
-        """Blocks until the worker serves. If it ends instead, it raises as `endpoint_from_json` does."""
+        """Blocks until the worker serves. If it fails, raises like `endpoint_from_json`, or WorkerUnavailable."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -71,7 +71,7 @@ class WorkerProcess:
         return endpoint_from_json(line)
 
     def control(self) -> StdioControlClient:
-        """For a worker that serves; its stdout is read there alone from now on."""
+        """Needs a serving worker. Only the client reads the worker's stdout from now on."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         return StdioControlClient(self.name, self._process.stdin, self._process.stdout)
@@ -80,22 +80,22 @@ class WorkerProcess:
         self._process.send_signal(number)
 
     def wait(self) -> int:
-        """Blocks until the process has ended; its exit code."""
+        """Blocks until the process has ended; returns its exit code."""
         return self._process.wait()
 
     def ask_to_end(self) -> None:
-        """Cleanly, by itself, and soon."""
+        """Sends SIGTERM, after which a worker ends cleanly."""
         self._process.terminate()
 
     def close(self) -> None:
-        """Our ends of its pipes. A process that still runs ends with them."""
+        """Closes the pipes. A process that still runs ends then."""
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # what it was told last went nowhere
+            with contextlib.suppress(BrokenPipeError):  # unsent data is lost
                 stream.close()
 
     def stop(self) -> int:
-        """Lets the worker end by itself and returns its exit code; one that does not is killed."""
+        """Lets the worker end by itself, or kills it after STOP_TIMEOUT_S; returns its exit code."""
         self.close()
         try:
             return self._process.wait(STOP_TIMEOUT_S)
@@ -126,7 +126,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
         try:
             path = Path(folder) / "baton.json"
             path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
-            for name, role in worker_names(config):
+            for name, role in worker_names(config.cluster):
                 workers[name] = WorkerProcess(path, secret, role, name)
             loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
             endpoints = await asyncio.gather(
@@ -146,7 +146,7 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
 
 
 def with_path(config: BatonConfig, model_path: Path) -> dict[str, object]:
-    """As a file says it: without what nobody has set, which may be the device's choice."""
+    """The configuration as a file's content, without unset keys: their defaults may depend on the device."""
     values = config.model_dump(exclude_unset=True)
     values.setdefault("model", {})["path"] = str(model_path)
     return values

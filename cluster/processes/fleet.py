@@ -1,4 +1,4 @@
-"""A fleet of child processes on this machine, kept whole by a controller in this one: `baton serve` without Ray."""
+"""A fleet of child processes on this machine, with its controller in this process: `baton serve` without Ray."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from cluster.processes.launcher import ProcessLauncher
 
 
 class ProcessFleet:
-    """See cluster.serve.owned_fleet.Fleet. Its workers end with this process, however that ends."""
+    """See cluster.serve.owned_fleet.Fleet. The workers end with this process, even on SIGKILL."""
 
     def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")

@@ -1,4 +1,4 @@
-"""Workers of a fleet as child processes on this machine; they end with this process, so there is never one to adopt."""
+"""Workers of a fleet as child processes on this machine. They end with this process, so none is ever adopted."""
 
 import asyncio
 import signal
@@ -38,7 +38,7 @@ class ProcessIncarnation:
     def name(self) -> str:
         return self.process.name
 
-    async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:  # noqa: ARG002 (it goes to the log)
+    async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:  # noqa: ARG002 (the worker logs its progress)
         try:
             endpoint = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self.process.wait_until_ready
@@ -79,7 +79,7 @@ class ProcessIncarnation:
 
 
 class ProcessLauncher:
-    """See cluster.controller.launcher.Launcher. There is room for any number of workers, but never for a spare one."""
+    """See cluster.controller.launcher.Launcher. There is room for any number of workers, but not for a spare one."""
 
     def __init__(self, config_path: Path, secret: ClusterSecret | None) -> None:
         self._config_path = config_path
@@ -101,7 +101,7 @@ class ProcessLauncher:
         return {}
 
     def avoid(self, nodes: Sequence[str]) -> None:
-        assert not nodes, "this machine is all there is, so it cannot leave"
+        assert not nodes, "the only machine cannot drain"
 
     async def nodes(self) -> tuple[NodeDescription, ...]:
         node = NodeDescription(

@@ -1,1 +1,1 @@
-"""A whole deployment: a gateway, the fleet behind it, and what joins the two."""
+"""Whole deployments: a gateway, the fleet behind it, and the connection between the two."""

@@ -1,4 +1,4 @@
-"""A fleet without a gateway: started or taken over, open to gateways elsewhere by its control server, and ended."""
+"""Runs a fleet without a gateway: starts or adopts it, serves its control API to gateways elsewhere, and ends it."""
 
 import asyncio
 import os
@@ -26,15 +26,15 @@ from cluster.serve.owned_fleet import (
 from cluster.serve.screen import Screen, workers_text
 
 _FAREWELL_S = 1.0
-"""A gateway that has heard news asks for the next at once, one that has heard an error a second later."""
+"""Gateways call WaitView again at once after an answer, and a second after an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFleet:
-    """A fleet that serves, and where gateways find it."""
+    """A fleet that serves gateways."""
 
     address: str
-    """HOST:PORT, as others reach it."""
+    """HOST:PORT of the control server, as others reach it."""
     endpoints: tuple[WorkerEndpoint, ...]
 
 
@@ -44,13 +44,12 @@ WhileOpen = Callable[[OpenFleet], Awaitable[None]]
 def run_fleet(
     config: BatonConfig, screen: Screen, while_open: WhileOpen, reread: Callable[[], BatonConfig]
 ) -> None:
-    """Starts a fleet, or takes up one that was left alone, and ends it; a signal cancels whatever comes before that.
+    """Starts a fleet, or adopts one without an owner, and ends it after `while_open` or a signal.
 
-    `reread` is asked every few seconds for the configuration as it is now: if it asks for other numbers of workers,
-    there will be so many.
+    `reread` is called every few seconds for the present configuration; the fleet is scaled to the worker counts in it.
 
-    Raises BatonError if it could not start or take it up, FleetEnded if it ends by itself, and KeyboardInterrupt if
-    SIGINT comes before there is a loop. Either way nothing of it is left.
+    Raises BatonError if the start fails, FleetEnded if the fleet ends by itself, and KeyboardInterrupt for a SIGINT
+    before the event loop runs. In any case nothing of the fleet is left.
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -73,8 +72,8 @@ async def _run(
     reread: Callable[[], BatonConfig],
     signals: StopSignals,
 ) -> None:
-    # Bound before the workers start, which takes minutes, so that a port that is taken is known now.
-    server = ControlServer(config, configuration, keys)
+    # Bound before the workers start, which takes minutes: a port in use is an error at once.
+    server = ControlServer(config.network, config.cluster.fleet_port, configuration, keys)
     server.open()
 
     async def start_and_serve() -> None:
@@ -82,7 +81,7 @@ async def _run(
 
             async def open_to_gateways(control: ControlApi) -> None:
                 endpoints = (await server.serve(control)).endpoints
-                if (num_missing := len(worker_names(config)) - len(endpoints)) > 0:
+                if (num_missing := len(worker_names(config.cluster)) - len(endpoints)) > 0:
                     stage.note(
                         f"{workers_text(endpoints)} serve at {server.address}; {num_missing} more to come"
                     )
@@ -102,7 +101,7 @@ async def _run(
     try:
         await unless(signals.stop, start_and_serve())
     finally:
-        screen.line("stopping", f"the fleet ends; its workers have {config.cluster.drain_timeout_s:g} s")
+        screen.line("stopping", f"ending the fleet; its workers have {config.cluster.drain_timeout_s:g} s")
         try:
             await fleet.end(signals.hurry)
         finally:
@@ -110,7 +109,7 @@ async def _run(
 
 
 async def _either(*works: Awaitable[None]) -> None:
-    """Returns when one of them does, and raises what it raises; the others are cancelled."""
+    """Returns when the first one does, or raises its error; cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Where a gateway looks for the fleet that it joins: on its Ray cluster, or at a control server; knows no gateway."""
+"""The places where a gateway looks for its fleet: a Ray cluster, or a control server; knows no gateway."""
 
 import asyncio
 from pathlib import Path
@@ -13,41 +13,41 @@ from cluster.control_api.zmq_carrier import ZmqCarrier
 
 
 class AnotherFleet(ClusterError):
-    """There is a fleet, but not the one that is asked for: waiting longer would not help."""
+    """The fleet there is not the requested one; waiting longer does not help."""
 
 
 class Sighting(NamedTuple):
-    """A fleet that answers."""
+    """A fleet that was found."""
 
     control: ControlApi
     config: BatonConfig
-    """As its owner set it."""
+    """The owner's configuration."""
     model_path: Path
-    """On the machine of its owner."""
+    """The model's folder on the owner's machine."""
     keys_digest: str
 
     @classmethod
     async def of(cls, control: ControlApi) -> "Sighting":
-        """ClusterError if the fleet does not answer yet."""
+        """Reads the fleet's configuration. ClusterError if the fleet does not answer yet."""
         configuration = await control.call(GetConfiguration())
         return cls(control, *unpack_configuration(configuration), configuration.keys_digest)
 
 
 class FleetSource(Protocol):
-    """Asked again and again, until there is a fleet."""
+    """A place to look for a fleet, until there is one."""
 
     @property
     def absence(self) -> str:
-        """For messages: that there is no fleet where it looks."""
+        """The message if no fleet was found."""
         ...
 
     async def find_fleet(self) -> Sighting:
-        """ClusterError, with the reason, if none answers yet; AnotherFleet if one refuses the connection."""
+        """ClusterError, with the reason, if no fleet answers yet; AnotherFleet if one refuses the connection."""
         ...
 
 
 class RaySource:
-    """Ray has to be connected to already."""
+    """Needs a connection to Ray."""
 
     def __init__(self, config: BatonConfig) -> None:
         self._config = config
@@ -63,7 +63,7 @@ class RaySource:
 
 
 class ControlServerSource:
-    """Over a connection that is open."""
+    """Needs an open carrier."""
 
     def __init__(self, client: ControlClient, carrier: ZmqCarrier) -> None:
         self._client = client
@@ -77,5 +77,5 @@ class ControlServerSource:
             if self._carrier.refusal is None:
                 raise
             raise AnotherFleet(
-                f"the fleet at {self._carrier.address} (cluster.fleet_address) is not ours: {self._carrier.refusal}"
+                f"the fleet at {self._carrier.address} (cluster.fleet_address) refuses us: {self._carrier.refusal}"
             ) from None

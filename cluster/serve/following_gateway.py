@@ -1,4 +1,4 @@
-"""A gateway whose workers are those of a fleet, from its first port to its last request; starts no worker."""
+"""A gateway that follows a fleet's workers, from its start to its last request; starts no worker."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,12 +21,12 @@ class Service:
     """A gateway that answers requests."""
 
     target: str
-    """Where its gRPC listens, as `host:port`."""
+    """`host:port` of the gRPC frontend."""
     http: str | None
-    """Where its HTTP does; None if it was configured without."""
+    """`host:port` of the HTTP frontend; None if there is none."""
     endpoints: tuple[WorkerEndpoint, ...]
     model: str
-    """By which name clients ask for it."""
+    """The model's name in requests."""
     uses_tls: bool = False
     asks_for_key: bool = False
 
@@ -35,10 +35,10 @@ WhileReady = Callable[[Service], Awaitable[None]]
 
 
 class FollowingGateway:
-    """`stop` is right whatever `start` did."""
+    """`stop` may be called after any outcome of `start`."""
 
     def __init__(self, config: BatonConfig, gateway: Gateway, control: ControlApi, *, is_owner: bool) -> None:
-        """`is_owner`: this process ends the fleet when it ends itself."""
+        """`is_owner`: this process also ends the fleet."""
         self._config = config
         self._gateway = gateway
         self._control = control
@@ -46,7 +46,7 @@ class FollowingGateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Service:
-        """Returns once some worker decodes and all that serve are connected; ClusterError if none decodes in time."""
+        """Returns once a decode worker serves and all serving workers are connected; ClusterError after the time."""
         gateway = self._gateway
         await gateway.start()
         follower = Follower(self._control, gateway, is_owner=self._is_owner)
@@ -84,7 +84,7 @@ class FollowingGateway:
             await asyncio.gather(working, return_exceptions=True)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """No new requests; running ones get `cluster.drain_timeout_s`, unless `hurry` is set."""
+        """Takes no new requests; running ones get `cluster.drain_timeout_s`, unless `hurry` is set."""
         if not await unless(hurry, self._gateway.stop(self._config.cluster.drain_timeout_s)):
             await self._gateway.stop(0.0)
         for task in self._tasks:
@@ -106,4 +106,4 @@ class FollowingGateway:
 
 
 def stopping_text(config: BatonConfig) -> str:
-    return f"running requests have {config.cluster.drain_timeout_s:g} s to end; Ctrl-C again cuts them off"
+    return f"running requests have {config.cluster.drain_timeout_s:g} s to end; Ctrl-C again ends them now"

@@ -1,4 +1,4 @@
-"""The gateway that a configuration describes."""
+"""Builds the gateway of a configuration."""
 
 from pathlib import Path
 
@@ -6,15 +6,16 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.messages.control import ControlApi
 from baton.system.curve import ClusterKeys
-from cluster.controller.spec import served_model
-from gateway import Gateway, Tokenizer
+from engine.loading.pretrained import PRETRAINED
+from engine.model_config import read_architecture, read_eos_token_ids
+from gateway import Gateway, ServedModel, Tokenizer
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
 from gateway.open_files import fitted_to_open_files
 
 
 def check_access(config: BatonConfig) -> None:
-    """ConfigError if the gateway could not use its API keys or certificates, or may open too few files; asked before
+    """ConfigError if the gateway cannot use its API keys or certificates, or may open too few files. Checked before
     workers take minutes to start."""
     clock = SystemClock()
     Authenticator(config.gateway, clock)
@@ -30,16 +31,29 @@ def make_gateway(
     tokenizer: Tokenizer,
     control: ControlApi | None = None,
 ) -> Gateway:
-    """Not started yet. Operators' calls go to `control`; without one they are refused."""
+    """The gateway, not started yet. Passes operators' calls to `control`; refuses them without one."""
     return Gateway(
         config.gateway,
         config.network,
         keys.request,
         keys.prefix,
         config.kv_transfer.load_failure_policy,
-        served_model(config, model_path),
+        _served_model(config, model_path),
         tokenizer,
         SystemClock(),
         control,
         log_prompts=config.logging.log_prompts,
+    )
+
+
+def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
+    """What clients are told about the model, from its folder and the configuration."""
+    architecture = read_architecture(model_path)
+    name = config.model.path if config.model.path in PRETRAINED else model_path.name
+    return ServedModel(
+        name=name,
+        path=str(model_path),
+        max_model_len=config.scheduler.max_model_len or architecture.max_position_embeddings,
+        vocab_size=architecture.vocab_size,
+        eos_token_ids=read_eos_token_ids(model_path),
     )

@@ -1,4 +1,4 @@
-"""One more gateway to a fleet that runs: found, followed, and left alone in the end."""
+"""Runs one more gateway for a running fleet: finds the fleet, follows it, and leaves it running."""
 
 import asyncio
 import os
@@ -26,34 +26,34 @@ from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import Tokenizer
 
 _LOOK_EVERY_S = 1.0
-"""Pause between two looks for a fleet."""
+"""Pause between two tries to find the fleet."""
 
 
 class JoinedFleet(NamedTuple):
-    """A fleet, and what a gateway to it has to know."""
+    """A fleet, and all that a gateway needs for it."""
 
     control: ControlApi
     config: BatonConfig
-    """The fleet's own, with our gateway in it."""
+    """The fleet's configuration, with this gateway's section."""
     keys: ClusterKeys
     model_path: Path
-    """On the machine of its owner."""
+    """The model's folder on the owner's machine."""
 
 
 def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
-    """Serves the fleet `cluster.name` while `while_ready` runs; a signal cancels that. The fleet goes on without us.
+    """Serves the fleet `cluster.name` while `while_ready` runs; a signal cancels that. The fleet outlives the gateway.
 
-    Of `config`, the section `gateway` counts; whatever else is set in it must be as in the fleet, and what is not set
-    is the fleet's. Raises BatonError if there is no such fleet within `cluster.start_timeout_s`, if it is another one
-    than is asked for, or when it ends; KeyboardInterrupt if SIGINT comes before there is a loop.
+    `config` sets the section `gateway`. Other keys set in it must agree with the fleet's; keys not set are taken from
+    the fleet. Raises BatonError if there is no such fleet within `cluster.start_timeout_s`, if the fleet differs, or
+    when the fleet ends; KeyboardInterrupt for a SIGINT before the event loop runs.
     """
     address = config.cluster.ray_address
     uses_ray = config.cluster.fleet_address is None
     if uses_ray and address in ("local", "none"):
         raise ConfigError(
-            f"cluster.ray_address: got {address!r}, which only `baton serve` itself can reach; a gateway joins a Ray "
-            "cluster by its address, such as head:6379, or auto for that of this machine; or a `baton fleet` by "
-            "cluster.fleet_address"
+            f"cluster.ray_address: got {address!r}, which only `baton serve` itself can reach; set the address of a "
+            "Ray cluster, such as head:6379, or auto for the one on this machine; or set cluster.fleet_address to join "
+            "a `baton fleet`"
         )
     check_access(config)
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
         nonlocal following
         found = await _find(config, await _source(config, stack), screen)
         with (
-            screen.stage("workers", "waiting for some that serve") as stage,
+            screen.stage("workers", "waiting for workers") as stage,
             Loading(partial(_load, config, found)) as loading,
         ):
             model_path, tokenizer = await asyncio.wrap_future(loading.result)
@@ -94,12 +94,12 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
             await unless(signals.stop, find_and_open())
         finally:
             if following is not None:
-                screen.line("stopping", f"{stopping_text(config)}; the fleet goes on")
+                screen.line("stopping", f"{stopping_text(config)}; the fleet continues")
                 await following.stop(signals.hurry)
 
 
 async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
-    """Usable until the stack is left."""
+    """Usable until `stack` is closed."""
     address = config.cluster.fleet_address
     if address is None:
         return RaySource(config)
@@ -109,7 +109,7 @@ async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
 
 
 async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> JoinedFleet:
-    """Waits until there is a fleet, and compares it with what is asked for."""
+    """Waits for the fleet, and compares it with `config`."""
     name = config.cluster.name
     with screen.stage("fleet", f"looking for '{name}'") as stage:
         control, theirs, model_path, digest = await _wait_for(config, source, stage)
@@ -118,13 +118,13 @@ async def _find(config: BatonConfig, source: FleetSource, screen: Screen) -> Joi
         merged = _with_gateway_of(config, theirs)
         keys = derive_keys(load_secret(merged.network, os.environ, may_create=False))
         if digest != keys_digest(keys):
-            raise _another_one(name, ["its cluster secret is another one"])
+            raise _another_one(name, ["its cluster secret differs"])
         stage(f"found '{merged.cluster.name}'")
     return JoinedFleet(control, merged, keys, model_path)
 
 
 async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage) -> Sighting:
-    """A fleet whose controller answers."""
+    """Waits for a fleet whose controller answers."""
     timeout_s = config.cluster.start_timeout_s
     reason = ""
     try:
@@ -134,7 +134,7 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
                     return await source.find_fleet()
                 except AnotherFleet:
                     raise
-                except ClusterError as error:  # it ends, or is not quite there yet
+                except ClusterError as error:  # the fleet is ending, or still starting
                     if not reason:
                         stage.note(f"{source.absence} yet; waiting for one, {timeout_s:g} s at most")
                     reason = str(error)
@@ -147,7 +147,7 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
 
 
 def _load(config: BatonConfig, found: JoinedFleet) -> tuple[Path, Tokenizer]:
-    """The model's folder on this machine, which need not be where it is on others, and its tokenizer."""
+    """The model's folder on this machine, which may differ from the owner's, and its tokenizer."""
     asked_for, served = config.model.path, found.config.model.path
     if "path" in config.model.model_fields_set:
         path = resolve(asked_for, default_cache_dir(os.environ))
@@ -162,7 +162,7 @@ def _load(config: BatonConfig, found: JoinedFleet) -> tuple[Path, Tokenizer]:
 
 
 def _with_gateway_of(config: BatonConfig, theirs: BatonConfig) -> BatonConfig:
-    """The fleet's, with what is this gateway's own, and this machine's."""
+    """The fleet's configuration, with the keys of this gateway and this machine."""
     network = theirs.network.model_copy(update={"secret_file": config.network.secret_file})
     ours = {
         "ray_address",
@@ -178,6 +178,6 @@ def _with_gateway_of(config: BatonConfig, theirs: BatonConfig) -> BatonConfig:
 
 def _another_one(name: str, differences: list[str]) -> AnotherFleet:
     return AnotherFleet(
-        f"the fleet named '{name}' is not the one that is asked for: {'; '.join(differences)}. Leave these keys out, "
+        f"the fleet named '{name}' differs from this configuration: {'; '.join(differences)}. Remove these keys, "
         "or use another cluster.name"
     )

@@ -1,4 +1,4 @@
-"""The fleet that a command begins or takes up, and ends with itself: on Ray, or child processes; listens on no port."""
+"""The fleet that a command starts or adopts, and ends: on Ray, or as child processes; listens on no port."""
 
 import asyncio
 import os
@@ -19,40 +19,40 @@ from engine.loading.pretrained import default_cache_dir, resolve
 
 
 class Fleet(Protocol):
-    """Workers and their controller. `end` is right whatever `start` did."""
+    """Workers and their controller. `end` may be called after any outcome of `start`."""
 
     async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControlApi:
-        """Returns once every worker serves; raises BatonError if that cannot be.
+        """Returns once every worker serves; raises BatonError on failure.
 
-        `on_serving` is called before, as soon as workers of each role serve; then others may be missing in the end, as
-        `first_start` has it.
+        Calls `on_serving` as soon as workers of each role serve; after that, missing workers are no error (see
+        `first_start`).
         """
         ...
 
     async def end(self, hurry: asyncio.Event) -> None:
-        """Workers have a bounded time to give away what they have, unless `hurry` is set; then nothing is left."""
+        """Drains the workers for a bounded time, unless `hurry` is set, and ends them. Nothing is left."""
         ...
 
 
 def check_owner(config: BatonConfig, command: str) -> None:
-    """ConfigError if the configuration is that of a command which starts no fleet."""
+    """ConfigError if the configuration is for `baton gateway`, which starts no fleet."""
     address = config.cluster.fleet_address
     if address is not None:
         raise ConfigError(
-            f"cluster.fleet_address: got '{address}', where `baton gateway` finds a fleet that runs; `baton {command}` "
-            "starts one, so leave it out"
+            f"cluster.fleet_address: got '{address}', which is for `baton gateway`; `baton {command}` starts "
+            "a fleet of its own, so remove the key"
         )
 
 
 def make_fleet(
     config: BatonConfig, secret: ClusterSecret | None, model_path: Path, screen: Screen, stack: ExitStack
 ) -> Fleet:
-    """Not started yet. Connected to Ray, if it needs that, until the stack is left."""
+    """The fleet, not started yet; connected to Ray, if necessary, until `stack` is closed."""
     if config.cluster.ray_address == "none":
         from cluster.processes.fleet import ProcessFleet
 
         return ProcessFleet(config, secret, model_path)
-    from cluster.on_ray.fleet import RayFleet  # not above: a machine may do without Ray
+    from cluster.on_ray.fleet import RayFleet  # not at the top: a machine may have no Ray
     from cluster.on_ray.session import connect
 
     address = config.cluster.ray_address
@@ -63,15 +63,15 @@ def make_fleet(
 
 
 def most_ranks(config: BatonConfig) -> int:
-    """Of all workers together, as many as there may ever be at once."""
-    workers = Counter(role for _, role in worker_names(config))
+    """The most ranks that all workers together may ever have."""
+    workers = Counter(role for _, role in worker_names(config.cluster))
     if config.autoscaling.mode == "on":
         workers = Counter({role: config.worker_bounds(role)[1] for role in WorkerRole})
     return sum(config.num_ranks(role) * count for role, count in workers.items())
 
 
 def resolve_model(config: BatonConfig, screen: Screen) -> Path:
-    """The model's folder, made now if need be."""
+    """The model's folder, downloaded now if necessary."""
     with screen.bar() as progress:
         path = resolve(config.model.path, default_cache_dir(os.environ), progress)
     screen.line("model", f"{path} in {config.model.dtype}")

@@ -1,4 +1,4 @@
-"""What a person sees while a command works: a line per stage, spinner or bar on a terminal; knows no cluster."""
+"""The output of a running command: a line per stage, and a spinner or bar on a terminal; knows no cluster."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ _BAR_WIDTH = 30
 
 
 class Screen:
-    """Writes to one console. Away from a terminal the same lines come out plain, without anything that moves."""
+    """Writes to one console. Without a terminal, the same lines are plain text without moving parts."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -27,7 +27,7 @@ class Screen:
 
     @contextmanager
     def stage(self, label: str, doing: str) -> Iterator["ScreenStage"]:
-        """Shows `doing` while the body runs; the body says through the yielded stage what came of it."""
+        """Shows `doing` while the body runs; the body calls the yielded stage with the outcome."""
         started = time.monotonic()
         with self.console.status(f"{label:<{_LABEL_WIDTH}} {doing} ...") as status:
             stage = ScreenStage(status, doing, lambda text: self.line("", text))
@@ -36,7 +36,7 @@ class Screen:
 
     @contextmanager
     def bar(self) -> Iterator[Callable[[str, float], None]]:
-        """A progress bar that appears with the first report; plain lines, one per new text, elsewhere."""
+        """A progress bar that appears with the first report; without a terminal, one line per new text."""
         if not self.console.is_terminal:
             yield _each_text_once(lambda text: self.line("", text))
             return
@@ -54,7 +54,7 @@ class Screen:
 
 
 class ScreenStage:
-    """What is being done, the bars of its parts on a terminal, and in the end what came of it."""
+    """One stage: its text, the bars of its parts on a terminal, and its outcome."""
 
     def __init__(self, status: Status, doing: str, write: Callable[[str], None]) -> None:
         self.outcome = doing
@@ -66,16 +66,16 @@ class ScreenStage:
     def __call__(self, outcome: str) -> None:
         self.outcome = outcome
 
-    def say(self, how_it_stands: str) -> None:
-        """Beside what is being done, on a terminal only; the last word counts."""
-        self._status.update(f"{self._doing} [dim]({how_it_stands})[/]")
+    def say(self, status_text: str) -> None:
+        """Shows a status beside the stage's text, on a terminal only; each call replaces the last."""
+        self._status.update(f"{self._doing} [dim]({status_text})[/]")
 
-    def note(self, what_happened: str) -> None:
-        """A line that stays."""
-        self._write(what_happened)
+    def note(self, text: str) -> None:
+        """Prints a permanent line."""
+        self._write(text)
 
     def report(self, part: str, what: str, fraction: float) -> None:
-        """How far a part is with something; the last report counts."""
+        """Shows the progress of a part; each report of a part replaces its last."""
         self._parts[part] = (what, fraction)
         table = Table.grid(padding=(0, 2))
         for name, (doing, done) in sorted(self._parts.items()):

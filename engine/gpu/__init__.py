@@ -1,1 +1,1 @@
-"""Steps on a device that works by itself: staged, queued or replayed, sampled, never waited for; knows no scheduler."""
+"""Steps on an asynchronous device: staged, queued or replayed, and sampled without a wait; knows no scheduler."""

@@ -1,7 +1,7 @@
-"""check_attention: the attention kernels of a worker beside torch, on this GPU, as this assembler made them.
+"""check_attention: compares a worker's attention kernels with torch, on this GPU, as its assembler made them.
 
-Assemblers are known that make silently wrong code of them (engine/gpu/compiler.py), which no test without this GPU can
-see. So a worker computes a step of a prompt and one of decodes, of random numbers in its own pool, before it serves.
+Some assemblers silently make wrong code of them (engine/gpu/compiler.py), which only a test on this GPU can detect. So
+before a worker serves, it computes one prefill step and one decode step over random numbers in its own pool.
 
 Shape suffixes: T tokens of the step, B its requests, M blocks of a table, Q query heads, P query, key and value heads,
 N blocks, K the pair (keys, values), H kv heads, S tokens of a block, D head dimension.
@@ -17,29 +17,28 @@ from baton.errors import ConfigError
 from engine.batch import StepBatch
 from engine.gpu.compiler import Compiler
 from engine.gpu.device_parts import DeviceParts
-from engine.gpu.staged_forward import NO_SLOT, NO_SOURCE
+from engine.gpu.staged_forward import unstored_step
 from engine.kernels.paged_attention import Softmax, paged_attention_reference
 from engine.kv_cache import KVPool
 from engine.layers.fp8 import as_bytes
 from engine.loading.loader import LoadedModel
 
 NUM_RUNS = 3
-"""Of each step: what registers hold when they are reused too early depends on when."""
+"""Runs of each step. Registers that are reused too early hold wrong values in some runs only."""
 CONTEXT = 700
-"""Keys: several turns of every buffer, and a last block that is not full."""
+"""Keys: enough for several turns of every buffer, with a last block that is not full."""
 CHUNK = 100
-"""Tokens of the prompt's step: a tile or more, the last not full."""
+"""Tokens of the prefill step: a tile or more, the last not full."""
 NUM_DECODES = 4
 QUERY_SCALE = 4.0
-"""Standard deviation of queries. Scores of that spread make weights that differ: among equal ones it would not show if
-one took the place of another."""
+"""Standard deviation of queries. It spreads the weights: swapped weights would not show if all were equal."""
 TOLERANCES = {torch.float32: 2**-13, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """By dtype of queries and output, as shares of the weighted sum of |values|.
 
-A 16-bit kernel rounds each weight and each result once, by half a unit in the last place at most: together by one unit,
-2^-10 or 2^-7 of that sum. The tolerance is twice as much. A float32 product is three of TF32, so a score of 40 may be
-1e-5 off, and its weight by that share. An 8-bit cache changes nothing: both sides read the same 8-bit numbers, and the
-kernel's float16 holds them exactly.
+A 16-bit kernel rounds each weight and each result once, by at most half a unit in the last place. Together that is one
+unit, 2^-10 or 2^-7 of the sum; the tolerance is twice that. A float32 product is three products in TF32, so a score of
+40 may be 1e-5 off, and its weight is then off by that share. An 8-bit cache changes nothing: both sides read the same
+8-bit numbers, and the kernel's float16 holds them exactly.
 """
 
 
@@ -49,15 +48,15 @@ class AttentionTrial:
 
     name: str
     run: Callable[[], torch.Tensor]
-    """By the kernels: T x Q x D."""
+    """Computes it by the kernels: T x Q x D."""
     expect: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    """By torch in float64, and how far off each number may be; both T x Q x D, float32."""
+    """Computes it by torch in float64, and each number's tolerance; both are T x Q x D, float32."""
 
 
 def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compiler: Compiler) -> None:
-    """ConfigError if a kernel gives anything else than torch, in any of a few runs.
+    """ConfigError if a kernel's result differs from torch's in any of a few runs.
 
-    The pool is all zeros before and after.     Nothing is compiled that `DeviceParts.rehearse` has not asked for.
+    The pool is all zeros before and after. Every launch has been compiled by `DeviceParts.rehearse`.
     """
     for trial in attention_trials(model, parts, pool):
         want_TQD, allowed_TQD = trial.expect()
@@ -74,9 +73,9 @@ def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compil
 
 
 def attention_trials(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Iterator[AttentionTrial]:
-    """A step of a prompt's chunk and one of decodes, for every window that layers have.
+    """A prefill step and a decode step for every window that layers have.
 
-    Blocks of the pool hold random numbers of that layer while a trial is out, and zeros when the next one is asked for.
+    During a trial the pool's blocks hold random numbers in that layer; they are zeros again before the next trial.
     """
     windows = model.architecture.sliding_windows
     room = min(CONTEXT, parts.limits.max_model_len, (pool.num_blocks - 1) * pool.shape.block_size)
@@ -108,7 +107,7 @@ def _trial(
     batch: StepBatch,
     generator: torch.Generator,
 ) -> AttentionTrial:
-    """Of queries that lie, as ever, within the output of the projection."""
+    """The queries lie within the output of the projection, as in the model."""
     num_heads, head_dim = model.num_heads, pool.shape.head_dim
     shape_TPD = (batch.num_tokens, num_heads + 2 * pool.shape.num_kv_heads, head_dim)
     qkv_TPD = torch.randn(shape_TPD, generator=generator, device=model.device).mul_(QUERY_SCALE)
@@ -135,36 +134,18 @@ def _chunk(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:
 
 
 def _decodes(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:
-    """Some of them, of contexts from `room` tokens down."""
+    """A few decodes, with contexts of `room` tokens and fewer."""
     limits = parts.limits
     count = min(NUM_DECODES, room, limits.max_num_seqs, limits.max_num_batched_tokens)
     return _step([1] * count, [room - room * row // count for row in range(count)], pool.shape.block_size)
 
 
 def _step(num_tokens: list[int], context_lens: list[int], block_size: int) -> StepBatch:
-    """Requests that share blocks 1, 2, ..., each in an order of its own. Nothing is stored, nothing sampled."""
+    """Requests that share blocks 1, 2, ..., each in its own order."""
     num_tokens_B, context_lens_B = np.array(num_tokens), np.array(context_lens)
     num_blocks_B = -(-context_lens_B // block_size)
     block_ids_BM = np.zeros((len(num_tokens), int(num_blocks_B.max())), np.int64)
     generator = np.random.default_rng(0)
     for ids_M, count in zip(block_ids_BM, num_blocks_B, strict=True):
         ids_M[:count] = generator.permutation(count) + 1
-    num_rows = int(num_tokens_B.sum())
-    ends_B = num_tokens_B.cumsum()
-    positions = [np.arange(end - count, end) for end, count in zip(context_lens, num_tokens, strict=True)]
-    is_decode = int(num_tokens_B.max()) == 1
-    return StepBatch(
-        input_ids_T=np.zeros(num_rows, np.int64),
-        sources_T=np.full(num_rows, NO_SOURCE),
-        positions_T=np.concatenate(positions),
-        slots_T=np.full(num_rows, NO_SLOT),
-        num_decodes=len(num_tokens) if is_decode else 0,
-        starts_B=ends_B - num_tokens_B,
-        num_tokens_B=num_tokens_B,
-        context_lens_B=context_lens_B,
-        block_ids_BM=block_ids_BM,
-        num_blocks_B=num_blocks_B,
-        sampling_rows_R=np.empty(0, np.int64),
-        sampling_requests=(),
-        new_tails=(),
-    )
+    return unstored_step(num_tokens_B, context_lens_B, block_ids_BM, block_size)

@@ -1,8 +1,8 @@
 """CompileAhead: the kernels of a model's steps, compiled on threads while its weights load.
 
 An outline of the model, whose tensors have no memory, rehearses as the model will. Each kernel that it launches is
-compiled and not run: Triton keeps it for the launch to come, and on disk. Compiler and assembler let go of Python's
-lock nearly all the time, so threads are enough, and loading goes on beside them.
+compiled but not run; Triton keeps the kernel in memory and on disk for later launches. Compiler and assembler release
+Python's lock nearly all the time, so threads suffice and weights load meanwhile.
 """
 
 import logging
@@ -17,24 +17,24 @@ import torch
 from triton import AsyncCompileMode, FutureKernel
 from triton.runtime.jit import JITFunction
 
+from engine.batch import StepLimits
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.graphs import Repeats
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
-from engine.step_limits import StepLimits
 
 logger = logging.getLogger(__name__)
 
 
 class CompileAhead:
-    """A context manager that compiles while it is open; its end waits until all is done.
+    """A context manager that compiles while it is open; on exit it waits until everything is compiled.
 
-    After an exception it waits only for what is under way, a few seconds. What fails here fails again when the worker
-    rehearses, which then says what is wrong.
+    After an exception it waits only for kernels under way, a few seconds. A kernel that fails here fails again in the
+    worker's rehearsal, which then reports the error.
     """
 
     def __init__(self, rehearse: Callable[[], None], load: Callable[[Any], None], num_threads: int) -> None:
-        """`rehearse` launches what is to be compiled, on a thread of its own; `load` gets each kernel that is."""
+        """`rehearse` launches the kernels to compile, on a separate thread; `load` receives each compiled kernel."""
         self._load = load
         self._compilers = ThreadPoolExecutor(num_threads, thread_name_prefix="compiler")
         self._is_given_up = False
@@ -70,9 +70,9 @@ class CompileAhead:
 
 @contextmanager
 def compiling_only() -> Iterator[list[Any]]:
-    """Within the context what this thread launches is compiled and not run, and the list gets its kernels.
+    """Within the context, this thread's launches are compiled and not run; the list receives their kernels.
 
-    Launches of other threads are as ever.
+    Launches of other threads run as usual.
     """
     kernels: list[Any] = []
     run, thread = JITFunction.run, threading.get_ident()
@@ -91,13 +91,13 @@ def compiling_only() -> Iterator[list[Any]]:
 
 
 def load_on(gpu: torch.device) -> Callable[[Any], None]:
-    """Makes a kernel ready to be launched there.
+    """Returns a function that prepares a kernel for launches on this GPU.
 
-    Triton else does that at the first launch: it loads the machine code, and 3.6 has gcc build what starts it.
+    Otherwise Triton does so at the first launch: it loads the machine code, and Triton 3.6 builds a launcher with gcc.
     """
 
     def load(kernel: Any) -> None:
-        torch.cuda.set_device(gpu)  # each thread has one of its own
+        torch.cuda.set_device(gpu)  # the setting is per thread
         assert kernel.run is not None
 
     return load
@@ -106,9 +106,9 @@ def load_on(gpu: torch.device) -> Callable[[Any], None]:
 def rehearse_outline(
     outline: LoadedModel, block_size: int, limits: StepLimits, num_multiprocessors: int, *, uses_graphs: bool
 ) -> None:
-    """Launches what `DeviceParts.rehearse` and `record` will launch; to be called within `compiling_only`.
+    """Launches what `DeviceParts.rehearse` and `record` will launch; call it within `compiling_only`.
 
-    Swapping of small blocks alone needs another kernel, and compiles it when the worker makes its runner.
+    Only swapping of small blocks needs another kernel, which is compiled when the worker makes its runner.
     """
     assert outline.device.type == "meta"
     pool = KVPool(2, outline.kv_block_shape(block_size), outline.device)

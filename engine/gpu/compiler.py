@@ -1,4 +1,4 @@
-"""What Triton makes kernels with, and where it keeps them: looked at before anything is compiled."""
+"""Which assembler and which cache folder Triton uses for kernels; checked before anything is compiled."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 """Triton 3.6 reads the second for compute capability 10.0 and later, Triton 3.9 from 9.0 on; else the first."""
 FIXED_PTXAS = (13, 3)
-"""Earlier ones may reuse registers that an asynchronous WGMMA still reads (Triton, issue 11781)."""
+"""Earlier versions may reuse registers that an asynchronous WGMMA still reads (Triton, issue 11781)."""
 HOPPER = 9
 """Major compute capability of the GPUs that have WGMMA."""
 TIMEOUT_S = 30.0
@@ -23,24 +23,24 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """Of one GPU."""
+    """The assembler and the cache for one GPU."""
 
     ptxas: str
     """The assembler's path."""
     version: str
-    """The assembler's, such as 13.5.37."""
+    """The assembler's version, such as 13.5.37."""
     cache_dir: str
-    """Of compiled kernels."""
+    """Where compiled kernels are kept."""
     is_suspect: bool
     """The assembler is known to make wrong code of some kernels for this GPU."""
 
 
 def find_compiler(capability: tuple[int, int]) -> Compiler:
-    """Of a GPU of this compute capability.
+    """For a GPU of this compute capability.
 
-    TRITON_PTXAS_PATH holds for every GPU, unless TRITON_PTXAS_BLACKWELL_PATH is set too: which of them Triton reads for
-    which GPU depends on its version. ConfigError names the variable that leads nowhere: Triton itself would silently
-    take the assembler that it brings.
+    TRITON_PTXAS_PATH applies to every GPU, unless TRITON_PTXAS_BLACKWELL_PATH is set too: which of the two Triton reads
+    depends on the GPU and on Triton's version. ConfigError names a variable whose path is no ptxas; Triton itself would
+    silently use its bundled assembler.
     """
     for variable in PTXAS_VARIABLES:
         if path := os.environ.get(variable):
@@ -55,7 +55,7 @@ def find_compiler(capability: tuple[int, int]) -> Compiler:
 
 
 def _version(path: str, what: str) -> str:
-    """ConfigError, which begins with `what`, if there is no ptxas that runs."""
+    """ConfigError, whose text begins with `what`, if the path is no working ptxas."""
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
@@ -69,7 +69,7 @@ def _version(path: str, what: str) -> str:
 
 
 def _cache_dir() -> str:
-    """ConfigError if nothing can be written there."""
+    """ConfigError if the folder is not writable."""
     folder = str(triton.knobs.cache.dir)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""DeviceParts: forward pass and sampler for a device that works by itself; the one module that knows Triton is there.
+"""DeviceParts: forward pass and sampler for an asynchronous device, computed by Triton kernels.
 
 Shape suffixes: R rows that sample, V vocabulary.
 """
@@ -11,7 +11,7 @@ import triton
 
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from baton.step import NewRequestData
-from engine.batch import RunnerRequest
+from engine.batch import RunnerRequest, StepLimits
 from engine.device import mark
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.graphs import Recorder, decode_sizes, mixed_sizes
@@ -27,13 +27,12 @@ from engine.layers.triton_attention import TritonAttention
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
-from engine.step_limits import StepLimits
 
 MIN_COPY_BYTES = 512 * 1024
-"""Blocks from this size on are swapped by the copy engine, one copy each: it needs some 10 us for each, in which PCIe
-moves as much, and no multiprocessor. Smaller ones go by one launch of our own for all."""
+"""The copy engine swaps blocks of at least this size, one copy each: a copy takes some 10 us, in which PCIe moves as
+many bytes, and needs no multiprocessor. One kernel launch copies all smaller blocks."""
 
-# Products and sums are fused, as ever; Triton 3.9 warns where nobody says so, and later versions will not do it.
+# Fuses products and sums. Triton 3.9 warns if this default is not set, and later versions will change the default.
 triton.knobs.language.default_fp_fusion = True
 
 REHEARSED = (
@@ -43,13 +42,13 @@ REHEARSED = (
         temperature=1.0, seed=0, repetition_penalty=1.1, logit_bias={0: -1.0}, logprobs=MAX_LOGPROBS
     ),
 )
-"""Steps all of whose requests ask for one of these need every kernel of sampling, and the last as much memory as any:
-what a kernel is compiled for depends on whether any row of a step is drawn, or processed."""
+"""A step for each of these compiles every sampling kernel, and the last one needs the most memory. The variant of a
+kernel depends on whether any row of a step is drawn, or processed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """What a rank computes steps with. All of it works on one stream, the current one."""
+    """What a rank computes steps with. Everything runs on the current stream."""
 
     forward: StagedForward
     sampler: DeviceSampler
@@ -57,9 +56,9 @@ class DeviceParts:
     limits: StepLimits
 
     def rehearse(self) -> None:
-        """Runs the largest step that there can be, and each kind of step: kernels are compiled, memory is taken.
+        """Runs the largest possible step and each kind of step, so that kernels are compiled and memory is allocated.
 
-        What is not compiled now would be while requests wait for it, a second or more for a kernel.
+        A kernel that is not compiled now would delay later requests by a second or more.
         """
         limits = self.limits
         num_requests = max(1, min(limits.max_num_seqs, limits.max_num_batched_tokens // 2))
@@ -71,23 +70,23 @@ class DeviceParts:
         for count in NUM_ROWS:
             self.forward.rehearse(1, min(count, limits.max_num_batched_tokens, limits.max_model_len))
             self.forward.rehearse(min(count, num_requests), 1)
-        # Contexts that are long for their number are split, and those of chunks put together by a kernel of its own.
+        # A few long contexts are split. For chunks, a separate kernel merges the parts.
         for num_tokens in (1, min(2, limits.max_num_batched_tokens, limits.max_model_len)):
             self.forward.rehearse(1, num_tokens, limits.max_model_len)
         self.choose_products()
 
     def choose_products(self) -> None:
-        """Times the products of few rows that steps had so far; torch's library computes those at which it is faster.
+        """Times the products of few rows that steps have used; torch's library computes those where it is faster.
 
-        For ever: what is chosen is not timed again. Nothing is where there is no GPU, or where the switch is off.
+        A choice is final. Nothing is timed without a GPU, or if the switch is off.
         """
         if self.sampler.sampled_R.device.type == "cuda" and kernel_switches().timed_products:
             self.timed_products.choose(GpuTimer())
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Records steps of decodes, and small ones with prompts in them, the largest first: others fit in its memory.
+        """Records decode steps, and small steps with prompts, the largest first: the others fit in its memory.
 
-        `on_progress` hears how many of how many are done.
+        `on_progress` receives the number of recorded graphs and their total.
         """
         mixed = mixed_sizes(self.limits.max_num_batched_tokens)
         decodes = decode_sizes(self.limits.max_num_seqs)
@@ -111,7 +110,7 @@ class DeviceParts:
         is_small = pool.shape.size_bytes < MIN_COPY_BYTES
         host_blocks = HostBlocks(num_swap_blocks, pool, copy_by_kernel if is_small else copy_one_by_one)
         if num_swap_blocks:
-            host_blocks.swap(((NULL_BLOCK, 0),), ())  # compiles what copies
+            host_blocks.swap(((NULL_BLOCK, 0),), ())  # compiles the copying kernel
         device = pool.blocks_NLKHTD.device
         return ModelRunner(
             self.forward,
@@ -130,7 +129,7 @@ def make_device_parts(
     limits: StepLimits,
     num_multiprocessors: int | None = None,
 ) -> DeviceParts:
-    """`num_multiprocessors` is how many programs run side by side; None: as many as the model's GPU has."""
+    """`num_multiprocessors`: how many programs run side by side; None: as many as the model's GPU has."""
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(model.device).multi_processor_count
     attention = TritonAttention(

@@ -1,7 +1,7 @@
 """Samples on the device with our own kernels: what `engine/sampler.py` does, without waiting for the tokens.
 
-The host sends each row's parameters, and what processing changes, in one copy each; the device draws, leaves the tokens
-where the next step's embedding reads them, and sends them to the host, who need not be there yet.
+The host sends each row's parameters, and the edits of processed rows, in one copy each. The device draws the tokens,
+leaves them where the next step's embedding reads them, and copies them to the host asynchronously.
 
 Shape suffixes: R rows, V vocabulary, P rows that are processed, L rows that want log-probabilities, F fields, N top
 tokens.
@@ -42,8 +42,8 @@ from engine.sampler import MIN_TEMPERATURE, SampledToken, is_processed
 class DeviceSampler:
     """Satisfies Sampler. Steps are drawn in the order of the calls, all on one stream.
 
-    Pinned memory comes from torch's caching host allocator, which gives none out again before the copies that use it
-    are done: any number of steps may be under way.
+    Pinned memory comes from torch's caching host allocator, which reuses memory only after its copies are done. So any
+    number of steps may be under way.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DeviceSampler:
         collectives: Collectives = SINGLE_RANK,
     ) -> None:
         self.sampled_R = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
-        """The last step's tokens, row by row; always this memory."""
+        """The last step's tokens, row by row; always the same memory."""
         self._workspace = allocate_workspace(max_num_rows, vocab_size, device, chunk, chunks_per_part)
         self._params_RF = torch.empty((max_num_rows, NUM_FIELDS), dtype=torch.int32, device=device)
         self._vocab_size = vocab_size
@@ -67,9 +67,9 @@ class DeviceSampler:
     def __call__(
         self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]
     ) -> "DeviceSampledTokens":
-        """Rank 0 draws, and the others hear of it; log-probabilities stay on rank 0, which alone has them to report.
+        """Rank 0 draws and broadcasts the tokens; log-probabilities stay on rank 0, which reports them.
 
-        Where penalties, a grammar or min_tokens apply to a request, its earlier tokens must be known.
+        If penalties, a grammar or min_tokens apply to a request, its earlier tokens must be known.
         """
         tokens_R = self.sampled_R[: len(requests)]
         logprobs: _Logprobs | None = None
@@ -105,7 +105,7 @@ class DeviceSampler:
         """P x V float32."""
         edits = list_edits(requests, rows, self._vocab_size)
         arrays = (edits.rows_P, edits.mask_rows_P, edits.edits_EF, edits.masks_GW)
-        # Each begins at a multiple of 16 bytes: kernels are compiled anew for pointers of other alignment.
+        # Each begins at a multiple of 16 bytes: Triton compiles another variant for other alignments.
         starts = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays])
         host = np.zeros(starts[-1], dtype=np.int32)
         for array, start in zip(arrays, starts, strict=False):
@@ -121,7 +121,7 @@ class DeviceSampler:
 
 
 class _Batch:
-    """What stays the same from step to step while the same requests sample in the same rows."""
+    """What stays the same while the same requests sample in the same rows."""
 
     def __init__(self, requests: list[RunnerRequest], vocab_size: int, device: torch.device) -> None:
         all_params = [request.sampling_params for request in requests]
@@ -132,9 +132,9 @@ class _Batch:
             for row, (p, request) in enumerate(zip(all_params, requests, strict=True))
             if is_processed(request) or p.min_tokens or p.structured_output is not None
         ]
-        """Only these can be processed in any step; whether they are may change with their tokens."""
+        """Rows that may need processing; whether they do can change from token to token."""
         self.num_top_tokens = {row: p.logprobs for row, p in enumerate(all_params) if p.logprobs is not None}
-        """By row that wants log-probabilities, in order."""
+        """For each row that wants log-probabilities, in order: how many."""
         rows_L = np.array(list(self.num_top_tokens), dtype=np.int32)
         self.rows_L = _pinned(rows_L, device).to(device, non_blocking=True)
         self._states_R = seed_states([p.seed or 0 for p in all_params])
@@ -147,7 +147,7 @@ class _Batch:
             floats_RF[row, MIN_P.value] = p.min_p
 
     def params(self, processed_rows: list[int]) -> npt.NDArray[np.int32]:
-        """R x F, with the keys of this step; to be copied before the next call."""
+        """R x F, with the keys of this step. The next call overwrites it."""
         positions_R = np.array([request.num_output_tokens for request in self.requests], dtype=np.uint64)
         self._params_RF[:, KEY_0.value : KEY_0.value + 2] = keys_at(self._states_R, positions_R)
         self._params_RF[:, PROCESSED_ROW.value] = -1
@@ -173,7 +173,7 @@ class DeviceSampledTokens:
     logprobs: _Logprobs | None
     num_top_tokens: dict[int, int]
     event: torch.cuda.Event | None
-    """When all of the above has arrived; None where nothing is on its way."""
+    """Done when all of the above has arrived; None if there is nothing to wait for."""
 
     def wait(self) -> list[SampledToken]:
         if self.event is not None:
@@ -222,13 +222,13 @@ def _token_logprobs(
 
 
 def _pinned(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """Where the device can copy it from by itself; a view where the device is the CPU."""
+    """In pinned memory, for an asynchronous copy; a view if the device is the CPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that arrives by itself, in pinned memory; zeros of a tensor that has no memory."""
+    """An asynchronous copy in pinned memory; zeros for a meta tensor."""
     if tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -1,4 +1,4 @@
-"""Graphs: work on a device that is recorded once and then repeated with one call; knows not what the work is."""
+"""Graphs: work on a device, recorded once and repeated with one call; knows nothing about the work."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -9,18 +9,18 @@ Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Makes a repeatable thing of a function that only queues work, always the same on the same memory."""
+    """Records a function that only queues work, always the same work on the same memory."""
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        """What the work gives, and what to call to have it there anew."""
+        """Returns the work's result, and a function that computes it again in the same memory."""
         ...
 
 
 class CudaGraphs:
-    """Graphs that share one pool of memory: only one of them may be at work, and each overwrites what another gave.
+    """Graphs that share one pool of memory: only one may run at a time, and each overwrites another's result.
 
-    What they give lies in that pool too, which their replays keep. Nobody holds it beside them: else no graph could use
-    the memory of another's logits, 64 MB for 256 rows of 128,256, and there are dozens of graphs.
+    Results lie in the pool too, which the replays keep alive; no tensor owns them. Otherwise no graph could reuse the
+    memory of another's logits: 64 MB for 256 rows of 128,256, for each of dozens of graphs.
     """
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class CudaGraphs:
             work()  # compiles kernels and fills caches, neither of which can be recorded
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, that of the hand-over above all, may call CUDA meanwhile.
+        # Other threads, above all the transfer thread, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             given = work()
         return _unowned(given), graph.replay
 
 
 class Repeats:
-    """Does the work again each time: what graphs do, on a device that has none, or to find out whether one is wrong."""
+    """Repeats the work itself: for a device without graphs, or to check whether a graph is wrong."""
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         given = work()
@@ -52,7 +52,7 @@ class Repeats:
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without a share in keeping it."""
+    """The same memory, without owning it."""
     view = _View(tensor.view(torch.uint8).__cuda_array_interface__)
     return torch.as_tensor(view, device=tensor.device).view(tensor.dtype)
 
@@ -65,19 +65,19 @@ class _View:
 
 
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Numbers of tokens, of steps with prompts in them, to record. Beyond, the GPU takes longer to compute a step than
-Python to queue it (some 10 ms for 8 billion parameters); up to some 200, weights are most of what a step moves, and
-padding is free."""
+"""Numbers of tokens for which steps with prompts are recorded. For larger steps the GPU takes longer than Python needs
+to queue them (some 10 ms for 8 billion parameters). Up to some 200 tokens a step mostly reads weights, so padding is
+free."""
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Those of MIXED_SIZES that steps can have, and the largest step itself if it is one."""
+    """The MIXED_SIZES that steps can have, and the largest step's size if it is no more than the largest of them."""
     sizes = [size for size in MIXED_SIZES if size < max_num_batched_tokens]
     return [*sizes, max_num_batched_tokens] if max_num_batched_tokens <= MIXED_SIZES[-1] else sizes
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of decodes to record. A step is padded to the next: they are close where padding would cost most."""
+    """Numbers of decodes to record. A step is padded to the next size; sizes are close where padding costs most."""
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     sizes += range(8, min(max_num_seqs, 256), 8)
     sizes += range(256, max_num_seqs, 32)

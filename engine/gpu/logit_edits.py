@@ -1,4 +1,4 @@
-"""What bias, penalties and masks change in a step's logits, as flat lists for the device; as engine/sampler.py does it.
+"""Edits of a step's logits by bias, penalties and masks, as flat lists for the device; same as engine/sampler.py.
 
 Shape suffixes: P rows that are processed, E edits, F fields of an edit, G rows with a grammar, W words of a mask.
 """
@@ -28,7 +28,7 @@ class LogitEdits:
 
 
 def list_edits(requests: Sequence[RunnerRequest], rows: Sequence[int], vocab_size: int) -> LogitEdits:
-    """For those rows of the step, whose requests are all to be processed. All their tokens must be known."""
+    """For these rows of the step, which all need processing. All their tokens must be known."""
     num_words = -(-vocab_size // 32)
     mask_rows: list[int] = []
     masks: list[Int32Array] = []
@@ -48,7 +48,7 @@ def list_edits(requests: Sequence[RunnerRequest], rows: Sequence[int], vocab_siz
 
 
 def _edits(request: RunnerRequest, processed_row: int, vocab_size: int) -> Int32Array:
-    """E x F, each token once. Token ids outside the vocabulary name nothing."""
+    """E x F, each token once. Token ids outside the vocabulary are ignored."""
     p = request.sampling_params
     bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
     seen, outputs, counts = _NO_TOKENS, _NO_TOKENS, _NO_TOKENS
@@ -78,7 +78,7 @@ def _edits(request: RunnerRequest, processed_row: int, vocab_size: int) -> Int32
 
 
 def _union(seen: IntArray, outputs: IntArray, *others: IntArray) -> IntArray:
-    """Each token once, in order. The first two are so themselves, and mostly all there is: they are not sorted."""
+    """Each token once, in order. The first two are sorted already, and mostly contain all tokens."""
     largest = seen if len(seen) else outputs
     rest = np.concatenate([*others, outputs]) if len(seen) else np.concatenate(others)
     if len(largest) == 0:

@@ -1,6 +1,6 @@
-"""measure: what the steps of a model take of a GPU's memory and time, found out by running the largest of them.
+"""measure: how much memory and time a model's steps take on a GPU, measured by running the largest of them.
 
-Runs before there is a KV pool, and leaves nothing behind but compiled kernels, which count as activations.
+Runs before there is a KV pool, and leaves only compiled kernels behind, which count as activations.
 """
 
 import gc
@@ -9,36 +9,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from statistics import median
 
 import torch
 
+from engine.batch import StepLimits
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import CudaGraphs, Recorder, decode_sizes, mixed_sizes
 from engine.gpu.memory import DeviceMemory
+from engine.gpu.product_timer import gpu_seconds
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
-from engine.step_limits import StepLimits
 
 logger = logging.getLogger(__name__)
 
 NUM_MEASURED_GRAPHS = 2
-"""Of each kind: the largest, whose memory all share, and the next, for what each costs besides."""
+"""Of each kind: the largest, whose memory all share, and the next, which shows what each further graph takes."""
 COLLECTIVES_BYTES = 512 * 2**20
-"""What NCCL may take when ranks connect, which comes later."""
+"""What NCCL may take when the ranks connect, later."""
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 ENOUGH = 0.95
-"""Of the best throughput. A smaller chunk is handed over sooner, and lets running requests wait less."""
+"""Share of the best throughput. Smaller chunks are handed over sooner and delay running requests less."""
 NUM_TIMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One rank's GPU."""
+    """Measurements of one rank's GPU."""
 
     memory: DeviceMemory
     chunk: int | None
-    """Prompt tokens a step that are enough to keep it busy; no more than the largest step that was asked for. None:
-    nobody wanted to know."""
+    """Prompt tokens per step that keep the GPU busy; at most those of the largest step. None: not measured."""
 
 
 def measure(
@@ -78,7 +79,7 @@ def measure(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody has, and that PyTorch does not keep for later."""
+    """Free bytes, after PyTorch has released what it cached."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -86,10 +87,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], int]) -> int:
-    """What all graphs will take; `free_now` says how many bytes are free of the device.
+    """Bytes that all graphs will take; `free_now` returns the device's free bytes.
 
-    Of each kind the largest and the next are recorded, and kept until all are measured: the next shares the memory of
-    the largest, and what it takes besides is taken for what every other one of its kind will.
+    Of each kind the largest and the next are recorded, and kept until all are measured. The next shares the memory of
+    the largest; the bytes that it takes on top are assumed for every other graph of its kind.
     """
     limits, total = parts.limits, 0
     for sizes, has_chunks in (
@@ -109,15 +110,15 @@ def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], 
 
 
 def smallest_enough(throughputs: Sequence[tuple[int, float]]) -> int:
-    """Of (chunk, tokens a second), the smallest chunk that is nearly as fast as any."""
+    """From (chunk, tokens a second), the smallest chunk that is nearly as fast as the best."""
     best = max(throughput for _, throughput in throughputs)
     return min(chunk for chunk, throughput in throughputs if throughput >= ENOUGH * best)
 
 
 def chosen_chunk(limits: StepLimits, throughput: Callable[[int], float]) -> int:
-    """The smallest that is enough; `throughput` times one of so many tokens, in tokens a second.
+    """The smallest chunk that keeps the GPU busy; `throughput` measures one chunk size, in tokens a second.
 
-    Times vary, and so may the choice between two starts: the log says by what it was made.
+    Times vary, so two starts may choose differently: the log shows the throughputs.
     """
     most = min(limits.max_num_batched_tokens, limits.max_model_len)
     chunks = [chunk for chunk in CHUNKS if chunk < most]
@@ -135,13 +136,6 @@ def _free_now(device: torch.device) -> int:
 
 
 def _throughput(parts: DeviceParts, chunk: int) -> float:
-    """Tokens a second of the forward pass of one chunk; the median of a few."""
-    times_ms: list[float] = []
-    for _ in range(NUM_TIMED + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        parts.forward.rehearse(1, chunk)
-        end.record()
-        end.synchronize()
-        times_ms.append(begin.elapsed_time(end))
-    return chunk / sorted(times_ms[1:])[NUM_TIMED // 2] * 1e3
+    """Tokens a second of the forward pass of one chunk; the median of a few runs."""
+    _, *times_s = gpu_seconds(lambda: parts.forward.rehearse(1, chunk), NUM_TIMED + 1)
+    return chunk / median(times_s)

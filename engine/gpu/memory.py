@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for KV blocks; knows sizes, not what they are of."""
+"""How much of a GPU's memory is left for KV blocks; knows sizes only."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ GIB = 2**30
 
 
 class OutOfGpuMemory(ConfigError):
-    """A GPU has less left than is asked for; perhaps only for now, as others may have it (memory_wait.py)."""
+    """A GPU has less memory left than needed; perhaps only now, as other processes may hold it (memory_wait.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,22 +17,22 @@ class DeviceMemory:
 
     total: int
     used_by_others: int
-    """Of other processes, of the driver, and of this one's context."""
+    """By other processes, the driver, and this process' context."""
     weights: int
     activations: int
-    """The most that a step takes, over what is there between steps; kernels included."""
+    """The most that a step takes on top of what is allocated between steps; kernels included."""
     graphs: int
     utilization: float
-    """Share of the total that this worker, and what was there before, may fill."""
+    """Share of the total that this worker and earlier users may fill."""
 
     @property
     def for_kv(self) -> int:
-        """What is left; less than nothing if the rest is too large already."""
+        """What is left; negative if the rest is too large already."""
         budget = int(self.total * self.utilization)
         return budget - self.used_by_others - self.weights - self.activations - self.graphs
 
     def num_blocks(self, block_bytes: int, min_tokens: int, block_size: int) -> int:
-        """Blocks that fit, the null block included. OutOfGpuMemory if they hold no request of `min_tokens`."""
+        """Blocks that fit, the null block included. OutOfGpuMemory if they cannot hold `min_tokens` tokens."""
         num_blocks = max(0, self.for_kv) // block_bytes
         needed = -(-min_tokens // block_size) + 1
         if num_blocks < needed:
@@ -45,7 +45,7 @@ class DeviceMemory:
         return num_blocks
 
     def arithmetic(self) -> str:
-        """The sum, for people to check."""
+        """The calculation, for people to check."""
         parts = {
             "in use by others": self.used_by_others,
             "weights": self.weights,

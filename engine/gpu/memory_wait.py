@@ -1,4 +1,4 @@
-"""MemoryWait: patience with memory of a GPU that others have, as a killed worker has until its process is gone."""
+"""MemoryWait: waits for GPU memory that other processes hold, as a killed worker does until its process is gone."""
 
 import gc
 import logging
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""In all. Longer than a consumer has a dead producer's pool open where no kernel tells it of the end."""
+"""In all. Longer than a consumer keeps a dead producer's pool open if no kernel reports the producer's end."""
 RETRY_S = 1.0
 UNOWNED_BYTES = 2 * GIB
-"""Up to so much is the driver's, and this process' own beside its tensors: nobody will give it back."""
+"""Up to this much belongs to the driver, and to this process beside its tensors: it will not be released."""
 
 
 class MemoryWait:
-    """Tries again what found too little memory, while others have some. Of one worker's start; its limit is for all."""
+    """Retries what found too little memory while others hold some. One per start of a worker; the limit covers all."""
 
     def __init__(
         self,
@@ -33,8 +33,7 @@ class MemoryWait:
         clock: Clock,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`used_by_others` says how many bytes this process does not know of; `release` gives back what it does not
-        use."""
+        """`used_by_others` returns the bytes that this process does not hold; `release` frees what it caches."""
         self._used_by_others = used_by_others
         self._release = release
         self._clock = clock
@@ -42,9 +41,10 @@ class MemoryWait:
         self._began_at: float | None = None
 
     def until_it_fits(self, take: Callable[[], T]) -> T:
-        """What `take` gives. It may be called many times, and leaves nothing behind where it raises.
+        """Returns the result of `take`, which may be called many times and leaves nothing behind when it raises.
 
-        ConfigError or torch.OutOfMemoryError if it found too little, at once if nobody else has any, else at the limit.
+        ConfigError or torch.OutOfMemoryError if memory does not suffice: at once if no other process holds any, else
+        at the limit.
         """
         while True:
             try:
@@ -54,7 +54,7 @@ class MemoryWait:
                     if isinstance(error, OutOfGpuMemory):
                         raise ConfigError(str(error)) from error
                     raise
-            # The error is forgotten by now, and with it the frames that had what was taken until it was too much.
+            # The error is gone by now, and with it the frames that held partial allocations.
             self._sleep(RETRY_S)
             self._release()
 
@@ -71,7 +71,7 @@ class MemoryWait:
 
 
 def make_memory_wait(device: torch.device, clock: Clock) -> MemoryWait:
-    """On a CPU nothing is waited for."""
+    """On a CPU it never waits."""
     if device.type == "cpu":
         return MemoryWait(lambda: 0, lambda: None, clock)
 

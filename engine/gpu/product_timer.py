@@ -1,6 +1,6 @@
-"""GpuTimer: how long a GPU takes for short pieces of work; knows not what they are."""
+"""GpuTimer: how long a GPU takes for short pieces of work; knows nothing about the work."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -9,7 +9,7 @@ from engine.gpu.graphs import CudaGraphs, Recorder
 from engine.layers.timed_products import Work
 
 MIN_LAUNCHES = 64
-"""Of a graph, so that its own start does not count."""
+"""In a graph, so that starting the graph does not count."""
 NUM_REPLAYS = 5
 
 
@@ -17,23 +17,28 @@ class GpuTimer:
     """Satisfies `engine.layers.timed_products.Timer`, on the current device."""
 
     def __init__(self) -> None:
-        self._recorder: Recorder = CudaGraphs()  # one: for each stream that it works on cuBLAS keeps 32 MiB
+        self._recorder: Recorder = CudaGraphs()  # only one: cuBLAS keeps 32 MiB for each stream
 
     @torch.inference_mode()
     def __call__(self, works: Sequence[Work]) -> float:
-        """All are taken in turn: if their inputs together are more than the cache holds, none finds its own there.
+        """Seconds for all works, taken in turn: if the cache cannot hold all inputs, none finds its own there.
 
-        From a graph, as a step launches them: queued one by one, the shortest would take Python longer than the GPU.
-        The median of a few replays.
+        Replays a graph, as a step does: Python would queue the shortest works more slowly than the GPU runs them.
+        Returns the median of a few replays.
         """
         num_turns = -(-MIN_LAUNCHES // len(works))
         _, replay = self._recorder.record(lambda: [work() for _ in range(num_turns) for work in works][-1])
-        times_ms: list[float] = []
-        for _ in range(NUM_REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times_ms.append(begin.elapsed_time(end))
-        return median(times_ms) / num_turns / 1e3
+        return median(gpu_seconds(replay, NUM_REPLAYS)) / num_turns
+
+
+def gpu_seconds(work: Callable[[], object], count: int) -> list[float]:
+    """How long the current stream takes for each of `count` runs."""
+    times_s: list[float] = []
+    for _ in range(count):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times_s.append(begin.elapsed_time(end) / 1e3)
+    return times_s

@@ -1,7 +1,7 @@
-"""StagedForward: a step's arrays in, logits out, on a device that works by itself; knows no request.
+"""StagedForward: a step's arrays in, logits out, on an asynchronous device; knows no request.
 
-A step is staged (one copy), then queued kernel by kernel, or, if it is small, replayed from a graph of the next larger
-number of tokens. Nothing here waits for the device.
+A step is staged (one copy), then queued kernel by kernel. A small step is replayed from the graph of the next larger
+number of tokens instead. Nothing here waits for the device.
 
 Shape suffixes: T tokens of a step, E hidden size, R rows that sample, V vocabulary.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepLimits
 from engine.gpu.graphs import Recorder, Replay
 from engine.gpu.staging import ALIGNMENT, StagedArray, StepStaging
 from engine.kv_cache import NULL_BLOCK
@@ -21,7 +21,6 @@ from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import TritonAttention, TritonStepAttention
 from engine.models.llama import LlamaForCausalLM
 from engine.request_table import IntArray
-from engine.step_limits import StepLimits
 
 NO_SLOT = -1
 NO_SOURCE = -1
@@ -38,7 +37,7 @@ class StagedForward:
         sampled_R: torch.Tensor,
         device: torch.device,
     ) -> None:
-        """`sampled_R` (int32) has what the step before sampled, when a step begins to be computed."""
+        """`sampled_R` (int32) holds the previous step's tokens when the device begins a step."""
         self._decoder = decoder
         self._attention = attention
         self._sampled_R = sampled_R
@@ -46,7 +45,7 @@ class StagedForward:
         self._staging = StepStaging(5 * (most + ALIGNMENT) + attention.max_staged, device)
         self._max_num_seqs = limits.max_num_seqs
         self._recorded: dict[bool, list[_Recorded]] = {False: [], True: []}
-        """Of steps without chunks and with, by size."""
+        """For steps without and with chunks, by size."""
 
     @torch.inference_mode()
     def record(
@@ -57,14 +56,16 @@ class StagedForward:
         *,
         has_chunks: bool,
     ) -> None:
-        """Records steps of so many tokens, the largest first, whose memory the others then share.
+        """Records steps of these numbers of tokens, the largest first; the others share its memory.
 
-        Without chunks: steps of decodes. With: those that prompts have a part in. `on_progress` gets the number of
-        sizes that are done. The pool's null block is read, nothing is written.
+        `has_chunks`: steps that contain prompts, else steps of decodes only. `on_progress` receives the number of
+        recorded sizes. The recording reads the pool's null block and writes nothing.
         """
         recorded = []
+        none_BM = _NO_REQUESTS.reshape(0, 0)
+        idle_step = unstored_step(_NO_REQUESTS, _NO_REQUESTS, none_BM, self._attention.block_size)
         for count, size in enumerate(sorted(sizes, reverse=True), start=1):
-            tokens, attention, _ = self._stage(_idle_step(), size, has_chunks=has_chunks)
+            tokens, attention, _ = self._stage(idle_step, size, has_chunks=has_chunks)
 
             def work(tokens: InputTokens = tokens, attention: Attention = attention) -> torch.Tensor:
                 hidden_TE = self._decoder.forward(tokens, attention)
@@ -76,19 +77,21 @@ class StagedForward:
 
     @torch.inference_mode()
     def rehearse(self, num_requests: int, num_tokens: int, context_len: int | None = None) -> torch.Tensor:
-        """A step of so many requests with `num_tokens` tokens each: their logits, num_requests x V.
+        """Runs a step of requests with `num_tokens` tokens each; returns their logits, num_requests x V.
 
-        They are the last of contexts of `context_len` tokens; None: the only ones. The step leaves nothing behind but
-        compiled kernels and the memory that it takes.
+        The tokens end contexts of `context_len` tokens; None: they are the whole contexts. The step leaves only
+        compiled kernels and allocated memory behind.
         """
-        block_size = self._attention.block_size
-        logits_RV = self(_rehearsal(num_requests, num_tokens, context_len or num_tokens, block_size))
+        block_size, context_len = self._attention.block_size, context_len or num_tokens
+        null_blocks_BM = np.full((num_requests, -(-context_len // block_size)), NULL_BLOCK)
+        num_tokens_B, context_lens_B = np.full(num_requests, num_tokens), np.full(num_requests, context_len)
+        logits_RV = self(unstored_step(num_tokens_B, context_lens_B, null_blocks_BM, block_size))
         assert logits_RV is not None
         return logits_RV
 
     @torch.inference_mode()
     def attend(self, batch: StepBatch, layer: int, q_TQD: torch.Tensor) -> torch.Tensor:
-        """One layer's attention of a step by itself, with queries of the caller's; T x Q x D."""
+        """One layer's attention alone, with the caller's queries; T x Q x D."""
         _, attention, _ = self._stage(batch, None, has_chunks=bool(batch.prefills))
         return attention.attend(layer, q_TQD).view(q_TQD.shape)
 
@@ -112,7 +115,7 @@ class StagedForward:
     def _stage(
         self, batch: StepBatch, size: int | None, *, has_chunks: bool
     ) -> tuple[InputTokens, TritonStepAttention, torch.Tensor]:
-        """Puts the step on the device; with a size, padded to so many tokens, and in the same place each time."""
+        """Puts the step on the device. With a size: padded to that many tokens, at the same place each time."""
         num_tokens = size or batch.num_tokens
         num_rows = min(size, self._max_num_seqs) if size else len(batch.sampling_rows_R)
         sections = [
@@ -135,12 +138,12 @@ class _Recorded:
 
     size: int
     given: torch.Tensor
-    """What a replay leaves behind: logits of every decode, or hidden states of every token."""
+    """The result of a replay: logits of every decode, or hidden states of every token."""
     replay: Replay
 
 
 def _rows_of(logits_TV: torch.Tensor, rows_R: torch.Tensor, batch: StepBatch) -> torch.Tensor | None:
-    """Those that sample: mostly all, in order."""
+    """The rows that sample: mostly all, in order."""
     if len(rows_R) == batch.num_decodes:
         return logits_TV[: len(rows_R)]
     return logits_TV[rows_R] if len(rows_R) else None
@@ -152,27 +155,27 @@ def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
     return np.concatenate([values_T, np.full(size - len(values_T), filler)])
 
 
-def _rehearsal(num_requests: int, num_tokens: int, context_len: int, block_size: int) -> StepBatch:
-    """Requests of the null block, which is read as ever and written by nobody."""
-    num_rows, num_blocks = num_requests * num_tokens, -(-context_len // block_size)
-    ends_B = np.arange(1, num_requests + 1) * num_tokens
+def unstored_step(
+    num_tokens_B: IntArray, context_lens_B: IntArray, block_ids_BM: IntArray, block_size: int
+) -> StepBatch:
+    """A step of token 0 throughout that stores nothing. The last token of each request samples."""
+    ends_B = num_tokens_B.cumsum()
+    starts_B, num_rows = ends_B - num_tokens_B, int(num_tokens_B.sum())
     return StepBatch(
         input_ids_T=np.zeros(num_rows, np.int64),
         sources_T=np.full(num_rows, NO_SOURCE),
-        positions_T=np.arange(num_rows) % num_tokens + (context_len - num_tokens),
+        positions_T=np.arange(num_rows) + (context_lens_B - ends_B).repeat(num_tokens_B),
         slots_T=np.full(num_rows, NO_SLOT),
-        num_decodes=num_requests if num_tokens == 1 else 0,
-        starts_B=ends_B - num_tokens,
-        num_tokens_B=np.full(num_requests, num_tokens),
-        context_lens_B=np.full(num_requests, context_len),
-        block_ids_BM=np.full((num_requests, num_blocks), NULL_BLOCK),
-        num_blocks_B=np.full(num_requests, num_blocks),
+        num_decodes=len(num_tokens_B) if (num_tokens_B == 1).all() else 0,
+        starts_B=starts_B,
+        num_tokens_B=num_tokens_B,
+        context_lens_B=context_lens_B,
+        block_ids_BM=block_ids_BM,
+        num_blocks_B=-(-context_lens_B // block_size),
         sampling_rows_R=ends_B - 1,
         sampling_requests=(),
         new_tails=(),
     )
 
 
-def _idle_step() -> StepBatch:
-    none = np.empty(0, dtype=np.int64)
-    return StepBatch(none, none, none, none, 0, none, none, none, none.reshape(0, 0), none, none, (), ())
+_NO_REQUESTS: IntArray = np.empty(0, dtype=np.int64)

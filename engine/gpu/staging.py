@@ -1,4 +1,4 @@
-"""StepStaging: a step's int32 arrays on their way to the device, packed, in one copy; knows not what they mean."""
+"""StepStaging: copies a step's int32 arrays to the device, packed, in one copy; knows nothing of their meaning."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ import torch
 ALIGNMENT = 4
 """In elements: sections begin at multiples of 16 bytes."""
 NUM_BUFFERS = 3
-"""Steps whose copies may be under way, and one that is being packed."""
+"""Two steps whose copies may be under way, and one that is being packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedArray:
-    """An array, and how many elements are kept for it: equal capacities put sections at the same places each time."""
+    """An array and the space reserved for it. Equal capacities put sections at the same places each time."""
 
     values: npt.NDArray[np.integer]
     capacity: int
 
 
 class StepStaging:
-    """One buffer on the device, which the next step overwrites, and several on the host, pinned where that helps.
+    """One buffer on the device, which the next step overwrites, and several on the host, pinned for a GPU.
 
-    All copies, and all that reads the device's buffer, belong on one stream.
+    All copies and all readers of the device's buffer use the same stream.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -38,14 +38,14 @@ class StepStaging:
         self._next = 0
 
     def stage(self, sections: Sequence[StagedArray]) -> list[torch.Tensor]:
-        """Queues the copy; views of the sections' capacities on the device, valid until the next call.
+        """Queues the copy; returns views of the sections' capacities on the device, valid until the next call.
 
-        What lies behind an array within its capacity is undefined. The last section's capacity need not be copied, the
-        others' is: put the one that is mostly empty last.
+        Elements behind an array within its capacity are undefined. Unused capacity is copied except in the last
+        section: put the section that is mostly empty last.
         """
         index, self._next = self._next, (self._next + 1) % NUM_BUFFERS
         if self._is_cuda:
-            self._copied[index].synchronize()  # of three steps ago: over long since
+            self._copied[index].synchronize()  # of three steps ago: long done
         starts, end = [], 0
         for section in sections:
             assert section.values.size <= section.capacity, f"{section.values.size} > {section.capacity}"

@@ -1,1 +1,4 @@
-"""Triton kernels, one a file, each with its torch reference; know tensors and strides, no request and no model."""
+"""Triton kernels, one or two a file; know tensors and strides, no request and no model.
+
+Each has a torch reference in tests/kernels/references.py.
+"""

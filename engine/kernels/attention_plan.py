@@ -1,8 +1,8 @@
 """Cuts the attention of one launch into work items of equal weight; pure numpy, knows neither a device nor a tensor.
 
 An item is a tile of a request's queries and a range of the keys that they see. Contexts that are too long for one
-program are split along their keys (flash-decoding: https://crfm.stanford.edu/2023/10/12/flashdecoding.html), each part
-then goes to rows of its own in a buffer of partial results, and the plan says which of those are merged.
+program are split along their keys (flash-decoding: https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Each part
+then writes its own rows in a buffer of partial results, and the plan lists the rows to merge.
 
 Axis letters: B requests of the launch, I items, R merged rows, X tiles before they are split.
 """
@@ -17,48 +17,48 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 ITEM_FIELDS = 8
-"""Of an item: row in the block table, first query's row in the step, number of queries, first query's position, first
-key, end of the keys, first partial row (DIRECT: none, the result is final), the merge of its first query (where it has
-partial rows). 32 bytes: one sector of memory."""
+"""Fields of an item: row in the block table, first query's row in the step, number of queries, first query's position,
+first key, end of the keys, first partial row (DIRECT: none, the result is final), and the merge of its first query (if
+it has partial rows). 32 bytes: one sector of memory."""
 MERGE_FIELDS = 4
-"""Of a merge: row of the output, first partial row, how many there are, rows from one to the next."""
+"""Fields of a merge: output row, first partial row, number of parts, and rows from one part to the next."""
 DIRECT = -1
 
 MIN_SPLIT_KEYS = 256
-"""Below, what an item costs besides its keys would dominate."""
+"""With fewer keys an item's fixed cost would dominate."""
 MAX_WAVES = 4
-"""Items that a program has at most in mind when contexts are split; more waves balance better, but cost more starts."""
+"""Splitting aims at no more items per program than this; more waves balance better, but cost more starts."""
 ITEM_COST_KEYS = 96
-"""What starting and ending an item costs, as keys: about 2 us of latency, where 64 keys take a program about 1 us."""
+"""Fixed cost of an item, in keys: about 2 us of latency, and a program takes about 1 us for 64 keys."""
 MERGE_COST_KEYS = 128
-"""The same for the launch that merges."""
+"""Cost of the merging launch, in keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """How a launch will cut and share its work."""
+    """How a launch cuts and shares its work."""
 
     queries: int
-    """Of one request in a tile."""
+    """Queries of one request in a tile."""
     keys: int
-    """Taken at a time. Items begin at multiples of it."""
+    """Keys processed at a time. Items begin at multiples of this number."""
     num_programs: int
     num_kv_heads: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What one launch has to do, longest items first."""
+    """The work of one launch, longest items first."""
 
     items_IF: Int32s
     merges_RF: Int32s
-    """Those of a tile's queries follow one another."""
+    """Merges of a tile's queries follow one another."""
     num_partial_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlanBounds:
-    """No plan of so many requests is larger."""
+    """Upper bounds of every plan for a given number of requests and tokens."""
 
     num_items: int
     num_merges: int
@@ -73,11 +73,11 @@ def plan_attention(
     grid: TileGrid,
     window: int | None = None,
 ) -> AttentionPlan:
-    """For requests that have `num_queries` consecutive rows of the step from `first_rows` on.
+    """Plans requests that have `num_queries` consecutive rows of the step from `first_rows` on.
 
-    Context lengths count the step's own tokens, so the last query is at the last position. A query at position p sees
-    the keys up to p, of those only the last `window`, itself included. An item covers those of its keys that a query
-    sees; over all items every such pair is covered once.
+    Context lengths include the step's own tokens, so the last query is at the last position. A query at position p sees
+    the keys up to p, but only the last `window` of them, itself included. Over all items, each pair of a query and a
+    visible key is covered once.
     """
     assert window is None or window > 0, f"a window of {window} keys"
     assert bool(np.all(num_queries_B > 0))
@@ -88,11 +88,11 @@ def plan_attention(
 
 
 def plan_bounds(max_requests: int, max_tokens: int, grid: TileGrid) -> PlanBounds:
-    """For launches of at most so many requests with so many queries in all: sizes of buffers that never move."""
+    """For launches of at most so many requests with so many queries in all: sizes of buffers allocated once."""
     num_requests = min(max_requests, max_tokens)
     num_tiles = num_requests + (max_tokens - num_requests) // grid.queries
-    # A split tile has more than 1 / (programs x waves) of the steps of all heads, each part but its last as much. So
-    # there are fewer split tiles than this, with fewer than twice as many parts, and this many items more than tiles.
+    # A split tile has more than 1 / (programs x waves) of all heads' steps, and so has each of its parts but the last.
+    # So fewer tiles than `num_shares` are split, into fewer than twice as many parts: at most that many extra items.
     num_shares = MAX_WAVES * grid.num_programs // grid.num_kv_heads
     rows_per_tile = min(grid.queries, max_tokens)
     return PlanBounds(
@@ -108,11 +108,11 @@ class _Tiles:
     first_rows_X: Int64s
     num_queries_X: Int64s
     positions_X: Int64s
-    """Of the first query."""
+    """Positions of the first queries."""
     first_keys_X: Int64s
     end_keys_X: Int64s
     num_steps_X: Int64s
-    """Times that `keys` keys are taken."""
+    """How many times `keys` keys are processed."""
 
 
 def _tiles(
@@ -145,7 +145,7 @@ def _tiles(
 
 
 def _choose_parts(num_steps_X: Int64s, grid: TileGrid) -> Int64s:
-    """Into how many parts to split each tile so that the last program is done soonest."""
+    """The number of parts of each tile that makes the last program end soonest."""
     best_X = np.ones_like(num_steps_X)
     if num_steps_X.size == 0:
         return best_X
@@ -167,7 +167,7 @@ def _choose_parts(num_steps_X: Int64s, grid: TileGrid) -> Int64s:
 
 
 def _cost(num_steps_X: Int64s, num_parts_X: Int64s, grid: TileGrid) -> tuple[float, float]:
-    """Of the busiest program and of the average one, in keys; programs take items as the kernel's do."""
+    """Costs of the busiest and of the average program, in keys; programs take items as in the kernel."""
     tiles_I, _ = _repeat(num_parts_X)
     cost_I = -(-num_steps_X // num_parts_X)[tiles_I] * grid.keys + ITEM_COST_KEYS
     cost_U = np.repeat(np.sort(cost_I)[::-1], grid.num_kv_heads)
@@ -216,7 +216,7 @@ def _merges(tiles: _Tiles, num_parts_X: Int64s, first_partial_X: Int64s) -> Int3
 
 
 def _repeat(counts_X: Int64s) -> tuple[Int64s, Int64s]:
-    """Index i `counts[i]` times, and beside it 0, 1 ... counts[i] - 1."""
+    """Index i repeated `counts[i]` times, and for each copy its number: 0, 1 ... counts[i] - 1."""
     indices = np.repeat(np.arange(counts_X.size), counts_X)
     firsts_X = np.cumsum(counts_X) - counts_X
     return indices, np.arange(indices.size) - firsts_X[indices]

@@ -1,4 +1,4 @@
-"""Whole KV blocks from pool to pool by pairs of block ids, either of which may be pinned host memory.
+"""Copies whole KV blocks from pool to pool by pairs of block ids; either pool may be pinned host memory.
 
 Shape suffixes: N blocks of the source, M of the target, B bytes of a block, P pairs.
 """
@@ -9,21 +9,21 @@ import triton.language as tl
 
 VECTOR_BYTES = 16
 VECTORS_PER_CHUNK = 1024
-"""16 KiB: eight 16-byte loads in each of 128 threads, all under way before the first is stored."""
+"""16 KiB: eight 16-byte loads in each of 128 threads, all in flight before the first store."""
 
 MAX_DEVICE_PROGRAMS = 132 * 8
-"""8 programs x 16 KiB on each of a Hopper's multiprocessors: more under way than its memory needs to be busy."""
+"""8 programs x 16 KiB on each of a Hopper's multiprocessors: more in flight than its memory needs to be busy."""
 
 MAX_HOST_PROGRAMS = 32
-"""0.5 MiB under way keeps PCIe busy (55 GB/s x 2 us = 0.1 MiB), and leaves most of the GPU to others meanwhile."""
+"""0.5 MiB in flight keeps PCIe busy (55 GB/s x 2 us = 0.1 MiB), and leaves most of the GPU to other work."""
 
 
 def copy_blocks(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torch.Tensor) -> None:
-    """Block pairs_P2[p, 0] of the source becomes block pairs_P2[p, 1] of the target.
+    """Copies block pairs_P2[p, 0] of the source to block pairs_P2[p, 1] of the target.
 
     Pools are uint8, contiguous, with equal blocks of a multiple of 16 bytes; either may be pinned host memory, which
-    the GPU then reads or writes itself. `pairs_P2` is int32, where the kernel runs. No block may be both source and
-    target. Ordered with the current stream as any launch: the host waits before it touches its side.
+    the GPU then reads or writes directly. `pairs_P2` is int32, on the kernel's device. No block may be both source and
+    target. The launch is ordered on the current stream: the host must wait before it touches its side.
     """
     assert source_NB.dtype is target_MB.dtype is torch.uint8
     assert source_NB.is_contiguous()
@@ -53,14 +53,8 @@ def copy_blocks(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torc
     )
 
 
-def copy_blocks_reference(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torch.Tensor) -> None:
-    """The same in torch; waits for the pairs."""
-    for source, target in pairs_P2.tolist():
-        target_MB[target].copy_(source_NB[source])
-
-
 def max_programs(source: torch.Tensor, target: torch.Tensor) -> int:
-    """As many programs as keep busy what lies between the two."""
+    """As many programs as keep the path between the two busy."""
     is_on_device = source.device.type == target.device.type == "cuda"
     return MAX_DEVICE_PROGRAMS if is_on_device else MAX_HOST_PROGRAMS
 

@@ -1,13 +1,13 @@
-"""Programmatic dependent launch: a kernel starts while the one before it ends, and waits before it touches its results.
+"""Programmatic dependent launch: a kernel starts while the previous one ends, and waits before it uses its results.
 
-Without it a multiprocessor that is done idles until all others are, the kernel has ended and the next one is launched:
-some 3 us for each of a step's kernels. With it the next programs are there already, as far as there is room for them,
-and have fetched what depends on nobody.
+Without it, a finished multiprocessor idles until all others are done, the kernel has ended and the next is launched:
+some 3 us for each of a step's kernels. With it, the next programs are resident already, as far as there is room, and
+have loaded what does not depend on earlier kernels.
 
-A kernel that is launched so must call `wait_for_former` in every program, before it stores anything, and before it
-loads anything that a kernel before it may have written. Dependents are let go only after the wait, hence when a kernel
-starts all kernels but the one before it have ended: what that one does not write may be loaded before the wait. Kernels
-that are launched as ever, torch's among them, begin when all before them have ended.
+A kernel that is launched this way must call `wait_for_former` in every program: before it stores anything, and before
+it loads anything that an earlier kernel may have written. A kernel releases its dependents only after its own wait. So
+when a kernel starts, all earlier kernels but the previous one have ended, and it may load what the previous one does
+not write. Kernels that are launched normally, such as torch's, begin when all earlier kernels have ended.
 """
 
 from functools import cache
@@ -35,14 +35,14 @@ def launch_options() -> dict[str, bool]:
 
 @cache
 def _is_supported(_device: int) -> bool:
-    """By the present device, which is the one of that number."""
+    """For the current device; its number is only the cache's key."""
     target = driver.active.get_current_target()
     return bool(target.backend == "cuda" and target.arch >= FIRST_ARCHITECTURE)
 
 
 @triton.jit
 def wait_for_former(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Until the kernel before this one has ended and all see what it wrote; then the next one may start."""
+    """Waits until the previous kernel has ended and its writes are visible; then the next kernel may start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

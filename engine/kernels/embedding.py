@@ -1,4 +1,4 @@
-"""Rows of the embedding table by token id, where some ids are still on the device only; vocabulary-parallel.
+"""Rows of the embedding table by token id; some ids may be known only to the device. Vocabulary-parallel.
 
 Shape suffixes: T tokens, R requests of the previous step, V tokens of this rank, E hidden size.
 """
@@ -18,10 +18,10 @@ def embed(
     weight_VE: torch.Tensor,
     first_token: int = 0,
 ) -> torch.Tensor:
-    """T x E: the row of ids_T[t], or of sampled_R[sources_T[t]] where that source is not negative.
+    """T x E: the row of ids_T[t], or of sampled_R[sources_T[t]] if that source is not negative.
 
-    So a step can be launched before the host has seen what the previous one sampled. All indices are int32.
-    `weight_VE` holds the tokens from `first_token` on; others give zeros, and the sum over ranks is the embedding.
+    So a step can be launched before the host knows the previous step's tokens. All indices are int32. `weight_VE` holds
+    the tokens from `first_token` on; others give zeros, and the sum over ranks is the embedding.
     """
     assert ids_T.dtype is sources_T.dtype is sampled_R.dtype is torch.int32
     assert ids_T.shape == sources_T.shape
@@ -45,21 +45,6 @@ def embed(
             num_warps=4,
         )
     return x_TE
-
-
-def embed_reference(
-    ids_T: torch.Tensor,
-    sources_T: torch.Tensor,
-    sampled_R: torch.Tensor,
-    weight_VE: torch.Tensor,
-    first_token: int = 0,
-) -> torch.Tensor:
-    """The same in torch."""
-    if len(sampled_R) > 0:
-        ids_T = torch.where(sources_T >= 0, sampled_R[sources_T.clamp(min=0).long()], ids_T)
-    rows_T = ids_T.long() - first_token
-    is_here_T = (rows_T >= 0) & (rows_T < len(weight_VE))
-    return weight_VE[rows_T * is_here_T] * is_here_T.unsqueeze(1)
 
 
 @triton.jit

@@ -1,14 +1,14 @@
 """Ends the draw of each row: its winner over all tokens, or over those that top_k, top_p and min_p keep. Sorts nothing.
 
-The arg max of score + noise over all tokens, if it is kept, is the arg max over the kept ones. If it is not, nothing of
-its weight or less is kept either, so the next candidate is the arg max over the tokens above. Whether a token is kept
-follows from how many tokens weigh more, and how much together. Each look at the row counts above four weights at
-once: the candidate's, and three above it that may raise the floor further. After the rejection sampling of FlashInfer
-("Sorting-Free GPU Kernels for LLM Sampling", 2025), with noise that is a function of the token in place of new random
-numbers each round.
+If the arg max of score + noise over all tokens is kept, it is also the arg max over the kept tokens. Otherwise no token
+of its weight or less is kept, so the next candidate is the arg max over the tokens above. How many tokens weigh more,
+and how much together, decides whether a token is kept. Each pass over the row counts above four weights at once: the
+candidate's, and three larger ones that may raise the floor further. After the rejection sampling of FlashInfer
+("Sorting-Free GPU Kernels for LLM Sampling", 2025); noise is a function of the token instead of new random numbers in
+each round.
 
-Only chunks whose likeliest token is above the floor are read. That makes most looks short: a sampled token tends to
-have few tokens above it.
+A pass reads only chunks whose likeliest token is above the floor. Most passes are short: a sampled token tends to have
+few tokens above it.
 
 Shape suffixes: R rows, V vocabulary, C chunks of a row, G chunks read together, S parts of a row, F fields.
 """
@@ -35,7 +35,7 @@ from engine.kernels.sampling_parts import (
 )
 
 _ONE_BITS = tl.constexpr(0x3F800000)
-"""Of the weight 1.0, the likeliest token's: no weight is above."""
+"""The bits of 1.0, the likeliest token's weight: no weight is larger."""
 
 
 def filtered_draw(
@@ -45,10 +45,10 @@ def filtered_draw(
     tokens_R: torch.Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
-    """After `gumbel_draw`: writes the token of each random row to `tokens_R`. Those of greedy rows, and of rows whose
-    largest logit is not finite, stay as `row_stats` left them.
+    """After `gumbel_draw`: writes the token of each random row to `tokens_R`.
 
-    One program a row, which reads little of it. Its loops end: each round leaves fewer weights that may be kept.
+    Tokens of greedy rows, and of rows whose largest logit is not finite, stay as `row_stats` left them. One program
+    computes a row, and reads little of it. Its loops end: each round leaves fewer weights that may be kept.
     """
     _filtered_draw_kernel[(logits_RV.shape[0],)](
         logits_RV,
@@ -70,32 +70,8 @@ def filtered_draw(
         CHUNKS=triton.next_power_of_2(workspace.num_chunks),
         PARTS=triton.next_power_of_2(workspace.num_parts),
         HAS_PROCESSED=processed_PV is not None,
-        num_warps=16,  # rows are few: a multiprocessor tends to have one, whose loads are to hide one another
+        num_warps=16,  # rows are few: a multiprocessor has about one, whose loads must hide one another
     )
-
-
-def filtered_draw_reference(
-    values_RV: torch.Tensor,
-    logits_RV: torch.Tensor,
-    temperature_R: torch.Tensor,
-    top_k_R: torch.Tensor,
-    top_p_R: torch.Tensor,
-    min_p_R: torch.Tensor,
-) -> torch.Tensor:
-    """With a sort: arg max of `values_RV` (score + noise) over the tokens that are kept."""
-    logits_RV = logits_RV.to(torch.float32)
-    row_max_R1 = logits_RV.amax(-1, keepdim=True)
-    weights_RV = ((logits_RV - row_max_R1) / temperature_R.unsqueeze(1)).exp()
-    sorted_RV = weights_RV.sort(-1, descending=True).values
-    ranks_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
-    is_top_k_RV = ranks_V < top_k_R.unsqueeze(1)
-    mass_R1 = (sorted_RV * is_top_k_RV).sum(-1, keepdim=True)
-    mass_before_RV = sorted_RV.cumsum(-1) - sorted_RV
-    top_p_R1 = top_p_R.unsqueeze(1)
-    is_top_p_RV = (mass_before_RV < top_p_R1 * mass_R1) | (top_p_R1 >= 1.0) | (ranks_V == 0)
-    num_kept_R1 = (is_top_k_RV & is_top_p_RV).sum(-1, keepdim=True)
-    lowest_R1 = torch.maximum(sorted_RV.gather(1, num_kept_R1 - 1), min_p_R.unsqueeze(1))
-    return values_RV.masked_fill(weights_RV < lowest_R1, -torch.inf).argmax(-1)
 
 
 @triton.jit
@@ -204,7 +180,7 @@ def _token_bits(at, token, HAS_PROCESSED: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _kth_largest(bits_C, k):  # type: ignore[no-untyped-def]
-    """The k-th largest of these weights, of which there are at least k. Halves what is in question, 30 times."""
+    """The k-th largest of at least k weights. Halves the range in question, 30 times."""
     low = tl.full([], -1, tl.int32)  # at least k are above it
     high = tl.full([], _ONE_BITS, tl.int32)  # fewer than k are above it
     while high - low > 1:
@@ -221,7 +197,7 @@ def _activate(chunk_bits_C, floor, row_active_ptr):  # type: ignore[no-untyped-d
     """Lists the chunks with a weight above `floor` and counts them."""
     is_active_C = chunk_bits_C > floor
     slots_C = tl.cumsum(is_active_C.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # no thread reads the list before this one any more
+    tl.debug_barrier()  # no thread still reads the previous list
     tl.store(row_active_ptr + slots_C, tl.arange(0, chunk_bits_C.shape[0]), is_active_C)
     tl.debug_barrier()
     return tl.sum(is_active_C.to(tl.int32), 0)
@@ -261,7 +237,7 @@ def _count_above(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HAS_PROCESSED: tl.constexpr,
 ):
-    """How many tokens weigh more than `floor`, + 1, 2, 3 steps; then how much they weigh together."""
+    """How many tokens weigh more than `floor` + 0, 1, 2, 3 steps; then how much these weigh together."""
     _, _, _, _, _, vocab_size, _, _ = at
     n_0 = tl.zeros([GROUP], tl.int32)
     n_1, n_2, n_3 = n_0, n_0, n_0
@@ -309,10 +285,10 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HAS_PROCESSED: tl.constexpr,
 ):
-    """What the k likeliest tokens weigh, k below the vocabulary's size; of equal ones at the end as many as belong.
+    """The sum of the k largest weights, k below the vocabulary's size; ties at the end count only up to k.
 
-    Narrows down the k-th largest weight, which is `lowest` or more, until exactly k tokens are above some weight or one
-    weight is left: by a factor of 5 each time in the floats' bits, so nearly by one in their logarithm.
+    Narrows down the k-th largest weight, which is at least `lowest`, until exactly k tokens are above some weight or
+    one weight is left. Each round divides the range of the floats' bits by 5, so nearly that of their logarithms.
     """
     low = lowest - 1  # at least k are above it
     high = tl.full(

@@ -1,7 +1,7 @@
 """Draws from all tokens of each row: the arg max of score + Gumbel noise in each part of it.
 
-Noise is bounded, so a part whose largest score is far below the likeliest token's value cannot have the winner. It is
-not even read. That is most parts where the temperature is low.
+Noise is bounded, so a part whose largest score is far below the likeliest token's value cannot contain the winner. Such
+a part is not read; at low temperatures these are most parts.
 
 Shape suffixes: R rows, V vocabulary, C chunks of a row, S parts of a row, F fields.
 """
@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine import counter_rng
 from engine.kernels.sampling_parts import (
     KEY_0,
     KEY_1,
@@ -37,8 +36,8 @@ def gumbel_draw(
 ) -> None:
     """After `row_stats`, which left each row's arg max in `tokens_R`.
 
-    Leaves each part's largest score with noise, and its token, in the workspace's `part_best_RS` and `part_token_RS`.
-    Greedy rows, and rows whose largest logit is not finite, are passed over.
+    Writes each part's largest score with noise, and its token, to the workspace's `part_best_RS` and `part_token_RS`.
+    Skips greedy rows, and rows whose largest logit is not finite.
     """
     _gumbel_draw_kernel[(workspace.num_parts, logits_RV.shape[0])](
         logits_RV,
@@ -58,15 +57,6 @@ def gumbel_draw(
         HAS_PROCESSED=processed_PV is not None,
         num_warps=8,
     )
-
-
-def gumbel_draw_reference(
-    logits_RV: torch.Tensor, temperature_R: torch.Tensor, keys: list[tuple[int, int]]
-) -> torch.Tensor:
-    """R x V: score + noise, of which the arg max is drawn."""
-    logits_RV = logits_RV.to(torch.float32)
-    scores_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature_R.unsqueeze(1)
-    return scores_RV + counter_rng.gumbel_noise(keys, logits_RV.shape[1], logits_RV.device)
 
 
 @triton.jit

@@ -36,17 +36,6 @@ def token_logprobs(
     return logprobs_L, ranks_L, log_sum_exp_L
 
 
-def token_logprobs_reference(
-    logits_RV: torch.Tensor, rows_L: torch.Tensor, tokens_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same in torch."""
-    logits_LV = logits_RV[rows_L.long()].to(torch.float32)
-    tokens_L1 = tokens_R[rows_L.long()].long().unsqueeze(1)
-    logprobs_L = logits_LV.log_softmax(-1).gather(1, tokens_L1)[:, 0]
-    ranks_L = (logits_LV > logits_LV.gather(1, tokens_L1)).sum(-1, dtype=torch.int32) + 1
-    return logprobs_L, ranks_L, logits_LV.logsumexp(-1)
-
-
 @triton.jit
 def _token_logprobs_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,

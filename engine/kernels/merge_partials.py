@@ -1,4 +1,4 @@
-"""Merges what the parts of a long context gave into the output of attention; knows neither queries nor keys.
+"""Merges the partial results of long contexts into the output of attention; knows neither queries nor keys.
 
 Shape suffixes: T tokens of the step, Q query heads, D head dimension, P rows of partial results, R merges, F their
 fields.
@@ -12,7 +12,7 @@ from engine.kernels.attention_plan import MERGE_FIELDS
 from engine.kernels.dependent_launch import launch_options, wait_for_former
 
 BLOCK_PARTS = 16
-"""Partial results of a row that are read together."""
+"""How many partial results of a row are read together."""
 
 
 def merge_partials(
@@ -23,10 +23,10 @@ def merge_partials(
     out_TQD: torch.Tensor,
     num_programs: int,
 ) -> None:
-    """Writes the rows of `out_TQD` that the first `num_merges` (a tensor of one int32) of `merges_RF` name, no others.
+    """Writes only the rows of `out_TQD` that the first `num_merges` (a tensor of one int32) of `merges_RF` name.
 
-    Partial results are averages, their weights the log2 of sums: the result is the average by those sums. At least one
-    weight of each row is finite. Launches only.
+    Partial results are averages, and their weights are log2 of sums: the result is the average weighted by those sums.
+    At least one weight of each row is finite. Returns when the launch is queued.
     """
     _, num_heads, head_dim = partial_PQD.shape
     assert partial_PQD.is_contiguous()
@@ -51,17 +51,6 @@ def merge_partials(
     )
 
 
-def merge_partials_reference(
-    partial_PQD: torch.Tensor, weight_PQ: torch.Tensor, merges_RF: torch.Tensor, out_TQD: torch.Tensor
-) -> None:
-    """The same in torch, for all of `merges_RF`."""
-    for out_row, first_row, num_parts, stride in merges_RF.tolist():
-        rows = slice(first_row, first_row + num_parts * stride, stride)
-        weights_PQ = torch.softmax(weight_PQ[rows].double() * torch.log(torch.tensor(2.0)).item(), 0)
-        merged_QD = (weights_PQ.unsqueeze(-1) * partial_PQD[rows].double()).sum(0)
-        out_TQD[out_row] = merged_QD.to(out_TQD.dtype)
-
-
 @triton.jit
 def _merge_partials_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, weight_ptr, merges_ptr, num_merges_ptr, out_ptr, out_stride,
@@ -81,8 +70,8 @@ def merge_row(  # type: ignore[no-untyped-def]
     partial_ptr, weight_ptr, merge_ptr, first_head, num_heads, out_ptr, out_stride,
     Q: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes `num_heads` heads, at most BLOCK_H, of the row that the merge at `merge_ptr` names. Past L1: another
-    program of this launch may have written the parts."""
+    """Writes `num_heads` heads, at most BLOCK_H, of the row that the merge at `merge_ptr` names. Loads bypass L1:
+    another program of this launch may have written the parts."""
     heads = first_head + tl.arange(0, BLOCK_H)
     has_head = tl.arange(0, BLOCK_H) < num_heads
     dims = tl.arange(0, BLOCK_D)

@@ -1,9 +1,9 @@
 """Attention of a whole step over the paged KV cache, in one persistent launch; knows items of work, not requests.
 
-A fixed number of programs shares the items of `attention_plan.py`, each for every kv head. How many items there are is
-read on the device, so one captured CUDA graph serves whatever contexts a step has. Within a tile this is
-FlashAttention-2 (https://arxiv.org/abs/2307.08691): scores never leave the multiprocessor, the softmax is computed
-online and in base 2. The query heads of a kv head share a tile: keys and values are read once for all of them.
+A fixed number of programs shares the items of `attention_plan.py`, each item for every kv head. The device reads the
+number of items, so one captured CUDA graph serves any contexts. Within a tile this is FlashAttention-2
+(https://arxiv.org/abs/2307.08691): scores never leave the multiprocessor, and the softmax is computed online and in
+base 2. The query heads of a kv head share a tile: keys and values are read once for all of them.
 
 Shape suffixes: T tokens of the step, Q query heads, D head dimension, N blocks, K the pair (keys, values), H kv heads,
 S tokens of a block, B rows of the block table, M its columns, I items, F their fields, P rows of partial results.
@@ -27,35 +27,28 @@ from engine.kernels.merge_partials import merge_row
 _LOG2_E = math.log2(math.e)
 
 MAX_MERGED_ELEMENTS = 8192
-"""Of parts that a program reads together: 64 registers of 128 threads, which hold nothing else by then."""
+"""Elements of parts that a program reads together: 64 registers of 128 threads, which are otherwise free by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """What makes weights of scores. Scales of a quantised cache: what is stored times the scale is what was meant."""
+    """How scores become weights."""
 
     scale: float
     window: int | None = None
     """A query sees the last so many keys, itself included."""
-    soft_cap: float | None = None
-    """Scores become soft_cap x tanh(score / soft_cap)."""
-    k_scale: float = 1.0
-    v_scale: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.scale > 0
-        assert self.k_scale > 0
-        assert self.v_scale > 0
         assert self.window is None or self.window > 0
-        assert self.soft_cap is None or self.soft_cap > 0
 
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer's keys and values of all blocks, as launches take them; made once, for the pool never moves.
+    """One layer's keys and values of all blocks, as launches take them; made once, since the pool never moves.
 
-    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots of a block behind its request's last token are
-    multiplied with zero, so they may hold anything finite; the engine clears them when a block is given out.
+    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots behind a request's last token are multiplied by
+    zero, so they may hold any finite number; the engine clears them when a request gets the block.
     """
 
     kv_NKHSD: torch.Tensor
@@ -71,7 +64,7 @@ class LayerKV:
         assert self.kv_NKHSD.element_size() == shape.kv_dtype_bytes
 
     def operand(self, block_n: int) -> "torch.Tensor | TensorDescriptor":
-        """What the kernel reads through."""
+        """The tensor, or the descriptor, through which the kernel reads."""
         if not self.shape.uses_tma:
             return self.kv_NKHSD
         if block_n not in self._descriptors:
@@ -84,12 +77,12 @@ class LayerKV:
 
     @cached_property
     def block_stride(self) -> int:
-        """From one block to the next: in rows of a token's key or value for the copy engine, in elements without."""
+        """Distance between blocks: in rows of a token's key or value for the copy engine, else in elements."""
         elements = self.kv_NKHSD.stride(0)
         return elements // self.shape.head_dim if self.shape.uses_tma else elements
 
     def _descriptor(self, block_n: int) -> TensorDescriptor:
-        """Of the rows from this layer in the first block to its end in the last; columns past the head read as 0."""
+        """The rows from this layer in the first block to its end in the last; columns past the head read as 0."""
         num_blocks, _, num_heads, block_size, head_dim = self.kv_NKHSD.shape
         num_rows = (num_blocks - 1) * self.block_stride + 2 * num_heads * block_size
         assert num_rows < 2**31, f"{num_rows} rows: the copy engine counts them in 32 bits"
@@ -99,12 +92,12 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Results of items that share their queries with others: normalised, beside the log2 of what they weigh."""
+    """Results of items that share their queries with other items: normalised, with the log2 of their weights."""
 
     out_PQD: torch.Tensor
     """float32."""
     weight_PQ: torch.Tensor
-    """float32; -inf where a query sees no key of its item."""
+    """float32; -inf if a query sees no key of its item."""
 
     @classmethod
     def empty(cls, num_rows: int, shape: AttentionShape, device: torch.device) -> "Partials":
@@ -114,11 +107,11 @@ class Partials:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """Has the launch put parts together itself: for each tile and kv head, the program that is done last."""
+    """Makes the launch merge its parts: for each tile and kv head, the program that ends last merges."""
 
     merges_RF: torch.Tensor
     num_arrived_RH: torch.Tensor
-    """int32, 0 before the launch and after it; launches that follow one another share it."""
+    """int32, 0 before and after a launch; consecutive launches share it."""
 
 
 def paged_attention(
@@ -134,12 +127,12 @@ def paged_attention(
     num_programs: int,
     merging: Merging | None = None,
 ) -> None:
-    """Writes `out_TQD` and `partials` as the first `num_items` (a tensor of one int32) of `items_IF` say, nothing else.
+    """Writes only what the first `num_items` (a tensor of one int32) of `items_IF` name in `out_TQD` and `partials`.
 
-    Rows that are split are left to `merge_partials`, unless `merging` has them put together here.
-    Over a cache of 8-bit numbers bfloat16 queries are taken as float16, so no larger than 65,504 in size.
-    Items were planned for `tuning.grid` with the same window, and `num_programs`. Heads of a token lie together in
-    queries and output, tokens may lie apart. Launches only: all sizes are known to the host, nothing is waited for.
+    `merge_partials` must merge rows that are split, unless `merging` merges them in this launch. Over an 8-bit cache,
+    bfloat16 queries become float16 and are clamped to +-65,504. Items were planned for `tuning.grid` with the same
+    window and `num_programs`. A token's heads are contiguous in queries and output; tokens may lie apart. Returns when
+    the launch is queued: the host knows all sizes.
     """
     _, num_query_heads, head_dim = q_TQD.shape
     shape = kv.shape
@@ -159,11 +152,6 @@ def paged_attention(
         assert merging.num_arrived_RH.shape[1] == shape.num_kv_heads
         assert len(merging.num_arrived_RH) >= len(merging.merges_RF)
     padded_group = triton.next_power_of_2(shape.group_size)
-    weight_scale = softmax.scale * softmax.k_scale * _LOG2_E
-    cap_scale = soft_cap = 1.0
-    if softmax.soft_cap is not None:  # tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)); the weights then need no scale
-        cap_scale, weight_scale = 2 * weight_scale / softmax.soft_cap, 1.0
-        soft_cap = softmax.soft_cap * _LOG2_E
     _paged_attention_kernel[(num_programs,)](
         q_TQD,
         kv.operand(tuning.block_n),
@@ -179,10 +167,7 @@ def paged_attention(
         kv.block_stride,
         block_ids_BM.stride(0),
         out_TQD.stride(0),
-        weight_scale,
-        cap_scale,
-        soft_cap,
-        softmax.v_scale,
+        softmax.scale * _LOG2_E,
         softmax.window or 0,
         H=shape.num_kv_heads,
         G=shape.group_size,
@@ -197,7 +182,6 @@ def paged_attention(
         MERGED_PARTS=max(1, min(16, MAX_MERGED_ELEMENTS // (padded_group * shape.padded_head_dim))),
         USES_TMA=shape.uses_tma,
         HAS_WINDOW=softmax.window is not None,
-        HAS_SOFT_CAP=softmax.soft_cap is not None,
         # Of 8-bit numbers float16 is made in one instruction for two, bfloat16 in several; it holds all of them too.
         TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,
         PRECISION="tf32x3" if q_TQD.dtype == torch.float32 else "tf32",
@@ -216,7 +200,7 @@ def paged_attention_reference(
     context_lengths_B: list[int],
     softmax: Softmax,
 ) -> torch.Tensor:
-    """The same for requests whose queries follow one another, literally, in float64, rounded once."""
+    """The same in torch for requests with consecutive queries, literally, in float64, rounded once."""
     out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
     group_size, first_row = q_TQD.shape[1] // kv_NKHSD.shape[2], 0
     for block_ids_M, num_queries, num_keys in zip(
@@ -228,16 +212,14 @@ def paged_attention_reference(
             kv_MKHSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_keys].repeat_interleave(group_size, 1)
         )
         scores_QTC = q_TQD[rows].to(torch.float64).transpose(0, 1) @ kv_KQCD[0].transpose(1, 2)
-        scores_QTC *= softmax.scale * softmax.k_scale
-        if softmax.soft_cap is not None:
-            scores_QTC = softmax.soft_cap * torch.tanh(scores_QTC / softmax.soft_cap)
+        scores_QTC *= softmax.scale
         keys_C = torch.arange(num_keys, device=q_TQD.device)
         positions_T1 = keys_C[num_keys - num_queries :, None]
         hidden_TC = keys_C > positions_T1
         if softmax.window is not None:
             hidden_TC |= keys_C <= positions_T1 - softmax.window
         weights_QTC = torch.softmax(scores_QTC.masked_fill(hidden_TC, -math.inf), -1)
-        out_TQD[rows] = (weights_QTC @ kv_KQCD[1] * softmax.v_scale).transpose(0, 1).to(q_TQD.dtype)
+        out_TQD[rows] = (weights_QTC @ kv_KQCD[1]).transpose(0, 1).to(q_TQD.dtype)
         first_row += num_queries
     return out_TQD
 
@@ -246,19 +228,19 @@ def paged_attention_reference(
 def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv, block_ids_ptr, items_ptr, num_items_ptr, partial_ptr, weight_ptr, out_ptr,
     merges_ptr, num_arrived_ptr,
-    q_stride, block_stride, table_stride, out_stride, weight_scale, cap_scale, soft_cap, v_scale, window,
+    q_stride, block_stride, table_stride, out_stride, weight_scale, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
     MERGE_FIELDS: tl.constexpr, PADDED_G: tl.constexpr, MERGED_PARTS: tl.constexpr,
-    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, TO_FLOAT16: tl.constexpr,
+    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, TO_FLOAT16: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
     query, head_in_group = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D)
 
-    # Programs take units in turns, every other one in reverse: who had the longest of one has the shortest of the next.
-    num_units = tl.load(num_items_ptr) * H  # of the step's plan, as old as the step
+    # Programs take units in turns, every other turn in reverse: the longest of one turn, then the shortest of the next.
+    num_units = tl.load(num_items_ptr) * H  # the step's plan is on the device already
     wait_for_former(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_turns = num_units // num_programs
@@ -276,14 +258,14 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         end_key = tl.load(item_ptr + 5)
         partial_row = tl.load(item_ptr + 6)
 
-        # Block ids are loaded one turn ahead: loads that wait for a load of their own turn would halve the pipeline.
+        # Block ids are loaded one turn ahead: keys that wait for ids loaded in the same turn would halve the pipeline.
         offsets = 0 if USES_TMA else tl.arange(0, BLOCK_N)
         block_ids = tl.load(
             table_ptr + (first_key + offsets) // BLOCK_SIZE, first_key + offsets < end_key, other=0
         )
         has_row = query < num_queries
         position = first_position + query
-        # The first keys that only some of the queries see; before, within the window, no score is masked.
+        # From `masked_from` on, and before `masked_before`, only some of the queries see a key.
         masked_from = first_position + 1
         masked_before = first_position + num_queries - window
         step_row = (first_row + query).to(tl.int64)
@@ -298,7 +280,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for key in tl.range(first_key, end_key, BLOCK_N):
             next_keys = key + BLOCK_N + offsets
-            # Past the end lies the null block, which may be read.
+            # Ids past the end are 0: the null block, which may be read.
             next_block_ids = tl.load(table_ptr + next_keys // BLOCK_SIZE, next_keys < end_key, other=0)
             if USES_TMA:
                 row = block_ids * block_stride + head * BLOCK_SIZE + key % BLOCK_SIZE
@@ -315,8 +297,6 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
                     k = tl.load(kv_ptrs, (dims < D)[None, :], other=0.0)
                     v = tl.load(kv_ptrs + H * BLOCK_SIZE * D, (dims < D)[None, :], other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-            if HAS_SOFT_CAP:
-                scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * cap_scale))
             is_masked = key + BLOCK_N > masked_from
             if HAS_WINDOW:
                 is_masked |= key < masked_before
@@ -328,7 +308,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
                 scores = tl.where(visible, scores, float("-inf"))
 
             new_max = tl.maximum(row_max, tl.max(scores, 1) * weight_scale)
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen no key yet
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # if the row has seen no key yet
             weights = tl.exp2(tl.fma(scores, weight_scale, -shift[:, None]))
             decay = tl.exp2(row_max - shift)
             row_sum = row_sum * decay + tl.sum(weights, 1)
@@ -337,8 +317,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
             row_max = new_max
             block_ids = next_block_ids
 
-        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees no key: acc is 0, row_max -inf
-        acc = acc * (v_scale / row_sum)[:, None]
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key: acc is 0, row_max -inf
+        acc = acc * (1.0 / row_sum)[:, None]
         if partial_row < 0:
             out_ptrs = out_ptr + step_row[:, None] * out_stride + in_token
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), in_bounds)
@@ -348,8 +328,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
             weight_ptrs = weight_ptr + partial_rows * (H * G) + head * G + head_in_group
             tl.store(weight_ptrs, row_max + tl.log2(row_sum), has_row)
             if num_arrived_ptr is not None:
-                # All threads' parts are written before one of them counts the program, with release and acquire order:
-                # who counts last sees the parts of all.
+                # All threads have written their parts before one thread counts the program, with release and acquire
+                # order. So the program that counts last sees all parts.
                 tl.debug_barrier()
                 merge = tl.load(item_ptr + 7)
                 merge_ptr = merges_ptr + merge * MERGE_FIELDS

@@ -1,7 +1,7 @@
-"""Logits as they are before temperature and filters: bias, penalties and masks of the rows that ask for any.
+"""Applies bias, penalties and masks to the logits of rows that have any, before temperature and filters.
 
-The host lists the edits, each (row, token) once, in the order that SamplingParams promises within an edit. The masks of
-grammars are one bit a token. Everything else is copied as float32.
+The host lists the edits, each (row, token) once. An edit applies its fields in the order that SamplingParams promises.
+Masks of grammars have one bit per token. All other logits are copied as float32.
 
 Shape suffixes: P rows that are processed, V vocabulary, E edits, W 32-bit words of a mask.
 """
@@ -14,8 +14,8 @@ BLOCK_V = 4096
 BLOCK_E = 256
 
 NUM_EDIT_FIELDS = 6
-"""int32 words of an edit: processed row, token, bias, repetition penalty (1: none), what presence and frequency take
-off, and whether the token is forbidden. The three in the middle are floats, stored as their bits."""
+"""int32 words of an edit: processed row, token, bias, repetition penalty (1: none), the sum of presence and frequency
+penalties, and whether the token is forbidden. The three in the middle are floats, stored as their bits."""
 _NUM_EDIT_FIELDS = tl.constexpr(NUM_EDIT_FIELDS)
 
 
@@ -30,7 +30,7 @@ def process_logits(
     """Writes `processed_PV` (float32, contiguous): row p is row `rows_P[p]` of the logits, edited.
 
     `mask_rows_P[p]` is p's row of `masks_PW`, or -1. Bit b of word w there allows token 32 w + b. All indices are
-    int32. Edits of one (row, token) twice would race; the lists may be empty, and then nothing is launched for them.
+    int32. Two edits of one (row, token) would race. The lists may be empty; then nothing is launched for them.
     """
     num_rows, vocab_size = processed_PV.shape
     assert logits_RV.stride(1) == 1, "a row is one span"
@@ -59,30 +59,6 @@ def process_logits(
             num_warps=4,
             enable_fp_fusion=False,  # a product, then a difference, each rounded: as torch computes them
         )
-
-
-def process_logits_reference(
-    logits_RV: torch.Tensor,
-    rows_P: torch.Tensor,
-    masks_PW: torch.Tensor,
-    mask_rows_P: torch.Tensor,
-    edits_EF: torch.Tensor,
-) -> torch.Tensor:
-    """The same in torch: P x V."""
-    processed_PV = logits_RV[rows_P.long()].to(torch.float32)
-    bits = torch.arange(32, dtype=torch.int32, device=logits_RV.device)
-    for row, mask_row in enumerate(mask_rows_P.tolist()):
-        if mask_row >= 0:
-            is_allowed = (
-                ((masks_PW[mask_row].unsqueeze(1) >> bits) & 1).flatten()[: logits_RV.shape[1]].bool()
-            )
-            processed_PV[row].masked_fill_(~is_allowed, -torch.inf)
-    rows, tokens = edits_EF[:, 0].long(), edits_EF[:, 1].long()
-    bias, repetition, off = edits_EF[:, 2:5].contiguous().view(torch.float32).unbind(1)
-    values = processed_PV[rows, tokens] + bias
-    values = torch.where(values > 0, values / repetition, values * repetition) - off
-    processed_PV[rows, tokens] = values.masked_fill(edits_EF[:, 5] != 0, -torch.inf)
-    return processed_PV
 
 
 @triton.jit

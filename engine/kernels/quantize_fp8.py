@@ -1,4 +1,4 @@
-"""Rows to float8_e4m3fn, each with a scale of its own, as W8A8 linears take their activations.
+"""Quantises rows to float8_e4m3fn, each with its own scale, for the activations of W8A8 linears.
 
 Shape suffixes: T tokens, E elements of a row.
 """
@@ -9,17 +9,11 @@ import triton.language as tl
 
 from engine.kernels.row_launch import row_launch
 
-MAX_FLOAT8 = 448.0
-"""The largest finite float8_e4m3fn."""
-
-MIN_MAGNITUDE = 1e-12
-"""What a row of zeros counts as, so that its scale divides."""
-
 
 def quantize_fp8(x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """q_TE in float8_e4m3fn and float32 scales_T1 with x = q x scale; a row's largest magnitude becomes 448.
 
-    Rows may be strided, their elements not; at most 16,384 of them. Values must be finite.
+    Rows may be strided; their elements are contiguous, at most 16,384. Values must be finite.
     """
     num_tokens, width = x_TE.shape
     assert x_TE.stride(1) == 1, "a row is one span"
@@ -33,15 +27,6 @@ def quantize_fp8(x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q_TE, scales_T1
 
 
-def quantize_fp8_reference(x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch, to the last bit. On a GPU torch multiplies by the reciprocal of a Python number, which is off
-    by a unit in many rows, so the scale is divided by a tensor."""
-    x_TE = x_TE.to(torch.float32)
-    largest_T1 = x_TE.abs().amax(-1, keepdim=True).clamp(min=MIN_MAGNITUDE)
-    scales_T1 = largest_T1 / torch.full_like(largest_T1, MAX_FLOAT8)
-    return (x_TE / scales_T1).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn), scales_T1
-
-
 @triton.jit
 def _quantize_fp8_kernel(x_ptr, q_ptr, scales_ptr, row_stride, width, PADDED_E: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
@@ -52,9 +37,10 @@ def _quantize_fp8_kernel(x_ptr, q_ptr, scales_ptr, row_stride, width, PADDED_E: 
 
 @triton.jit
 def store_quantized_row(x, q_ptr, scales_ptr, row, columns, width):  # type: ignore[no-untyped-def]
-    """For kernels that have a whole row of float32 at hand, zeros where `columns` >= `width`.
+    """For kernels that hold a whole row in float32, with zeros where `columns` >= `width`.
 
-    The divisions are IEEE's, as in torch: `/` of Triton is off by up to two units, and then some elements round apart.
+    Divisions are exact to IEEE, as in torch. Triton's `/` is off by up to two units, so some elements would round
+    differently.
     """
     MAX: tl.constexpr = 448.0
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), 1e-12), MAX)

@@ -8,29 +8,24 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dependent_launch import launch_options, wait_for_former
-from engine.kernels.quantize_fp8 import quantize_fp8_reference, store_quantized_row
+from engine.kernels.quantize_fp8 import store_quantized_row
 from engine.kernels.row_launch import row_launch
 
 
 def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight of each row, T x E in x's dtype; computed in float32, rounded once.
 
-    Rows of every tensor here may be strided, their elements not; E is at most 16,384.
+    Rows of every tensor here may be strided; their elements are contiguous. E is at most 16,384.
     """
     normed_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
     _launch(x_TE, None, weight_E, eps, normed_TE, None)
     return normed_TE
 
 
-def rms_norm_fp8(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, quantised as `quantize_fp8` does (q_TE, scales_T1), without rounding to x's dtype in between."""
-    return _launch_fp8(x_TE, None, weight_E, eps)
-
-
 def add_rms_norm_(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """residual += x in place, rounded to its dtype; returns rms_norm of what it then is."""
+    """residual += x in place, rounded to its dtype; returns `rms_norm` of the new residual."""
     normed_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
     _launch(x_TE, residual_TE, weight_E, eps, normed_TE, None)
     return normed_TE
@@ -39,38 +34,10 @@ def add_rms_norm_(
 def add_rms_norm_fp8_(
     x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual += x in place, rounded to its dtype; returns rms_norm_fp8 of what it then is."""
-    return _launch_fp8(x_TE, residual_TE, weight_E, eps)
+    """residual += x in place, rounded to its dtype; returns its norm, quantised as `quantize_fp8` does.
 
-
-def rms_norm_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` in torch."""
-    return _normed_reference(x_TE, weight_E, eps).to(x_TE.dtype)
-
-
-def rms_norm_fp8_reference(
-    x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm_fp8` in torch."""
-    return quantize_fp8_reference(_normed_reference(x_TE, weight_E, eps))
-
-
-def add_rms_norm_reference_(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """`add_rms_norm_` in torch."""
-    residual_TE.copy_(residual_TE.to(torch.float32) + x_TE.to(torch.float32))
-    return rms_norm_reference(residual_TE, weight_E, eps).to(x_TE.dtype)
-
-
-def _normed_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-    x_TE = x_TE.to(torch.float32)
-    return x_TE * torch.rsqrt(x_TE.square().mean(-1, keepdim=True) + eps) * weight_E.to(torch.float32)
-
-
-def _launch_fp8(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    The norm is not rounded to x's dtype in between. Returns q_TE and scales_T1.
+    """
     q_TE = torch.empty(x_TE.shape, dtype=torch.float8_e4m3fn, device=x_TE.device)
     scales_T1 = torch.empty((len(x_TE), 1), dtype=torch.float32, device=x_TE.device)
     _launch(x_TE, residual_TE, weight_E, eps, q_TE, scales_T1)
@@ -128,7 +95,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED_E)
     mask = columns < width
-    weight = tl.load(weight_ptr + columns, mask, other=0.0)  # first: it depends on nobody's output
+    weight = tl.load(weight_ptr + columns, mask, other=0.0)  # before the wait: no kernel writes it
     wait_for_former(PDL)
     x = tl.load(x_ptr + row * x_stride + columns, mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:

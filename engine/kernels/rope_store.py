@@ -1,6 +1,6 @@
-"""What lies between the fused projection and attention: queries rotated in place, keys and values put into the pool.
+"""Between the fused projection and attention: rotates queries in place, and writes keys and values to the pool.
 
-One launch in place of a norm, a rotation and a scatter. Knows the pool's layout (docs/decisions/0001), no request.
+One launch replaces a norm, a rotation and a scatter. Knows the pool's layout (docs/decisions/0001), no request.
 
 Shape suffixes: T tokens, X = Q + 2 x H heads of the projection (queries, keys, values), Q query heads, D head
 dimension, P positions, N blocks of the pool, K the pair (keys, values), H kv heads, S slots of a block, F = D / 2.
@@ -16,8 +16,8 @@ MAX_FLOAT8 = 448.0
 """The largest finite float8_e4m3fn."""
 
 HEADS_PER_PROGRAM = 8
-"""8 heads of 128 elements in 64 threads: each has one 16-byte load for either half of a head, and a token of 32 + 2 x 8
-heads is 6 programs, so that a decode step of a few tokens is spread over several multiprocessors."""
+"""8 heads of 128 elements in 64 threads: each thread makes one 16-byte load for either half of a head. A token of
+32 + 2 x 8 heads is 6 programs, which spreads a decode step of a few tokens over several multiprocessors."""
 
 
 def rope_store(
@@ -30,18 +30,16 @@ def rope_store(
     q_norm_D: torch.Tensor | None = None,
     k_norm_D: torch.Tensor | None = None,
     eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> None:
     """Rotates the queries of `qkv_TXD` in place; writes rotated keys, and values as they are, to `kv_NKHSD`.
 
-    Pairs (i, i + D/2) are rotated, by cos_sin_PD[position] (float32: D/2 cosines, then D/2 sines, scaled as the model
-    wants). A norm weight (both or neither) asks for RMSNorm of each head before that (Qwen3). `kv_NKHSD` is one layer
-    of a KVPool. Slot = block id x S + offset in it; a negative one marks a padded row, of which nothing is read or
-    written. Positions and slots are int32, the former within the table.
+    Pairs (i, i + D/2) are rotated by cos_sin_PD[position] (float32: D/2 cosines, then D/2 sines, scaled for the
+    model). Norm weights (both or neither) add RMSNorm of each head before the rotation (Qwen3). `kv_NKHSD` is one layer
+    of a KVPool. Slot = block id x S + offset in the block; a negative slot marks a padded row, which is neither read
+    nor written. Positions and slots are int32; positions lie within the table.
 
-    The pool has the projection's dtype, or is float8_e4m3fn: then it holds key / k_scale and value / v_scale,
-    saturated. All is computed in float32 and rounded once. Keys and values of `qkv_TXD` are left as they are.
+    The pool has the projection's dtype, or is float8_e4m3fn: then it holds keys and values saturated. Everything is
+    computed in float32 and rounded once. Keys and values of `qkv_TXD` stay as they are.
     """
     num_tokens, num_heads, head_dim = qkv_TXD.shape
     _, _, num_kv_heads, block_size, pool_head_dim = kv_NKHSD.shape
@@ -62,7 +60,6 @@ def rope_store(
     assert (q_norm_D is None) == (k_norm_D is None), "queries and keys are normed together"
     is_float8 = kv_NKHSD.dtype is torch.float8_e4m3fn
     assert is_float8 or kv_NKHSD.dtype is qkv_TXD.dtype, f"{qkv_TXD.dtype} does not go into {kv_NKHSD.dtype}"
-    assert is_float8 or k_scale == v_scale == 1.0, "only a float8 pool has scales"
     if num_tokens == 0:
         return
     padded_half = triton.next_power_of_2(head_dim // 2)
@@ -80,8 +77,6 @@ def rope_store(
         qkv_TXD.stride(0),
         kv_NKHSD.stride(0),
         eps,
-        k_scale,
-        v_scale,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -90,49 +85,8 @@ def rope_store(
         HEADS=HEADS_PER_PROGRAM,
         IS_FLOAT8=is_float8,
         MAX_FLOAT8=MAX_FLOAT8,
-        num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, of either half
+        num_warps=max(1, HEADS_PER_PROGRAM * padded_half // 256),  # 8 elements a thread, in either half
         **launch_options(),
-    )
-
-
-def rope_store_reference(
-    qkv_TXD: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    cos_sin_PD: torch.Tensor,
-    kv_NKHSD: torch.Tensor,
-    *,
-    q_norm_D: torch.Tensor | None = None,
-    k_norm_D: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """The same in torch. Not for a GPU's steps: it waits to see which rows are padded."""
-    _, _, num_kv_heads, block_size, head_dim = kv_NKHSD.shape
-    rows = (slots_T >= 0).nonzero().squeeze(1)
-    heads_TXD = qkv_TXD[rows].to(torch.float32)
-    q_TQD, k_THD, v_THD = heads_TXD.split(
-        (heads_TXD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1
-    )
-    if q_norm_D is not None and k_norm_D is not None:
-        q_TQD = torch.nn.functional.rms_norm(q_TQD, (head_dim,), q_norm_D.to(torch.float32), eps)
-        k_THD = torch.nn.functional.rms_norm(k_THD, (head_dim,), k_norm_D.to(torch.float32), eps)
-    cos_T1F, sin_T1F = cos_sin_PD[positions_T[rows].long()].unsqueeze(1).chunk(2, -1)
-    qkv_TXD[rows, : q_TQD.shape[1]] = _rotated_reference(q_TQD, cos_T1F, sin_T1F).to(qkv_TXD.dtype)
-
-    kv_TKHD = torch.stack((_rotated_reference(k_THD, cos_T1F, sin_T1F) / k_scale, v_THD / v_scale), 1)
-    if kv_NKHSD.dtype is torch.float8_e4m3fn:
-        kv_TKHD = kv_TKHD.clamp(-MAX_FLOAT8, MAX_FLOAT8)
-    blocks_T, offsets_T = slots_T[rows].long() // block_size, slots_T[rows].long() % block_size
-    bits = torch.uint8 if kv_NKHSD.dtype is torch.float8_e4m3fn else kv_NKHSD.dtype  # float8 has no index_put
-    kv_NKHSD.view(bits)[blocks_T, :, :, offsets_T] = kv_TKHD.to(kv_NKHSD.dtype).view(bits)
-
-
-def _rotated_reference(x_THD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-    first_THF, second_THF = x_THD.chunk(2, -1)
-    return torch.cat(
-        (first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F), -1
     )
 
 
@@ -148,8 +102,6 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
     qkv_row_stride,
     kv_block_stride,
     eps,
-    k_scale,
-    v_scale,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -160,14 +112,14 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
     MAX_FLOAT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has up to HEADS heads of one token, all of them queries, or keys, or values."""
+    """A program computes up to HEADS heads of one token: only queries, only keys, or only values."""
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_GROUPS: tl.constexpr = (NUM_Q_HEADS + HEADS - 1) // HEADS
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = tl.arange(0, PADDED_HALF)
-    # Slots, positions and angles are as old as the step: three loads, one after the other, that need not wait.
+    # No kernel writes slots, positions and angles: these three dependent loads precede the wait.
     slot = tl.load(slots_ptr + token)
     position = tl.load(positions_ptr + token).to(tl.int64)
     angle_ptrs = cos_sin_ptr + position * HEAD_DIM + columns
@@ -194,8 +146,8 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
                 row = kv_ptr + (slot // BLOCK_SIZE).to(tl.int64) * kv_block_stride
                 rows = row + (heads * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
                 pool_ptrs = rows[:, None] + columns[None, :]
-                _store(pool_ptrs, first * cos - second * sin, mask, k_scale, IS_FLOAT8, MAX_FLOAT8)
-                _store(pool_ptrs + HALF, second * cos + first * sin, mask, k_scale, IS_FLOAT8, MAX_FLOAT8)
+                _store(pool_ptrs, first * cos - second * sin, mask, IS_FLOAT8, MAX_FLOAT8)
+                _store(pool_ptrs + HALF, second * cos + first * sin, mask, IS_FLOAT8, MAX_FLOAT8)
         else:
             heads += (group - Q_GROUPS - KV_GROUPS) * HEADS
             mask = (heads < NUM_KV_HEADS)[:, None] & (columns < HALF)[None, :]
@@ -204,13 +156,13 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
             row = kv_ptr + (slot // BLOCK_SIZE).to(tl.int64) * kv_block_stride
             rows = row + ((NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
             pool_ptrs = rows[:, None] + columns[None, :]
-            _store(pool_ptrs, first, mask, v_scale, IS_FLOAT8, MAX_FLOAT8)
-            _store(pool_ptrs + HALF, second, mask, v_scale, IS_FLOAT8, MAX_FLOAT8)
+            _store(pool_ptrs, first, mask, IS_FLOAT8, MAX_FLOAT8)
+            _store(pool_ptrs + HALF, second, mask, IS_FLOAT8, MAX_FLOAT8)
 
 
 @triton.jit
 def _load_normed(pointers, mask, norm_ptr, columns, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The two halves of some heads in float32, normed where there is a weight."""
+    """The two halves of some heads in float32, normed if there is a weight."""
     first = tl.load(pointers, mask, other=0.0).to(tl.float32)
     second = tl.load(pointers + HALF, mask, other=0.0).to(tl.float32)
     if norm_ptr is not None:
@@ -223,7 +175,7 @@ def _load_normed(pointers, mask, norm_ptr, columns, eps, HALF: tl.constexpr):  #
 
 
 @triton.jit
-def _store(pointers, x, mask, scale, IS_FLOAT8: tl.constexpr, MAX_FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(pointers, x, mask, IS_FLOAT8: tl.constexpr, MAX_FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_FLOAT8:
-        x = tl.clamp(tl.div_rn(x, scale), -MAX_FLOAT8, MAX_FLOAT8)
+        x = tl.clamp(x, -MAX_FLOAT8, MAX_FLOAT8)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask)

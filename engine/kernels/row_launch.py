@@ -1,4 +1,4 @@
-"""Launch parameters of kernels in which a program has a whole row in registers."""
+"""Launch parameters of kernels whose programs hold a whole row in registers."""
 
 import triton
 
@@ -9,10 +9,10 @@ MAX_WIDTH = 16_384
 def row_launch(width: int) -> tuple[int, int]:
     """Padded width (a power of two) and warps for rows of `width` elements.
 
-    8 elements a thread, one 16-byte load of 16-bit numbers, up to 16 warps: a decode step has few rows, and the more
-    threads share one, the more of its bytes are under way at once. Beyond 16 warps the reduction across them and the
-    coarser occupancy cost more than the shorter threads save.
+    8 elements a thread (one 16-byte load of 16-bit numbers) in up to 16 warps. A decode step has few rows, and more
+    threads keep more bytes of a row in flight. Beyond 16 warps the reduction across warps and the coarser occupancy
+    cost more than they save.
     """
-    assert 0 < width <= MAX_WIDTH, f"a row of {width} elements is not one program's"
+    assert 0 < width <= MAX_WIDTH, f"a row of {width} elements does not fit one program"
     padded = triton.next_power_of_2(width)
     return padded, min(16, max(1, padded // 256))

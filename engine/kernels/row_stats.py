@@ -1,7 +1,7 @@
-"""One pass over the logits: each row's arg max, and what drawing from it needs to know first.
+"""One pass over the logits: each row's arg max, and the maxima and sums that draws need.
 
-The vocabulary is cut into parts, a program each. The last program of a row to arrive puts the parts together, so a
-step of greedy rows is this launch alone.
+The vocabulary is cut into parts, one program each. The row's last program merges the parts, so a step of greedy rows
+needs this launch only.
 
 Shape suffixes: R rows, V vocabulary, C chunks of a row, S parts of a row, F fields.
 """
@@ -27,10 +27,10 @@ def row_stats(
     tokens_R: torch.Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
-    """Writes the arg max of each row, the lowest index on ties, to `tokens_R` (int32), and fills the workspace's
-    `chunk_max_RC`, `row_max_R` and (where the temperature is above 0) `row_sum_R`.
+    """Writes each row's arg max, the lowest index on ties, to `tokens_R` (int32).
 
-    A NaN counts as +inf, so the first of either is the arg max.
+    Fills the workspace's `chunk_max_RC`, `row_max_R` and, if the temperature is above 0, `row_sum_R`. A NaN counts as
+    +inf, so the first of either is the arg max.
     """
     num_rows = logits_RV.shape[0]
     _row_stats_kernel[(workspace.num_parts, num_rows)](
@@ -55,14 +55,6 @@ def row_stats(
         HAS_PROCESSED=processed_PV is not None,
         num_warps=8,  # 16 logits a thread, two loads of 16 bytes in bf16
     )
-
-
-def row_stats_reference(logits_RV: torch.Tensor, temperature_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Arg max, maximum and (where the temperature is above 0) sum of weights of each row."""
-    logits_RV = logits_RV.to(torch.float32).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    row_max_R1, token_R1 = logits_RV.amax(-1, keepdim=True), logits_RV.argmax(-1, keepdim=True)
-    weights_RV = ((logits_RV - row_max_R1) / temperature_R.unsqueeze(1)).exp()
-    return token_R1[:, 0], row_max_R1[:, 0], weights_RV.sum(-1)
 
 
 @triton.jit
@@ -107,9 +99,8 @@ def _row_stats_kernel(  # type: ignore[no-untyped-def]
         base = tl.where(tl.abs(best) < float("inf"), best, 0.0)  # inf - inf is NaN
         weights_CX = tl.exp(tl.div_rn(logits_CX - base, temperature))
         tl.store(part_sum_ptr + slot, tl.sum(tl.sum(weights_CX, 1), 0))
-    # The same thread stores the part's three scalars and counts it, with release and acquire order: who counts last
-    # sees all parts. Past the barrier that hands the count to all threads of a program they see them too, but not
-    # through L1.
+    # One thread stores the part's three scalars and counts the part, with release and acquire order. So the program
+    # that counts last sees all parts. After the barrier its other threads see them too, but only past L1.
     tl.debug_barrier()
     num_before = tl.atomic_add(num_arrived_ptr + row, 1)
     if num_before == num_parts - 1:

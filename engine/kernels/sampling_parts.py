@@ -1,7 +1,7 @@
-"""What the sampling kernels share: a row's parameters, its logits, scores and noise, and the memory between launches.
+"""Shared by the sampling kernels: a row's parameters, logits, scores and noise, and the memory between launches.
 
-A row's *score* of a token is (logit - largest logit) / temperature; its *weight* is exp(score), at most 1. Weights are
-compared by their bits: as 32-bit integers, floats that are not negative are in the same order.
+A token's *score* is (logit - largest logit) / temperature; its *weight* is exp(score), at most 1. Weights are compared
+by their bits: non-negative floats have the same order as their bits read as 32-bit integers.
 
 Shape suffixes: R rows, V vocabulary, C chunks of a row, S parts of a row (a program's share), F fields.
 """
@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 NUM_FIELDS = 8
-"""int32 words of parameters a row, 32 bytes: temperature, top_k, top_p, min_p, the two keys of its noise
-(engine/counter_rng.py), the row of its processed logits or -1, one unused. The three floats are stored as their bits.
-Temperature 0 is greedy; top_k of the vocabulary's size or more keeps every token."""
+"""int32 words of parameters per row, 32 bytes: temperature, top_k, top_p, min_p, the two keys of its noise
+(engine/counter_rng.py), the row of its processed logits or -1, and one unused. The three floats are stored as their
+bits. Temperature 0 is greedy; a top_k of the vocabulary's size or more keeps every token."""
 TEMPERATURE = tl.constexpr(0)
 TOP_K = tl.constexpr(1)
 TOP_P = tl.constexpr(2)
@@ -27,16 +27,16 @@ PROCESSED_ROW = tl.constexpr(6)
 _NUM_FIELDS = tl.constexpr(NUM_FIELDS)
 
 CHUNK = 256
-"""Tokens of which the likeliest is remembered: 16 bytes a lane of a warp in bf16."""
+"""Tokens per chunk, whose largest logit is stored: 16 bytes a lane of a warp in bf16."""
 CHUNKS_PER_PART = 16
 """A program reads 4,096 logits. One row of 128,256 then keeps 32 multiprocessors busy, and five rows all 132 of an
-H200; a single one would need about 50 us for the noise of a row. The same for any number of rows, so that the sums, and
-with them the tokens, are the same in any batch."""
+H200; a single multiprocessor would need about 50 us for a row's noise. The number is the same for any number of rows,
+so that the sums, and with them the tokens, are the same in any batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """What one launch leaves for the next, for up to R rows of V logits; used by one stream at a time."""
+    """Memory that one launch leaves for the next, for up to R rows of V logits; used by one stream at a time."""
 
     vocab_size: int
     chunk: int
@@ -44,18 +44,18 @@ class SamplingWorkspace:
     chunk_max_RC: torch.Tensor
     """Largest logit of each chunk, float32."""
     active_chunks_RC: torch.Tensor
-    """Chunks that the program at work on the row looks at, int32."""
+    """Chunks that the row's program reads at present, int32."""
     part_best_RS: torch.Tensor
     """float32: the largest logit of each part, then the largest score with noise."""
     part_token_RS: torch.Tensor
-    """int32: where that is."""
+    """int32: the token with that value."""
     part_sum_RS: torch.Tensor
     """float32: sum of exp((logit - the part's largest) / temperature)."""
     row_max_R: torch.Tensor
     row_sum_R: torch.Tensor
     """float32: sum of the weights."""
     num_arrived_R: torch.Tensor
-    """int32: programs of the row that are done; 0 between launches."""
+    """int32: how many programs of the row are done; 0 between launches."""
 
     @property
     def num_chunks(self) -> int:
@@ -73,7 +73,7 @@ def allocate_workspace(
     chunk: int = CHUNK,
     chunks_per_part: int = CHUNKS_PER_PART,
 ) -> SamplingWorkspace:
-    """Once, outside any CUDA graph. About 9 KB a row of 128,256 logits."""
+    """Call it once, outside any CUDA graph. About 9 KB for a row of 128,256 logits."""
     num_chunks = triton.cdiv(vocab_size, chunk)
     num_parts = triton.cdiv(num_chunks, chunks_per_part)
 
@@ -111,9 +111,9 @@ def load_float_field(params_ptr, row, FIELD: tl.constexpr):  # type: ignore[no-u
 def load_logits(  # type: ignore[no-untyped-def]
     logits_ptr, processed_ptr, row, processed_row, row_stride, tokens, vocab_size, HAS_PROCESSED: tl.constexpr
 ):
-    """The row's logits as float32: the processed ones if it has any. -inf past the vocabulary.
+    """The row's logits as float32: the processed ones if there are any. -inf past the vocabulary.
 
-    NaN becomes +inf: it wins, as in torch's argmax, and no comparison has to think of it.
+    NaN becomes +inf: it wins, as in torch's argmax, and comparisons need no special case.
     """
     mask = tokens < vocab_size
     if HAS_PROCESSED:
@@ -131,7 +131,7 @@ def load_logits(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def to_score(logits, row_max, temperature):  # type: ignore[no-untyped-def]
-    """Divided as IEEE says, like on the CPU; the plain operator is an approximation on a GPU."""
+    """Divides exactly to IEEE, as on the CPU; the plain operator is an approximation on a GPU."""
     return tl.div_rn(logits - row_max, temperature)
 
 
@@ -142,8 +142,9 @@ def to_weight_bits(scores):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gumbel_noise(tokens, key_0, key_1):  # type: ignore[no-untyped-def]
-    """engine.counter_rng.gumbel_noise of these tokens. Bit for bit but for the logarithms, whose last bit a device may
-    round otherwise: about one draw in a million has two tokens so close that it matters.
+    """engine.counter_rng.gumbel_noise of these tokens, bit for bit except the logarithms.
+
+    A device may round a logarithm's last bit differently: that matters in about one draw in a million.
     """
     x = tokens.to(tl.uint32) ^ key_0.to(tl.uint32, bitcast=True)
     x = x ^ (x >> 16)

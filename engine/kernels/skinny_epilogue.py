@@ -1,4 +1,4 @@
-"""What becomes of a product of few rows before it is stored: activated in pairs, or added to what is there.
+"""Operands of products of few rows, and what happens to the products before they are stored.
 
 Shape suffixes: T tokens, P pairs.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class InputNorm:
-    """RMSNorm of the rows that a product takes."""
+    """RMSNorm of a product's input rows."""
 
     weight_I: torch.Tensor
     eps: float
@@ -21,14 +21,14 @@ class InputNorm:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Of one product; see `skinny_linear`."""
+    """Operands of one product; see `skinny_linear`."""
 
     x_TI: torch.Tensor
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None
     scales_O: torch.Tensor | None
     y_TO: torch.Tensor
-    """O output features; half as many where the product is gated."""
+    """O output features; half as many if the product is gated."""
     norm: InputNorm | None = None
     is_gated: bool = False
     """y = silu(first half) * second half."""
@@ -38,8 +38,11 @@ class Operands:
 
 @triton.jit
 def weight_row(index, num_outputs, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of row `index` of a tile, from the tile's first output on. A gated tile has gates and what they scale in turns,
-    so that the two of a pair are neighbours; the latter lie behind all of the former."""
+    """The weight's row for row `index` of a tile, from the tile's first output on.
+
+    A gated tile alternates between gates and the outputs that they scale, so that pairs are neighbours. In the weight,
+    all gates come first.
+    """
     if GATED:
         return index // 2 + index % 2 * num_outputs
     else:
@@ -48,7 +51,7 @@ def weight_row(index, num_outputs, GATED: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def silu_mul_pairs(y):  # type: ignore[no-untyped-def]
-    """[T, P, 2], rounded as if stored, to [T, P] in float32: what silu_mul.py computes of it."""
+    """[T, P, 2], rounded as if stored, to [T, P] in float32: the same as silu_mul.py computes."""
     gate, up = tl.split(y)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     return gate / (1.0 + tl.exp(-gate)) * up

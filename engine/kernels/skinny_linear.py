@@ -1,8 +1,8 @@
-"""A matrix product with few rows, as decode at small batch has them: as fast as its weights can be read.
+"""A matrix product with few rows, as in decode at small batch: as fast as its weights can be read.
 
-Where T is small each weight is used T times, far too few for arithmetic to count: what counts is how many bytes of
-weights are under way at any moment (a Hopper wants some 25 KiB for each multiprocessor). Two kernels: products and sums
-for up to 4 rows, matrix units beyond. Neither splits a sum over programs: results are deterministic, in one stage.
+Each weight is used only T times, so arithmetic does not limit the speed. The bytes of weights in flight do: a Hopper
+needs some 25 KiB per multiprocessor. There are two kernels: products and sums for up to 4 rows, matrix units beyond.
+Neither splits a sum over programs, so results are deterministic and need one launch.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -19,18 +19,18 @@ from engine.kernels.skinny_linear_fma import FmaLaunch, launch_fma
 Launch = FmaLaunch | DotLaunch
 
 MAX_TOKENS = 16
-"""The matrix units' least number of rows, and about where other kernels saturate the memory too."""
+"""The matrix units' minimum of rows, and about where other kernels saturate the memory too."""
 
 MAX_FMA_TOKENS = 4
 MAX_X_ELEMENTS = 16_384
-"""Of x that a program of the first kernel holds in registers: 64 in each of 256 threads, or 32 in 512."""
+"""Elements of x that a program of the first kernel holds in registers: 64 in each of 256 threads, or 32 in 512."""
 
 MAX_FMA_TOKENS_FLOAT8 = 2
 MAX_X_ELEMENTS_FLOAT8 = 8_192
-"""The conversion of float8 wants registers too: beyond, too few programs fit a multiprocessor, or registers spill."""
+"""Converting float8 takes registers too: with more, too few programs fit a multiprocessor, or registers spill."""
 
 NUM_MULTIPROCESSORS = 132
-"""Of a Hopper. With others the same launches are right, and a little less even."""
+"""Of a Hopper. On other GPUs the same launches are correct, and a little less balanced."""
 
 
 def skinny_linear(
@@ -44,9 +44,9 @@ def skinny_linear(
 ) -> torch.Tensor:
     """x @ weight.T (+ bias), T x O in x's dtype; sums in float32, rounded once. At most 16 tokens.
 
-    The weight has x's dtype, or is float8_e4m3fn with a float32 scale for each output, which stand for weight x scale;
-    float8 x float32 is refused. Rows of x may be strided. With a norm, x is normed first, and rounded, as `rms_norm`
-    does: only where `norms_input` says so. `launch` is for benchmarks: None chooses by shape.
+    The weight has x's dtype, or is float8_e4m3fn with a float32 scale for each output, and then means weight x scale;
+    float8 x float32 is refused. Rows of x may be strided. With a norm, which `norms_input` must allow, x is first
+    normed and rounded as by `rms_norm`. `launch` is for benchmarks: None chooses by shape.
     """
     y_TO = torch.empty((len(x_TI), len(weight_OI)), dtype=x_TI.dtype, device=x_TI.device)
     _launch(Operands(x_TI, weight_OI, bias_O, scales_O, y_TO, norm), launch)
@@ -78,7 +78,7 @@ def skinny_add_(
     *,
     launch: Launch | None = None,
 ) -> None:
-    """y += that product in place, rounded before and after it is added, as by `add_rms_norm_`."""
+    """y += that product in place, rounded before and after the addition, as in `add_rms_norm_`."""
     assert y_TO.shape == (len(x_TI), len(weight_OI))
     assert y_TO.dtype is x_TI.dtype
     assert y_TO.is_contiguous()
@@ -86,23 +86,8 @@ def skinny_add_(
 
 
 def norms_input(num_tokens: int, num_inputs: int, weight_bytes: int) -> bool:
-    """Whether a product of such a shape has all of x in registers, so that it can be normed there."""
+    """Whether a product of this shape holds all of x in registers, and so can norm it."""
     return isinstance(choose_launch(num_tokens, num_inputs, 1, weight_bytes), FmaLaunch)
-
-
-def skinny_linear_reference(
-    x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None = None,
-    scales_O: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same in torch."""
-    y_TO = x_TI.to(torch.float32) @ weight_OI.to(torch.float32).T
-    if scales_O is not None:
-        y_TO = y_TO * scales_O
-    if bias_O is not None:
-        y_TO = y_TO + bias_O.to(torch.float32)
-    return y_TO.to(x_TI.dtype)
 
 
 def _launch(operands: Operands, launch: Launch | None) -> None:
@@ -141,7 +126,7 @@ def _launch(operands: Operands, launch: Launch | None) -> None:
 def choose_launch(
     num_tokens: int, num_inputs: int, num_outputs: int, weight_bytes: int, *, is_normed: bool = False
 ) -> Launch:
-    """By shape alone; `weight_bytes` is an element's. Not measured yet: what the compiler's registers allow."""
+    """By shape alone; `weight_bytes`: of an element. Derived from the compiler's register counts; not measured yet."""
     padded_tokens = triton.next_power_of_2(num_tokens)
     padded_inputs = triton.next_power_of_2(num_inputs)
     max_tokens = MAX_FMA_TOKENS if weight_bytes > 1 else MAX_FMA_TOKENS_FLOAT8
@@ -152,10 +137,10 @@ def choose_launch(
 
 
 def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is_normed: bool) -> FmaLaunch:
-    """Programs of 256 threads with tiles of 64 bytes of weights a thread, two of them in registers: the one in use and
-    the one under way. As many programs as registers allow: 4 a multiprocessor where x takes 16 of a thread's registers
-    (61 in all), 3 where 32 (80, but normed 89: 2), 2 where 64 (122); 2 with float8, whose conversion wants more (96,
-    112). So 32 to 64 KiB are under way. Where a row is longer there is one program, of 512 threads, with tiles twice as
+    """Programs of 256 threads with tiles of 64 bytes of weights a thread, two of them in registers: one in use and one
+    being loaded. As many programs as registers allow. A multiprocessor runs 4 if x takes 16 of a thread's registers (61
+    in all), 3 if 32 (80, but normed 89: then 2), 2 if 64 (122), and 2 with float8, whose conversion takes more (96,
+    112). So 32 to 64 KiB are in flight. For longer rows there is one program, of 512 threads, with tiles twice as
     large."""
     num_warps = 16 if padded_inputs > 8192 else min(8, max(1, padded_inputs // 256))
     num_threads = 32 * num_warps
@@ -172,8 +157,8 @@ def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is
 
 
 def _choose_dot(num_outputs: int, weight_bytes: int) -> DotLaunch:
-    """Every program reads all of x, T / block_outputs of its weights' bytes in bfloat16: so large blocks, as long as
-    there are enough of them for every multiprocessor. 48 to 144 KiB are under way on each."""
+    """Every program reads all of x: T / block_outputs of its weights' bytes in bfloat16. So blocks are large, as long
+    as there are enough for every multiprocessor. 48 to 144 KiB are in flight on each."""
     if weight_bytes == 4:
         return DotLaunch(
             block_outputs=32, block_inputs=32, num_warps=4, num_stages=2

@@ -1,4 +1,4 @@
-"""The product of up to 16 rows with a weight on the matrix units, which see it as weight @ x.T.
+"""The product of up to 16 rows with a weight on the matrix units, computed as weight @ x.T.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -17,15 +17,15 @@ class DotLaunch:
     """How the kernel is launched; the blocks are powers of two."""
 
     block_outputs: int
-    """A program's. From 64 on, with 4 warps, they are the rows of Hopper's wgmma."""
+    """Outputs of a program. With 64 or more, and 4 warps, they are the rows of Hopper's wgmma."""
     block_inputs: int
     num_warps: int
     num_stages: int
-    """Blocks of weights in shared memory, all but one of them under way."""
+    """Blocks of weights in shared memory, all but one of them in flight."""
 
 
 def launch_dot(launch: DotLaunch, operands: Operands) -> None:
-    """What `skinny_linear` promises, into `y_TO`. x is not normed: a program never has all of it."""
+    """Computes the product into `y_TO`, as `skinny_linear` promises. It cannot norm x: no program holds all of x."""
     o = operands
     assert o.norm is None
     _skinny_linear_dot_kernel[(triton.cdiv(len(o.weight_OI), launch.block_outputs),)](
@@ -45,7 +45,7 @@ def launch_dot(launch: DotLaunch, operands: Operands) -> None:
         ADDED=o.is_added,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        # More than it needs. Else the assembler spills some, for programs that shared memory has no room for.
+        # More than it needs. Otherwise the assembler spills, to make room for programs that shared memory cannot hold.
         maxnreg=168 if o.is_gated and o.scales_O is None else None,
         **launch_options(),
     )
@@ -69,7 +69,7 @@ def _skinny_linear_dot_kernel(  # type: ignore[no-untyped-def]
     ADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`num_outputs`: of y."""
+    """`num_outputs`: columns of y."""
     OUTPUTS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     wait_for_former(PDL)

@@ -1,4 +1,4 @@
-"""The product of up to 4 rows with a weight: x stays in registers, rows of weights stream past it.
+"""The product of up to 4 rows with a weight: x stays in registers while rows of weights stream past.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -17,15 +17,15 @@ class FmaLaunch:
     """How the kernel is launched."""
 
     rows: int
-    """Of weights that a program takes at a time, a power of two, at least 2 if gated; the next as many are loaded
-    meanwhile."""
+    """Rows of weights that a program multiplies at a time: a power of two, at least 2 if gated. It loads as many of the
+    next rows meanwhile."""
     num_warps: int
     max_programs: int
-    """Each takes every so many rows."""
+    """A program's tiles are this many tiles apart."""
 
 
 def launch_fma(launch: FmaLaunch, operands: Operands) -> None:
-    """What `skinny_linear` promises, into `y_TO`. All of x must fit a program's registers."""
+    """Computes the product into `y_TO`, as `skinny_linear` promises. All of x must fit a program's registers."""
     o = operands
     num_tokens, num_inputs = o.x_TI.shape
     num_tiles = triton.cdiv(len(o.weight_OI), launch.rows)
@@ -71,8 +71,8 @@ def _skinny_linear_fma_kernel(  # type: ignore[no-untyped-def]
     ADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All is [T, rows, I] from its loading on: with x as [T, I] and weights as [rows, I], Triton gives them layouts
-    that differ from the products', and each tile takes a detour through shared memory. `num_outputs`: of y."""
+    """Everything is loaded as [T, rows, I]. With x as [T, I] and weights as [rows, I], Triton would choose layouts that
+    differ from the products', and move each tile through shared memory. `num_outputs`: columns of y."""
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     tokens = tl.arange(0, PADDED_T)[:, None, None]
@@ -83,7 +83,7 @@ def _skinny_linear_fma_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) * OUTPUTS
     weight_ptrs = weight_ptr + first.to(tl.int64) * NUM_INPUTS + within
     mask = (first + last < num_outputs)[None, :, None] & (columns < NUM_INPUTS)
-    # Weights depend on nobody's output.
+    # No kernel writes weights: they may be loaded before the wait.
     weight = tl.load(weight_ptrs, mask, other=0.0, eviction_policy="evict_first")
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + columns, columns < NUM_INPUTS, other=0.0)

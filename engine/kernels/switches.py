@@ -1,10 +1,9 @@
-"""KernelSwitches: which ways of saving time are taken; each can be left out, to compare or to be rid of a fault.
+"""KernelSwitches: which optimisations kernels use; each can be left out, to compare it or to avoid a fault.
 
-Read once from the environment variable BATON_KERNELS, as in BATON_KERNELS=no-pdl,no-fused-silu. With all of them off
-a step is launched kernel by kernel, as docs/kernels.md says under "Launches of a decode step".
+A worker reads them from the environment variable BATON_KERNELS, as in BATON_KERNELS=no-pdl,no-fused-silu. With all of
+them off a step is launched kernel by kernel (docs/kernels.md, "Launches of a decode step").
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -16,24 +15,24 @@ VARIABLE = "BATON_KERNELS"
 
 @dataclass(frozen=True, slots=True)
 class KernelSwitches:
-    """All on unless the environment says otherwise. None changes what is computed, except by rounding."""
+    """All are on by default. None changes what is computed, except by rounding."""
 
     pdl: bool = True
     """A kernel starts, and fetches weights, while the one before it ends (programmatic dependent launch)."""
     fused_merge: bool = True
-    """In steps of decodes the last part of a split context to be done puts the parts together."""
+    """In steps of decodes the program that ends last merges the parts of a split context."""
     fused_silu: bool = True
-    """The product of few rows with gate and up weights gives silu(gate) * up."""
+    """The product of few rows with gate and up weights returns silu(gate) * up."""
     fused_residual: bool = True
     """The product of few rows that ends a branch adds it to the residual stream."""
     fused_norm: bool = True
-    """The product of few rows norms its input itself, where it has all of it in registers."""
+    """The product of few rows norms its input, where a program holds all of that in registers."""
     timed_products: bool = True
-    """A product of few rows that is fused with nothing is torch's where that was timed to be faster, at start."""
+    """torch's library computes an unfused product of few rows where it was faster when the worker started."""
 
     @classmethod
     def parse(cls, text: str) -> "KernelSwitches":
-        """Of `no-NAME,no-NAME`; ConfigError for any other name."""
+        """Reads `no-NAME,no-NAME`; ConfigError for any other name."""
         names = {f"no-{field.name.replace('_', '-')}": field.name for field in fields(cls)}
         off = {}
         for word in filter(None, (part.strip() for part in text.split(","))):
@@ -46,30 +45,32 @@ class KernelSwitches:
 
     @property
     def off(self) -> tuple[str, ...]:
-        """The names of those that are off, as `parse` takes them."""
+        """The names of the switches that are off, as `parse` takes them."""
         return tuple(f"no-{f.name.replace('_', '-')}" for f in fields(self) if not getattr(self, f.name))
 
 
 ALL_OFF = KernelSwitches(**{field.name: False for field in fields(KernelSwitches)})
 
-_current: KernelSwitches | None = None
+_current = KernelSwitches()
 
 
 def kernel_switches() -> KernelSwitches:
-    """Those of this process. ConfigError if the environment names one that there is not."""
-    global _current
-    if _current is None:
-        _current = KernelSwitches.parse(os.environ.get(VARIABLE, ""))
+    """Those of this process."""
     return _current
+
+
+def set_kernel_switches(switches: KernelSwitches) -> None:
+    """For this process from now on. Kernels that are compiled, and graphs that are recorded, keep what they have."""
+    global _current
+    _current = switches
 
 
 @contextmanager
 def switched(switches: KernelSwitches | None = None, **changes: bool) -> Iterator[KernelSwitches]:
-    """Within it these hold (None: the present ones) with `changes`: for tests, and for benchmarks that compare."""
-    global _current
+    """Within it these apply (None: the present ones) with `changes`: for tests, and for benchmarks that compare."""
     before = kernel_switches()
-    _current = replace(switches or before, **changes)
+    set_kernel_switches(replace(switches or before, **changes))
     try:
-        yield _current
+        yield kernel_switches()
     finally:
-        _current = before
+        set_kernel_switches(before)

@@ -1,4 +1,4 @@
-"""The seam between a model and whatever computes attention; knows no architecture and no device.
+"""The interface between a model and its attention; knows no architecture and no device.
 
 Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, R = Q + H, D head dimension.
 """
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 class HeadNorm:
-    """RMSNorm of every query's and key's head before they are rotated (Qwen3)."""
+    """RMSNorm of each head of queries and keys before the rotation (Qwen3)."""
 
     def __init__(
         self,
@@ -32,10 +32,9 @@ class Attention(Protocol):
     """Attention over the KV cache, prepared for the tokens of one step; called once per layer, in any order."""
 
     def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
-        """Norms (if asked) and rotates queries and keys, stores keys and values, then lets every token attend to its
-        request so far. Returns T x (Q x D).
+        """Norms queries and keys if there is a `head_norm`, rotates them, stores keys and values, and attends.
 
-        `qkv_TPD` is what the projection gave: queries, keys, values; it may be overwritten. Query heads are grouped:
-        head i reads kv head i // (Q / H).
+        Every token attends to its request so far. Returns T x (Q x D). `qkv_TPD` is the projection's output (queries,
+        keys, values) and may be overwritten. Query heads are grouped: head i reads kv head i // (Q / H).
         """
         ...

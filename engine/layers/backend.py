@@ -1,4 +1,4 @@
-"""The seam between a model and the kernels of a device; knows no architecture.
+"""The interface between a model and a device's kernels; knows no architecture.
 
 Shape suffixes: T tokens of a step, R tokens that were sampled, E hidden size, V vocabulary (this rank's share), I input
 and O output features or intermediate size, M = 2 x I.
@@ -18,26 +18,26 @@ class InputTokens:
 
     ids_T: torch.Tensor
     sources_T: torch.Tensor | None = None
-    """Row of `sampled_R` where the token is, or -1: then it is in `ids_T`. None: all are."""
+    """The token's row in `sampled_R`, or -1 if `ids_T` has the token. None: `ids_T` has all tokens."""
     sampled_R: torch.Tensor | None = None
-    """What the step before sampled, known to the device only."""
+    """The previous step's tokens, which only the device knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations that were brought to 8 bits where they were computed: values_TI x scales_T1 stands for them."""
+    """Activations that were quantised to 8 bits where they were computed: values_TI x scales_T1."""
 
     values_TI: torch.Tensor
     """float8_e4m3fn."""
     scales_T1: torch.Tensor
     """float32."""
     dtype: torch.dtype
-    """Of the activations they stand for."""
+    """Of the original activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnnormedRows:
-    """Few rows whose norm is left to the product that takes them; they stay as they are until it has."""
+    """Few rows that the next product norms; they must not change before."""
 
     rows_TE: torch.Tensor
     weight_E: torch.Tensor
@@ -45,32 +45,32 @@ class UnnormedRows:
 
 
 Activations = torch.Tensor | QuantizedRows | UnnormedRows
-"""What a layer's projection takes: whatever the backend gives that made it; 8 bits only where `fp8_linear` did."""
+"""Input of a layer's projection, made by the same backend; in 8 bits only for projections by `fp8_linear`."""
 
 
 class LinearLayer(Protocol):
-    """`x_TI @ weight_OI.T + bias_O`, with the weights laid out once for the device it runs on."""
+    """`x_TI @ weight_OI.T + bias_O`, with the weights laid out once for the device."""
 
     def __call__(self, x_TI: Activations) -> torch.Tensor: ...
 
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], LinearLayer]
-"""Of weight_OI and bias_O. The given weight need not be kept."""
+"""Makes a layer of weight_OI and bias_O. The layer need not keep the given weight."""
 
 
 class Backend(Protocol):
-    """What a decoder layer consists of besides attention."""
+    """The parts of a decoder layer besides attention."""
 
     def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> LinearLayer:
-        """The given weight need not be kept."""
+        """The layer need not keep the given weight."""
         ...
 
     def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> LinearLayer:
-        """The same with weights in 8 bits, quantized here."""
+        """The same with 8-bit weights, quantized here."""
         ...
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
-        """T x E: rows of `weight_VE`, whose first is that of token `first_token`; zeros for tokens of other ranks."""
+        """T x E: rows of `weight_VE`, which begins with token `first_token`; zeros for tokens of other ranks."""
         ...
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations: ...
@@ -82,9 +82,9 @@ class Backend(Protocol):
         ...
 
     def gated(self, gate_up: LinearLayer, x_TE: Activations) -> Activations:
-        """T x I: silu of the first I outputs of `gate_up`, times the others."""
+        """T x I: silu of the first I outputs of `gate_up`, times the other I."""
         ...
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
-        """Adds `linear(x_TI)` to the residual stream, in place, if one launch does both; else it does nothing."""
+        """Adds `linear(x_TI)` to the residual stream in place, if one launch can do both; returns whether it did."""
         ...

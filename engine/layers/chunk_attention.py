@@ -10,10 +10,28 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.layers.workspace import Workspace
-
 TILE = 128
 """Queries computed together; best of 32 to 256 on an AVX-512 machine for heads of 64 and 128."""
+
+
+class Workspace:
+    """A buffer, reused from layer to layer and step to step, that grows to the largest shape ever requested.
+
+    The allocator returns large temporaries to the system after every use. Taking them anew costs page faults, which on
+    CPU take longer than the computation.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = torch.empty(0, dtype=dtype, device=device)
+
+    def take(self, *shape: int) -> torch.Tensor:
+        """Uninitialised; valid until the next `take`."""
+        size = 1
+        for dimension in shape:
+            size *= dimension
+        if size > self._flat.numel():
+            self._flat = torch.empty(size, dtype=self._flat.dtype, device=self._flat.device)
+        return self._flat[:size].view(shape)
 
 
 class ChunkAttention(Protocol):
@@ -51,9 +69,9 @@ class FusedAttention:
 class _Tile:
     queries: slice
     keys: slice
-    """Those that any of the queries can see."""
+    """Keys that any of the queries can see."""
     masked: slice
-    """Keys, counted from the first of `keys`, that not all of the queries can see."""
+    """Keys that only some of the queries can see, counted from the first of `keys`."""
     mask_ns: torch.Tensor
 
 

@@ -1,4 +1,4 @@
-"""Decodes of a step in groups of similar context length, each one padded table; knows no cache and no layer.
+"""Groups a step's decodes by context length, with one padded table each; knows no cache and no layer.
 
 Shape suffixes: B requests of a group, M blocks of a padded table.
 """
@@ -12,7 +12,7 @@ import torch
 from engine.batch import StepBatch
 
 MIN_GROUP_BLOCKS = 8
-"""Decodes of up to this many blocks share a group: padding costs less there than another kernel call."""
+"""Decodes of up to this many blocks share a group: padding costs less than another kernel call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class DecodeGroup:
 
 
 def decode_groups(batch: StepBatch, device: torch.device) -> Iterator[DecodeGroup]:
-    """Longest first, as they come; a group ends at the first context of half its longest one, so that at most half is
-    padding."""
+    """Longest first, in the batch's order. A group ends at the first context of half its longest, so that at most half
+    of a table is padding."""
     num_blocks = batch.num_blocks_B.tolist()
     start = 0
     while start < batch.num_decodes:

@@ -1,4 +1,4 @@
-"""FewRows: a projection for the steps of few tokens, and what it can be fused with.
+"""FewRows: a projection for steps of few tokens, and its fusions.
 
 Shape suffixes: T tokens, I input features, O output features, P = O / 2.
 """
@@ -14,20 +14,20 @@ from engine.kernels.skinny_linear import MAX_TOKENS, norms_input, skinny_add_, s
 from engine.layers.backend import Activations, UnnormedRows
 
 NUM_ROWS = (1, 2, 4, MAX_TOKENS)
-"""For which products are different kernels; other numbers of rows go as the next larger does."""
+"""Numbers of rows with different kernels; other numbers use the kernel of the next larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """By kernels of our own (engine/kernels/skinny_linear.py)."""
+    """Computed by our own kernels (engine/kernels/skinny_linear.py)."""
 
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None
     scales_O: torch.Tensor | None
-    """Of weights in 8 bits."""
+    """Scales of 8-bit weights."""
 
     def takes(self, x_TI: Activations) -> bool:
-        """At most 16 rows, not in 8 bits, and not of float32 where the weights are in 8 bits."""
+        """At most 16 rows that are not in 8 bits, and not float32 if the weights are in 8 bits."""
         rows_TI = x_TI.rows_TE if isinstance(x_TI, UnnormedRows) else x_TI
         if not isinstance(rows_TI, torch.Tensor) or len(rows_TI) > MAX_TOKENS:
             return False
@@ -39,7 +39,7 @@ class FewRows:
         return skinny_linear(rows_TI, self.weight_OI, self.bias_O, self.scales_O, norm=norm)
 
     def gated(self, x_TI: Activations) -> torch.Tensor:
-        """T x P: silu of the first P outputs, times the others."""
+        """T x P: silu of the first P outputs, times the other P."""
         rows_TI, norm = self._input(x_TI)
         return skinny_silu_mul(rows_TI, self.weight_OI, self.bias_O, self.scales_O, norm=norm)
 
@@ -55,8 +55,8 @@ class FewRows:
 
 
 def normed(x_TI: Activations) -> torch.Tensor:
-    """Rows that are not in 8 bits, by a launch of their norm's own if that is still to be done."""
+    """Rows that are not in 8 bits; a separate launch norms them if they are not normed yet."""
     if isinstance(x_TI, UnnormedRows):
         return rms_norm(x_TI.rows_TE, x_TI.weight_E, x_TI.eps)
-    assert isinstance(x_TI, torch.Tensor), "8 bits are for products in 8 bits"
+    assert isinstance(x_TI, torch.Tensor), "8-bit activations are for 8-bit products"
     return x_TI

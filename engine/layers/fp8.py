@@ -1,4 +1,4 @@
-"""8-bit floats as weights, activations and KV are stored in them; knows no layer.
+"""8-bit floats for weights, activations and KV; knows no layer.
 
 float8_e4m3fn: 1 bit of sign, 4 of exponent, 3 of mantissa; see FP8 Formats for Deep Learning (Micikevicius et al.,
 2022).
@@ -10,21 +10,21 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""Its largest value. It has no infinity: what is beyond becomes NaN on some devices, so everything is clamped first."""
+"""Its largest value. It has no infinity: larger values become NaN on some devices, so all values are clamped first."""
 MIN_MAGNITUDE = 1e-12
-"""What a row of zeros counts as, so that its scale divides."""
+"""Stands for the largest value of a row of zeros, so that its scale is not 0."""
 
 
 def saturate(x: torch.Tensor) -> torch.Tensor:
-    """The nearest 8-bit floats, without a scale; what is beyond +-448 becomes that."""
+    """The nearest 8-bit floats, without a scale, clamped to +-448."""
     return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x_TI = quantized_TI x scale_T1, as nearly as 8 bits can: each row's largest value becomes 448.
 
-    Scales are float32. Bit for bit what engine/kernels/quantize_fp8.py gives, on every device: its reference says why
-    this divides by a tensor.
+    Scales are float32. Bit for bit the same as engine/kernels/quantize_fp8.py, on every device. It divides by a tensor:
+    on a GPU torch multiplies by the reciprocal of a Python number, which is off by a unit in many rows.
     """
     largest_T1 = x_TI.abs().amax(-1, keepdim=True).to(torch.float32).clamp_(min=MIN_MAGNITUDE)
     scale_T1 = largest_T1.div_(torch.full_like(largest_T1, FP8_MAX))
@@ -32,5 +32,5 @@ def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as uint8, whose rows torch can move by index on every device; any other tensor as it is."""
+    """8-bit floats as uint8, whose rows torch can index on every device; any other tensor unchanged."""
     return x.view(torch.uint8) if x.dtype is FP8 else x

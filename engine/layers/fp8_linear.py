@@ -2,8 +2,8 @@
 
 Shape suffixes: T tokens, I input features, O output features.
 
-One scale per output channel, and one per token where activations are quantized too, keeps a large channel or token from
-costing the others their precision; benchmarks/quantization.py measures what is lost.
+One scale per output channel, and one per token if activations are quantized too, keeps a large channel or token from
+reducing the precision of others; benchmarks/quantization.py measures the loss.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from engine.gpu.which import gpu_of
+from engine.device import gpu_of
 from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.fp8 import quantize_rows
 
@@ -23,8 +23,8 @@ class Fp8Linear:
     """`x_TI @ weight_OI.T + bias_O`, quantized when it is made; the given weight is not kept.
 
     On GPUs with 8-bit matrix units (compute capability 8.9 and newer) activations in bfloat16 or float16 are quantized
-    too, token by token: half the bytes and twice the arithmetic rate of 16 bits. Elsewhere only the weights are, and
-    each call brings them back to the activations' dtype: that saves memory, not time.
+    too, token by token: half the bytes and twice the arithmetic rate of 16 bits. Elsewhere only weights are quantized,
+    and each call converts them back to the activations' dtype: that saves memory, not time.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Fp8Linear:
         bias_O: torch.Tensor | None = None,
         quantize: QuantizeRows = quantize_rows,
     ) -> None:
-        """`quantize`: for activations."""
+        """`quantize` quantizes activations."""
         self._quantize = quantize
         self.weight_OI, self.scale_O1 = quantize_rows(weight_OI)
         self.bias_O = bias_O
@@ -52,12 +52,12 @@ class Fp8Linear:
         return F.linear(x_TI, weight_OI, self.bias_O)
 
     def multiply(self, x_TI: torch.Tensor, scale_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Of activations that are quantized already, as by `quantize_rows`; the result (T x O) is of `dtype`.
+        """The product of activations that are quantized already, as by `quantize_rows`: T x O, in `dtype`.
 
-        Only where the device can (`can_multiply_fp8`). torch wants the second operand column-major and float32 scales
-        of shapes T x 1 and 1 x O; with those, cuBLAS (Hopper, CUDA 12.9 and newer) or CUTLASS give bfloat16, the only
-        type that both have. Hopper's 8-bit units keep partial sums with 14 bits (`use_fast_accum`), far more than the
-        operands' 4; adding them up in float32 registers every few steps instead would cost speed.
+        Only for devices that multiply in 8 bits (`can_multiply_fp8`). torch needs a column-major second operand and
+        float32 scales of shapes T x 1 and 1 x O. Then cuBLAS (Hopper, CUDA 12.9 and newer) or CUTLASS return bfloat16,
+        the only type that both support. Hopper's 8-bit units keep partial sums with 14 bits (`use_fast_accum`), far
+        more than the operands' 4; accumulating in float32 registers every few steps instead would cost speed.
         """
         y_TO = torch._scaled_mm(
             x_TI,
@@ -73,7 +73,7 @@ class Fp8Linear:
 
 
 def can_multiply_fp8(weight_OI: torch.Tensor) -> bool:
-    """Whether torch multiplies 8-bit floats on this device, in this shape. Not for float32: it gives bfloat16."""
+    """Whether torch multiplies 8-bit floats on this device in this shape. Never for float32: the result is bfloat16."""
     gpu = gpu_of(weight_OI.device)
     if gpu is None or weight_OI.dtype is torch.float32:
         return False

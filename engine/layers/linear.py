@@ -1,4 +1,4 @@
-"""Linear: a matrix product with weights laid out once for the device it runs on; knows no layer's meaning.
+"""Linear: a matrix product with weights laid out once for the device; knows no layer's meaning.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -12,9 +12,9 @@ from engine.layers.backend import Activations
 class Linear:
     """`x_TI @ weight_OI.T + bias_O`.
 
-    On CPU, oneDNN wants weights in its own blocked layout and otherwise reorders them on every call, which at
-    decode sizes costs as much as the product itself (see benchmarks/engine.py): so they are reordered once, here. The
-    given weight is not kept then.
+    On CPU, oneDNN needs weights in its own blocked layout and otherwise reorders them on every call, which at decode
+    sizes costs as much as the product itself (see benchmarks/engine.py). So they are reordered once, here, and the
+    given weight is not kept.
     """
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
@@ -25,7 +25,7 @@ class Linear:
         )
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
-        assert isinstance(x_TI, torch.Tensor), "8 bits are for products in 8 bits"
+        assert isinstance(x_TI, torch.Tensor), "8-bit activations are for 8-bit products"
         if not self._is_packed:
             return F.linear(x_TI, self._weight, self._bias_O)
         y_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -35,7 +35,7 @@ class Linear:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN has kernels for this dtype on this machine; where not, torch's own product is used."""
+    """Whether oneDNN has kernels for this dtype on this machine; otherwise torch's own product is used."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype is torch.bfloat16:

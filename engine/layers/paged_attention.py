@@ -13,11 +13,10 @@ import torch
 from engine.batch import StepBatch
 from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
-from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention
+from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention, Workspace
 from engine.layers.decode_groups import DecodeGroup, decode_groups
 from engine.layers.fp8 import FP8, as_bytes, saturate
 from engine.layers.rope import RotaryEmbedding, rotate_
-from engine.layers.workspace import Workspace
 from engine.model_config import ModelArchitecture
 
 
@@ -35,7 +34,7 @@ class _PrefillPlan:
     rows: slice
     num_keys: int
     block_rows: torch.Tensor | None
-    """None: the chunk is the request's beginning, and the step's own keys and values are all there is."""
+    """None: the chunk begins the request, so it needs only the step's own keys and values."""
     attend: dict[int | None, ChunkAttention]
     """By window."""
 
@@ -172,10 +171,10 @@ class TorchStepAttention:
         return out_TQD.view(len(out_TQD), -1)
 
     def _store(self, layer: int, kv_TKD: torch.Tensor) -> torch.Tensor:
-        """Returns the keys and values as the pool has them now.
+        """Returns the keys and values as the pool now holds them.
 
-        A chunk attends to those, rounded, even where it needs nothing of the pool: else a token would depend on how its
-        prompt was cut into chunks, and on whether its prefix was found in the cache.
+        A chunk attends to these rounded values even if it reads nothing from the pool. Otherwise a token would depend
+        on how its prompt was cut into chunks, and on whether its prefix was in the cache.
         """
         slot_rows_RD = self._pool.layers[layer].slot_rows_RD
         stored_TKD = saturate(kv_TKD) if slot_rows_RD.dtype is FP8 else kv_TKD

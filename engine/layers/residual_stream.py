@@ -1,4 +1,4 @@
-"""ResidualStream: what the branches of a decoder add to, and each begins with the norm of; knows no branch.
+"""ResidualStream: the sum of a decoder's branches, each of which begins with a norm of it; knows no branch.
 
 Shape suffixes: T tokens of a step, E hidden size, I input features of a projection.
 """
@@ -10,23 +10,23 @@ from engine.layers.backend import Activations, Backend, LinearLayer
 
 
 class ResidualStream:
-    """Of one step.
+    """The stream of one step.
 
-    A branch ends with a projection. Its result is added at once where the backend does both in one launch, and where no
-    other rank has a part of it; else it is added together with the next norm.
+    A branch ends with a projection. Its result is added at once if the backend can do both in one launch and no other
+    rank has a part of it; otherwise it is added together with the next norm.
     """
 
     def __init__(self, rows_TE: torch.Tensor, backend: Backend, collectives: Collectives, eps: float) -> None:
         """`rows_TE` is overwritten."""
         self._rows_TE = rows_TE
         self._branch_TE: torch.Tensor | None = None
-        """Still to be added."""
+        """Not added yet."""
         self._backend = backend
         self._collectives = collectives
         self._eps = eps
 
     def normed(self, weight_E: torch.Tensor) -> Activations:
-        """RMSNorm of the sum so far; to be used before anything is added to it."""
+        """RMSNorm of the sum so far; use it before anything is added."""
         branch_TE, self._branch_TE = self._branch_TE, None
         if branch_TE is None:
             return self._backend.rms_norm(self._rows_TE, weight_E, self._eps)

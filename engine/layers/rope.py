@@ -44,8 +44,8 @@ def rotate_(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     """Angle per position of each pair (float32, shape F), and the factor on all cosines and sines.
 
-    `dynamic` scaling begins only beyond `max_position_embeddings`, where no request of ours goes: up to there it is
-    the default.
+    `dynamic` scaling begins only beyond `max_position_embeddings`, which no request exceeds; up to there it equals the
+    default.
     """
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies_F = 1.0 / (config.theta**exponents_F)

@@ -1,4 +1,4 @@
-"""TimedProducts: which products of few rows torch's library computes faster than kernels of our own; has no clock.
+"""TimedProducts: which products of few rows torch's library computes faster than our own kernels; has no clock.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -17,31 +17,33 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[], torch.Tensor]
 Timer = Callable[[Sequence[Work]], float]
-"""Seconds that a device takes for all of them, one after another."""
+"""Returns the seconds that a device takes for all works, one after another."""
 
 MIN_GAIN = 0.1
-"""Of the time. Less is not worth that two starts may choose differently."""
+"""Share of the time. A smaller gain is not worth different choices in two starts."""
 
 
 class ProductsOfShape:
-    """Every layer's weight of one shape, dtype and kind, and who multiplies it."""
+    """Every layer's weight of one shape, dtype and kind, and what multiplies it."""
 
     def __init__(self) -> None:
         self._layers: list[FewRows] = []
         self._by_library: dict[int, bool | None] = {}
-        """By number of rows; None: asked for, and not timed yet."""
+        """By number of rows; None: used, but not timed yet."""
 
     def add(self, few_rows: FewRows) -> None:
         self._layers.append(few_rows)
 
     def are_by_library(self, num_rows: int) -> bool:
-        """Whether torch's library multiplies so many rows, at most 16. Not before `choose`, which then knows that it is
-        asked for."""
+        """Whether torch's library multiplies `num_rows` rows, at most 16.
+
+        False before `choose`, which times every number that was asked for.
+        """
         rows = NUM_ROWS[bisect_left(NUM_ROWS, num_rows)]
         return bool(self._by_library.setdefault(rows, None))
 
     def choose(self, timer: Timer) -> None:
-        """Times what was asked for and has not been chosen yet, on the weights of all layers in turn."""
+        """Times the numbers of rows that were asked for and have no choice yet, on all layers' weights in turn."""
         for num_rows, choice in self._by_library.items():
             if choice is None:
                 self._by_library[num_rows] = self._is_library_faster(num_rows, timer)
@@ -66,13 +68,13 @@ class ProductsOfShape:
 
 
 class TimedProducts:
-    """Of a model's layers with weights in 16 or 32 bits."""
+    """The products of a model's layers with weights in 16 or 32 bits."""
 
     def __init__(self) -> None:
         self._shapes: dict[tuple[torch.Size, torch.dtype, bool], ProductsOfShape] = {}
 
     def add(self, few_rows: FewRows) -> ProductsOfShape:
-        """Those of its shape, with it among them; its weight is kept as long as they are."""
+        """Returns the products of its shape, which keep its weight."""
         weight_OI = few_rows.weight_OI
         key = (weight_OI.shape, weight_OI.dtype, few_rows.bias_O is not None)
         products = self._shapes.setdefault(key, ProductsOfShape())
@@ -80,7 +82,7 @@ class TimedProducts:
         return products
 
     def choose(self, timer: Timer) -> None:
-        """See `ProductsOfShape`; a second time, what was not asked for before the first."""
+        """See `ProductsOfShape`. A second call times only what was asked for since the first."""
         for products in self._shapes.values():
             products.choose(timer)
 

@@ -21,7 +21,7 @@ class TorchBackend:
         return Fp8Linear(weight_OI, bias_O)
 
     def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
-        assert tokens.sources_T is None, "here, tokens are known before the next step begins"
+        assert tokens.sources_T is None, "without a device sampler the host knows all tokens"
         rows_T = tokens.ids_T - first_token
         is_elsewhere_T = (rows_T < 0) | (rows_T >= len(weight_VE))
         x_TE = F.embedding(rows_T.masked_fill(is_elsewhere_T, 0), weight_VE)

@@ -1,8 +1,7 @@
-"""TritonAttention: attention of a step over the paged pool by kernels of our own; knows blocks, not requests.
+"""TritonAttention: attention of a step over the paged pool by our own kernels; knows blocks, not requests.
 
-Per layer two launches, or three: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, in steps
-with chunks whose contexts are split, what puts them together (`merge_partials`). The host cuts the work, once a step
-and window.
+A layer takes two or three launches: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, if
+contexts are split in a step with chunks, the merge (`merge_partials`). The host cuts the work once per step and window.
 
 Shape suffixes: T tokens of a step, B its requests, Q query heads, P query, key and value heads or positions, D head
 dimension, I items of work, R merged rows, F their fields, X block ids of all requests.
@@ -16,9 +15,9 @@ import numpy as np
 import torch
 from triton.runtime import driver
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepLimits
+from engine.device import gpu_of
 from engine.gpu.staging import ALIGNMENT, StagedArray
-from engine.gpu.which import gpu_of
 from engine.kernels.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -43,14 +42,13 @@ from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
 from engine.layers.rope import RotaryEmbedding
 from engine.model_config import ModelArchitecture
-from engine.step_limits import StepLimits
 
 Window = int | None
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """A window's work on the device."""
+    """The work of one window, on the device."""
 
     items_IF: torch.Tensor
     merges_RF: torch.Tensor
@@ -70,7 +68,7 @@ class TritonAttention:
         limits: StepLimits,
         num_multiprocessors: int,
     ) -> None:
-        """`num_heads`: this rank's query heads; `dtype`: of queries and output, while the pool may have its own."""
+        """`num_heads`: this rank's query heads; `dtype`: of queries and output. The pool's dtype may differ."""
         shape, device = pool.shape, pool.blocks_NLKHTD.device
         gpu = gpu_of(device)
         self.windows = tuple(dict.fromkeys(architecture.sliding_windows))
@@ -87,12 +85,12 @@ class TritonAttention:
             shared_bytes=_shared_bytes(gpu),
         )
         merges = kernel_switches().fused_merge
-        self._decode = Launch.of(decode_tuning(self._shape), self._shape, num_multiprocessors, merges=merges)
-        self._prefill = Launch.of(prefill_tuning(self._shape), self._shape, num_multiprocessors, merges=False)
+        decode, prefill = decode_tuning(self._shape), prefill_tuning(self._shape)
+        self._decode = Launch(decode, decode.grid(self._shape, num_multiprocessors), merges)
+        self._prefill = Launch(prefill, prefill.grid(self._shape, num_multiprocessors), merges=False)
         scale = shape.head_dim**-0.5
         self._layers = [
             Layer(
-                pool.blocks_NLKHTD[:, index],
                 LayerKV(pool.blocks_NLKHTD[:, index], self._shape),
                 Softmax(scale, window),
                 self.windows.index(window),
@@ -112,7 +110,7 @@ class TritonAttention:
 
     @property
     def max_staged(self) -> int:
-        """int32s that the sections of a step take at most."""
+        """The most int32s that the sections of a step take."""
         plans = [self._bounds(launch) for launch in (self._decode, self._prefill)]
         per_window = max(
             p.num_items * ITEM_FIELDS + p.num_merges * MERGE_FIELDS + 3 * ALIGNMENT for p in plans
@@ -120,9 +118,9 @@ class TritonAttention:
         return len(self.windows) * per_window + self._max_block_ids + ALIGNMENT
 
     def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None = None) -> list[StagedArray]:
-        """What `bind` wants on the device. `room`: for as many tokens, whatever this step has of them.
+        """The arrays that `bind` needs on the device. `room`: reserve space for a step of that many tokens.
 
-        `has_chunks`: how the step is launched; without, every request has one token.
+        `has_chunks`: how the step is launched; if False, every request has one token.
         """
         launch = self._launch(has_chunks)
         bounds = (
@@ -151,7 +149,7 @@ class TritonAttention:
         *,
         has_chunks: bool,
     ) -> "TritonStepAttention":
-        """Attention of the step whose `sections` these are, staged."""
+        """Attention of the step with these staged `sections`."""
         plans = [
             WindowPlan(items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), counts)
             for counts, items, merges in zip(sections[:-1:3], sections[1:-1:3], sections[2:-1:3], strict=True)
@@ -170,7 +168,7 @@ class TritonAttention:
         )
 
     def clear_tails(self, batch: StepBatch) -> None:
-        """Whole blocks are multiplied, masked keys with 0; see `StepBatch.new_tails`."""
+        """Kernels multiply whole blocks, with 0 for masked keys; see `StepBatch.new_tails`."""
         for block_id, offset in batch.new_tails:
             self._pool.clear_from(block_id, offset)
 
@@ -190,30 +188,23 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the kernel is launched, and how its work is cut accordingly."""
+    """How the kernel is launched, and how its work is cut for that."""
 
     tuning: AttentionTuning
     grid: TileGrid
     merges: bool
-    """Whether it puts the parts of long contexts together itself. Not of chunks: their tiles have many rows, and
-    programs would wait for the one that is last."""
-
-    @classmethod
-    def of(
-        cls, tuning: AttentionTuning, shape: AttentionShape, num_multiprocessors: int, *, merges: bool
-    ) -> "Launch":
-        return cls(tuning, tuning.grid(shape, num_multiprocessors), merges)
+    """Whether the kernel merges the parts of long contexts itself. Not for chunks: their tiles have many rows, and the
+    other programs would wait for the one that merges."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer's share of the pool, and how it attends."""
 
-    kv_NKHTD: torch.Tensor
     kv: LayerKV
     softmax: Softmax
     plan: int
-    """Which of the step's plans is that of its window."""
+    """The index of its window's plan among the step's plans."""
 
 
 class TritonStepAttention:
@@ -232,7 +223,7 @@ class TritonStepAttention:
         plans: Sequence[WindowPlan],
         block_ids_X1: torch.Tensor,
     ) -> None:
-        """`block_ids_X1`: the tables of all requests, one behind the other; an item's row is where its table begins."""
+        """`block_ids_X1`: the tables of all requests, concatenated; an item's row is the start of its table."""
         self._layers = layers
         self._launch = launch
         self._shape = shape
@@ -250,7 +241,7 @@ class TritonStepAttention:
             self._positions_T,
             self._slots_T,
             self._cos_sin_PD,
-            at.kv_NKHTD,
+            at.kv.kv_NKHSD,
             q_norm_D=None if head_norm is None else head_norm.q_weight_D,
             k_norm_D=None if head_norm is None else head_norm.k_weight_D,
             eps=0.0 if head_norm is None else head_norm.eps,
@@ -258,7 +249,7 @@ class TritonStepAttention:
         return self.attend(layer, qkv_TPD[:, : self._shape.num_query_heads])
 
     def attend(self, layer: int, q_TQD: torch.Tensor) -> torch.Tensor:
-        """T x (Q x D): attention alone, of queries that are rotated, over what the pool has."""
+        """T x (Q x D): only attention, of rotated queries, over the pool."""
         at, launch = self._layers[layer], self._launch
         plan = self._plans[at.plan]
         out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
@@ -288,8 +279,8 @@ class TritonStepAttention:
 
 
 def _shared_bytes(gpu: torch.device | None) -> int:
-    """What programs on one multiprocessor of this GPU can have together."""
+    """Shared memory that programs on one multiprocessor of this GPU can have together."""
     if gpu is None:
-        return SHARED_BYTES  # where kernels are interpreted, there is no such limit
+        return SHARED_BYTES  # interpreted kernels have no such limit
     properties = driver.active.utils.get_device_properties(gpu.index or 0)
     return int(properties["max_shared_mem"]) - RESERVED_BYTES

@@ -1,4 +1,4 @@
-"""TritonBackend: the parts of a decoder layer by kernels of our own, large matrix products by torch's library.
+"""TritonBackend: the parts of a decoder layer by our own kernels, large matrix products by torch's library.
 
 Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I, R sampled tokens.
 """
@@ -8,8 +8,7 @@ import torch
 from engine.kernels.embedding import embed
 from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from engine.kernels.row_launch import MAX_WIDTH
-from engine.kernels.silu_mul import silu_mul
-from engine.kernels.silu_mul_fp8 import silu_mul_fp8
+from engine.kernels.silu_mul import silu_mul, silu_mul_fp8
 from engine.kernels.skinny_linear import MAX_FMA_TOKENS, MAX_TOKENS
 from engine.kernels.switches import kernel_switches
 from engine.layers.backend import Activations, InputTokens, LinearLayer, QuantizedRows, UnnormedRows
@@ -21,9 +20,9 @@ from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 class TritonBackend:
     """Satisfies `engine.layers.backend.Backend`.
 
-    If it has made linears in 8 bits, what goes into them is brought to 8 bits by the kernels that compute it, which
-    saves a pass over it. Not for few tokens, which those linears take as they are: theirs are fused with what lies
-    around them instead, as far as `KernelSwitches` say.
+    If it has made 8-bit linears, the kernels that compute their inputs also quantise them, which saves a pass. Steps of
+    few tokens are different: those linears take unquantised inputs, and are fused with their neighbours as far as
+    `KernelSwitches` allow.
     """
 
     def __init__(self) -> None:
@@ -71,12 +70,12 @@ class TritonBackend:
         return silu_mul(gate_up_TM)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
-        """float32 is not multiplied in 8 bits; the kernels hold a row at once."""
+        """8-bit products exclude float32, and a program holds a whole row."""
         is_taken = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
         return self._has_fp8_linears and is_taken and width <= MAX_WIDTH
 
 
 def _few_rows(linear: LinearLayer, x_TI: Activations) -> FewRows | None:
-    """What takes `x_TI` for the layer, if it is few rows."""
+    """The layer's product of few rows, if that takes `x_TI`."""
     assert isinstance(linear, TritonLinear | TritonFp8Linear), "made by another backend"
     return linear.few_rows if linear.few_rows.takes(x_TI) else None

@@ -1,4 +1,4 @@
-"""Matrix products on a GPU: by kernels of our own where a step has few tokens, by torch's library where it has many.
+"""Matrix products on a GPU: by our own kernels for few tokens, by torch's library for many.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -16,7 +16,7 @@ from engine.layers.timed_products import TimedProducts, by_library
 
 
 class TritonLinear:
-    """`x_TI @ weight_OI.T + bias_O`. Few rows, too, are the library's where that was timed to be faster."""
+    """`x_TI @ weight_OI.T + bias_O`. The library also computes few rows if it was timed to be faster."""
 
     def __init__(
         self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, timed_products: TimedProducts
@@ -30,18 +30,18 @@ class TritonLinear:
         return by_library(self.few_rows, normed(x_TI))
 
     def _is_by_library(self, x_TI: Activations) -> bool:
-        """Never what is fused with a norm, which saves a launch."""
+        """False for a product that is fused with a norm, which saves a launch."""
         if not isinstance(x_TI, torch.Tensor) or not kernel_switches().timed_products:
             return False
         return self._timed.are_by_library(len(x_TI))
 
 
 class TritonFp8Linear:
-    """The same with 8-bit weights; see Fp8Linear. Few tokens are multiplied as they are, unrounded: what is read of the
-    weights takes the same time then, and it is more precise."""
+    """The same with 8-bit weights; see Fp8Linear. Few tokens are multiplied unquantised: reading the weights takes the
+    same time, and the result is more precise."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
-        is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # the kernel holds a row at once
+        is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # a program holds a whole row
         self._linear = Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
         self.few_rows = FewRows(self._linear.weight_OI, self._linear.bias_O, self._linear.scale_O1.view(-1))
 

@@ -10,7 +10,6 @@ import torch
 from baton.config import ModelConfig
 from baton.errors import ConfigError
 from engine.collectives import SINGLE_RANK, Collectives
-from engine.device import make_backend
 from engine.kv_cache import KVBlockShape
 from engine.layers.backend import Backend, MakeLinear
 from engine.layers.fp8 import FP8
@@ -94,7 +93,7 @@ def load_model(
     dtype = DTYPES[config.dtype]
     architecture = read_architecture(path)
     _check_shares(architecture, collectives.size)
-    backend = backend or make_backend(device)
+    backend = backend or _make_backend(device)
     linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
     is_dummy = config.load_format == "dummy"
     decoder = (
@@ -143,6 +142,15 @@ def outline_model(
         eos_token_ids=(),
         digest="",
     )
+
+
+def _make_backend(device: torch.device) -> Backend:
+    """Plain torch on a CPU, our own kernels on a GPU."""
+    if device.type == "cpu":
+        return TorchBackend()
+    from engine.layers.triton_backend import TritonBackend  # without a GPU, Triton may be missing
+
+    return TritonBackend()
 
 
 def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_RANK) -> list[Take]:

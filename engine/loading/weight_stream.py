@@ -24,7 +24,7 @@ from baton.errors import ModelError
 
 NUM_READERS = 4
 """Number of threads. One copies 3 to 7 GB/s out of the page cache (preadv, per second on a core), and a GPU takes up
-to 50 over PCIe 5; benchmarks/weight_loading.py measures what more threads bring."""
+to 50 over PCIe 5."""
 BUFFER_BYTES = 32 * 2**20
 """A copy of this size takes 0.6 ms on PCIe 5, so its set-up costs nothing in comparison. 256 MiB are
 pinned in total."""
@@ -93,22 +93,6 @@ class Copies(Protocol):
     def hand_over(self, tensor: torch.Tensor) -> None:
         """Makes the calling thread's later work on the tensor wait for all copies that were started."""
         ...
-
-
-class HostCopies:
-    """Copies within host memory."""
-
-    def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def start(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source)
-
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        """Copies are done when `start` returns."""
 
 
 class CudaCopies:

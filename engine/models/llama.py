@@ -28,9 +28,9 @@ class LlamaForCausalLM:
         linear: MakeLinear | None = None,
         collectives: Collectives = SINGLE_RANK,
     ) -> None:
-        """`linear` makes the layers' projections, None: `backend.linear`, as it always makes the one to logits.
+        """`linear` makes the layers' projections; None: `backend.linear`, which always makes the projection to logits.
 
-        ModelError if the weights cannot be shared equally by the collectives' ranks.
+        ModelError if the ranks cannot share the weights equally.
         """
         a = architecture
         linear = linear or backend.linear
@@ -69,7 +69,7 @@ class LlamaForCausalLM:
 
 
 class DecoderLayer:
-    """Attention, then the gated MLP: branches of the residual stream, each with its own norm in front."""
+    """Attention, then the gated MLP: branches of the residual stream, each after its own norm."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Projections:
         self._collectives = collectives
 
     def columns(self, sizes: dict[str, int], num_inputs: int, has_bias: bool) -> LinearLayer:
-        """Projections of one input, as one product: `sizes` maps their names to their output features, of each of which
-        every rank computes its share."""
+        """Projections of one input, as one product: `sizes` maps their names to their output features. Every rank
+        computes its share of each."""
         shard = _shard(0, self._collectives)
         names = sizes.items()
         weight_OI = _joined(
@@ -129,7 +129,7 @@ class Projections:
         return self._linear(weight_OI, _joined(biases))
 
     def rows(self, name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> LinearLayer:
-        """A projection of what every rank has a share of: the ranks' results are to be summed up."""
+        """A projection of inputs that the ranks share: the caller sums the ranks' results."""
         shard = _shard(1, self._collectives)
         weight_OI = self._weights.take(f"{name}.weight", num_outputs, num_inputs, shard=shard)
         bias_O = self._weights.take(f"{name}.bias", num_outputs) if has_bias else None
@@ -137,7 +137,7 @@ class Projections:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Output features of one after the other's."""
+    """Concatenates the output features."""
     first = parts[0]
     if first.is_meta:
         # PyTorch would work out the shape in Python, and import its compiler for it: a second of each worker's start.

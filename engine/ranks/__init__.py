@@ -1,1 +1,1 @@
-"""The tensor-parallel ranks of one worker: what each consists of, their processes, and how they end together."""
+"""The tensor-parallel ranks of one worker: their processes, their messages, and how they end together."""

@@ -1,7 +1,7 @@
-"""RankChannel: one end of the line between rank 0 and another rank of its worker; knows no message.
+"""RankChannel: one end of the connection between rank 0 and another rank of its worker; knows no message.
 
-A pair of Unix sockets that rank 0 makes and the other inherits. It has no name and no port, so nobody else can connect;
-it keeps the order; and it ends with either process, which is how each learns that the other is gone.
+Rank 0 makes a pair of Unix sockets, and the other rank inherits one. The pair has no name and no port, so no other
+process can connect. It keeps the order. It closes with either process, so each rank notices the other's end.
 """
 
 import socket
@@ -17,14 +17,14 @@ S = TypeVar("S")
 R = TypeVar("R")
 
 SEND_TIMEOUT_S = 5.0
-"""The other end reads on a thread that does nothing else; one that takes nothing for this long is stuck."""
+"""The other end reads on a dedicated thread; one that reads nothing for this long is stuck."""
 
 _SEND_BUFFER_BYTES = 4 * 2**20
 _LENGTH = struct.Struct(">I")
 
 
 def frame_of(codec: Codec[S], message: S) -> bytes:
-    """A message as it travels. WireError if it is too large."""
+    """A message as sent. WireError if it is too large."""
     data = codec.encode(message)
     return _LENGTH.pack(len(data)) + data
 
@@ -33,11 +33,11 @@ class RankChannel(Generic[S, R]):
     """Sends S from any thread and receives R on one."""
 
     def __init__(self, end: socket.socket, sends: Codec[S], receives: Codec[R]) -> None:
-        """`end` is the channel's from now on."""
-        # So that a step's plan never waits for its reader. The system may allow less.
+        """The channel owns `end` from now on."""
+        # Large, so that sending a step's plan never waits for the reader. The system may allow less.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         seconds = int(SEND_TIMEOUT_S)
-        # A timeout of Python's own would hold for receiving too.
+        # Python's own timeout would also apply to receiving.
         end.setsockopt(
             socket.SOL_SOCKET,
             socket.SO_SNDTIMEO,
@@ -49,17 +49,17 @@ class RankChannel(Generic[S, R]):
         self._lock = threading.Lock()
 
     def send(self, message: S) -> None:
-        """Returns as soon as the system has the message. OSError if the other end is gone, or takes nothing for
-        SEND_TIMEOUT_S; nothing can be sent after that. WireError if the message is too large."""
+        """Returns as soon as the system has the message. OSError if the other end is gone, or reads nothing for
+        SEND_TIMEOUT_S; after that, nothing can be sent. WireError if the message is too large."""
         self.send_frame(frame_of(self._sends, message))
 
     def send_frame(self, frame: bytes) -> None:
-        """As `send`, of what `frame_of` made: for a message to several ranks."""
+        """Like `send`, for an encoded message, which may go to several ranks."""
         with self._lock:
             self._end.sendall(frame)
 
     def receive(self) -> R | None:
-        """The next message, when it is there; None if the other end is gone. WireError for what is no message."""
+        """Waits for the next message; None if the other end is gone. WireError for an invalid message."""
         try:
             if (head := self._read(_LENGTH.size)) is None:
                 return None
@@ -72,13 +72,13 @@ class RankChannel(Generic[S, R]):
         return None if data is None else self._receives.decode(data)
 
     def close(self) -> None:
-        """Ends the line: the other end's `receive` returns None, and so does ours, also one that waits already."""
+        """Closes the connection: `receive` returns None at both ends, also in a thread that waits already."""
         with suppress(OSError):  # the other end is gone
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
     def _read(self, num_bytes: int) -> memoryview | None:
-        """So many, or None if the line ends before."""
+        """Exactly this many bytes, or None if the connection closes before."""
         data = memoryview(bytearray(num_bytes))
         num_read = 0
         while num_read < num_bytes:

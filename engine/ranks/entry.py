@@ -1,7 +1,7 @@
-"""Where a rank's process begins: `python -m engine.ranks.entry FD`. Knows of its rank only the line to rank 0.
+"""Where a rank's process begins: `python -m engine.ranks.entry FD`. Knows only the connection to rank 0.
 
-What a rank is made of takes seconds to import. Meanwhile it must not hear a terminal's signals, which are rank 0's
-matter, nor go on without rank 0.
+Importing the engine takes seconds. Meanwhile the process must ignore a terminal's signals, which only rank 0 handles,
+and must end if rank 0 ends.
 """
 
 import os
@@ -15,11 +15,8 @@ from engine.ranks.exit_codes import EXIT_ALONE
 
 
 def main(serve: Callable[[], None]) -> None:
-    """`serve` is what the rank does for the rest of its life."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # a terminal or a service's manager sends them to both of us
+    """Runs `serve` until the process ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager sends them to rank 0 too
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(int(sys.argv[1]),), name="rank-0-gone", daemon=True).start()
 
@@ -27,9 +24,9 @@ def main(serve: Callable[[], None]) -> None:
 
 
 def _end_with(line: int) -> None:
-    """Reads nothing: that is for whoever serves."""
+    """Ends this process when the connection closes. It reads nothing: `serve` does."""
     poll = select.poll()
-    poll.register(line, 0)  # no more than the end of the line
+    poll.register(line, 0)  # only the end of the connection
     poll.poll()
     os._exit(EXIT_ALONE)
 

@@ -1,8 +1,7 @@
 """RankGroup: the processes of a worker's other tensor-parallel ranks, as rank 0 starts, watches and ends them.
 
-Whatever goes wrong with one rank ends the worker: once a rank has left a step, the others wait for it in a collective,
-and nobody can say where each of them is. So the first failure is kept, every rank is killed, and from then on `check`
-raises.
+Any failure of a rank ends the worker: once a rank has left a step, the others wait for it in a collective, and their
+progress is unknown. So the first failure is kept, every rank is killed, and from then on `check` raises.
 """
 
 import logging
@@ -40,19 +39,19 @@ from engine.ranks.messages import (
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
-"""A rank that was told to stop, or to which nobody is left, ends in this time or is killed."""
+"""A rank that was told to stop, or has lost rank 0, ends within this time or is killed."""
 
 EXPLANATION_TIMEOUT_S = 1.0
-"""Within this, a rank whose end made rank 0's step fail has said so, or is known to be gone."""
+"""If a rank's failure made rank 0's step fail, its report or its end arrives within this time."""
 
 
 class RankLink:
-    """One rank's process, and what it has said."""
+    """One rank's process, and its latest reports."""
 
     def __init__(
         self, setup: Setup, module: str, on_message: Callable[["RankLink", FromRank | None], None]
     ) -> None:
-        """Starts the process. `on_message` is called on a thread of the link's own, with None when the line ends."""
+        """Starts the process. `on_message` runs on the link's own thread, with None when the connection closes."""
         self.rank = setup.rank
         self.loaded: Loaded | None = None
         self.is_ready = False
@@ -65,9 +64,9 @@ class RankLink:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what the worker itself says on stdout is for whoever started it
+                stdout=2,  # stdout is for the worker's own messages to its parent
                 pass_fds=(theirs.fileno(), setup.meeting_file),
-                # A rank finds our modules where this process did, which may be Ray's doing.
+                # A rank imports modules from where this process did; Ray may have set that.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._reader = threading.Thread(target=self._read, name=f"rank-{self.rank}", daemon=True)
@@ -75,7 +74,7 @@ class RankLink:
         self.channel.send(setup)
 
     def close(self) -> None:
-        """Ends the line, and the process if it still runs."""
+        """Closes the connection, and kills the process if it still runs."""
         self.channel.close()
         if self.process.poll() is None:
             self.process.kill()
@@ -83,11 +82,11 @@ class RankLink:
         self._reader.join()
 
     def how_it_ended(self) -> str:
-        """For a message. The line is closed, so the process has ended or is about to."""
+        """For a message. The connection is closed, so the process has ended or is about to."""
         try:
             code = self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return f"rank {self.rank} (pid {self.process.pid}) closed its line and went on"
+            return f"rank {self.rank} (pid {self.process.pid}) closed its connection and went on"
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"rank {self.rank} (pid {self.process.pid}) {end}"
 
@@ -96,12 +95,12 @@ class RankLink:
             while (message := self.channel.receive()) is not None:
                 self._on_message(self, message)
         except WireError as error:
-            self._on_message(self, RankFailed(f"what it said cannot be read: {error}"))
+            self._on_message(self, RankFailed(f"its message cannot be read: {error}"))
         self._on_message(self, None)
 
 
 class RankGroup:
-    """Ranks 1 and up. Methods are for one thread at a time, the engine's or whoever starts and stops the worker."""
+    """Ranks 1 and up. One thread at a time calls its methods: the engine's, or the one that starts and stops it."""
 
     def __init__(
         self,
@@ -110,10 +109,10 @@ class RankGroup:
         on_failure: Callable[[], None],
         module: str = "engine.ranks.entry",
     ) -> None:
-        """Starts a process for each, as `python -m module`. On threads of the group, `on_news` is called after `serve`
-        when there is something to ask for, and `on_failure` when a rank has failed, to end a wait for it."""
+        """Starts a process for each, as `python -m module`. The group's threads call `on_news` after `serve` when there
+        are outputs to collect, and `on_failure` when a rank has failed, to end a wait for it."""
         self.num_computed = 0
-        """Plans whose results rank 0 has."""
+        """How many plans rank 0 has computed."""
         self._on_news = on_news
         self._on_failure = on_failure
         self._changed = threading.Condition()
@@ -133,28 +132,28 @@ class RankGroup:
         return self._links
 
     def wait_until_loaded(self, timeout_s: float) -> tuple[Loaded, ...]:
-        """What each rank said when it was. Raises what a rank could not be built for, or ClusterError."""
+        """Returns each rank's message. Raises the error of a rank that could not be built, or ClusterError."""
         self._wait(lambda link: link.loaded is not None, "loaded its model", timeout_s)
         return tuple(link.loaded for link in self._links if link.loaded is not None)
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Until each rank's collectives are connected. Raises as the former."""
+        """Waits until each rank's collectives are connected. Raises like `wait_until_loaded`."""
         self._wait(lambda link: link.is_ready, "connected to the others", timeout_s)
 
     def serve(self) -> None:
-        """From now on a failure is the engine's to take notice of."""
+        """From now on the engine handles failures."""
         self._is_serving = True
         if self._failure is not None:
             self._on_news()
 
     def send(self, message: ToRank) -> None:
-        """To every rank, in the order of the calls; a rank that is gone hears nothing."""
+        """Sends to every rank, in the order of the calls; ranks that are gone are skipped."""
         frame = frame_of(TO_RANK, message)
         for link in self._links:
             self._send_frame(link, frame)
 
     def send_to(self, link: RankLink, message: ToRank) -> None:
-        """To one of them."""
+        """Sends to one rank."""
         self._send_frame(link, frame_of(TO_RANK, message))
 
     def check(self) -> None:
@@ -163,21 +162,21 @@ class RankGroup:
             raise RuntimeError(str(self._failure)) from self._failure
 
     def explain(self, step: int, error: Exception) -> RuntimeError:
-        """Why rank 0 failed to compute a step, which ends all ranks: another one may be the reason."""
+        """Why rank 0 failed to compute a step, which ends all ranks: another rank may be the reason."""
         self._wait_for_failure()
         self._fail(RuntimeError(f"rank 0 failed to compute step {step}: {error}"))
         return RuntimeError(str(self._failure))
 
     def explain_start(self, error: Exception) -> Exception:
-        """Why rank 0 could not get ready: what another one failed at, if it says so, else rank 0's own error."""
+        """Why rank 0 could not get ready: another rank's error if it reported one, else rank 0's own."""
         self._wait_for_failure()
         return self._failure or error
 
     def stop(self) -> None:
-        """Ends every process: by itself if all is well, else by force. To be called once, whatever else was."""
+        """Ends every process: lets them stop if there is no failure, else kills them. Call it once, in any state."""
         self.begin_stop()
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        is_well = self._is_serving and self._failure is None  # one that still loads has nothing to lose
+        is_well = self._is_serving and self._failure is None  # a rank that still loads has nothing to lose
         for link in self._links if is_well else ():
             try:
                 link.process.wait(max(0.0, deadline - time.monotonic()))
@@ -187,7 +186,7 @@ class RankGroup:
             link.close()
 
     def begin_stop(self) -> None:
-        """Tells the ranks to end, if they were not told yet."""
+        """Tells the ranks to stop, once."""
         if not self._is_stopping:
             self._is_stopping = True
             self.send(Stop())
@@ -239,7 +238,7 @@ class RankGroup:
                 self._fail(RuntimeError(how) if self._is_serving else ClusterError(f"{how} before it served"))
 
     def _fail(self, failure: Exception) -> None:
-        """From any thread. The first one counts: the rest follows from it."""
+        """From any thread. Only the first failure is kept: others follow from it."""
         with self._changed:
             if self._failure is not None or self._is_stopping:
                 return
@@ -261,14 +260,12 @@ class RankGroup:
         try:
             link.channel.send_frame(frame)
         except BlockingIOError:
-            self._fail(
-                RuntimeError(f"rank {link.rank} (pid {link.process.pid}) does not read what it is told")
-            )
-        except OSError:  # it is gone: its thread finds out how
+            self._fail(RuntimeError(f"rank {link.rank} (pid {link.process.pid}) does not read its messages"))
+        except OSError:  # it is gone: its thread reports how it ended
             return
 
 
 def _start_error(rank: int, kind: str, error: str) -> BatonError:
-    """A rank's own error as ours: what is wrong with the configuration or the model is not the rank's alone."""
+    """A rank's error as rank 0's: errors of configuration and model concern the whole worker."""
     kinds: dict[str, type[BatonError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
     return kinds[kind](error) if kind in kinds else ClusterError(f"rank {rank} could not start: {error}")

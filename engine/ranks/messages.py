@@ -1,19 +1,19 @@
-"""What rank 0 of a worker and its other ranks tell each other, as typed msgpack.
+"""Messages between rank 0 of a worker and its other ranks, as typed msgpack.
 
-    rank 0 -> rank     Setup | Join | Plan | Orders | Stop
+    rank 0 -> rank     Setup | Join | Plan | RankCommands | Stop
     rank -> rank 0     Loaded | Ready | StartFailed | StepFailed | RankFailed | News | Report
 
     rank 0                                     rank 1 ..
      |--- Setup -------------------------------->|   builds its part of the model, its pool, its connector
      |<-- Loaded --------------------------------|
      |--- Join --------------------------------->|   when all have loaded: their collectives connect, and
-     |<-- Ready ---------------------------------|   each makes what computes its steps, all at the same time
-     |--- Plan, Orders ------------------------->|   in the order of rank 0's own
+     |<-- Ready ---------------------------------|   each makes its pipeline, all at the same time
+     |--- Plan, RankCommands ------------------->|   in the order of rank 0's own
      |<-- News, Report --------------------------|
      |--- Stop --------------------------------->|
 
-A rank says nothing of a step that it has computed: it computes them in order, and who waits for it waits in the
-collectives. It says once what it failed at, and ends.
+A rank does not report computed steps: it computes them in order, and the others wait for it in the collectives. It
+reports its first failure and ends.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from kv_transfer import KVConnectorMetadata
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a rank is to be; the first message. Keys travel here, not in arguments or the environment."""
+    """Describes the rank; the first message. Keys travel here, not in arguments or the environment."""
 
     rank: int
     num_ranks: int
@@ -38,17 +38,17 @@ class Setup:
     incarnation: str
     """Of the worker."""
     meeting_file: int
-    """A descriptor that the rank inherits: where the ranks' collectives find each other."""
+    """A descriptor that the rank inherits: the file through which the ranks' collectives connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """All ranks have loaded: connect the collectives, and get ready for steps."""
+    """All ranks have loaded: connect the collectives, and prepare for steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step, without the connector's orders."""
+    """One step, without the connector's commands."""
 
     plan: SchedulerOutput
 
@@ -58,9 +58,9 @@ class RankCommands:
     """For the rank's connector."""
 
     commands: KVConnectorMetadata
-    """Those whose moment has come on rank 0."""
+    """Commands that are due on rank 0."""
     num_computed: int
-    """Plans that this rank must have computed before: as many as rank 0 had."""
+    """How many plans this rank must have computed before: as many as rank 0 had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The rank could not be what it was to be."""
+    """The rank could not be built."""
 
     kind: str
-    """The name of a class of baton/errors.py; any other stands for an error of our own."""
+    """The name of a class of baton/errors.py; any other name means an internal error."""
     error: str
 
 
@@ -102,21 +102,21 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """Something else in the rank raised."""
+    """The rank raised outside a step."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """From the rank's connector."""
+    """Outputs of the rank's connector."""
 
     news: KVConnectorOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How the rank's connector stands."""
+    """Counters of the rank's connector."""
 
     counters: dict[str, int]
     peers: tuple[KVPeerCounts, ...]
@@ -126,8 +126,8 @@ ToRank = Setup | Join | Plan | RankCommands | Stop
 FromRank = Loaded | Ready | StartFailed | StepFailed | RankFailed | News | Report
 
 MAX_PLAN_BYTES = 2**30
-"""A plan has every prompt that begins with it, also what of it lies in blocks already: of 256 requests over one
-document of 131,072 tokens, 160 MiB. Too large a plan would be the worker's end."""
+"""A plan contains every prompt that begins with it, even the part whose KV is cached: 160 MiB for 256 requests over one
+document of 131,072 tokens. A larger plan would end the worker."""
 
 TO_RANK: Codec[ToRank] = Codec(Setup, Join, Plan, RankCommands, Stop, max_bytes=MAX_PLAN_BYTES)
 FROM_RANK: Codec[FromRank] = Codec(Loaded, Ready, StartFailed, StepFailed, RankFailed, News, Report)

@@ -1,12 +1,12 @@
 """One tensor-parallel rank of a worker as a process: `python -m engine.ranks.entry FD`, started by rank 0 alone.
 
-FD is its end of the line to rank 0 (engine/ranks/channel.py), over which it learns what it is to be, computes the same
-plans as rank 0 in the same order, and gives its connector the same orders. It ends with the line, so that it never
-outlives rank 0.
+FD is its end of the connection to rank 0 (engine/ranks/channel.py). Over it the rank receives its setup, the same plans
+as rank 0 in the same order, and the same commands for its connector. The process ends when the connection closes, so
+that it never outlives rank 0.
 
-    main thread      builds; then plans and orders, in the order of their arrival
-    reader thread    the line
-    device thread    where there is one (engine/pipeline.py)
+    main thread      builds; then plans and commands, in the order of their arrival
+    reader thread    the connection
+    device thread    if there is one (engine/pipeline.py)
     transfer thread  KV blocks in and out (kv_transfer/)
 """
 
@@ -59,7 +59,7 @@ from kv_transfer import RankConnector
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
-"""Between two looks at the connector's counters, which strangers move too."""
+"""Between two reads of the connector's counters, which also change without plans."""
 
 Channel = RankChannel[FromRank, ToRank]
 
@@ -83,12 +83,8 @@ class Rank:
     digest: str
 
 
-class Build(Protocol):
-    """Makes what a rank is to be. `on_news` may be called from any thread when the connector has news."""
-
-    def __call__(
-        self, setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]
-    ) -> Rank: ...
+Build = Callable[[Setup, BatonConfig, Collectives, Callable[[], None]], Rank]
+"""Makes the rank; calls the last argument, from any thread, when the connector has outputs."""
 
 
 def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]) -> Rank:
@@ -102,21 +98,21 @@ def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: 
         collectives,
         SystemClock(),
         on_news,
-        on_progress=lambda *_: None,  # rank 0 is as far, and says so
+        on_progress=lambda *_: None,  # rank 0 reports its own, equal progress
     )
     return Rank(parts.make_pipeline, parts.connector, parts.num_blocks, parts.model.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class _NewsIsThere:
-    """What the transfer thread puts beside rank 0's messages."""
+    """Put into the inbox by the transfer thread."""
 
 
 Inbox = queue.SimpleQueue[ToRank | _NewsIsThere]
 
 
 class RankLoop:
-    """Does what rank 0 says. Every method belongs to the main thread; what raises in one ends the process."""
+    """Carries out rank 0's messages. Only the main thread calls it; an exception ends the process."""
 
     def __init__(
         self, pipeline: Pipeline, connector: OwnConnector, channel: Channel, inbox: Inbox, clock: Clock
@@ -127,13 +123,13 @@ class RankLoop:
         self._inbox = inbox
         self._clock = clock
         self._under_way: deque[int] = deque()
-        """Steps whose results were not taken yet."""
+        """Steps whose results were not taken yet, by number."""
         self._num_computed = 0
         self._report = Report({}, ())
         self._report_at = clock.now()
 
     def run(self) -> None:
-        """Returns when told to stop, and every step that was planned is computed."""
+        """Returns after Stop, when every planned step is computed."""
         while not isinstance(message := self._next(), Stop):
             match message:
                 case Plan(plan):
@@ -146,29 +142,29 @@ class RankLoop:
                 case _NewsIsThere():
                     if news := self._connector.get_finished():
                         self._channel.send(News(news))
-                case None:  # nothing to do: whether a step has failed must not wait for the next one
+                case None:  # idle: a failed step must be noticed before the next one comes
                     self._take(self._num_computed + len(self._under_way))
                 case _:
-                    raise WireError(f"{type(message).__name__} has no place here")
+                    raise WireError(f"unexpected message {type(message).__name__}")
             self._report_if_due()
         self._take(self._num_computed + len(self._under_way))
 
     def _next(self) -> ToRank | _NewsIsThere | None:
-        """None if nothing comes until a report is due."""
+        """None if no message comes before a report is due."""
         try:
             return self._inbox.get(timeout=max(0.0, self._report_at - self._clock.now()))
         except queue.Empty:
             return None
 
     def _compute(self, plan: SchedulerOutput) -> None:
-        """As the engine does: the step before is waited for when this one is on its way (worker/core.py)."""
+        """As the engine does: waits for the previous step when this one is submitted (worker/core.py)."""
         self._pipeline.submit(plan)
         self._under_way.append(plan.step)
         num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
         self._take(self._num_computed + max(0, len(self._under_way) - num_kept))
 
     def _take(self, num_computed: int) -> None:
-        """Waits until so many steps are computed."""
+        """Waits until this many steps are computed."""
         while self._num_computed < num_computed:
             result = self._pipeline.take()
             step = self._under_way.popleft()
@@ -186,7 +182,7 @@ class RankLoop:
 
 
 class _StepError(Exception):
-    """The device raised; what it raised is the cause."""
+    """The device raised; its error is the cause."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"step {step} failed")
@@ -194,7 +190,7 @@ class _StepError(Exception):
 
 
 def main(build: Build = build) -> NoReturn:
-    """Serves until told to stop. Exit codes: 0 stopped, 1 failed, and rank 0 was told, 2 rank 0 is gone."""
+    """Serves until Stop. Exit codes: 0 stopped, 1 failed and reported, 2 rank 0 is gone."""
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     channel: Channel = RankChannel(end, FROM_RANK, TO_RANK)
@@ -206,12 +202,12 @@ def main(build: Build = build) -> NoReturn:
     try:
         _serve(setup, channel, inbox, build)
     except OSError as error:
-        _end(EXIT_ALONE, f"rank 0 is not there: {error}")
+        _end(EXIT_ALONE, f"rank 0 is unreachable: {error}")
     _end(0, "stopped")
 
 
 def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
-    """The rank's whole life. It tells rank 0 what it failed at; nothing can be expected of its threads then."""
+    """Builds and serves. A failure is reported to rank 0, and ends the process without waiting for its threads."""
     try:
         config = BatonConfig.from_mapping(json.loads(setup.config), "rank 0's configuration")
         write_logs(
@@ -256,7 +252,7 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
 
 
 def _read(channel: Channel, inbox: Inbox) -> None:
-    """The reader thread: the end of the line is the end of the process, whatever the others wait for."""
+    """The reader thread: the process ends when the connection closes, whatever its other threads wait for."""
     try:
         while (message := channel.receive()) is not None:
             inbox.put(message)
@@ -266,13 +262,12 @@ def _read(channel: Channel, inbox: Inbox) -> None:
                 deadline.start()
                 return
     except WireError as error:
-        _end(EXIT_ALONE, f"what rank 0 said cannot be read: {error}")
+        _end(EXIT_ALONE, f"a message of rank 0 cannot be read: {error}")
     _end(EXIT_ALONE, "rank 0 is gone")
 
 
 def _end(code: int, why: str) -> NoReturn:
-    """At once: threads may be in collectives that nobody will complete, and rank 0 does not wait for the seconds in
-    which torch takes itself apart."""
+    """Ends the process at once: threads may wait in collectives for ever, and torch's own teardown takes seconds."""
     logger.info("%s", why)
     logging.shutdown()
     os._exit(code)

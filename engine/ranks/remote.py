@@ -1,7 +1,7 @@
-"""What the engine sees of the other ranks: their steps behind its own pipeline, their connectors beside its own.
+"""The other ranks for the engine: their steps behind its own pipeline, their connectors beside its own.
 
-A rank obeys its connector's orders when it has computed as many plans as rank 0 had when it gave them: that is what the
-engine means by *when the step is computed*, for each rank by itself.
+A rank carries out its connector's commands once it has computed as many plans as rank 0 had when rank 0 sent them. So
+*when the step is computed* holds for each rank by itself.
 """
 
 from collections import deque
@@ -29,16 +29,16 @@ class RankedPipeline:
         return self._own.num_ahead
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """The others first: they have the longer way, and rank 0 may compute the step before this returns."""
+        """Sends to the others first: rank 0 may compute the step before this returns."""
         self._group.send(Plan(replace(plan, kv_connector_metadata=None)))
         self._steps.append(plan.step)
         self._own.submit(plan)
 
     def take(self) -> StepResult:
-        """Rank 0's own result: whatever the others compute goes into it. A rank that cannot go on makes it an error.
+        """Rank 0's own result, which includes what the others computed. The failure of any rank makes it an error.
 
-        So does one that has failed meanwhile, even if rank 0 has a result: on GPUs, waits for a rank are ended without
-        an error, and with whatever was in memory for its part.
+        This holds even if rank 0 has a result: on GPUs, an aborted wait for a rank returns without an error, and with
+        arbitrary memory for that rank's part.
         """
         result = self._own.take()
         step = self._steps.popleft()
@@ -63,7 +63,7 @@ class RemoteConnector:
         self._group = group
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """Blocks that are taken back need no wait here: the rank obeys before it looks at the step that follows."""
+        """Withdrawn blocks need no wait here: the rank carries out the command before the next step."""
         if metadata is not None and metadata.at_once:
             self._send(KVConnectorMetadata(metadata.at_once, (), ()), num_computed=0)
 
@@ -78,7 +78,7 @@ class RemoteConnector:
                 self._send(KVConnectorMetadata((), (), filled), self._group.num_computed)
 
     def get_finished(self) -> KVConnectorOutput:
-        """What the rank has said since the last call; RuntimeError if any rank of the worker has failed."""
+        """The rank's outputs since the last call; RuntimeError if any rank of the worker has failed."""
         self._group.check()
         news = KVConnectorOutput()
         while not self._link.news.empty():
@@ -86,15 +86,15 @@ class RemoteConnector:
         return news
 
     def counters(self) -> dict[str, int]:
-        """As the rank last said, a moment ago."""
+        """As the rank last reported."""
         return self._link.report.counters
 
     def peers(self) -> tuple[KVPeerCounts, ...]:
-        """As the rank last said."""
+        """As the rank last reported."""
         return self._link.report.peers
 
     def shutdown(self) -> None:
-        """Part of the rank's own end."""
+        """The rank shuts its own connector when it stops."""
         self._group.begin_stop()
 
     def _send(self, commands: KVConnectorMetadata, num_computed: int) -> None:

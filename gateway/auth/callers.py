@@ -49,7 +49,7 @@ MAX_WATCH_S = 3600.0
 ANYBODY = Caller(ANONYMOUS, may_administer=True, may_observe=True)
 """Everyone who can connect to a gateway on loopback without API keys."""
 
-NOBODY = Caller(ANONYMOUS, may_generate=False)
+NO_CALLER = Caller(ANONYMOUS, may_generate=False)
 """The caller of methods that need no key."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller")

@@ -61,19 +61,19 @@ class Concurrency:
         self._running: dict[str, int] = {}
 
     def begin(self, caller: Caller) -> RateLimited | None:
-        """The caller has one request more, until `end`; or the reason why it may not."""
+        """Counts one more request of the caller, until `end`; returns why the caller may not have it."""
         running = self._running.get(caller.name, 0)
         if caller.max_concurrent is not None and running >= caller.max_concurrent:
             return RateLimited(
-                f"the key of '{caller.name}' grants {caller.max_concurrent} requests at once, and so many run "
-                "already; try again when one of them has ended",
+                f"the key of '{caller.name}' allows {caller.max_concurrent} requests at once, which already run; "
+                "try again when one of them has ended",
                 CONCURRENCY_RETRY_S,
             )
         self._running[caller.name] = running + 1
         return None
 
     def end(self, caller: Caller) -> None:
-        """Once for each request that began."""
+        """Call once for each request that began."""
         self._running[caller.name] -= 1
         if not self._running[caller.name]:
             del self._running[caller.name]

@@ -13,7 +13,6 @@ import logging
 import signal
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from baton.clock import Clock
@@ -31,7 +30,7 @@ from baton.messages.grammar_check import (
 from baton.sampling import StructuredOutput
 from gateway.grammars.depth import check_depth
 from gateway.grammars.process import CompileProcess
-from gateway.grammars.queue import CompileQueue
+from gateway.grammars.queue import CompileQueue, GrammarTrial
 
 logger = logging.getLogger(__name__)
 
@@ -48,23 +47,6 @@ RETRY_AFTER_S = 1.0
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})
 """The compiling process's own limits do not use these signals: they come from the system or an operator."""
 
-Digest = bytes
-
-
-@dataclass(eq=False, slots=True)
-class GrammarTrial:
-    """A grammar that waits to be compiled."""
-
-    number: int
-    caller: str
-    output: StructuredOutput
-    verdict: "asyncio.Future[RequestError | None]"
-    """None: it compiles; InvalidRequest: it does not; Overloaded: that could not be determined."""
-    digest: Digest = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.digest = digest_of(self.output)
-
 
 class GrammarCheck:
     """Belongs to one event loop. Its process starts with the first grammar, or with `warm_up`."""
@@ -80,9 +62,9 @@ class GrammarCheck:
         self._clock = clock
         self._on_verdict = on_verdict
         self._process: CompileProcess | None = None
-        self._verdicts: dict[Digest, str | None] = {}
+        self._verdicts: dict[bytes, str | None] = {}
         """Why a text is refused, or None; most recently used last."""
-        self._queue = CompileQueue[GrammarTrial]()
+        self._queue = CompileQueue()
         self._number = 0
         self._sent: deque[GrammarTrial] = deque(maxlen=2)
         """The last ones that the process received: one may still end it after it has reported success."""
@@ -104,7 +86,7 @@ class GrammarCheck:
                 check_depth(output)
             else:
                 await asyncio.to_thread(check_depth, output)
-            error = await self._wait_in_line(output, caller, timeout_s)
+            error = await self._queued_verdict(output, digest, caller, timeout_s)
         if error is not None:
             raise error
 
@@ -125,10 +107,10 @@ class GrammarCheck:
         if self._process is not None:
             await self._process.stop()
 
-    async def _wait_in_line(
-        self, output: StructuredOutput, caller: str, timeout_s: float | None
+    async def _queued_verdict(
+        self, output: StructuredOutput, digest: bytes, caller: str, timeout_s: float | None
     ) -> RequestError | None:
-        trial = self._add(output, caller)
+        trial = self._add(output, digest, caller)
         waits_s = MAX_WAIT_S if timeout_s is None else min(timeout_s, MAX_WAIT_S)
         try:
             async with asyncio.timeout(waits_s):
@@ -146,13 +128,13 @@ class GrammarCheck:
         finally:
             self._queue.discard(trial)
 
-    def _add(self, output: StructuredOutput, caller: str) -> GrammarTrial:
+    def _add(self, output: StructuredOutput, digest: bytes, caller: str) -> GrammarTrial:
         """If there is no room, the caller with the most waiting grammars is refused."""
         if self._is_stopped:
             raise Overloaded("this gateway is stopping", RETRY_AFTER_S)
         self._number += 1
         verdict = asyncio.get_running_loop().create_future()
-        trial = GrammarTrial(self._number, caller, output, verdict)
+        trial = GrammarTrial(self._number, caller, output, digest, verdict)
         self._queue.add(trial)
         if len(self._queue) > MAX_WAITING and (last := self._queue.last_of_largest()) is not None:
             self._queue.discard(last)
@@ -234,13 +216,13 @@ class GrammarCheck:
         if not trial.verdict.done():
             trial.verdict.set_result(Overloaded(reason, RETRY_AFTER_S))
 
-    def _known_verdict(self, digest: Digest) -> InvalidRequest | None:
+    def _known_verdict(self, digest: bytes) -> InvalidRequest | None:
         error = self._verdicts.pop(digest)
         self._verdicts[digest] = error  # most recently used
         return None if error is None else InvalidRequest("structured_output", error)
 
 
-def digest_of(output: StructuredOutput) -> Digest:
+def digest_of(output: StructuredOutput) -> bytes:
     """The key under which a text's verdict is kept."""
     return blake2b(
         f"{output.kind.value}\n{output.source}".encode(errors="surrogatepass"), digest_size=16

@@ -4,44 +4,50 @@ The first caller is the one whose grammars took the least time since the queue w
 come in turn. So a hostile text delays its own caller alone, and other callers wait for one grammar at most.
 """
 
+import asyncio
 from collections import defaultdict
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+
+from baton.errors import RequestError
+from baton.sampling import StructuredOutput
 
 
-class QueuedGrammar(Protocol):
-    """An entry of the queue. `number` grows with each entry."""
+@dataclass(eq=False, slots=True)
+class GrammarTrial:
+    """A grammar that waits to be compiled."""
 
-    @property
-    def number(self) -> int: ...
-    @property
-    def caller(self) -> str: ...
+    number: int
+    """Grows with each trial."""
+    caller: str
+    output: StructuredOutput
+    digest: bytes
+    """The key under which the verdict is kept."""
+    verdict: "asyncio.Future[RequestError | None]"
+    """None: it compiles; InvalidRequest: it does not; Overloaded: that could not be determined."""
 
 
-T = TypeVar("T", bound=QueuedGrammar)
-
-
-class CompileQueue(Generic[T]):
+class CompileQueue:
     """Entries are taken one at a time, and charged when their cost is known."""
 
     def __init__(self) -> None:
-        self._waiting: defaultdict[str, dict[T, None]] = defaultdict(dict)
+        self._waiting: defaultdict[str, dict[GrammarTrial, None]] = defaultdict(dict)
         """By caller, in order of arrival."""
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def add(self, entry: T) -> None:
+    def add(self, entry: GrammarTrial) -> None:
         self._waiting[entry.caller][entry] = None
 
-    def discard(self, entry: T) -> None:
+    def discard(self, entry: GrammarTrial) -> None:
         """Removes an entry, unless it was taken already."""
         own = self._waiting.get(entry.caller, {})
         own.pop(entry, None)
         if not own:
             self._waiting.pop(entry.caller, None)
 
-    def take(self) -> T | None:
+    def take(self) -> GrammarTrial | None:
         """The next entry; None if none waits, and then all callers are even again."""
         if not self._waiting:
             self._spent_s.clear()
@@ -55,7 +61,7 @@ class CompileQueue(Generic[T]):
         """Adds the cost of a grammar of this caller."""
         self._spent_s[caller] += took_s
 
-    def last_of_largest(self) -> T | None:
+    def last_of_largest(self) -> GrammarTrial | None:
         """The latest entry of the caller with the most entries; among equals, the latest of all."""
         lasts = [(len(own), next(reversed(own))) for own in self._waiting.values()]
         return max(lasts, key=lambda each: (each[0], each[1].number))[1] if lasts else None

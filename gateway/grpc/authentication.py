@@ -8,7 +8,7 @@ import grpc.aio
 
 from baton.errors import RequestError
 from gateway.auth.authenticator import Authenticator
-from gateway.auth.callers import NOBODY, Right, current_caller
+from gateway.auth.callers import NO_CALLER, Right, current_caller
 
 OPEN = frozenset({"grpc.health.v1.Health"})
 """Services open to everyone who can connect."""
@@ -57,7 +57,7 @@ class GrpcAuthentication(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         handler = await continuation(handler_call_details)
         if _service_of(method) in OPEN:
-            current_caller.set(NOBODY)
+            current_caller.set(NO_CALLER)
             return handler
         metadata = handler_call_details.invocation_metadata
         shown = [str(value) for name, value in metadata if name == "authorization"]

@@ -1,17 +1,15 @@
 """ClusterService: the operators' calls, which the fleet's controller carries out."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc.aio
 
-from baton.errors import ClusterError, FleetError, InvalidRequest, Overloaded, UnknownWorker
-from baton.fleet import FleetDescription
+from baton.errors import ClusterError, FleetError, InvalidRequest
 from baton.messages.control import (
     ControlApi,
-    DescribeFleet,
     DrainNode,
     DrainWorker,
     SetWorkerRole,
@@ -23,11 +21,10 @@ from baton.worker import WorkerRole
 from gateway.auth import callers
 from gateway.grpc import fleet_messages
 from gateway.model import ServedModel
+from gateway.places import Places
 from gateway.requests.driver import RequestDriver
-from gateway.workers.appearance import in_order
-
-DESCRIBE_TIMEOUT_S = 1.0
-"""If the controller takes longer, the answer has only what the gateway itself knows."""
+from gateway.workers.controller_view import ask_controller
+from gateway.workers.worker_view import views_of
 
 WATCH_INTERVAL_S = 1.0
 MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
@@ -40,7 +37,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterService(pb_grpc.ClusterServiceServicer):
-    """Describes the fleet as the gateway and the controller see it, and passes commands on to the controller.
+    """Describes the fleet as the gateway and the controller see it, and sends operators' commands to the controller.
 
     The controller carries out a command even if its caller leaves.
     """
@@ -50,92 +47,58 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._model = model
         self._control = control
         self._is_closing = asyncio.Event()
-        self._num_watches = 0
+        self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
 
-    async def DescribeCluster(  # noqa: N802
-        self,
-        request: pb.DescribeClusterRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+    async def DescribeCluster(
+        self, request: pb.DescribeClusterRequest, context: Context
     ) -> pb.DescribeClusterResponse:
         return await self._description()
 
-    async def WatchCluster(  # noqa: N802
-        self,
-        request: pb.WatchClusterRequest,
-        context: Context,  # noqa: ARG002
+    async def WatchCluster(
+        self, request: pb.WatchClusterRequest, context: Context
     ) -> AsyncIterator[pb.WatchClusterResponse]:
         interval_s = _interval_from(request)
-        if self._num_watches >= MAX_WATCHES:
-            raise Overloaded(
-                f"{MAX_WATCHES} calls are watching already, which is the limit", retry_after_s=10.0
-            )
-        self._num_watches += 1
-        try:
+        with self._watches.take():
             async with aclosing(self._changes(interval_s)) as changes:
                 async for description in changes:
                     yield pb.WatchClusterResponse(cluster=description)
-        finally:
-            self._num_watches -= 1
 
     def end_watches(self) -> None:
         """Ends watches, which could last for ever, before the server waits for running calls."""
         self._is_closing.set()
 
-    async def DrainWorker(  # noqa: N802
-        self,
-        request: pb.DrainWorkerRequest,
-        context: Context,  # noqa: ARG002
-    ) -> pb.DrainWorkerResponse:
-        try:
-            await self._controller_api().call(DrainWorker(request.worker))
-        except FleetError as error:
-            raise await self._why([request.worker], error) from error
+    async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
+        await self._controller_api().call(DrainWorker(request.worker))
         return pb.DrainWorkerResponse()
 
-    async def DrainNode(  # noqa: N802
-        self,
-        request: pb.DrainNodeRequest,
-        context: Context,  # noqa: ARG002
-    ) -> pb.DrainNodeResponse:
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
         if not request.node:
             raise InvalidRequest("node", "got none; the node's address, or its name in DescribeCluster")
         await self._controller_api().call(DrainNode(request.node, _drain_time_from(request)))
         return pb.DrainNodeResponse()
 
-    async def SetWorkerRole(  # noqa: N802
-        self,
-        request: pb.SetWorkerRoleRequest,
-        context: Context,  # noqa: ARG002
+    async def SetWorkerRole(
+        self, request: pb.SetWorkerRoleRequest, context: Context
     ) -> pb.SetWorkerRoleResponse:
         role = _role_from(request.role)
-        try:
-            await self._controller_api().call(SetWorkerRole(request.worker, role))
-        except FleetError as error:
-            raise await self._why([request.worker], error) from error
+        await self._controller_api().call(SetWorkerRole(request.worker, role))
         return pb.SetWorkerRoleResponse()
 
-    async def RolloutFleet(  # noqa: N802
-        self,
-        request: pb.RolloutFleetRequest,
-        context: Context,  # noqa: ARG002
+    async def RolloutFleet(
+        self, request: pb.RolloutFleetRequest, context: Context
     ) -> AsyncIterator[pb.RolloutFleetResponse]:
-        asked = tuple(request.workers)
-        try:
-            async for step in follow_rollout(self._controller_api(), asked):
-                asked = ()  # they were all there when it began
-                yield fleet_messages.step_to_message(step)
-        except FleetError as error:
-            raise await self._why(asked, error) from error
+        async for step in follow_rollout(self._controller_api(), tuple(request.workers)):
+            yield fleet_messages.step_to_message(step)
 
     async def _changes(self, interval_s: float) -> AsyncGenerator[pb.DescribeClusterResponse, None]:
-        told: pb.DescribeClusterResponse | None = None
+        latest: pb.DescribeClusterResponse | None = None
         now = asyncio.get_running_loop().time
         ends_at = now() + callers.MAX_WATCH_S
         while not self._is_closing.is_set():
             current = await self._description()
-            if current != told:
+            if current != latest:
                 yield current
-                told = current
+                latest = current
             if now() >= ends_at:
                 raise ClusterError(f"a watch lasts at most {callers.MAX_WATCH_S:g} s; start another one")
             with suppress(TimeoutError):
@@ -144,46 +107,21 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         raise ClusterError("this gateway is shutting down; use another one")
 
     async def _description(self) -> pb.DescribeClusterResponse:
-        controller, fleet = await self._controller()
-        clients = self._driver.fleet.clients
+        controller = await ask_controller(self._control)
+        driver = self._driver
         response = pb.DescribeClusterResponse(
             model=self._model.name,
             model_path=self._model.path,
-            workers=fleet_messages.workers_to_messages(clients, fleet.replicas if fleet else ()),
-            gateway=fleet_messages.gateway_to_message(
-                self._driver.num_in_flight, self._driver.num_queued, self._driver.tally
+            workers=map(
+                fleet_messages.worker_to_message, views_of(driver.workers.clients, controller.replicas)
             ),
-            nodes=map(fleet_messages.node_to_message, fleet.nodes if fleet else ()),
-            controller=controller,
+            gateway=fleet_messages.gateway_to_message(driver.dispatcher),
+            nodes=map(fleet_messages.node_to_message, controller.nodes),
+            controller=fleet_messages.controller_to_message(controller),
         )
         if not callers.current_caller.get().may_administer:
             fleet_messages.hide_inside(response)
         return response
-
-    async def _controller(self) -> tuple[pb.Controller, FleetDescription | None]:
-        if self._control is None:
-            return pb.Controller(state="none"), None
-        try:
-            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                fleet = await self._control.call(DescribeFleet())
-        except TimeoutError:
-            reason = f"no answer within {DESCRIBE_TIMEOUT_S:g} s"
-            return pb.Controller(state="away", failure=reason), None
-        except (FleetError, ClusterError) as error:
-            return pb.Controller(state="away", failure=str(error)), None
-        return fleet_messages.controller_to_message(fleet), fleet
-
-    async def _why(self, workers: Iterable[str], error: FleetError) -> FleetError:
-        """The controller's error, or a clearer one if it does not know one of the workers."""
-        _, fleet = await self._controller()
-        if fleet is None:
-            return error
-        names = sorted((replica.name for replica in fleet.replicas), key=in_order)
-        there = f"the fleet has {', '.join(names)}" if names else "the fleet has none"
-        for worker in workers:
-            if worker not in names:
-                return UnknownWorker(f"there is no worker {worker!r}; {there}")
-        return error
 
     def _controller_api(self) -> ControlApi:
         if self._control is None:

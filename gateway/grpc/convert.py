@@ -1,9 +1,10 @@
-"""Protobuf <-> our own values, for requests; `fleet_messages` does the same for the fleet."""
+"""Protobuf <-> our own values, for requests; `fleet_messages` does the same for fleets."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from baton.errors import InvalidRequest
 from baton.request import FinishReason, TokenLogprobs
@@ -22,6 +23,8 @@ from gateway.requests.request import Delta, Finish
 from gateway.requests.timing import SeenTransfer
 from gateway.routing.placement import Mode
 from gateway.text import ChatMessage
+
+M = TypeVar("M", bound=Message)
 
 MODES = {
     generation_pb.ROUTING_MODE_UNSPECIFIED: None,
@@ -70,26 +73,34 @@ def mode_from(message: generation_pb.GenerateRequest) -> Mode | None:
 def sampling_params_from(message: sampling_pb.SamplingParams, room: int) -> SamplingParams:
     """Fills in defaults, for an answer of at most `room` tokens; InvalidRequest names the field."""
     check_counts(message)
-    max_tokens = min(message.max_tokens, room) if message.HasField("max_tokens") else room
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=exact(message.temperature) if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
+    return common_sampling(
+        message,
+        room,
         top_p=exact(message.top_p) if message.HasField("top_p") else 1.0,
-        min_p=exact(message.min_p),
-        presence_penalty=exact(message.presence_penalty),
-        frequency_penalty=exact(message.frequency_penalty),
         repetition_penalty=exact(message.repetition_penalty)
         if message.HasField("repetition_penalty")
         else 1.0,
-        logit_bias={token_id: exact(bias) for token_id, bias in message.logit_bias.items()},
         seed=message.seed if message.HasField("seed") else None,
+        structured_output=_structured_output_from(message),
+    )
+
+
+def common_sampling(message: Any, room: int, **others: Any) -> SamplingParams:
+    """The fields that mean the same in both services' messages, and `others`. Call check_counts before."""
+    return SamplingParams(
+        max_tokens=min(message.max_tokens, room) if message.HasField("max_tokens") else room,
+        min_tokens=message.min_tokens,
+        temperature=exact(message.temperature) if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        min_p=exact(message.min_p),
+        presence_penalty=exact(message.presence_penalty),
+        frequency_penalty=exact(message.frequency_penalty),
+        logit_bias={token_id: exact(bias) for token_id, bias in message.logit_bias.items()},
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
-        structured_output=_structured_output_from(message),
+        **others,
     )
 
 
@@ -142,21 +153,12 @@ def _finish_to_message(finish: Finish) -> generation_pb.Finish:
             completion_tokens=finish.num_completion_tokens,
             cached_tokens=finish.num_cached_tokens,
         ),
-        timing=generation_pb.Timing(
-            ttft_s=timing.ttft_s,
-            itl_s=timing.itl_s,
-            queue_s=timing.queue_s,
-            prefill_s=timing.prefill_s,
-            transfer_s=timing.transfer_s,
-            transfer_bytes=timing.transfer_bytes,
-            handover_s=timing.handover_s,
-            decode_s=timing.decode_s,
-            total_s=timing.total_s,
-            transfer_wait_s=timing.transfer_wait_s,
-            transport=timing.transport,
+        timing=filled(
+            generation_pb.Timing,
+            timing,
             transfers=map(_transfer_to_message, timing.transfers),
-            ttft_parts=generation_pb.TtftParts(**asdict(timing.ttft_parts)) if timing.ttft_parts else None,
-            handover_parts=generation_pb.HandoverParts(**asdict(timing.handover_parts))
+            ttft_parts=filled(generation_pb.TtftParts, timing.ttft_parts) if timing.ttft_parts else None,
+            handover_parts=filled(generation_pb.HandoverParts, timing.handover_parts)
             if timing.handover_parts
             else None,
         ),
@@ -176,18 +178,15 @@ def _finish_to_message(finish: Finish) -> generation_pb.Finish:
 
 def _transfer_to_message(seen: SeenTransfer) -> generation_pb.Transfer:
     record = seen.record
-    return generation_pb.Transfer(
+    events = (generation_pb.TransferEvent(name=event.kind.value, at_s=event.at_s) for event in record.events)
+    return filled(
+        generation_pb.Transfer,
+        record,
         worker=seen.worker,
         role=record.role.value,
-        peer=record.peer,
         attempt=record.attempt + 1,
-        transport=record.transport,
         bytes=record.num_bytes,
-        events=[
-            generation_pb.TransferEvent(name=event.kind.value, at_s=event.at_s) for event in record.events
-        ],
-        reason=record.reason,
-        exposed_s=record.exposed_s,
+        events=events,
     )
 
 
@@ -206,3 +205,9 @@ def _logprobs_to_message(logprobs: TokenLogprobs) -> sampling_pb.TokenLogprobs:
 def exact(value: float) -> float:
     """The shortest decimal that rounds to this float32: 0.8 and not 0.800000011920929."""
     return float(f"{value:.7g}") if math.isfinite(value) else value
+
+
+def filled(kind: type[M], value: object, **others: Any) -> M:
+    """A message whose fields are the attributes of `value` by the same names, apart from `others`."""
+    names = [field.name for field in kind.DESCRIPTOR.fields if field.name not in others]
+    return kind(**{name: getattr(value, name) for name in names}, **others)

@@ -1,4 +1,4 @@
-"""GenerationService: gRPC's calls for text and tokens; the preprocessor and the request driver say what they mean."""
+"""GenerationService: gRPC's calls for text and tokens, carried out by the preprocessor and the request driver."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -28,7 +28,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._preprocessor = preprocessor
         self._model = model
 
-    async def Generate(  # noqa: N802 - gRPC's name; an async generator is an async iterator
+    async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         gateway_request = await self._preprocess(request, context)
@@ -36,16 +36,14 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             async for delta in deltas:
                 yield convert.delta_to_response(gateway_request.request_id, delta)
 
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         caller = current_caller.get()
         request_ids = convert.ids_to_abort(request.request_ids)
         aborted = [self._driver.abort(request_id, caller) for request_id in request_ids]
         return pb.AbortResponse(num_aborted=sum(aborted))
 
-    async def GetModelInfo(  # noqa: N802
-        self,
-        request: pb.GetModelInfoRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         return pb.GetModelInfoResponse(
             model=self._model.name,

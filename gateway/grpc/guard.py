@@ -15,8 +15,9 @@ from google.protobuf.message import DecodeError, Message
 from baton.errors import DeadlinePassed, InvalidRequest, SlowReader
 from gateway.auth.callers import current_caller
 from gateway.call_ids import TraceContext, offered_id, request_id_for, trace_context_from
-from gateway.grpc.status import REQUEST_ID, Context, abort_call, code_of
-from gateway.telemetry.call_error import INTERNAL_ERROR, CallError, OnCallError
+from gateway.error_codes import codes_of
+from gateway.grpc.status import REQUEST_ID, Context, abort_call
+from gateway.telemetry.call_log import INTERNAL_ERROR, CallError, OnCallError
 
 logger = logging.getLogger(__name__)
 
@@ -192,11 +193,10 @@ def _is_over(context: Context, error: Exception) -> bool:
 
 
 def _seen(error: Exception, name: str, request_id: str) -> CallError:
-    is_ours = code_of(error) is not grpc.StatusCode.INTERNAL
     caller = current_caller.get(None)
     return CallError(
         api="grpc",
-        error=type(error).__name__ if is_ours else INTERNAL_ERROR,
+        error=INTERNAL_ERROR if codes_of(error).is_internal else type(error).__name__,
         caller=None if caller is None else caller.name,
         call=name,
         request_id=request_id,
@@ -208,7 +208,7 @@ async def _end(
 ) -> NoReturn:
     if _is_over(context, error):
         raise error
-    if code_of(error) is grpc.StatusCode.INTERNAL:
+    if codes_of(error).is_internal:
         extra = {"request_id": request_id[:200]}
         logger.error("%s failed, request %.200r", name, request_id, exc_info=error, extra=extra)
     try:

@@ -12,7 +12,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2 as pb
 
-from baton.errors import ClusterError, Overloaded
+from baton.errors import ClusterError
+from gateway.places import Places
 
 MAX_WATCHES = 4096
 """These calls need no key, and each lasts as long as its client likes."""
@@ -28,7 +29,7 @@ class Health:
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", *services))
         self._is_leaving = asyncio.Event()
-        self._num_watches = 0
+        self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
 
     def leave(self) -> None:
         """NOT_SERVING from now on. Watchers receive it, and then their calls end, which would otherwise last for
@@ -36,39 +37,26 @@ class Health:
         """
         self._is_leaving.set()
 
-    async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:  # noqa: N802
+    async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
-    async def List(  # noqa: N802
-        self,
-        request: pb.HealthListRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
-    ) -> pb.HealthListResponse:
+    async def List(self, request: pb.HealthListRequest, context: Context) -> pb.HealthListResponse:
         statuses = {
             name: pb.HealthCheckResponse(status=self._status(name)) for name in sorted(self._services)
         }
         return pb.HealthListResponse(statuses=statuses)
 
-    async def Watch(  # noqa: N802
-        self,
-        request: pb.HealthCheckRequest,
-        context: Context,  # noqa: ARG002
+    async def Watch(
+        self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncIterator[pb.HealthCheckResponse]:
-        if self._num_watches >= MAX_WATCHES:
-            raise Overloaded(
-                f"{MAX_WATCHES} calls are watching already, which is the limit", retry_after_s=10.0
-            )
-        self._num_watches += 1
-        try:
-            told = self._status(request.service)
-            yield pb.HealthCheckResponse(status=told)
+        with self._watches.take():
+            status = self._status(request.service)
+            yield pb.HealthCheckResponse(status=status)
             await self._is_leaving.wait()
-            if (status := self._status(request.service)) != told:
-                yield pb.HealthCheckResponse(status=status)
-        finally:
-            self._num_watches -= 1
+            if (latest := self._status(request.service)) != status:
+                yield pb.HealthCheckResponse(status=latest)
         raise ClusterError("this gateway is shutting down; use another one")
 
     def _status(self, service: str) -> pb.HealthCheckResponse.ServingStatus:

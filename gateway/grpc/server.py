@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -15,8 +16,7 @@ from gateway.auth.certificates import Certificates
 from gateway.grpc import health
 from gateway.grpc.count_calls import CountCalls, OnCallEnded
 from gateway.grpc.guard import Guard
-from gateway.grpc.tls import server_credentials
-from gateway.telemetry.call_error import OnCallError
+from gateway.telemetry.call_log import OnCallError
 
 KEEPALIVE_TIMEOUT_S = 20.0
 """A client that leaves a ping unanswered for this long is gone."""
@@ -80,7 +80,22 @@ class GrpcServer:
     def _listen(self, address: str) -> int:
         if self._certificates is None:
             return self._server.add_insecure_port(address)
-        return self._server.add_secure_port(address, server_credentials(self._certificates))
+        return self._server.add_secure_port(address, _credentials(self._certificates))
+
+
+def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
+    """Every connection uses the certificates that are current when it begins; TLS 1.2 or newer, gRPC's default."""
+    first = certificates.current()
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(first),
+        lambda: _configuration(certificates.current()),
+        require_client_authentication=first.client_ca_pem is not None,
+    )
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key_pem, certificates.cert_pem)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.client_ca_pem)
 
 
 def options_of(config: GatewayConfig) -> dict[str, int]:

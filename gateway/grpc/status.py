@@ -13,48 +13,12 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as details_pb
 from google.rpc import status_pb2
 
-from baton.errors import (
-    BatonError,
-    ClusterError,
-    DeadlinePassed,
-    DeadlineTooClose,
-    FleetError,
-    InvalidRequest,
-    Overloaded,
-    PermissionDenied,
-    RateLimited,
-    RequestAborted,
-    SlowReader,
-    Unauthenticated,
-    UnknownModel,
-    UnknownWorker,
-    Unsupported,
-    WorkerUnavailable,
-)
+from baton.errors import InvalidRequest, Overloaded
 from gateway.call_ids import is_well_formed
-
-CODES: dict[type[BatonError], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    UnknownModel: grpc.StatusCode.NOT_FOUND,
-    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    RateLimited: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    WorkerUnavailable: grpc.StatusCode.UNAVAILABLE,
-    DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
-    DeadlineTooClose: grpc.StatusCode.DEADLINE_EXCEEDED,
-    RequestAborted: grpc.StatusCode.ABORTED,
-    SlowReader: grpc.StatusCode.ABORTED,
-    FleetError: grpc.StatusCode.FAILED_PRECONDITION,
-    UnknownWorker: grpc.StatusCode.NOT_FOUND,
-    ClusterError: grpc.StatusCode.UNAVAILABLE,
-    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
-}
+from gateway.error_codes import INTERNAL_MESSAGE, codes_of
 
 DOMAIN = "baton"
 """The domain of the reasons in `google.rpc.ErrorInfo`."""
-
-INTERNAL = "internal error; see the gateway's log"
 
 DETAILS = "grpc-status-details-bin"
 RETRY_TRAILERS = ("retry-after-ms", "grpc-retry-pushback-ms")
@@ -76,8 +40,8 @@ async def abort_call(
 
     The trailer has the id that was `offered` in metadata, if any.
     """
-    code = code_of(error)
-    message = _short(INTERNAL if code is grpc.StatusCode.INTERNAL else str(error))
+    code = codes_of(error).grpc
+    message = _short(INTERNAL_MESSAGE if code is grpc.StatusCode.INTERNAL else str(error))
     details = map(_packed, _details(error, code, message, request_id))
     status = status_pb2.Status(code=code.value[0], message=message, details=details)
     trailers: list[tuple[str, str | bytes]] = [(DETAILS, status.SerializeToString())]
@@ -86,12 +50,6 @@ async def abort_call(
     if (retry_ms := _retry_ms(error)) is not None:
         trailers += [(trailer, str(retry_ms)) for trailer in RETRY_TRAILERS]
     await context.abort(code, message, tuple(trailers))
-
-
-def code_of(error: Exception) -> grpc.StatusCode:
-    """The code of the nearest class in the tree that has one."""
-    known = (CODES[kind] for kind in type(error).__mro__ if kind in CODES)
-    return next(known, grpc.StatusCode.INTERNAL)
 
 
 def reason_of(error: Exception, code: grpc.StatusCode) -> str:

@@ -6,7 +6,7 @@ from baton.errors import InvalidRequest
 from baton.request import TokenLogprobs
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, SamplingParams, StructuredOutput
 from gateway.choices import MAX_CHOICES
-from gateway.grpc.convert import check_counts, exact
+from gateway.grpc.convert import check_counts, common_sampling, exact
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.preprocess import Prompt
 from gateway.requests.request import Delta, Finish
@@ -48,30 +48,19 @@ def sampling_params_from(message: pb.SamplingParams, room: int) -> SamplingParam
     Three fields may have any value. `spaces_between_special_tokens` and `include_stop_str_in_output` change vLLM's
     text and not its tokens. Grammars apply from the first token, whatever `grammar_from_first_token` says.
     """
-    _refuse_what_is_not_served(message)
+    _refuse_unsupported(message)
     check_counts(message)
-    max_tokens = min(message.max_tokens, room) if message.HasField("max_tokens") else room
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=exact(message.temperature) if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
+    return common_sampling(
+        message,
+        room,
         top_p=exact(message.top_p) or 1.0,
-        min_p=exact(message.min_p),
-        presence_penalty=exact(message.presence_penalty),
-        frequency_penalty=exact(message.frequency_penalty),
         repetition_penalty=exact(message.repetition_penalty) or 1.0,
-        logit_bias={token_id: exact(bias) for token_id, bias in message.logit_bias.items()},
         seed=message.seed % 2**32 if message.HasField("seed") else None,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
         structured_output=_structured_output_from(message),
     )
 
 
-def _refuse_what_is_not_served(message: pb.SamplingParams) -> None:
+def _refuse_unsupported(message: pb.SamplingParams) -> None:
     if message.n > MAX_CHOICES:
         raise InvalidRequest("n", f"must be at most {MAX_CHOICES}, got {message.n}")
     if message.HasField("prompt_logprobs"):

@@ -17,7 +17,7 @@ import grpc.aio
 
 from baton.clock import Clock
 from baton.errors import Unsupported
-from baton.worker import WorkerRole, WorkerStatus
+from baton.worker import WorkerRole
 from gateway.auth.callers import current_caller
 from gateway.choices import ChoiceDelta, batches_of, check_whole_answer, in_turns
 from gateway.grpc import vllm_convert as convert
@@ -59,9 +59,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._packing = asyncio.Lock()
         self._archive: _Archive | None = None
 
-    async def Generate(  # noqa: N802
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[Any]:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Any]:
         """An answer that is not streamed comes as serialised bytes; else GenerateResponses."""
         gateway_requests = await self._preprocess(request, context)
         async with aclosing(batches_of(self._driver, gateway_requests)) as batches:
@@ -71,23 +69,17 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             async for response in answer:
                 yield response
 
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: ARG002, N802
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         for request_id in ids_to_abort(request.request_ids):
             self._driver.abort(request_id, current_caller.get())
         return pb.AbortResponse()
 
-    async def HealthCheck(  # noqa: N802
-        self,
-        request: pb.HealthCheckRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
-    ) -> pb.HealthCheckResponse:
+    async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         reason = self._not_ready()
         return pb.HealthCheckResponse(healthy=reason is None, message=reason or "ready")
 
-    async def GetModelInfo(  # noqa: N802
-        self,
-        request: pb.GetModelInfoRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         """Names no folders: a router gets the tokenizer with GetTokenizer."""
         model = self._model
@@ -101,27 +93,25 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             eos_token_ids=model.eos_token_ids,
         )
 
-    async def GetServerInfo(  # noqa: N802
-        self,
-        request: pb.GetServerInfoRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         now = self._clock.now()
         return pb.GetServerInfoResponse(
-            active_requests=self._driver.num_in_flight + self._driver.num_queued,
+            active_requests=self._driver.dispatcher.num_in_flight + self._driver.dispatcher.num_queued,
             last_receive_timestamp=time.time(),
             uptime_seconds=now - self._began_at,
             server_type="baton",
             data_parallel_size=1,
-            block_size=max((status.ref.block_size for status in self._statuses()), default=0),
+            block_size=max((status.ref.block_size for status in self._driver.workers.statuses), default=0),
         )
 
-    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:  # noqa: ARG002, N802
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """The fleet as one rank: the gateway's requests, and the decode workers' KV."""
-        decode = [status for status in self._statuses() if status.role is WorkerRole.DECODE]
+        decode = [status for status in self._driver.workers.statuses if status.role is WorkerRole.DECODE]
         total = sum(status.kv_blocks.total * status.ref.block_size for status in decode)
         free = sum(status.kv_blocks.free * status.ref.block_size for status in decode)
-        running, waiting = self._driver.num_in_flight, self._driver.num_queued
+        running, waiting = self._driver.dispatcher.num_in_flight, self._driver.dispatcher.num_queued
         load = pb.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=waiting,
@@ -133,10 +123,8 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         now = datetime.now(UTC).isoformat()
         return pb.GetLoadsResponse(timestamp=now, version=version("baton"), dp_rank_count=1, loads=[load])
 
-    async def GetTokenizer(  # noqa: N802
-        self,
-        request: common_pb2.GetTokenizerRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         """The tokenizer's files as a ZIP archive, its SHA-256 in the last chunk."""
         archive = await self._packed_tokenizer()
@@ -146,26 +134,22 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
                 data=archive.data[begin : begin + CHUNK_BYTES], sha256=archive.sha256 if is_last else ""
             )
 
-    async def Embed(self, request: pb.EmbedRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> NoReturn:
         raise Unsupported("Embed: not supported; the models here only generate")
 
-    async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+    async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:
         raise Unsupported("FlushCache: not supported; give requests a cache_salt instead")
 
-    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:
         raise Unsupported(
             "StartProfile: not supported; start the fleet with --trace-dir to record every "
             "step of its workers"
         )
 
-    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:  # noqa: ARG002, N802
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> NoReturn:
         raise Unsupported("StopProfile: not supported; see StartProfile")
 
-    def SubscribeKvEvents(  # noqa: N802
-        self,
-        request: common_pb2.SubscribeKvEventsRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
-    ) -> NoReturn:
+    def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Context) -> NoReturn:
         raise Unsupported(
             "SubscribeKvEvents: not supported; this gateway routes by its workers' prefix caches itself"
         )
@@ -176,10 +160,6 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             if self._archive is None:
                 self._archive = await asyncio.to_thread(_pack, await self._preprocessor.tokenizer_files())
             return self._archive
-
-    def _statuses(self) -> list[WorkerStatus]:
-        clients = self._driver.fleet.clients
-        return [client.status for client in clients if client.status is not None and not client.is_silent]
 
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:
         self._preprocessor.room_behind(

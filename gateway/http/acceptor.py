@@ -48,7 +48,7 @@ class Acceptor:
         on_refused: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        """`make_protocol` is told whether to refuse the connection. `tls` returns the context for a connection that
+        """`make_protocol` gets whether to refuse the connection. `tls` returns the context for a connection that
         begins now. `on_refused` receives TOO_MANY for each connection that is refused or displaced."""
         self._make_protocol = make_protocol
         self._tls = tls

@@ -4,7 +4,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import RequestError
 from gateway.auth.authenticator import Authenticator
-from gateway.auth.callers import NOBODY, Right
+from gateway.auth.callers import NO_CALLER, Right
 from gateway.http.errors import answer_of
 
 OPEN = frozenset({"/", "/health", "/ready", "/version", "/openapi.json"})
@@ -53,7 +53,7 @@ class HttpAuthentication:
     def _admit(self, scope: Scope) -> None:
         path, state = scope["path"], scope.setdefault("state", {})
         if path in self._open or any(_is_below(path, prefix) for prefix in OPEN_BELOW):
-            state["caller"] = NOBODY
+            state["caller"] = NO_CALLER
             return
         shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
         state["caller"] = caller = self._authenticator.caller_of(shown)

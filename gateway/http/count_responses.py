@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.telemetry.call_error import CallError, OnCallError
+from gateway.telemetry.call_log import CallError, OnCallError
 
 OnResponse = Callable[[str, str, int], None]
 """Method, route, status."""
@@ -39,7 +39,7 @@ class CountResponses:
                 method = scope["method"] if scope["method"] in METHODS else OTHER
                 route = self._route(scope)
                 self._on_response(method, route, message["status"])
-                self._tell_error(scope.get("state", {}), f"{method} {route}")
+                self._report_error(scope.get("state", {}), f"{method} {route}")
             await send(message)
 
         await self._app(scope, receive, counted)
@@ -48,7 +48,7 @@ class CountResponses:
         path: str = scope["path"]
         return getattr(scope.get("route"), "path", path if path in self._routes else OTHER)
 
-    def _tell_error(self, state: dict[str, Any], call: str) -> None:
+    def _report_error(self, state: dict[str, Any], call: str) -> None:
         if (error := state.get("error")) is None:
             return
         caller = state.get("caller")

@@ -1,5 +1,6 @@
 """The page at `/docs`: /openapi.json for people, drawn by Swagger UI, which loads nothing from other hosts."""
 
+from collections.abc import Callable
 from importlib.resources import files
 
 from fastapi import APIRouter
@@ -37,22 +38,20 @@ def docs_routes() -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     swagger = files("fastapi_swagger") / "resources"
 
-    @routes.get("/docs")
-    async def page() -> Response:
-        return Response(PAGE, media_type="text/html; charset=utf-8", headers=HEADERS)
-
-    @routes.get("/docs/start.js")
-    async def start() -> Response:
-        return Response(START, media_type="text/javascript; charset=utf-8", headers=HEADERS)
-
-    @routes.get("/docs/swagger-ui-bundle.js")
-    def bundle() -> Response:
-        content = (swagger / "swagger-ui-bundle.js").read_bytes()
-        return Response(content, media_type="text/javascript; charset=utf-8", headers=HEADERS)
-
-    @routes.get("/docs/swagger-ui.css")
-    def styles() -> Response:
-        content = (swagger / "swagger-ui.css").read_bytes()
-        return Response(content, media_type="text/css; charset=utf-8", headers=HEADERS)
-
+    for path, media_type, content in (
+        ("/docs", "text/html", lambda: PAGE),
+        ("/docs/start.js", "text/javascript", lambda: START),
+        ("/docs/swagger-ui-bundle.js", "text/javascript", (swagger / "swagger-ui-bundle.js").read_bytes),
+        ("/docs/swagger-ui.css", "text/css", (swagger / "swagger-ui.css").read_bytes),
+    ):
+        routes.add_api_route(path, _serving(content, f"{media_type}; charset=utf-8"), methods=["GET"])
     return routes
+
+
+def _serving(content: Callable[[], str | bytes], media_type: str) -> Callable[[], Response]:
+    """FastAPI runs it on a thread, since reading a file blocks."""
+
+    def serve() -> Response:
+        return Response(content(), media_type=media_type, headers=HEADERS)
+
+    return serve

@@ -15,45 +15,18 @@ from starlette.types import Scope
 
 from baton.errors import (
     BatonError,
-    ClusterError,
-    DeadlinePassed,
     DeadlineTooClose,
-    FleetError,
     InvalidRequest,
     Overloaded,
-    PermissionDenied,
-    PromptTooLong,
-    RateLimited,
     RequestAborted,
-    SlowReader,
     Unauthenticated,
-    UnknownModel,
-    UnknownWorker,
-    Unsupported,
-    WorkerUnavailable,
 )
+from gateway.error_codes import INTERNAL_MESSAGE, codes_of
 from gateway.http.request_ids import HEADER, shown_id
 from gateway.http.validation import first_problem
-from gateway.telemetry.call_error import INTERNAL_ERROR
+from gateway.telemetry.call_log import INTERNAL_ERROR
 
 logger = logging.getLogger(__name__)
-
-STATUSES: dict[type[BatonError], HTTPStatus] = {
-    InvalidRequest: HTTPStatus.BAD_REQUEST,
-    UnknownModel: HTTPStatus.NOT_FOUND,
-    Unauthenticated: HTTPStatus.UNAUTHORIZED,
-    PermissionDenied: HTTPStatus.FORBIDDEN,
-    Overloaded: HTTPStatus.TOO_MANY_REQUESTS,
-    RateLimited: HTTPStatus.TOO_MANY_REQUESTS,
-    WorkerUnavailable: HTTPStatus.SERVICE_UNAVAILABLE,
-    DeadlinePassed: HTTPStatus.GATEWAY_TIMEOUT,
-    DeadlineTooClose: HTTPStatus.GATEWAY_TIMEOUT,
-    RequestAborted: HTTPStatus.GONE,
-    FleetError: HTTPStatus.CONFLICT,
-    UnknownWorker: HTTPStatus.NOT_FOUND,
-    ClusterError: HTTPStatus.SERVICE_UNAVAILABLE,
-    Unsupported: HTTPStatus.NOT_IMPLEMENTED,
-}
 
 TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -62,18 +35,6 @@ TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 """OpenAI's `type` of an error, where it is neither an invalid request nor a server error."""
-
-CODES: dict[type[BatonError], str] = {
-    UnknownModel: "model_not_found",
-    PromptTooLong: "context_length_exceeded",
-    Unauthenticated: "invalid_api_key",
-    RateLimited: "rate_limit_exceeded",
-    DeadlineTooClose: "deadline_too_close",
-    RequestAborted: "request_aborted",
-    SlowReader: "slow_reader",
-}
-"""OpenAI's `code` of an error, where programs look for it, or where errors share a status; other codes repeat the
-status by name."""
 
 HTTP_ERRORS = {
     404: "NotFound",
@@ -88,8 +49,6 @@ HTTP_ERRORS = {
 MAX_PATH_CHARACTERS = 200
 """Longest part of a path that is repeated in a message."""
 
-INTERNAL = "internal error; see the gateway's log"
-
 
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
@@ -100,18 +59,12 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code or by_name}}
 
 
-def status_of(error: BatonError) -> HTTPStatus:
-    """The status of the nearest class in the tree that has one."""
-    known = (STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
-    return next(known, HTTPStatus.INTERNAL_SERVER_ERROR)
-
-
-def body_of(error: BatonError) -> dict[str, Any]:
+def body_of(error: BaseException) -> dict[str, Any]:
     """Also used for an error in mid-stream, after the status was sent. The text of an internal error is not sent."""
-    status = status_of(error)
+    codes = codes_of(error)
+    message = INTERNAL_MESSAGE if codes.is_internal else str(error)
     param = error.field if isinstance(error, InvalidRequest) else None
-    message = INTERNAL if status is HTTPStatus.INTERNAL_SERVER_ERROR else str(error)
-    return error_body(status, message, param, CODES.get(type(error)))
+    return error_body(codes.http, message, param, codes.openai)
 
 
 def headers_of(error: BatonError) -> Mapping[str, str]:
@@ -145,12 +98,12 @@ def note_error(scope: Scope, error: str) -> None:
 def answer_of(scope: Scope, error: BatonError) -> JSONResponse:
     """The response for a call that ended with this error."""
     note_error(scope, type(error).__name__)
-    return JSONResponse(body_of(error), status_of(error), headers_of(error))
+    return JSONResponse(body_of(error), codes_of(error).http, headers_of(error))
 
 
 async def _baton_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, BatonError)
-    if status_of(error) is HTTPStatus.INTERNAL_SERVER_ERROR:
+    if codes_of(error).is_internal:
         return await _bug(request, error)
     return answer_of(request.scope, error)
 
@@ -184,4 +137,4 @@ async def _bug(request: Request, error: Exception) -> JSONResponse:
         extra={"request_id": request_id},
     )
     headers = {HEADER: shown_id(request.scope["state"])}
-    return JSONResponse(error_body(HTTPStatus.INTERNAL_SERVER_ERROR, INTERNAL), 500, headers)
+    return JSONResponse(body_of(error), codes_of(error).http, headers)

@@ -1,13 +1,12 @@
 """EventStream: server-sent events as an HTTP response; does not know their content."""
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-
-from gateway.http.connection import while_connected
 
 Write = Callable[[bytes], Awaitable[None]]
 """Sends one event, or several at once; waits while the client reads too slowly."""
@@ -26,16 +25,16 @@ def event(name: str, data: bytes | Mapping[str, object]) -> bytes:
 
 
 class EventStream(Response):
-    """A response with everything that `tell` writes. The status is sent with the first write, so that an earlier
+    """A response with everything that `produce` writes. The status is sent with the first write, so that an earlier
     error has a status of its own; a later one breaks off the stream.
 
-    `tell` is cancelled when the client leaves. A client that stops reading counts as gone after the connection's own
+    `produce` is cancelled when the client leaves. A client that stops reading counts as gone after the connection's own
     deadline (`BoundedH11`).
     """
 
-    def __init__(self, tell: Callable[[Write], Awaitable[None]]) -> None:
+    def __init__(self, produce: Callable[[Write], Awaitable[None]]) -> None:
         super().__init__()
-        self._tell = tell
+        self._produce = produce
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - an ASGI signature
         await while_connected(receive, self._send(send))
@@ -50,7 +49,7 @@ class EventStream(Response):
                 is_open = True
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        await self._tell(write)
+        await self._produce(write)
         if not is_open:
             await write(b"")
         await send({"type": "http.response.body", "body": b""})
@@ -59,9 +58,31 @@ class EventStream(Response):
 def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
     """Sends each event as it comes; the generator is closed when the stream ends in any way."""
 
-    async def tell(write: Write) -> None:
+    async def produce(write: Write) -> None:
         async with aclosing(events):
             async for each in events:
                 await write(each)
 
-    return EventStream(tell)
+    return EventStream(produce)
+
+
+async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Runs `work` to its end, or until the client is gone: then `work` is cancelled, and has cleaned up on return.
+
+    Call it once the request's body has been read.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        working.cancel()
+        await asyncio.wait((working, leaving))
+    if not working.cancelled():
+        working.result()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,4 +1,4 @@
-"""RequestIds: every response names its request, in the header `x-request-id`."""
+"""Ids in headers: every response names its request (`x-request-id`), and a request may belong to a trace."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.call_ids import offered_id, request_id_for
+from gateway.call_ids import TraceContext, offered_id, request_id_for, trace_context_from
 
 HEADER = "x-request-id"
 
@@ -40,3 +40,8 @@ def shown_id(state: Mapping[str, Any]) -> str:
     """The id that the client knows, from the state set above."""
     shown: str = state["offered_id"] or state["request_id"]
     return shown
+
+
+def trace_of(headers: Headers) -> TraceContext | None:
+    """The client's trace context; None if the headers contain none."""
+    return trace_context_from(headers.getlist("traceparent"), headers.getlist("tracestate"))

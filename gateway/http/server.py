@@ -123,7 +123,7 @@ class _Server(uvicorn.Server):
     """Leaves signals to its process, and reports when it listens."""
 
     grace_s = 0.0
-    """Time that running requests get once it is told to stop."""
+    """Time that running requests get once the server stops."""
 
     def __init__(self, config: uvicorn.Config, acceptor: Acceptor) -> None:
         super().__init__(config)

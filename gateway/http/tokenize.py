@@ -111,12 +111,9 @@ def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:
     routes = APIRouter(route_class=JsonRoute)
     api = TokenizeRoutes(pool, model)
 
-    @routes.post("/tokenize", summary="Tokenise a text or a conversation", responses=ERRORS)
-    async def tokenize(body: TokenizeRequest) -> TokenizeAnswer:
-        return await api.tokenize(body)
-
-    @routes.post("/detokenize", summary="Detokenise tokens", responses=ERRORS)
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeAnswer:
-        return await api.detokenize(body)
-
+    for path, call, summary in (
+        ("/tokenize", api.tokenize, "Tokenise a text or a conversation"),
+        ("/detokenize", api.detokenize, "Detokenise tokens"),
+    ):
+        routes.add_api_route(path, call, methods=["POST"], summary=summary, responses=ERRORS)
     return routes

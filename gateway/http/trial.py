@@ -66,14 +66,14 @@ class PageTrial:
         return self._events(gateway_request)
 
     async def _events(self, gateway_request: GatewayRequest) -> AsyncGenerator[bytes, None]:
-        arrived_at = self._clock.now() - gateway_request.intake_s
+        arrived_at = self._clock.now() - gateway_request.preprocess_s
         num_prompt_tokens = len(gateway_request.prompt_token_ids)
         yield event(
             "received", {"request_id": gateway_request.request_id, "num_prompt_tokens": num_prompt_tokens}
         )
         try:
-            async with aclosing(self._news(gateway_request)) as news:
-                async for item in news:
+            async with aclosing(self._placements_and_deltas(gateway_request)) as items:
+                async for item in items:
                     at_s = self._clock.now() - arrived_at
                     if isinstance(item, Placement):
                         yield event("placed", _placement(item) | {"at_s": at_s})
@@ -87,7 +87,9 @@ class PageTrial:
         except BatonError as error:
             yield event("error", body_of(error))
 
-    async def _news(self, gateway_request: GatewayRequest) -> AsyncGenerator[Placement | Delta, None]:
+    async def _placements_and_deltas(
+        self, gateway_request: GatewayRequest
+    ) -> AsyncGenerator[Placement | Delta, None]:
         """Deltas, and each placement before those that come from it."""
         placements: asyncio.Queue[Placement] = asyncio.Queue()  # one an attempt, whose number is bounded
         watched = replace(gateway_request, on_placed=placements.put_nowait)

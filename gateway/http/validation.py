@@ -1,4 +1,4 @@
-"""What is wrong with a body, in its author's terms: pydantic's findings by field and value."""
+"""Problems of a body in its author's terms: pydantic's findings by field and value."""
 
 import re
 from collections.abc import Sequence

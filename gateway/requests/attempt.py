@@ -1,7 +1,7 @@
-"""Attempt: one try at a request on one pair of workers, and what each output or loss means for it; pure.
+"""Attempt: one try at a request on a pair of workers, and what each output or loss means for it; pure.
 
-An attempt has two sub-requests, a prefill request and a decode request, or the decode request alone. Each stays open
-until its worker ends it, or until the attempt is closed and the worker is told to abort it.
+An attempt has a prefill request and a decode request, or a decode request alone. Each stays open until its worker ends
+it, or until the attempt is closed, which sends the worker an abort.
 """
 
 from collections.abc import Mapping
@@ -15,26 +15,26 @@ from gateway.routing.placement import Placement
 
 
 class Cause(Enum):
-    """Why an attempt failed, and so whether it counts against the request."""
+    """Why an attempt failed, which decides whether the failure counts against the request."""
 
     LOST = "lost"
-    """A worker ended, fell silent, or has forgotten this gateway."""
+    """A worker ended, is unreachable, or has ended its session with this gateway."""
     FAILED = "failed"
-    """A worker that lives could not do it."""
+    """A healthy worker reported a failure."""
     GIVEN_BACK = "given_back"
-    """A healthy worker stops working on it: it drains, changes its role, or has no blocks left."""
+    """A healthy worker gave the request back: it drains, changes its role, or has no blocks left."""
     REFUSED = "refused"
-    """A healthy worker did not begin it: it is full."""
+    """A healthy worker did not start the request, since it is full."""
 
 
 _CAUSES = {ErrorKind.OVERLOADED: Cause.REFUSED, ErrorKind.GIVEN_BACK: Cause.GIVEN_BACK}
 
 _NO_REASONS = (FinishReason.ABORT, FinishReason.HANDED_OVER)
-"""Ends of a prefill request that do not say why its prompt did not reach the decode worker."""
+"""Ends of a prefill request that do not explain why its prompt did not reach the decode worker."""
 
 
 class Verdict(Enum):
-    """What an output is good for, where it does not fail the attempt."""
+    """What to do with an output that does not fail the attempt."""
 
     DELIVER = "deliver"
     IGNORE = "ignore"
@@ -42,18 +42,18 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """Why an attempt came to nothing."""
+    """Why an attempt failed."""
 
     worker: str
     """Which worker caused it."""
     cause: Cause
     summary: str
-    """Without the reason, which is in a worker's words and may name machines and files."""
+    """In our own words. `reason` is the worker's, and may name machines and files."""
     reason: str = ""
     is_prompt_lost: bool = False
-    """The decode worker is healthy, but has no prompt to continue."""
+    """The decode worker is healthy, but its prompt's KV did not arrive."""
     error: RequestError | None = None
-    """The request's own fault: no other worker could serve it either."""
+    """The request itself is at fault, so no other worker could serve it either."""
 
     def __str__(self) -> str:
         return f"{self.summary}: {self.reason}" if self.reason else self.summary
@@ -61,13 +61,13 @@ class AttemptFailure:
 
 @dataclass(slots=True)
 class Attempt:
-    """Its sub-requests are open from the moment of placement, so that no loss in between goes unnoticed."""
+    """Sub-requests are open from the placement on, so that a loss before they are sent does not go unnoticed."""
 
     engine_request_id: str
     """The request's id on its workers."""
     placement: Placement
     num_tokens_before: int
-    """Tokens of the answer that the client had when the attempt began."""
+    """How many tokens the client had when the attempt began."""
     decode_recomputes: bool = False
     """The decode worker computes a prompt that does not arrive."""
     incarnations: Mapping[str, str] = field(default_factory=dict)
@@ -82,9 +82,9 @@ class Attempt:
     open_workers: set[str] = field(init=False)
     """Workers whose sub-request is open."""
     _is_decoding: bool = False
-    """The decode worker has sent something, so it needs no prefill worker any more."""
+    """The decode worker has sent an output, so it no longer needs the prefill worker."""
     _lost_prompt: AttemptFailure | None = None
-    """The decode worker reports that its prompt will not come. Why, the prefill worker has yet to report."""
+    """The decode worker reported that its prompt did not arrive; the prefill worker has yet to report why."""
     _is_prefill_aborted: bool = False
     _uncounted: set[str] = field(init=False)
     """Workers whose sub-request's end `newly_ended` has not returned yet."""
@@ -113,10 +113,10 @@ class Attempt:
         if is_prefill and self._lost_prompt is not None and end in _NO_REASONS:
             return self._lost_prompt
         if end is FinishReason.ABORT and self.open_workers:
-            # A prefill worker that ends the request itself tells the decode worker first.
+            # A prefill worker that ends the request itself notifies the decode worker first.
             return Verdict.IGNORE
         if output.error_kind is ErrorKind.KV_LOAD_FAILED and self.placement.prefill in self.open_workers:
-            # The prefill worker may have given the request back, which counts as no failure, and may report it later.
+            # The prefill worker may yet report that it gave the request back, which does not count as a failure.
             self._lost_prompt = self._failure(is_prefill, output)
             return Verdict.IGNORE
         if end in (FinishReason.ERROR, FinishReason.ABORT):
@@ -128,46 +128,46 @@ class Attempt:
         return Verdict.DELIVER
 
     def on_lost(self, worker: str, reason: str, *, was_draining: bool = False) -> AttemptFailure | None:
-        """A worker's loss: None if the attempt does not need that worker (any more).
+        """A worker is lost: the failure that follows, or None if the attempt does not need the worker any more.
 
         A request that reached a draining worker too late to be refused is lost with it, and counts as given back.
         """
         is_prefill = worker == self.placement.prefill
         if is_prefill and self._is_decoding:
-            self.open_workers.discard(worker)  # all that it had left to say is that it handed over
+            self.open_workers.discard(worker)  # only its report of the hand-over was still missing
             return None
-        # What a prefill worker has handed over may be lost with it, as long as no worker has seen it arrive.
+        # A hand-over may be lost with its prefill worker, as long as the decode worker has not reported a token.
         if worker not in self.open_workers and not is_prefill:
             return None
         if is_prefill and self.decode_recomputes and self.open_workers - {worker}:
             self.open_workers.discard(worker)
             return None
-        # The sub-request stays open until the attempt is closed: a worker that is reachable after all gets the abort.
+        # The sub-request stays open until the attempt is closed: a worker that is still reachable then gets an abort.
         if was_draining:
             return AttemptFailure(worker, Cause.GIVEN_BACK, "the worker has left", reason)
         return AttemptFailure(worker, Cause.LOST, "the worker was lost", reason, is_prompt_lost=is_prefill)
 
     def prefill_to_abort(self) -> str | None:
-        """A prefill worker whose sub-request is open only to learn how it ends; returned once."""
+        """The prefill worker, if its request is open only to learn how it ended; returned once."""
         if self._lost_prompt is None or self._is_prefill_aborted:
             return None
         self._is_prefill_aborted = True
         return self.placement.prefill
 
     def contradiction(self, worker: str) -> AttemptFailure:
-        """A worker sampled another token than the client has, so it does not continue that answer."""
+        """A worker sampled another token than the client already has, so its output does not continue the answer."""
         return AttemptFailure(
             worker, Cause.FAILED, "it sampled another token than the one that was delivered"
         )
 
     def abandoned(self) -> AttemptFailure | None:
-        """A failure if no sub-request is open, though the answer is not whole."""
+        """A failure if no sub-request is open and the answer is incomplete."""
         if self.open_workers:
             return None
         return AttemptFailure(self.placement.decode, Cause.FAILED, "no worker is still running this request")
 
     def newly_ended(self) -> list[str]:
-        """Workers whose sub-requests ended since the last call: each is returned once."""
+        """Workers whose sub-requests ended since the last call; each is returned once."""
         if len(self._uncounted) == len(self.open_workers):
             return []
         ended = sorted(self._uncounted - self.open_workers)
@@ -175,7 +175,7 @@ class Attempt:
         return ended
 
     def close(self) -> list[str]:
-        """Ends what is open; returns the workers that must abort it."""
+        """Ends all open sub-requests; returns the workers to send an abort to."""
         still_open = sorted(self.open_workers)
         self.open_workers.clear()
         return still_open
@@ -198,11 +198,10 @@ class Attempt:
 def sub_requests(
     request: EngineRequest, attempt: Attempt, refs: Mapping[str, WorkerRef], transfer_id: str
 ) -> list[tuple[str, EngineRequest]]:
-    """What to send to each worker, in this order: the first one has to reserve blocks.
+    """What to send to each worker, in this order: the decode worker, which reserves blocks, comes first.
 
-    (transfer_id, attempt number) names the hand-over, if there is one; no two attempts share it. A prefill
-    worker that runs out of blocks computes its prompt again when it has some: it has nothing else to do for the
-    request.
+    (transfer_id, attempt number) identifies the hand-over; no two attempts share it. A prefill worker that runs out
+    of blocks keeps the request and computes the prompt again later.
     """
     decode, prefill = attempt.placement.decode, attempt.placement.prefill
     if prefill is None:
@@ -218,6 +217,6 @@ def sub_requests(
 
 
 def _split_field(reason: str) -> tuple[str, str]:
-    """The field that a worker's refusal begins with; see InvalidRequest."""
+    """Splits a worker's refusal into the field it begins with and the problem; see InvalidRequest."""
     name, _, message = reason.partition(": ")
     return (name, message) if message else ("request", reason)

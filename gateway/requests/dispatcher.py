@@ -55,12 +55,12 @@ from gateway.workers.worker_list import WorkerList
 logger = logging.getLogger(__name__)
 
 DEADLINE_SLACK_S = 0.05
-"""A disconnect this close to the deadline counts as a timeout: frontends keep deadlines too, and leave as
-clients do."""
+"""A disconnect this close to the deadline counts as a timeout: frontends watch the deadline too, and then close the
+stream as a client would."""
 
 
 class Dispatcher:
-    """All requests of one gateway. Times must not run backwards."""
+    """All open requests of one gateway. Times must not run backwards."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Dispatcher:
         must_not_fall_back: bool = False,
         on_first_token: Callable[[float], None] | None = None,
     ) -> None:
-        """`draw_id` returns an id of so many bytes, in hexadecimal, that was never drawn before. `on_first_token` is
-        called with how long each client waited for its first token, in seconds; it must not raise."""
+        """`draw_id` returns a new unique id of that many bytes, in hexadecimal. `on_first_token` gets clients' times
+        to first token in seconds, and must not raise."""
         self.router = router
         self.tally = Tally()
         self.latencies = LatencyWindow(on_first_token)
@@ -88,16 +88,16 @@ class Dispatcher:
         self._prefill_times = PrefillTimes()
         self._queue = RequestQueue[RequestState](max_queued, self._try_to_place, placement_timeout_s)
         self._entries: dict[RequestState, QueueEntry[RequestState]] = {}
-        """Of requests that wait."""
+        """The queue entries of waiting requests."""
         self._placed: dict[str, RequestState] = {}
-        """By the id that workers know."""
+        """By the request id that workers know."""
         self._open = OpenRequests()
         self._may_have_room = False
         self._now = 0.0
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What to do about it, in this order."""
+        """The effects of an event, to be carried out in this order."""
         self._now = now
         match event:
             case WorkerOutputs(worker, outputs):
@@ -125,11 +125,11 @@ class Dispatcher:
         """None while no request waits."""
         return self._queue.next_deadline()
 
-    # what others see of it
+    # what observers read
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are with workers, or whose clients have yet to read the end of their answers."""
+        """Requests on workers, and requests whose clients have yet to read the end of their answers."""
         return len(self._open) - len(self._queue)
 
     @property
@@ -139,18 +139,18 @@ class Dispatcher:
 
     @property
     def queued_since(self) -> float | None:
-        """When the request came that waits longest."""
+        """When the oldest waiting request joined the queue."""
         return self._queue.oldest_since
 
     def requests_of(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
-        """The requests of one call of a caller's, by what the caller calls it, whose streams have not ended."""
+        """A caller's open requests under one call id."""
         return self._open.of_call(call_id, caller)
 
     # a request comes and goes
 
     def _on_submitted(self, request: GatewayRequest) -> None:
         self.tally.received()
-        arrived_at = self._now - request.intake_s
+        arrived_at = self._now - request.preprocess_s
         retry = RetryState(
             request, self._workers, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
         )
@@ -165,7 +165,7 @@ class Dispatcher:
         self._drop(state)
         if error is None:
             outcome, finish = Outcome.FINISHED, state.finish
-            assert finish is not None, "a whole answer has an end"
+            assert finish is not None, "a complete answer has a finish"
             self.tally.finished(state.path or "", finish.placement.reason)
             self.latencies.finished(self._now)
         else:
@@ -174,7 +174,7 @@ class Dispatcher:
         self._effects.append(Record(record_of(state, outcome, error, self._now)))
 
     def _drop(self, state: RequestState) -> None:
-        """Its client waits for it no longer."""
+        """Ends the request everywhere: its client waits no longer."""
         if state.phase is RequestPhase.PLACED:
             self._close_attempt(state)
         elif state.phase is RequestPhase.WAITING:
@@ -188,7 +188,7 @@ class Dispatcher:
     # waiting
 
     def _enqueue(self, state: RequestState) -> None:
-        """Places the request, or lets it wait, or refuses it, or another one for its sake."""
+        """Places the request or lets it wait; refuses it, or another one in its favour, if it cannot wait."""
         request, now = state.request, self._now
         least_prefill_s = 0.0
         if state.deadline is not None and not state.num_attempts:
@@ -225,11 +225,20 @@ class Dispatcher:
             self._refuse(entry.item, retry.too_late(reason, self._placement_timeout_s, retry_after_s))
 
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
-        """Sends the request to its workers, or returns why that cannot be."""
+        """Sends the request to its workers, or returns why that is impossible at present.
+
+        A bug that routing one request meets refuses that request: it must not reach the worker connection or the
+        client whose message caused this sweep, nor keep later requests from being tried.
+        """
         state = entry.item
         if len(self._placed) >= self._max_in_flight:
             return NoRoom(f"{len(self._placed)} requests are with workers, which is the limit")
-        placement = state.retry.route(self.router, state.output_token_ids)
+        try:
+            placement = state.retry.route(self.router, state.output_token_ids)
+        except Exception as error:
+            del self._entries[state]
+            self._refuse(state, error)
+            return None
         if not isinstance(placement, Placement):
             return placement
         del self._entries[state]
@@ -286,17 +295,17 @@ class Dispatcher:
             self.router.ended(worker, attempt.placement)
             self._may_have_room = True
 
-    # what workers say
+    # workers' messages
 
     def _on_outputs(self, worker: str, outputs: Iterable[RequestOutput]) -> None:
-        """Outputs of requests that are not placed any more are ignored."""
+        """Ignores outputs of requests that are no longer placed."""
         for output in outputs:
             state = self._placed.get(output.request_id)
             if state is None:
                 continue
             try:
                 self._on_output(state, worker, output)
-            except Exception as error:  # a bug: it must cost this request, not the connection to its worker
+            except Exception as error:  # a bug must cost this request, not the connection to its worker
                 self._refuse(state, error)
 
     def _on_output(self, state: RequestState, worker: str, output: RequestOutput) -> None:
@@ -317,7 +326,7 @@ class Dispatcher:
             self._count_ended(attempt)
 
     def _learn(self, state: RequestState, worker: str, output: RequestOutput) -> None:
-        """From what a worker reports of its stages: how long links and prompts take."""
+        """Learns from a worker's stage times how long transfers and prompts take."""
         attempt, times = state.attempt, output.stage_times
         assert times is not None
         if worker == attempt.placement.decode and output.finish_reason in (
@@ -360,15 +369,14 @@ def _client_error(state: RequestState, error: BaseException, now: float) -> Base
 
 
 def _too_close(least_prefill_s: float, left_s: float) -> DeadlineTooClose:
-    """To come back later is of no use: the prompt alone takes too long, even if it began now."""
+    """Retrying later is useless: even if the prompt began now, computing it would take too long."""
     return DeadlineTooClose(
         f"the prompt takes at least {least_prefill_s:.1f} s to compute, and the request's deadline is in {left_s:.1f} s"
     )
 
 
 def _log(level: int, state: RequestState, what: str) -> None:
-    """With both of its ids, so that log lines of workers, which know the attempt's, can be found from the
-    client's."""
+    """Logs both ids: workers' log lines have the attempt's, the client knows the request's."""
     if logger.isEnabledFor(level):
         name = state.request.request_id
         extra = {"request_id": name, "engine_request_id": state.attempt.engine_request_id}

@@ -1,6 +1,6 @@
-"""RequestDriver: asyncio around the dispatcher: clients' streams, workers' connections, and one timer.
+"""RequestDriver: runs the dispatcher on asyncio, with clients' streams, workers' connections, and one timer.
 
-Takes an event, asks the dispatcher, carries out its effects: all at once, without waiting for anything.
+The driver passes each event to the dispatcher and carries out the effects at once, without waiting.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from baton.messages.request_plane import KVEvents
 from baton.request import RequestOutput, TokenLogprobs
 from baton.sampling import MAX_SEED
 from baton.system.curve import PlaneKeys
-from baton.worker import WorkerEndpoint, WorkerStatus
+from baton.worker import WorkerStatus
 from gateway.auth.callers import Caller
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.events import (
@@ -36,8 +36,7 @@ from gateway.requests.events import (
     WorkerOutputs,
     WorkerReported,
 )
-from gateway.requests.latency_window import LatencyWindow
-from gateway.requests.record import OnEnd, Tally
+from gateway.requests.record import OnEnd
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.router import Router
@@ -58,8 +57,8 @@ class RequestDriver:
         on_end: Sequence[OnEnd] = (),
         on_first_token: Callable[[float], None] | None = None,
     ) -> None:
-        """Each of `on_end` gets the record of every request, once, when it is over; `on_first_token` how long each
-        client waited for its first token, in seconds. None may raise."""
+        """Each of `on_end` gets every request's record, once, at the request's end. `on_first_token` gets each
+        client's time to first token in seconds. None may raise."""
         self._clock = clock
         self._on_end = on_end
         self._max_unread_tokens = config.max_unread_tokens
@@ -67,8 +66,8 @@ class RequestDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self.router = Router(config, prefix_key)
-        self.fleet = WorkerConnections(network, keys, self)
-        self._dispatcher = Dispatcher(
+        self.workers = WorkerConnections(network, keys, self)
+        self.dispatcher = Dispatcher(
             self.router,
             load_failure_policy,
             secrets.token_hex,
@@ -80,26 +79,8 @@ class RequestDriver:
         )
 
     @property
-    def tally(self) -> Tally:
-        return self._dispatcher.tally
-
-    @property
-    def latencies(self) -> LatencyWindow:
-        return self._dispatcher.latencies
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests that are with workers."""
-        return self._dispatcher.num_in_flight
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait for a worker with room."""
-        return self._dispatcher.num_queued
-
-    @property
     def oldest_queued_s(self) -> float:
-        since = self._dispatcher.queued_since
+        since = self.dispatcher.queued_since
         return 0.0 if since is None else self._clock.now() - since
 
     async def generate(self, request: GatewayRequest) -> AsyncGenerator[Delta, None]:
@@ -109,8 +90,8 @@ class RequestDriver:
         """
         request = _with_seed(request)
         answer = self._answers[request] = UnreadAnswer(self._max_unread_tokens)
-        self._handle(Submitted(request))
         try:
+            self._handle(Submitted(request))
             is_whole = False
             while not is_whole:
                 delta = await answer.read()
@@ -123,32 +104,23 @@ class RequestDriver:
             raise
 
     def abort(self, request_id: str, caller: Caller) -> bool:
-        """Ends a request of this caller's by the id that it gave, with all answers to it; False if there is none."""
-        requests = self._dispatcher.requests_of(request_id, caller)
+        """Ends this caller's request of that id, with all its answers; False if there is none."""
+        requests = self.dispatcher.requests_of(request_id, caller)
         for request in requests:
             self._answers[request].cut_short(RequestAborted(f"request {request_id} was aborted"))
             self._handle(AbortRequested(request))
         return bool(requests)
 
-    def add_worker(self, endpoint: WorkerEndpoint) -> None:
-        self.fleet.add(endpoint)
-
-    async def wait_for_worker(self, name: str) -> None:
-        await self.fleet.wait_for(name)
-
-    def remove_worker(self, name: str, reason: str) -> None:
-        self.fleet.remove(name, reason)
-
     async def stop(self) -> None:
-        await self.fleet.stop()
+        await self.workers.stop()
         if self._timer is not None:
             self._timer.cancel()
 
-    # what the fleet reports: WorkerListener
+    # WorkerListener
 
     def on_status(self, status: WorkerStatus) -> None:
         self._handle(WorkerReported(status))
-        client = self.fleet.client(status.ref.name)
+        client = self.workers.client(status.ref.name)
         if client is not None and self.router.lacks_kv_account(status.ref.name):
             client.subscribe_kv_events()
 
@@ -156,7 +128,7 @@ class RequestDriver:
         self._handle(WorkerOutputs(worker, outputs))
 
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
-        """After a gap, `on_status` subscribes anew: once, whatever else still arrives."""
+        """After a gap, the next `on_status` subscribes again."""
         self.router.kv_events(worker, events)
 
     def on_worker_lost(self, worker: str, reason: str) -> None:
@@ -167,7 +139,7 @@ class RequestDriver:
     def _handle(self, event: Event) -> None:
         events = [event]
         for each in events:
-            for effect in self._dispatcher.handle(each, self._clock.now()):
+            for effect in self.dispatcher.handle(each, self._clock.now()):
                 if not isinstance(effect, Deliver):
                     self._carry_out(effect)
                 elif not self._answers[effect.request].put(effect.delta):
@@ -177,10 +149,10 @@ class RequestDriver:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case SubmitTo(worker, sub_request):
-                if client := self.fleet.client(worker):
+                if client := self.workers.client(worker):
                     client.submit(sub_request)
             case AbortAt(worker, engine_request_id):
-                if client := self.fleet.client(worker):
+                if client := self.workers.client(worker):
                     client.abort((engine_request_id,))
             case Refuse(request, error):
                 self._answers[request].fail(error)
@@ -192,12 +164,12 @@ class RequestDriver:
                     on_end(record)
 
     def _end(self, request: GatewayRequest, error: BaseException | None) -> None:
-        """A client's stream is over; later calls say nothing new."""
+        """A client's stream is over; only the first call counts."""
         if self._answers.pop(request, None) is not None:
             self._handle(StreamEnded(request, error))
 
     def _set_timer(self) -> None:
-        deadline = self._dispatcher.next_deadline()
+        deadline = self.dispatcher.next_deadline()
         if deadline == self._timer_at:
             return
         if self._timer is not None:
@@ -214,10 +186,10 @@ class RequestDriver:
 
 
 class UnreadAnswer:
-    """What a client has yet to read of its answer; bounded, whatever workers and clients do. It has one reader.
+    """The part of an answer that its client has yet to read; bounded, for one reader.
 
-    Clients never hold up workers: outputs are taken in as they come, and wait here. What waits together goes out
-    together, so a slow reader costs fewer messages, not more.
+    Clients never hold up workers: outputs wait here as they arrive. Everything that waits is read as one delta, so a
+    slow reader costs fewer messages, not more.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -229,10 +201,10 @@ class UnreadAnswer:
         self._error: Exception | None = None
         self._is_empty = True
         self._is_cut_short = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def put(self, delta: Delta) -> bool:
-        """False if more waits then than may: `read` raises SlowReader, and nothing is kept."""
+        """False if too much waits now: `read` raises SlowReader, and the unread part is dropped."""
         if self._is_cut_short:
             return True
         self._token_ids.extend(delta.token_ids)
@@ -240,36 +212,36 @@ class UnreadAnswer:
         self._logprobs.extend(delta.logprobs)
         self._finish = delta.finish
         self._is_empty = False
-        self._news.set()
+        self._changed.set()
         if (num_tokens := len(self._token_ids)) <= self._max_tokens:
             return True
         self.cut_short(
             SlowReader(
                 f"the client reads too slowly: {num_tokens} tokens of its answer wait, and at most "
-                f"{self._max_tokens} may"
+                f"{self._max_tokens} may wait"
             )
         )
         return False
 
     def fail(self, error: Exception) -> None:
-        """`read` raises it, once, when all that came before is read."""
+        """`read` raises the error once, after everything before it was read."""
         if not self._is_cut_short:
             self._error = error
-            self._news.set()
+            self._changed.set()
 
     def cut_short(self, error: Exception) -> None:
-        """`read` raises it, once, and what was not read is forgotten."""
+        """`read` raises the error once; the unread part is dropped."""
         self._take_all()
         self.fail(error)
         self._is_cut_short = True
 
     async def read(self) -> Delta:
-        """All that waits, as one delta, as soon as there is something; or the error that ended it."""
-        await self._news.wait()
-        self._news.clear()
+        """Waits for the next part, and returns all of it as one delta; raises the error that ended the answer."""
+        await self._changed.wait()
+        self._changed.clear()
         if not self._is_empty:
             if self._error is not None:
-                self._news.set()
+                self._changed.set()
             return self._take_all()
         assert self._error is not None
         error, self._error = self._error, None
@@ -286,7 +258,7 @@ class UnreadAnswer:
 
 
 def _with_seed(request: GatewayRequest) -> GatewayRequest:
-    """Another one, which is a request of its own; with a seed, so that it can be continued on any worker."""
+    """A copy, which counts as a request of its own, with a seed: any worker can then continue the answer."""
     params = request.sampling_params
     if params.seed is None:
         params = replace(params, seed=secrets.randbelow(MAX_SEED + 1))

@@ -1,7 +1,7 @@
-"""What the dispatcher is told, and what it wants done: its events and its effects.
+"""The dispatcher's events (what happened) and effects (what to do about it).
 
-There is an object of these for every message or token, so they are not frozen in earnest: making a frozen one takes
-several times as long. All are treated as frozen.
+Treat all as frozen. They are not declared so because every message and token makes one, and creating a frozen
+dataclass takes several times as long.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,22 @@ from gateway.routing.placement import Placement
 
 @dataclass(slots=True)
 class Submitted:
-    """A client asks. Exactly one StreamEnded follows, some time."""
+    """A client sent a request. Exactly one StreamEnded follows."""
 
     request: GatewayRequest
 
 
 @dataclass(slots=True)
 class AbortRequested:
-    """A request must not run any more. Its client has been told."""
+    """A request must end. Its client already knows."""
 
     request: GatewayRequest
 
 
 @dataclass(slots=True)
 class StreamEnded:
-    """A client's stream is over: it has its whole answer, or an error ended the stream. Its client may have left."""
+    """A client's stream is over: the answer is complete, or `error` ended the stream. A client that left counts as
+    an error."""
 
     request: GatewayRequest
     error: BaseException | None
@@ -39,14 +40,14 @@ class StreamEnded:
 
 @dataclass(slots=True)
 class WorkerReported:
-    """A heartbeat. The worker may have room, or may have become another one."""
+    """A heartbeat. The worker may have room again, or may be a new incarnation."""
 
     status: WorkerStatus
 
 
 @dataclass(slots=True)
 class WorkerOutputs:
-    """What one message of a worker brings, of any number of requests."""
+    """The outputs in one message of a worker, for any number of requests."""
 
     worker: str
     outputs: tuple[RequestOutput, ...]
@@ -54,7 +55,7 @@ class WorkerOutputs:
 
 @dataclass(slots=True)
 class WorkerLost:
-    """Nothing that the worker had will be answered. It may be heard of again."""
+    """No request on this worker will be answered. The worker may become reachable again."""
 
     worker: str
     reason: str
@@ -62,7 +63,7 @@ class WorkerLost:
 
 @dataclass(slots=True)
 class Tick:
-    """`next_deadline` has come."""
+    """`next_deadline` has passed."""
 
 
 Event = Submitted | AbortRequested | StreamEnded | WorkerReported | WorkerOutputs | WorkerLost | Tick
@@ -72,7 +73,7 @@ Event = Submitted | AbortRequested | StreamEnded | WorkerReported | WorkerOutput
 
 @dataclass(slots=True)
 class Deliver:
-    """The client gets this. The request is over if it has a finish."""
+    """Send this to the client. With a finish, the request is over."""
 
     request: GatewayRequest
     delta: Delta
@@ -80,7 +81,7 @@ class Deliver:
 
 @dataclass(slots=True)
 class Refuse:
-    """The client gets this error, behind what it has yet to read: the request is over."""
+    """Send this error to the client, after everything it has yet to read. The request is over."""
 
     request: GatewayRequest
     error: Exception
@@ -88,7 +89,7 @@ class Refuse:
 
 @dataclass(slots=True)
 class Placed:
-    """An attempt begins; only for requests that want to know, by `on_placed`."""
+    """An attempt begins; only for requests with `on_placed`."""
 
     request: GatewayRequest
     placement: Placement
@@ -96,7 +97,7 @@ class Placed:
 
 @dataclass(slots=True)
 class SubmitTo:
-    """A worker gets a sub-request of a request."""
+    """Send a sub-request to a worker."""
 
     worker: str
     sub_request: EngineRequest
@@ -104,7 +105,7 @@ class SubmitTo:
 
 @dataclass(slots=True)
 class AbortAt:
-    """A worker must end a sub-request, if it has it."""
+    """Tell a worker to end a sub-request, if it has it."""
 
     worker: str
     engine_request_id: str
@@ -112,7 +113,7 @@ class AbortAt:
 
 @dataclass(slots=True)
 class Record:
-    """Observers get this: the request's stream is over, and nothing is kept of the request."""
+    """Report a request whose stream is over. The dispatcher has forgotten the request."""
 
     record: RequestRecord
 

@@ -1,15 +1,15 @@
-"""FairQueue: requests that wait, in the order in which to serve them; pure, and knows nothing of room.
+"""FairQueue: waiting requests, in the order in which to serve them; pure, and does not know which workers have room.
 
 Order: priority (lower first), then those that ran already, as they came, then start-time fair queueing over callers
 (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996), each with the same weight:
 
-    what a caller was served, in tokens, moves its next request back in virtual time
-    virtual time is where the request began that was served last; a caller that comes anew begins there, so that
-    unused time is not saved up
+    each served token moves its caller's next request back in virtual time
+    virtual time is the start of the last served request; a new caller starts there, so that idle callers
+    save nothing up
 
-So of callers that all have requests waiting, none gets ahead of another by more than the largest request of each,
-however many requests it has waiting. A request that leaves unserved costs its caller nothing. Once the queue is
-empty, all callers are even again.
+Among callers with waiting requests, none gets ahead of another by more than the largest request of each, however
+many requests it has. A request that leaves unserved costs its caller nothing. Once the queue is empty, all callers
+are even again.
 """
 
 import math
@@ -25,40 +25,39 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueueEntry(Generic[T]):
-    """One request in the queue. Nothing of it changes while it waits but the last three."""
+    """One request in the queue. While it waits, only `reason` and `num_passed` change."""
 
     item: T
     caller: str
-    """By name: callers of the same priority share the room that there is."""
+    """By name; callers of the same priority share the workers fairly."""
     num_tokens: int
-    """What it is likely to cost, at least 1."""
+    """The request's likely cost, at least 1."""
     priority: int = 0
     is_resumed: bool = False
-    """It ran already."""
+    """The request ran before."""
     needs: Callable[[], object] = lambda: None
-    """Two with equal needs find a worker both or neither; asked anew by each sweep."""
+    """Of two entries with equal needs, either both find a worker or neither does. Each sweep asks again."""
     begin_by: float | None = None
-    """When it would be too late to place it, for its deadline."""
+    """The latest time at which a placement can meet the deadline."""
     deadline: float | None = None
-    """When it must have left the queue."""
+    """When the entry must have left the queue."""
     patience_s: float = math.inf
-    """How long it may wait. Time in which this process stood still does not count: no worker could offer room
-    then."""
+    """How long it may wait. A standstill of this process does not count: no worker could offer room then."""
     number: int = 0
-    """Grows with each that joins."""
+    """Grows with each entry that joins."""
     since: float = 0.0
     reason: RequestError | None = None
-    """Why it was not placed, as of the latest try."""
+    """Why the latest try did not place it."""
     num_passed: int = 0
-    """How many were placed that came after it."""
+    """How many later entries were placed before it."""
 
 
 @dataclass(slots=True)
 class _Flow(Generic[T]):
-    """One caller's at one priority."""
+    """One caller's entries at one priority."""
 
     begins_at: float
-    """Its first request, in virtual time."""
+    """Where the first entry begins, in virtual time."""
     entries: dict[QueueEntry[T], None] = field(default_factory=dict)
     """In order of arrival."""
     num_tokens: int = 0
@@ -73,13 +72,13 @@ class _Flow(Generic[T]):
 
 
 class _Level(Generic[T]):
-    """Of one priority."""
+    """All entries of one priority."""
 
     def __init__(self) -> None:
         self.resumed = _Flow[T](0.0)
         self.flows: dict[str, _Flow[T]] = {}
         self.now = 0.0
-        """In virtual time."""
+        """The current virtual time."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,13 +102,13 @@ class _Level(Generic[T]):
 
     def charge(self, entry: QueueEntry[T]) -> None:
         if entry.is_resumed:
-            return  # it was charged when it began
+            return  # the caller was charged when the request first began
         flow = self.flows[entry.caller]
         self.now = max(self.now, flow.begins_at)
         flow.begins_at += entry.num_tokens
 
     def forget_even(self) -> None:
-        """Callers whose next request would begin where a new caller's does."""
+        """Forgets callers whose next request would begin where a new caller's does."""
         self.flows = {
             name: flow for name, flow in self.flows.items() if flow.entries or flow.begins_at > self.now
         }
@@ -159,7 +158,7 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def remove(self, entry: QueueEntry[T]) -> None:
-        """Unserved."""
+        """Removes an entry without serving it."""
         level = self._levels[entry.priority]
         level.flow_of(entry).remove(entry)
         self._num_waiting -= 1
@@ -169,12 +168,12 @@ class FairQueue(Generic[T]):
             level.forget_even()
 
     def serve(self, entry: QueueEntry[T]) -> None:
-        """It has what it waited for, whether or not it was the first in order."""
+        """Removes an entry that was placed, whether or not it was the first, and charges its caller."""
         self._levels[entry.priority].charge(entry)
         self.remove(entry)
 
     def num_tokens_before(self, entry: QueueEntry[T]) -> int:
-        """About how much is to be served before one that was added last; errs towards too little."""
+        """Roughly how many tokens are served before an entry that was added last; errs towards too few."""
         more_urgent = sum(
             level.num_tokens for priority, level in self._levels.items() if priority < entry.priority
         )
@@ -189,9 +188,9 @@ class FairQueue(Generic[T]):
         return more_urgent + level.resumed.num_tokens + own_tokens + share
 
     def last_of_largest(self) -> QueueEntry[T] | None:
-        """Of those that never ran, of the least urgent, of the caller with most of them waiting: the latest.
+        """The latest entry of the caller with the most entries, at the lowest priority, among entries that never ran.
 
-        Among equals, the one that came last. None if all that wait ran already.
+        Among such callers with equally many, the latest entry of all. None if every entry ran before.
         """
         for priority in sorted(self._levels, reverse=True):
             flows = [flow for flow in self._levels[priority].flows.values() if flow.entries]

@@ -1,7 +1,7 @@
 """LatencyWindow: how long clients of the last minute waited, in bounded memory; reads no clock and knows no request.
 
-Each second is a slice of its own: a histogram whose bins grow by 2 %, so a percentile is off by at most half of that,
-and a million tokens a second take no more room than ten.
+Each second is a histogram whose bins grow by 2 %. So a percentile is off by at most half of that, and a million tokens
+a second take no more memory than ten.
 """
 
 import math
@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_WINDOW_S = 60.0
-"""As far back as it remembers."""
+"""How far back the window can look."""
 
 _SLICE_S = 1.0
 _GROWTH = math.log(1.02)
 _SHORTEST_S = 1e-4
-"""Anything shorter counts as this long."""
+"""Shorter times count as this."""
 _NUM_BINS = math.ceil(math.log(1e5 / _SHORTEST_S) / _GROWTH)
 
 
@@ -29,14 +29,14 @@ class _Slice:
     itl: Counter[int] = field(default_factory=Counter)
     num_finished: int = 0
     bins: NDArray[np.int64] | None = None
-    """Both histograms, as rows; once the slice is over and somebody asked."""
+    """Both histograms as rows; cached when a finished slice is read for the first time."""
     whole: "Second | None" = None
-    """Likewise."""
+    """Cached likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of one window, in seconds: the median and the 99th percentile; zeros if nothing came."""
+    """Median and 99th percentile of one window, in seconds; zeros if nothing arrived."""
 
     ttft_s: tuple[float, float]
     itl_s: tuple[float, float]
@@ -45,7 +45,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """What one whole second brought; percentiles as in Latencies, None if nothing came."""
+    """One complete second; percentiles as in Latencies, None if nothing arrived."""
 
     ttft_s: tuple[float, float] | None = None
     itl_s: tuple[float, float] | None = None
@@ -54,17 +54,17 @@ class Second:
 
 
 class LatencyWindow:
-    """What came lately. Times that are passed in must not run backwards."""
+    """Latencies of the last minute. Times must not run backwards."""
 
     def __init__(self, on_first_token: Callable[[float], None] | None = None) -> None:
-        """`on_first_token` is told of every one how long its client waited, in seconds."""
+        """`on_first_token` gets each time to first token, in seconds."""
         self._on_first_token = on_first_token
         self.num_tokens = 0
-        """That came, ever."""
+        """Tokens since the start."""
         self._slices: deque[_Slice] = deque(maxlen=math.ceil(MAX_WINDOW_S / _SLICE_S) + 1)
 
     def stream(self, arrived_at: float) -> "StreamLatency":
-        """For one request that arrived then: to be told of every output, by whichever worker."""
+        """A recorder for one request that arrived then."""
         return StreamLatency(self, arrived_at)
 
     def finished(self, now: float) -> None:
@@ -78,7 +78,7 @@ class LatencyWindow:
             self._on_first_token(waited_s)
 
     def next_tokens(self, waited_s: float, num_tokens: int, now: float) -> None:
-        """`num_tokens` came together, so long after the one before: all but the first of them took no time."""
+        """`num_tokens` arrived together, `waited_s` after the previous one; all but the first count as no wait."""
         self.num_tokens += num_tokens
         itl = self._at(now).itl
         itl[_bin(waited_s)] += 1
@@ -86,14 +86,14 @@ class LatencyWindow:
             itl[0] += num_tokens - 1
 
     def latencies(self, window_s: float, now: float) -> Latencies:
-        """Of the last `window_s`, at most MAX_WINDOW_S."""
+        """Latencies of the last `window_s`, at most MAX_WINDOW_S."""
         oldest = math.floor((now - min(window_s, MAX_WINDOW_S)) / _SLICE_S)
         parts = [part for part in self._slices if part.number > oldest]
         ttft, itl = sum((self._bins(part) for part in parts), np.zeros((2, _NUM_BINS + 1), np.int64))
         return Latencies(_percentiles(ttft), _percentiles(itl), sum(part.num_finished for part in parts))
 
     def seconds(self, now: float) -> tuple[Second, ...]:
-        """Each second of the last minute, oldest first, without the one that is not over yet."""
+        """Each complete second of the last minute, oldest first."""
         newest = math.floor(now / _SLICE_S) - 1
         whole = {part.number: self._whole(part) for part in self._slices if part.number <= newest}
         return tuple(
@@ -101,7 +101,7 @@ class LatencyWindow:
         )
 
     def _whole(self, part: _Slice) -> Second:
-        """Of a second that is over: nothing is added to it any more."""
+        """The summary of a finished second, to which nothing is added any more."""
         if part.whole is None:
             ttft, itl = self._bins(part)
             part.whole = Second(
@@ -113,7 +113,7 @@ class LatencyWindow:
         return part.whole
 
     def _bins(self, part: _Slice) -> NDArray[np.int64]:
-        """A slice's histograms, so that sixty of them add up in no time."""
+        """A slice's histograms as arrays, so that sixty of them add up quickly."""
         if part.bins is not None:
             return part.bins
         bins = np.zeros((2, _NUM_BINS + 1), np.int64)
@@ -141,7 +141,7 @@ class StreamLatency:
         self._num_arrived = 0
 
     def tokens(self, first_position: int, num_tokens: int, now: float) -> None:
-        """Positions that came before count no more: the second report of token 0, and what an attempt repeats."""
+        """Ignores positions that arrived before, such as a second report of token 0."""
         num_new = first_position + num_tokens - self._num_arrived
         if num_new <= 0:
             return
@@ -167,7 +167,7 @@ def _percentiles(bins: NDArray[np.int64]) -> tuple[float, float]:
 
 
 def _percentile(bins: NDArray[np.int64], share: float) -> float:
-    """Nearest rank: the smallest value that at least this share of all do not exceed; 0 of nothing."""
+    """Nearest rank: the smallest value that at least this share of all do not exceed; 0 if there are none."""
     up_to = bins.cumsum()
     number = int(up_to.searchsorted(math.ceil(share * int(up_to[-1]))))
     return 0.0 if number == 0 else _SHORTEST_S * math.exp((number - 0.5) * _GROWTH)

@@ -1,4 +1,4 @@
-"""OpenRequests: the requests whose streams have not ended, by themselves and by what their callers call them; pure."""
+"""OpenRequests: the requests whose streams have not ended, also by their callers' ids; pure."""
 
 from baton.errors import InvalidRequest, RequestError
 from gateway.auth.callers import Caller
@@ -8,12 +8,12 @@ from gateway.requests.request_state import RequestState
 
 
 class OpenRequests:
-    """Callers have names of their own: none can meet, or end, what another caller sent."""
+    """Ids are separate for each caller: no caller can collide with, or end, another caller's request."""
 
     def __init__(self) -> None:
         self._states: dict[GatewayRequest, RequestState] = {}
         self._admitted: dict[tuple[str, str], dict[str, RequestState]] = {}
-        """By the caller's name and the call's, then by their own ids."""
+        """By the caller's name and the call's id, then by the request's own id."""
         self._concurrency = Concurrency()
 
     def __len__(self) -> int:
@@ -23,7 +23,7 @@ class OpenRequests:
         return self._states[request]
 
     def add(self, state: RequestState) -> RequestError | None:
-        """It is open from now on. Why it must not run, if its id is in use or its caller has too many."""
+        """Opens a request. Returns why it must not run, if its id is in use or its caller has too many requests."""
         request = state.request
         self._states[request] = state
         answers = self._admitted.get(_call_of(request), {})
@@ -35,7 +35,7 @@ class OpenRequests:
         return None
 
     def remove(self, request: GatewayRequest) -> RequestState:
-        """It is open no longer, whether or not it was admitted."""
+        """Closes a request, whether or not it was admitted."""
         state = self._states.pop(request)
         answers = self._admitted.get(_call_of(request), {})
         if answers.get(request.request_id) is state:
@@ -46,7 +46,7 @@ class OpenRequests:
         return state
 
     def of_call(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
-        """All answers to one call that are open."""
+        """All open requests of one call."""
         return [state.request for state in self._admitted.get((caller.name, call_id), {}).values()]
 
 

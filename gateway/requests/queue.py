@@ -1,13 +1,15 @@
 """RequestQueue: requests that no worker has room for at present, in fair order and with their deadlines; pure.
 
-The order is that of gateway/requests/fair_queue.py: priority, then requests that ran already, then callers in turn.
-Whenever something may have made room, `sweep` tries the first ones. A request that does not fit yet lets others
-pass that do, so that a long prompt does not hold up short ones while its room gathers. Two limits apply: a
-sweep looks no further than LOOK_AHEAD requests that do not fit, which bounds its cost however many wait; and a
-request that MAX_PASSED others have passed lets none pass any more, so that all room gathers for it. A request
-for which there is no worker at all holds up no other one, since it could not use their room.
+gateway/requests/fair_queue.py defines the order: priority, then requests that ran already, then callers in turn.
+Whenever something may have made room, `sweep` tries the first requests. A request that does not fit yet lets
+fitting ones pass, so a long prompt does not hold up short ones while room for it gathers. Two limits apply:
 
-A request that is refused learns when to come back. See docs/admission.md.
+    LOOK_AHEAD  a sweep ends after so many requests that do not fit, which bounds its cost
+    MAX_PASSED  a request that so many others have passed lets none pass any more, so all room gathers for it
+
+A request that no worker could take at all holds up no other: it could not use their room.
+
+A refusal says when to come back. See docs/admission.md.
 """
 
 import math
@@ -28,7 +30,7 @@ MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
 
 LOOKS_PER_PACE = 2
-"""So a timer that is late by half a pace is not taken for a standstill."""
+"""A timer that is late by half a pace does not look like a standstill."""
 
 T = TypeVar("T")
 
@@ -37,27 +39,27 @@ Refusal = tuple[QueueEntry[T], RequestError]
 
 
 class RequestQueue(Generic[T]):
-    """`place` sends a request to its workers, or returns why it cannot: NoRoom, or no worker."""
+    """`place` sends a request to its workers, or returns why it cannot: NoRoom, or no worker. None: the request waits
+    no longer."""
 
     def __init__(
         self, max_queued: int, place: Callable[[QueueEntry[T]], RequestError | None], patience_s: float
     ) -> None:
-        """`patience_s`: what most of the requests have."""
+        """`patience_s`: the patience of most requests."""
         self._max_queued = max_queued
         self._place = place
         self._queue = FairQueue[T]()
         self._rate = QueueRate()
         self._num_joined = 0
         self._is_any_hopeless = False
-        """Whether the latest sweep found requests for which there is no worker: these neither move nor block
-        others."""
+        """Whether the latest sweep found requests that no worker can take. They neither move nor block others."""
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
         self._looked_at = 0.0
         self._deadlines: list[tuple[float, int, QueueEntry[T]]] = []
-        """A heap, as is the next one: entries that left the queue are dropped when they come up, if not before."""
+        """A heap, like `_patience_ends`. Entries that left the queue are dropped when they reach the top, or before."""
         self._patience_ends: list[tuple[float, int, QueueEntry[T]]] = []
-        """In the time in which this process ran."""
+        """Measured in time during which this process ran."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -67,22 +69,21 @@ class RequestQueue(Generic[T]):
 
     @property
     def oldest_since(self) -> float | None:
-        """When the request joined that waits longest."""
+        """When the oldest waiting request joined."""
         return min((entry.since for entry in self._queue), default=None)
 
     def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Places it, if it is its turn and there is room; else it waits, or a request is refused.
+        """Places the request if it is its turn and there is room. Otherwise it waits, or one request is refused.
 
-        Refused is this one, if it would wait beyond its deadline. If the queue is full, the latest request is
-        refused of the caller that has most of them, among the least urgent: another one, or this one. A request
-        that ran already is never refused, and takes no room in the queue: there are no more of them than were
-        placed once.
+        The new request is refused if it would wait beyond its deadline. If the queue is full, `last_of_largest`
+        is refused, which may be the new request. A request that ran already is never refused and needs no room in
+        the queue: their number is bounded by the number that may run.
         """
         self._advance(now)
         self._num_joined += 1
         entry.number, entry.since = self._num_joined, now
         self._queue.add(entry)
-        if self._is_in_sight(entry):  # else nothing has changed for those that come before it
+        if self._is_in_sight(entry):  # otherwise nothing has changed for the requests before it
             self.sweep(now)
         if entry not in self._queue:
             return None
@@ -96,14 +97,14 @@ class RequestQueue(Generic[T]):
         return refusal
 
     def leave(self, entry: QueueEntry[T], now: float) -> None:
-        """It does not wait any more; no error if it did not."""
+        """The request waits no longer; no error if it did not wait."""
         if entry in self._queue:
             self._advance(now)
             self._queue.remove(entry)
             self._forget_left()
 
     def sweep(self, now: float) -> None:
-        """Something may have made room: places the requests that can be, in order."""
+        """Places the requests that fit, in order; call it when something may have made room."""
         self._advance(now)
         is_queue = len(self._queue) > 1
         placed: list[QueueEntry[T]] = []
@@ -117,23 +118,23 @@ class RequestQueue(Generic[T]):
             self._forget_left()
 
     def retry_after_s(self, entry: QueueEntry[T]) -> float:
-        """When to come back, if it waits no longer: about when it would have been served."""
+        """When a refused client should come back: about when the request would have been served."""
         num_tokens = self._queue.num_tokens_before(entry) + entry.num_tokens
         return min(max(self._rate.likely_wait_s(num_tokens), MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
     def past_deadline(self, now: float) -> list[QueueEntry[T]]:
-        """Those whose deadline has passed. They stay in the queue until they `leave`."""
+        """Entries whose deadline has passed. They stay in the queue until they `leave`."""
         return list(self._expired(self._deadlines, now))
 
     def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
-        """Those that found no place in the time that they may wait. They stay in the queue until they `leave`."""
+        """Entries that found no place within their patience. They stay in the queue until they `leave`."""
         return list(self._expired(self._patience_ends, self._running(now)))
 
     def next_deadline(self) -> float | None:
-        """When to ask again which requests wait no longer; None while none waits."""
+        """When to ask again for overdue requests; None while none waits."""
         if not len(self._queue):
             return None
-        # A standstill is known by looks that are far apart, so there has to be a look at a fixed pace.
+        # Looks that are far apart reveal a standstill, so the queue must look at a fixed pace.
         times = [self._looked_at + self._pace_s / LOOKS_PER_PACE]
         if (first := self._first(self._deadlines)) is not None:
             times.append(first)
@@ -144,7 +145,7 @@ class RequestQueue(Generic[T]):
     def _place_first_ones(self, placed: list[QueueEntry[T]]) -> None:
         held_up: list[QueueEntry[T]] = []
         hopeless: dict[object, RequestError] = {}
-        """Needs that no worker meets at present, and why not."""
+        """Needs that no worker meets at present, with the reason."""
         for entry in self._queue:
             needs = entry.needs()
             if (reason := hopeless.get(needs)) is not None:
@@ -165,14 +166,14 @@ class RequestQueue(Generic[T]):
         self._is_any_hopeless = bool(hopeless)
 
     def _is_in_sight(self, entry: QueueEntry[T]) -> bool:
-        """Whether a sweep may come as far, with as many before it as there is no room for."""
+        """Whether a sweep could reach this entry: few enough entries before it lack room."""
         before = takewhile(lambda other: other is not entry, self._queue)
         held_up = (other for other in before if other.reason is None or isinstance(other.reason, NoRoom))
         return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
 
     def _too_late(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Refuses one that would start after its deadline even if the queue moved a good deal faster than
-        lately, and no other request overtook it."""
+        """Refuses a request that would start too late even if the queue moved much faster than lately and no other
+        request overtook it."""
         if entry.begin_by is None or self._is_any_hopeless:
             return None
         left_s = max(0.0, entry.begin_by - now)
@@ -180,7 +181,7 @@ class RequestQueue(Generic[T]):
         if wait_s <= left_s:
             return None
         message = (
-            f"its turn would come in {wait_s:.1f} s at the earliest, and for its deadline it has to begin within "
+            f"its turn would come in {wait_s:.1f} s at the earliest, but to meet its deadline it must begin within "
             f"{left_s:.1f} s; {len(self._queue) - 1} requests wait already"
         )
         return entry, Overloaded(message, self.retry_after_s(entry))
@@ -189,11 +190,11 @@ class RequestQueue(Generic[T]):
         if self._queue.num_new <= self._max_queued:
             return None
         last = self._queue.last_of_largest()
-        assert last is not None, "it is among these itself"
+        assert last is not None, "the new entry is one of them"
         num_others = len(self._queue) - 1
         if last is not entry:
             message = (
-                f"{num_others} requests wait, and one came that is more urgent, or whose caller has fewer"
+                f"{num_others} requests wait, and a new one is more urgent, or its caller has fewer waiting"
             )
             return last, Overloaded(message, self.retry_after_s(last))
         if entry.reason is not None and not isinstance(entry.reason, NoRoom):
@@ -202,7 +203,7 @@ class RequestQueue(Generic[T]):
         return entry, Overloaded(f"{num_others} requests wait already{why}", self.retry_after_s(entry))
 
     def _watch(self, entry: QueueEntry[T], now: float) -> None:
-        """From now on, its deadlines count."""
+        """Watches the entry's deadline and patience from now on."""
         if entry.deadline is not None:
             heappush(self._deadlines, (entry.deadline, entry.number, entry))
         if entry.patience_s < math.inf:
@@ -218,8 +219,7 @@ class RequestQueue(Generic[T]):
         return heap[0][0] if heap else None
 
     def _forget_left(self) -> None:
-        """Keeps few of the entries that left the queue, since each holds a request; and none once the queue is
-        empty."""
+        """Drops most entries that left the queue, since each holds a request; all of them once the queue is empty."""
         for heap in (self._deadlines, self._patience_ends):
             if not len(self._queue):
                 heap.clear()
@@ -236,26 +236,26 @@ class RequestQueue(Generic[T]):
 
 
 MEMORY_S = 30.0
-"""What was so long ago counts for a third (1/e) of what is new."""
+"""After this time, a value counts for about a third (1/e) of a new one."""
 
 MIN_MOVES = 4.0
-"""After fewer moves, as counted by that memory, the queue's rate is unknown."""
+"""With fewer remembered moves, the queue's rate is unknown."""
 
 
 class QueueRate:
-    """Tokens that went from the queue to workers, over the time that there was a queue. Times must not run
-    backwards."""
+    """How fast the queue moves: tokens that left it for workers, over the time in which requests waited. Times must not
+    run backwards."""
 
     def __init__(self) -> None:
         self._at = 0.0
         self._queue_s = 0.0
         self._moved_at = -1.0
         self._num_moves = 0.0
-        """Moments in which it moved: requests that are placed in the same one were not so by chance."""
+        """Moments at which the queue moved: requests placed at the same moment are not independent samples."""
         self._num_tokens = 0.0
 
     def advance(self, now: float, *, is_queue: bool) -> None:
-        """Until now, requests waited, or none did; the first call only sets the time."""
+        """`is_queue`: whether requests waited until now. The first call only sets the time."""
         passed_s = max(0.0, now - self._at)
         keep = math.exp(-passed_s / MEMORY_S)
         self._at = now
@@ -264,17 +264,16 @@ class QueueRate:
         self._num_tokens *= keep
 
     def placed(self, num_tokens: int) -> None:
-        """A request left the queue for its workers, or came past it."""
+        """A request left the queue for its workers, or went to them without waiting."""
         if self._at > self._moved_at:
             self._num_moves += 1.0
             self._moved_at = self._at
         self._num_tokens += num_tokens
 
     def least_wait_s(self, num_tokens: int) -> float:
-        """How long it takes at least until so much has been served; 0 if unknown.
+        """A lower bound for the time until `num_tokens` have been served; 0 if unknown.
 
-        Errs towards too little: as if the queue moved faster than it seemed by two standard deviations of a Poisson
-        count.
+        The bound assumes that the queue moves faster than measured, by two standard deviations of a Poisson count.
         """
         if self._num_moves < MIN_MOVES or self._queue_s <= 0.0:
             return 0.0
@@ -282,7 +281,7 @@ class QueueRate:
         return num_tokens * self._queue_s / (self._num_tokens * margin)
 
     def likely_wait_s(self, num_tokens: int) -> float:
-        """How long it likely takes; while the queue stands still, as long as it has stood."""
+        """The likely time until `num_tokens` have been served. While nothing moves, as long as nothing has moved."""
         if self._num_moves < 1.0:
             return self._queue_s
         return num_tokens * self._queue_s / self._num_tokens

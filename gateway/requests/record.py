@@ -1,4 +1,4 @@
-"""RequestRecord: what became of one request, reported once at its end; and Tally, what became of all of them."""
+"""RequestRecord: one request's outcome, reported once at its end; and Tally, the counts of all outcomes."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from gateway.requests.timing import SeenTransfer, TtftParts
 CLIENT_LEFT = "ClientLeft"
 
 CLIENTS_CHOICES = (CLIENT_LEFT, RequestAborted.__name__)
-"""Kinds of errors with which nothing was wrong."""
+"""Kinds of errors that clients chose, so nothing was wrong."""
 
 
 class Outcome(Enum):
-    """How it ended; see Tally for what they add up to."""
+    """How a request ended; Tally says what the counts add up to."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -35,14 +35,14 @@ class RequestRecord:
     request_id: str
     caller: Caller
     api: str
-    """The frontend that it came by: `grpc`, `chat`, `completions`, ..."""
+    """The API that the client used: `grpc`, `chat`, `completions`, ..."""
     is_chat: bool
-    """Its prompt was a conversation."""
+    """The prompt was a conversation."""
     trace: TraceContext | None
-    """The trace of its client's that it belongs to."""
+    """The client's trace context."""
     outcome: Outcome
     error: BaseException | None
-    """Of a request that did not finish."""
+    """None if it finished."""
     arrived_at: float
     """On the gateway's clock, like all times of one process; `finish.timing` counts from there."""
     ended_at: float
@@ -50,21 +50,21 @@ class RequestRecord:
     num_output_tokens: int
     num_attempts: int
     path: str | None
-    """Which way it really took, if it finished: `disaggregated`, `local` or `fallback`."""
+    """The path it really took, if it finished: `disaggregated`, `local` or `fallback`."""
     finish: Finish | None
     ttft_parts: TtftParts | None
-    """Where the time to its first token went; None if there was none."""
-    intake_s: float = 0.0
-    """From its arrival until it had tokens, and joined the queue."""
+    """Where the time to first token went; None if there was no token."""
+    preprocess_s: float = 0.0
+    """How long preprocessing took, from the arrival until the request joined the queue."""
     attempts: tuple[Attempt, ...] = ()
-    """The latest of them, and all unless there were very many. They have ended and do not change any more."""
+    """The latest attempts; all of them unless there were very many. They do not change any more."""
     transfers: tuple[SeenTransfer, ...] = ()
-    """Hand-overs, those of failed attempts too, counted from the arrival."""
+    """Hand-overs, also those of failed attempts; times count from the arrival."""
 
     @property
     def error_kind(self) -> str | None:
-        """What ended it, to count and search for: a class of baton/errors.py, CLIENT_LEFT, or the type of an
-        unexpected error. None if it finished."""
+        """The kind of error: a class of baton/errors.py, CLIENT_LEFT, or the type of an unexpected error; None if it
+        finished."""
         if self.error is None:
             return None
         return type(self.error).__name__ if isinstance(self.error, Exception) else CLIENT_LEFT
@@ -99,7 +99,7 @@ def record_of(
         path=state.path if is_finished else None,
         finish=state.finish if is_finished else None,
         ttft_parts=state.times.ttft_parts,
-        intake_s=request.intake_s,
+        preprocess_s=request.preprocess_s,
         attempts=tuple(state.attempts),
         transfers=state.times.transfers,
     )
@@ -109,10 +109,10 @@ OUTCOMES = ("received", *(outcome.value for outcome in Outcome))
 
 
 class Tally:
-    """received = finished + failed + rejected + aborted + those that wait + those that run, at every moment.
+    """received = finished + failed + rejected + aborted + waiting + running, at every moment.
 
-    `rejected` never had a worker; `failed` had one; `aborted` were ended by their clients, by name or by leaving, or
-    by their deadline.
+    A `rejected` request never had a worker, a `failed` one had. An `aborted` one was ended by its client, by its id or
+    by leaving, or by its deadline.
     """
 
     def __init__(self) -> None:
@@ -125,14 +125,14 @@ class Tally:
         self._counts["received"] += 1
 
     def finished(self, path: str, reason: str) -> None:
-        """Which way its answer came, and why, if there is more to say."""
+        """A request finished on this path; `reason` is the router's, and may be empty."""
         self.paths[path] += 1
         self._counts["finished"] += 1
         if reason:
             self._counts[f"finished_{path}: {reason}"] += 1
 
     def ended(self, error: BaseException, *, was_placed: bool) -> Outcome:
-        """It came to an end without an answer."""
+        """A request ended without a complete answer."""
         if not isinstance(error, Exception) or isinstance(error, RequestAborted):
             outcome = Outcome.ABORTED
         else:
@@ -141,7 +141,7 @@ class Tally:
         return outcome
 
     def migrated(self, cause: Cause) -> None:
-        """An attempt ended so, and the request goes on with another one."""
+        """An attempt failed for this cause, and the request continues with another one."""
         self._counts[f"migrated_{cause.value}"] += 1
 
     @property

@@ -1,4 +1,4 @@
-"""One client's request and its answer, as values: what was asked, what the client gets, and how it ended."""
+"""One client's request and its answer as values: GatewayRequest, Delta and Finish."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,36 +14,36 @@ from gateway.text import TextStream
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatewayRequest:
-    """A validated, tokenised request of a client. Two are never equal: each has an answer of its own."""
+    """A client's validated, tokenised request. No two are equal: each has an answer of its own."""
 
     request_id: str
     call_id: str | None = None
-    """What its client calls several answers together, of which this is one; None if it is the first, or alone."""
+    """The client's id for a call with several answers, of which this is a later one; None for the first or only one."""
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     text: TextStream
-    """Turns its answer into text; nothing was pushed into it yet."""
+    """Turns the answer into text; still empty."""
     priority: int = 0
     cache_salt: str | None = None
     mode: Mode | None = None
     timeout_s: float | None = None
-    """How long its client waits, from now on."""
+    """How long the client waits, from the submission on; None: without limit."""
     caller: Caller = ANYBODY
     api: str = "grpc"
-    """The frontend that it came by: `grpc`, `chat`, `completions`, ..."""
+    """The API that the client used: `grpc`, `chat`, `completions`, ..."""
     trace: TraceContext | None = None
-    """The trace of its client's that it belongs to."""
+    """The client's trace context."""
     is_chat: bool = False
-    """Its prompt is a conversation."""
-    intake_s: float = 0.0
-    """The time from its arrival until now: tokenising, above all."""
+    """The prompt is a conversation."""
+    preprocess_s: float = 0.0
+    """How long preprocessing took, from the request's arrival; mostly tokenising."""
     on_placed: Callable[[Placement], None] | None = None
     """Called with each attempt's placement; must not raise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a request ended well, and what it took."""
+    """The end of a complete answer: why it ended, and what it took."""
 
     reason: FinishReason
     matched_stop: str | None
@@ -66,8 +66,7 @@ class Delta:
     finish: Finish | None = None
 
     def without_reasons(self) -> "Delta":
-        """For clients that do not administer: why a hand-over failed is in workers' words, which may name machines
-        and files."""
+        """For clients without the right to administer: workers' reasons may name machines and files."""
         if self.finish is None or not self.finish.timing.transfers:
             return self
         timing = self.finish.timing

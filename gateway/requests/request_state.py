@@ -1,4 +1,4 @@
-"""RequestState: one client's request from its arrival to its end, and what its client has of the answer; pure.
+"""RequestState: one client's request from its arrival to its end, with the answer so far; pure.
 
                      +------------- an attempt failed -------------+
                      v                                             |
@@ -8,9 +8,9 @@
                      |  client left                      |  client left
                      +------------> FINISHED <-----------+
 
-Outputs of both workers, and of repeated attempts, arrive in any order and more than once. Each names the
-position of its tokens, and the client gets every position once, in order. A new attempt continues behind what
-the client has; the text state stays here, so a stop string may begin on one worker and end on another.
+Outputs of both workers, and of repeated attempts, arrive in any order and more than once. Each names the position of
+its tokens, and the client gets every position once, in order. A new attempt continues behind the delivered tokens. The
+text state stays here, so a stop string may begin on one worker and end on another.
 """
 
 from array import array
@@ -29,7 +29,7 @@ from gateway.routing.cost import EXPECTED_NEW_TOKENS
 from gateway.routing.placement import Mode, Placement
 
 MAX_RECORDED_ATTEMPTS = 32
-"""The latest ones. Refusals do not count against a request, so there may be any number of attempts."""
+"""How many attempts are kept, the latest ones. Refusals do not count, so a request may have any number of attempts."""
 
 
 class RequestPhase(Enum):
@@ -39,23 +39,7 @@ class RequestPhase(Enum):
 
 
 class RequestState:
-    """Moved by the dispatcher alone."""
-
-    __slots__ = (
-        "_delivered",
-        "_early",
-        "_last",
-        "_num_cached_tokens",
-        "arrived_at",
-        "attempts",
-        "finish",
-        "latency",
-        "phase",
-        "placement",
-        "request",
-        "retry",
-        "times",
-    )
+    """Only the dispatcher changes it."""
 
     def __init__(
         self, request: GatewayRequest, retry: RetryState, latency: StreamLatency, arrived_at: float
@@ -66,24 +50,24 @@ class RequestState:
         self.arrived_at = arrived_at
         self.phase = RequestPhase.WAITING
         self.attempts: deque[Attempt] = deque(maxlen=MAX_RECORDED_ATTEMPTS)
-        """The last one is under way while the request is PLACED."""
+        """The last one is running while the request is PLACED."""
         self.placement: Placement | None = None
-        """Which way the latest attempt really took."""
-        self.times = RequestTimes(arrived_at, request.intake_s)
+        """The path that the latest attempt really took."""
+        self.times = RequestTimes(arrived_at, request.preprocess_s)
         self.finish: Finish | None = None
         self._delivered = array("I")
-        """An answer may have a million tokens: they take 12 bytes each here, with their times."""
+        """The client's tokens. An answer may have a million: with their times they take 12 bytes each."""
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        """Tokens whose predecessors have not arrived yet, by position."""
+        """Tokens that arrived before their predecessors, by position."""
         self._last: tuple[RequestOutput, int] | None = None
-        """The output that ends the request, and how many tokens it ends at."""
+        """The output that ends the request, and the answer's length at its end."""
         self._num_cached_tokens = 0
 
-    # what was asked
+    # the request
 
     @property
     def num_tokens(self) -> int:
-        """What it is likely to cost, whatever room for an answer it asks for."""
+        """The likely cost: the prompt and an answer of at most EXPECTED_NEW_TOKENS."""
         num_new_tokens = min(self.request.sampling_params.max_tokens, EXPECTED_NEW_TOKENS)
         return len(self.request.prompt_token_ids) + num_new_tokens
 
@@ -91,7 +75,7 @@ class RequestState:
     def deadline(self) -> float | None:
         """The client's own, on the gateway's clock."""
         timeout_s = self.request.timeout_s
-        return None if timeout_s is None else self.arrived_at + self.request.intake_s + timeout_s
+        return None if timeout_s is None else self.arrived_at + self.request.preprocess_s + timeout_s
 
     def time_left(self, now: float) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - now)
@@ -109,14 +93,14 @@ class RequestState:
 
     @property
     def path(self) -> str | None:
-        """Which way its answer came, if it is whole."""
+        """The path of a complete answer; None before."""
         if self.finish is None:
             return None
         placement = self.finish.placement
         return "fallback" if placement.is_fallback else placement.mode.value
 
     def begin_attempt(self, attempt: Attempt, now: float) -> None:
-        """Forgets tokens that came without their predecessors: what is computed anew need not fit them."""
+        """Drops tokens that arrived before their predecessors: recomputed tokens may differ from them."""
         assert self.phase is RequestPhase.WAITING, f"it is {self.phase.value}"
         self.phase = RequestPhase.PLACED
         self.attempts.append(attempt)
@@ -138,7 +122,7 @@ class RequestState:
     def sub_requests(
         self, refs: Mapping[str, WorkerRef], transfer_id: str, now: float
     ) -> list[tuple[str, EngineRequest]]:
-        """What the latest attempt sends to each of its workers."""
+        """The latest attempt's sub-request for each of its workers."""
         request, attempt = self.request, self.attempt
         whole = EngineRequest(
             request_id=attempt.engine_request_id,
@@ -156,7 +140,7 @@ class RequestState:
 
     @property
     def output_token_ids(self) -> tuple[int, ...]:
-        """What the client has of the answer."""
+        """The tokens that the client has."""
         return tuple(self._delivered)
 
     @property
@@ -164,7 +148,8 @@ class RequestState:
         return len(self._delivered)
 
     def on_output(self, worker: str, output: RequestOutput, now: float) -> Delta | AttemptFailure | None:
-        """The delta that an output of the latest attempt completes, or the failure that it means, if either."""
+        """Takes an output of the latest attempt. Returns the delta that it completes, the failure that it reports, or
+        None."""
         attempt = self.attempt
         if output.num_cached_tokens and not attempt.num_tokens_before:
             self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
@@ -183,17 +168,17 @@ class RequestState:
         return self._deliver(worker, *self._in_order(output), now)
 
     def end_if_whole(self, now: float) -> Delta | None:
-        """The last delta, if the client has every token that it asked for, and only the output that says so was
-        lost."""
+        """The last delta, if the client has all requested tokens and only the output with the finish was lost."""
         if len(self._delivered) < self.request.sampling_params.max_tokens:
             return None
         self.finish = self._make_finish(FinishReason.LENGTH, None, now)
         return Delta(text=self.request.text.flush(), finish=self.finish)
 
     def _contradicts(self, output: RequestOutput) -> bool:
-        """Whether it holds another token than the client has: what follows in it is no continuation.
+        """Whether the output has another token at a position that the client already has; then it does not continue
+        the answer.
 
-        As when a prompt that one worker had computed is computed again by another, with a rounding error of its own.
+        This happens when another worker recomputes a prompt with slightly different rounding.
         """
         first = output.first_position
         if first >= len(self._delivered):
@@ -202,7 +187,7 @@ class RequestState:
         return any(ours != theirs for ours, theirs in zip(known, output.token_ids, strict=False))
 
     def _note_fallback(self, attempt: Attempt, worker: str, output: RequestOutput) -> None:
-        """The decode worker computed a prompt itself that a prefill worker was to compute."""
+        """Notes that the decode worker computed the prompt itself instead of receiving it from the prefill worker."""
         decode, times = attempt.placement.decode, output.stage_times
         is_recomputed = times is not None and not times.transfer_bytes
         if worker == decode and attempt.placement.prefill is not None and is_recomputed:
@@ -211,7 +196,7 @@ class RequestState:
             )
 
     def _in_order(self, output: RequestOutput) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """What is next for the client, with this output."""
+        """The tokens that the client can get now, with this output."""
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         for position, token in enumerate(zip(output.token_ids, logprobs, strict=True), output.first_position):
             if position >= len(self._delivered):

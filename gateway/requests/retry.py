@@ -1,15 +1,15 @@
 """RetryState: where a request may go next, and when it is given up; pure.
 
-A failed attempt is followed by another one, elsewhere, behind the tokens that the client has already. What counts
-against a request are attempts *in vain*: they failed or lost a worker, and brought the client no new token from
-a decode worker. The request ends after
+After a failed attempt, another one continues on other workers, behind the tokens that the client already has. An
+attempt counts against a request if it failed or lost a worker, and brought the client no new token from a decode
+worker. The request ends after
 
-    MAX_FAILURES  in a row where workers live and report that they could not do it
-    MAX_LOSSES    in a row where workers vanish: most requests that lose a randomly killed worker are bystanders
-    MAX_ATTEMPTS  failures and losses in all, for a request that gets a little further each time
+    MAX_FAILURES  such attempts in a row in which workers reported a failure
+    MAX_LOSSES    such attempts in a row in which workers were lost: most requests on a killed worker are bystanders
+    MAX_ATTEMPTS  failures and losses in all, even if each attempt brought a few tokens
 
-So a request that kills its workers takes at most MAX_LOSSES of them, if it dies where it died before. To be
-given back or refused does not count; the time that a request may look for a place bounds that.
+So a request that kills its workers at the same token kills at most MAX_LOSSES of them. Attempts that were given back
+or refused do not count; the time that a request may look for a place bounds them.
 """
 
 from typing import Literal
@@ -26,15 +26,15 @@ from gateway.workers.worker_list import WorkerList
 LoadFailurePolicy = Literal["retry", "recompute", "fail"]
 
 MAX_FAILURES = 3
-"""After all but one of these, the decode worker computes the prompt, unless the request requires a prefill worker."""
+"""The last attempt before this limit uses a decode worker alone, unless the request requires a prefill worker."""
 MAX_LOSSES = 8
 MAX_ATTEMPTS = 64
 MAX_GIVEN_BACK = 2
-"""After that, a worker without room keeps the request until it has some."""
+"""After that, a worker that runs out of blocks keeps the request until it has some."""
 
 
 class RetryState:
-    """Of one request. Times are the caller's, in seconds."""
+    """The retries of one request. Times are the caller's, in seconds."""
 
     def __init__(
         self,
@@ -45,15 +45,16 @@ class RetryState:
         *,
         must_not_fall_back: bool = False,
     ) -> None:
-        """`must_not_fall_back`: as configured, a request runs on a decode worker alone by choice, or not at all."""
+        """`must_not_fall_back`: a decode worker may compute the prompt by choice of mode, but not as a fallback."""
         self._request = request
         self._workers = workers
         self._policy = policy
         self._may_recompute = request.mode is not Mode.DISAGGREGATED and not must_not_fall_back
         self._failed: dict[str, str] = {}
-        """Incarnations of workers that failed it, by name: another incarnation may succeed."""
+        """Incarnations of workers that failed the request, by name; another incarnation may succeed."""
         self._refused: dict[str, int] = {}
-        """Workers that did not want it, and their heartbeat at that time: they may have room by now."""
+        """Workers that refused the request or gave it back, with their heartbeat's number at that time: after the next
+        heartbeat, they may have room."""
         self._num_failures = 0
         self._num_losses = 0
         self._num_in_all = 0
@@ -61,13 +62,13 @@ class RetryState:
         self._last_failure: AttemptFailure | None = None
         self.num_attempts = 0
         self.seeking_since = now
-        """Since when it looks for a place. Time on workers that did nothing for it does not count: to have
-        queued on one that gives it back is no reason to be given up sooner."""
+        """Since when the request looks for a place. Time on workers that gave it back without progress is added, so
+        that queueing there does not use up its time."""
 
     def route(self, router: Router, output_token_ids: tuple[int, ...]) -> Placement | RequestError:
-        """Where it goes next; NoRoom or WorkerUnavailable if it has to wait.
+        """The next placement; NoRoom or WorkerUnavailable if the request has to wait.
 
-        If every other worker is excluded, it is retried on one that failed it before.
+        If every other worker is excluded, the request is retried on one that failed it before.
         """
         failed, refused = self._excluded()
         placement = _route(router, self._query(output_token_ids, failed | refused))
@@ -78,15 +79,15 @@ class RetryState:
         return placement
 
     def lacking(self, router: Router) -> dict[str, int]:
-        """How many tokens of its prompt each worker lacks that may compute it, as Router.lacking has it."""
+        """How many prompt tokens each possible worker would have to compute; see Router.lacking."""
         return router.lacking(self._query((), frozenset()))
 
     def needs(self) -> object:
-        """Two requests with equal needs find a worker both or neither."""
+        """Of two requests with equal needs, either both find a worker or neither does."""
         return self._request.mode, self._is_without_prefill, *self._excluded()
 
     def begin(self, placement: Placement, engine_request_id: str, num_tokens: int, now: float) -> Attempt:
-        """An attempt for a client that has `num_tokens` of the answer."""
+        """A new attempt; the client has `num_tokens` of the answer."""
         self.num_attempts += 1
         listed = {name: self._workers.get(name) for name in (placement.decode, placement.prefill) if name}
         recomputes = self._policy == "recompute" and self._may_recompute
@@ -101,10 +102,10 @@ class RetryState:
         )
 
     def on_preemption(self, placement: Placement) -> OnPreemption:
-        """A worker that runs out of blocks gives the request back where that helps, and at most MAX_GIVEN_BACK times.
+        """A worker that runs out of blocks gives the request back if that helps, at most MAX_GIVEN_BACK times.
 
-        It helps where another decode worker may have room, or where a prefill worker computes what this one
-        would have to compute again; the router found the request long enough for one.
+        It helps if another decode worker may have room, or if a prefill worker can recompute the prompt; then the
+        router found the prompt long enough for one.
         """
         has_choice = self._workers.num_of(WorkerRole.DECODE) > 1 or placement.prefill is not None
         if has_choice and self._num_given_back < MAX_GIVEN_BACK:
@@ -114,12 +115,11 @@ class RetryState:
     def on_failure(
         self, attempt: Attempt, failure: AttemptFailure, num_tokens: int, now: float
     ) -> RequestError | None:
-        """An attempt failed when the client had `num_tokens`: None to place it again, or the error to give up
-        with."""
+        """An attempt failed while the client had `num_tokens`. None: place the request again; else the final error."""
         if failure.error is not None:
             return failure.error
         self._last_failure = failure
-        # A prefill worker adds a token to each attempt; a request that lived on these would never decode.
+        # Each attempt's prefill worker adds one token, which is no progress: such a request would never decode.
         has_progressed = num_tokens > attempt.num_tokens_before + (attempt.placement.prefill is not None)
         if has_progressed:
             self._num_failures = self._num_losses = 0
@@ -135,7 +135,7 @@ class RetryState:
         return self._count(attempt, failure, has_progressed)
 
     def too_late(self, reason: RequestError, waited_s: float, retry_after_s: float) -> RequestError:
-        """The error for a request that found no place in the time that it may wait."""
+        """The error for a request that found no place in time."""
         if isinstance(reason, NoRoom | Overloaded):
             return Overloaded(f"no room within {waited_s:g} s: {reason}", retry_after_s)
         before = f"; before that, {self._disclosed(self._last_failure)}" if self._last_failure else ""
@@ -146,7 +146,8 @@ class RetryState:
         return self._num_failures + 1 >= MAX_FAILURES and self._may_recompute
 
     def _excluded(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Workers whose present incarnation failed it, and those that do not want it at present."""
+        """Workers whose current incarnation failed the request, and workers that refused it since their last
+        heartbeat."""
         names = {*self._failed, *self._refused}
         listed = [(name, worker) for name in names if (worker := self._workers.get(name))]
         failed = (name for name, worker in listed if self._failed.get(name) == worker.ref.incarnation)
@@ -187,7 +188,7 @@ class RetryState:
         return None
 
     def _disclosed(self, failure: AttemptFailure) -> str:
-        """A worker's words may name machines and files: they are for administrators, and for the log."""
+        """A worker's reason may name machines and files, so only administrators and the log see it."""
         return str(failure) if self._request.caller.may_administer else failure.summary
 
 

@@ -1,8 +1,7 @@
-"""Where a request's time went: to its first token, from there to the second, and over all its stages; pure
-arithmetic.
+"""Where a request's time went: until its first token, from there to the second, and in each stage; pure arithmetic.
 
-Clocks of two machines are never compared: workers report durations of their own, which lie inside those that
-the gateway measures. What is left over counts as the gateway's, with the network in between.
+Clocks of two machines are never compared. Workers report durations, which lie inside those that the gateway measures.
+The rest counts as the gateway's, including the network.
 """
 
 from array import array
@@ -32,16 +31,16 @@ class Timing:
     transport: str
     transfers: tuple["SeenTransfer", ...] = ()
     ttft_parts: "TtftParts | None" = None
-    """They add up to `ttft_s`; None if there was no token."""
+    """Parts that add up to `ttft_s`; None if there was no token."""
     handover_parts: "HandoverParts | None" = None
-    """They add up to `handover_s`; None if nothing was handed over."""
+    """Parts that add up to `handover_s`; None if nothing was handed over."""
     handover_ended_s: float = 0.0
-    """When the later of these two tokens came, since the request's arrival."""
+    """When the later of the two tokens around the hand-over arrived, since the request's arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenTransfer:
-    """A hand-over as one worker saw it, counted from the request's arrival at the gateway."""
+    """A hand-over as one worker saw it; times count from the request's arrival at the gateway."""
 
     worker: str
     record: TransferRecord
@@ -49,41 +48,41 @@ class SeenTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftParts:
-    """In seconds, in the order in which they pass; they add up to the time to first token, and none is negative."""
+    """Parts of the time to first token, in seconds; they add up to it, and none is negative."""
 
     gateway_s: float
-    """Taking the request in (tokenising), dispatching it, the ways to the worker and back, and what nobody told."""
+    """Preprocessing, dispatching, the network to the worker and back, and time that no worker reported."""
     queue_s: float
-    """In the gateway's line, until a worker had room."""
+    """In the gateway's queue, until a worker had room."""
     failed_attempts_s: float
-    """With workers that came to nothing before the first token."""
+    """In attempts that failed before the first token."""
     worker_queue_s: float
-    """On the worker that computed the prompt, until its first step."""
+    """In the queue of the worker that computed the prompt, until the first step."""
     transfer_exposed_s: float
-    """Waiting for a KV transfer: nothing where the worker that computed the prompt tells the first token, as it does
-    unless it or its word is lost, or comes later than that of the worker that goes on."""
+    """Waiting for a KV transfer. Usually 0, since the prefill worker reports the first token itself; more if that
+    report is lost, or later than the decode worker's."""
     prefill_s: float
-    """From the prompt's first step to the first token."""
+    """From the prompt's first step to the first token on that worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverParts:
-    """Of a request that was handed over, in seconds; they add up to what lay between its first and second token."""
+    """Parts of the time between the first and second token of a handed-over request, in seconds; they add up to it."""
 
     transfer_exposed_s: float
-    """From the end of the prefill until the decode worker had everything: what no overlap hid."""
+    """From the end of the prefill until the decode worker had all blocks: the part that overlap did not hide."""
     first_step_s: float
-    """From there until the decode worker had sampled, waiting for a place in its batch included."""
+    """From there until the decode worker sampled a token, including the wait for a place in its batch."""
     gateway_s: float
-    """The ways between, and what nobody told."""
+    """The network, and time that no worker reported."""
 
 
 @dataclass(slots=True)
 class FirstTokenClock:
-    """Told of one request's attempts and of its first token; times are since the request's arrival."""
+    """Follows one request's attempts until its first token; times count from the request's arrival."""
 
     ttft_s: float | None = None
-    """Once it has come."""
+    """None before the first token."""
     _brought_by: str = ""
     _queue_s: float = 0.0
     _failed_s: float = 0.0
@@ -92,7 +91,7 @@ class FirstTokenClock:
     _placement: Placement | None = None
 
     def waits_from(self, at_s: float) -> None:
-        """It was taken in, and stands in line."""
+        """The request joined the queue."""
         self._waits_since_s = at_s
 
     def begin_attempt(self, placement: Placement, at_s: float) -> None:
@@ -104,7 +103,7 @@ class FirstTokenClock:
         self._placement = placement
 
     def end_attempt(self, at_s: float) -> None:
-        """It came to nothing; no error if there was none."""
+        """The attempt failed; no error if there was none."""
         if self.ttft_s is None and self._attempt_began_s is not None:
             self._failed_s += at_s - self._attempt_began_s
             self._attempt_began_s, self._waits_since_s = None, at_s
@@ -115,7 +114,7 @@ class FirstTokenClock:
             self.ttft_s, self._brought_by = at_s, worker
 
     def parts(self, stages: Mapping[str, StageTimes]) -> TtftParts | None:
-        """`stages` by worker, of the attempt that brought the first token; None if it has not come."""
+        """`stages`: by worker, of the attempt that brought the first token. None before the first token."""
         if self.ttft_s is None:
             return None
         assert self._placement is not None
@@ -126,11 +125,11 @@ class FirstTokenClock:
 class RequestTimes:
     """Collects the times of one request. Every `now` is the gateway's clock."""
 
-    def __init__(self, arrived_at: float, intake_s: float) -> None:
+    def __init__(self, arrived_at: float, preprocess_s: float) -> None:
         self._arrived_at = arrived_at
         self._delivered_at = array("d")
         self._first_token = FirstTokenClock()
-        self._first_token.waits_from(intake_s)
+        self._first_token.waits_from(preprocess_s)
         self._stages: dict[str, StageTimes] = {}
         """Of the latest attempt, by worker."""
         self._first_token_stages: dict[str, StageTimes] | None = None
@@ -148,7 +147,7 @@ class RequestTimes:
 
     @property
     def transfers(self) -> tuple[SeenTransfer, ...]:
-        """All that workers reported, in the order of the attempts."""
+        """All reported hand-overs, in the order of the attempts."""
         return tuple(seen for part in self._transfers.values() for seen in part)
 
     def begin_attempt(self, number: int, placement: Placement, now: float) -> None:
@@ -159,18 +158,18 @@ class RequestTimes:
         self._stages = {}
 
     def end_attempt(self, now: float) -> None:
-        """It failed, and the request waits for another one."""
+        """The attempt failed, and the request waits for another one."""
         self._first_token.end_attempt(now - self._arrived_at)
 
     def note_stages(self, worker: str, stages: StageTimes) -> None:
-        """What a worker of the latest attempt reports of its own stages, so far."""
+        """A worker of the latest attempt reported its stages so far."""
         self._stages[worker] = stages
         self._transfers[self._attempt, worker] = tuple(
             SeenTransfer(worker, record.shifted(self._attempt_began_s)) for record in stages.transfers
         )
 
     def note_tokens(self, worker: str, num_tokens: int, now: float) -> None:
-        """The client gets so many tokens, the last of which this worker brought."""
+        """The client gets `num_tokens` tokens with an output of this worker."""
         if not self._delivered_at and num_tokens:
             self._first_token.first_token(worker, now - self._arrived_at)
         if num_tokens == 1:
@@ -179,7 +178,7 @@ class RequestTimes:
             self._delivered_at.extend([now] * num_tokens)
 
     def timing(self, placement: Placement, num_tokens_before: int, now: float) -> Timing:
-        """`placement` and `num_tokens_before` are those of the latest attempt: workers' times are of that one."""
+        """`placement` and `num_tokens_before` are the latest attempt's, as are the workers' times."""
         at = self._delivered_at
         decode = self._stages.get(placement.decode, StageTimes())
         prefill = self._stages.get(placement.prefill, StageTimes()) if placement.prefill else decode
@@ -207,14 +206,14 @@ class RequestTimes:
         )
 
     def _exposed_s(self, placement: Placement) -> float | None:
-        """What the prefill worker reported of its hand-over; None if it has not."""
+        """The prefill worker's exposed transfer time; None if it reported none."""
         seen = self._transfers.get((self._attempt, placement.prefill or ""), ())
         return next((each.record.exposed_s for each in seen if each.record.exposed_s > 0.0), None)
 
 
 def split_handover(gap_s: float, stages: StageTimes, exposed_s: float | None) -> HandoverParts:
-    """`gap_s` lay between the two tokens, `stages` are the decode worker's; `exposed_s` is what the prefill worker
-    said, None if it did not."""
+    """`gap_s`: between the two tokens; `stages`: the decode worker's; `exposed_s`: the prefill worker's, None if it
+    reported none."""
     first_step_s = min(gap_s, stages.first_step_s)
     left_s = gap_s - first_step_s
     transfer_exposed_s = left_s if exposed_s is None else min(left_s, exposed_s)
@@ -228,9 +227,9 @@ def split_handover(gap_s: float, stages: StageTimes, exposed_s: float | None) ->
 def _who_computed(
     placement: Placement, brought_by: str, stages: Mapping[str, StageTimes]
 ) -> tuple[StageTimes, float]:
-    """The times of the worker that computed the prompt, and how long another one waited for it when it was computed.
+    """The stages of the worker that computed the prompt, and how long the other worker waited for KV afterwards.
 
-    That one has waited all along, from before the prompt's first step.
+    The other worker's own wait began before the prompt's first step.
     """
     bringer = stages.get(brought_by, StageTimes())
     if brought_by != placement.decode or placement.prefill is None or bringer.prefill_s:
@@ -240,13 +239,13 @@ def _who_computed(
 
 
 def _cut(ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float) -> TtftParts:
-    """What was measured here comes first, then each that a worker told, as far as there is time left for it."""
+    """The gateway's own measurements come first, then each reported one, as far as time is left for it."""
     left_s = ttft_s - queue_s - failed_s
-    told = []
-    for said_s in (computed.prefill_s, computed.queue_s, waited_s):
-        told.append(min(left_s, max(0.0, said_s)))
-        left_s -= told[-1]
-    prefill_s, worker_queue_s, transfer_exposed_s = told
+    fitting = []
+    for reported_s in (computed.prefill_s, computed.queue_s, waited_s):
+        fitting.append(min(left_s, max(0.0, reported_s)))
+        left_s -= fitting[-1]
+    prefill_s, worker_queue_s, transfer_exposed_s = fitting
     return TtftParts(
         gateway_s=left_s,
         queue_s=queue_s,

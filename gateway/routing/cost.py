@@ -24,8 +24,8 @@ EXPECTED_NEW_TOKENS = 128
 
 
 ALIKE = 1.25
-"""Rates that differ by less count as equal. The inputs of their measurements differ more than that, and equal workers
-share the load."""
+"""Rates that differ by less than this factor count as equal, so that equal workers share the load. Measurements differ
+by more than that by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class CostModel:
         self._prefill_rate = MovingAverage()
         self._decode_step = StepTime()
 
-    def heard(self, status: WorkerStatus) -> None:
+    def on_status(self, status: WorkerStatus) -> None:
         """Learns typical rates, for workers that have not computed a prompt, or decoded, themselves yet."""
         if status.load.prefill_tokens_per_s > 0.0:
             self._prefill_rate.add(status.load.prefill_tokens_per_s)

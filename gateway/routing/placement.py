@@ -1,4 +1,4 @@
-"""The router's question and its answer."""
+"""RouteQuery and Placement: what the router is asked, and its answer."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteQuery:
-    """A request that needs a placement: a new one, or one that goes on elsewhere."""
+    """A request that needs a placement: a new one, or one that continues on other workers."""
 
     token_ids: tuple[int, ...]
     """The prompt and the answer delivered so far: everything to compute before the next token."""

@@ -1,11 +1,11 @@
-"""PrefillTimes: what it takes at least to compute a prompt, by what others took lately; pure, in bounded memory.
+"""PrefillTimes: a lower bound for the time to compute a prompt, from recent prompts; pure, in bounded memory.
 
-Two things are known, and each may be too much, so the smaller one counts:
+Two estimates exist. Each may be too high, so the smaller one counts:
 
-    half of what prompts no longer took on the same worker  too much after a time when many shared its steps
-    tokens / the best rate that the worker told             too much where prompts were so short that steps were empty
+    half the time of shorter prompts on the same worker  too high if many requests shared its steps
+    tokens / the best rate that the worker reported      too high if prompts were too short to fill steps
 
-Nothing is concluded from longer prompts.
+Longer prompts say nothing about shorter ones.
 """
 
 from collections import deque
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MEMORY_S = 60.0
-"""What is older says nothing any more: so whoever was refused may try, and a worker that has become faster is found."""
+"""Older values are dropped. So requests are tried again, and a worker that became faster is noticed."""
 MIN_SEEN = 4
-"""Of fewer prompts of about one size nobody knows whether they were slow by chance."""
+"""Fewer prompts of about one size may have been slow by chance."""
 MAX_SEEN = 16
 SHARE = 0.5
 
@@ -29,12 +29,12 @@ class _Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class _Worker:
-    """Times are those of the caller's clock, with what was seen then."""
+    """One worker's recent prompts and rates, with their times on the caller's clock."""
 
     prompts: dict[int, deque[_Prompt]] = field(default_factory=dict)
-    """The latest, by the bits of their number of tokens."""
+    """The latest prompts, by the number of bits of their length."""
     rates: deque[tuple[float, float]] = field(default_factory=deque)
-    """Tokens a second: the best one, the best one after that, and so on."""
+    """Tokens per second: the best rate, then the best one after it, and so on."""
 
     def computed(self, num_tokens: int, seconds: float, now: float) -> None:
         of_size = self.prompts.setdefault(num_tokens.bit_length(), deque(maxlen=MAX_SEEN))
@@ -62,17 +62,17 @@ class PrefillTimes:
         self._workers: dict[str, _Worker] = {}
 
     def computed(self, worker: str, num_tokens: int, seconds: float, now: float) -> None:
-        """So many tokens, found in no cache, took so long from the first step to the first token."""
+        """`num_tokens` uncached tokens took `seconds` from the first step to the first token."""
         self._workers.setdefault(worker, _Worker()).computed(num_tokens, seconds, now)
 
     def on_rate(self, worker: str, tokens_per_s: float, now: float) -> None:
-        """What a worker measures in steps that compute prompts; 0 if it has measured nothing yet."""
+        """A worker's measured rate in steps that compute prompts; 0 if it has measured nothing yet."""
         if tokens_per_s > 0.0:
             self._workers.setdefault(worker, _Worker()).on_rate(tokens_per_s, now)
 
     def least_s(self, lacking: Mapping[str, int], now: float) -> float:
-        """From the first step to the first token, on whichever of these workers that is, of which each lacks so many
-        tokens; 0 if nobody knows."""
+        """The least time from first step to first token on the fastest of these workers; 0 if unknown. `lacking`: the
+        tokens that each would have to compute."""
         nothing = _Worker()
         return min(
             (self._workers.get(worker, nothing).least_s(num, now) for worker, num in lacking.items()),
@@ -80,11 +80,11 @@ class PrefillTimes:
         )
 
     def forget(self, worker: str) -> None:
-        """It is gone; who comes back by its name may be faster."""
+        """The worker is lost; a later one of that name may be faster."""
         self._workers.pop(worker, None)
 
 
 def _least_of(seen: Iterable[_Prompt], num_tokens: int, now: float) -> float:
-    """What those took that are no longer than this."""
+    """The least time of prompts that are no longer than this; 0 if there are too few."""
     seconds = [each.seconds for each in seen if each.num_tokens <= num_tokens and now - each.at <= MEMORY_S]
     return min(seconds) if len(seconds) >= MIN_SEEN else 0.0

@@ -1,7 +1,7 @@
 """Router: chooses the workers of each request; pure logic, so that a simulator can run it too.
 
-Its inputs are the workers' reports (`on_status`, `on_worker_lost`, `kv_events`), the gateway's actions (`sent`,
-`ended`) and measurements (`measured`); `route` asks it. It has no clock: all times are durations it was told.
+Inputs are the workers' reports (`on_status`, `on_worker_lost`, `kv_events`), the gateway's actions (`sent`, `ended`)
+and measurements (`measured`); `route` returns a placement. The router has no clock: all times are reported durations.
 """
 
 from collections.abc import Collection
@@ -51,17 +51,16 @@ class Router:
         name = status.ref.name
         worker = self._workers.setdefault(name, WorkerSnapshot(name))
         before = worker.service, worker.block_size
-        if worker.is_of_another_life(status):
+        if worker.is_new_incarnation(status):
             self._index.forget(name)
-        worker.heard(status)
-        self._costs.heard(status)
+        worker.on_status(status)
+        self._costs.on_status(status)
         if (worker.service, worker.block_size) != before:
             self._note_change()
 
     def on_worker_lost(self, name: str) -> None:
-        """The worker is lost, silent or removed: it gets no requests until it is heard again. Unknown names are no
-        error.
-        """
+        """The worker is lost, silent or removed, and gets no requests until its next status. Unknown names are no
+        error."""
         self._index.forget(name)
         if worker := self._workers.get(name):
             worker.gone()
@@ -80,14 +79,14 @@ class Router:
         return self._follows_kv and worker in self._workers and not self._index.is_known(worker)
 
     def sent(self, worker: str, placement: Placement) -> None:
-        """A request of a placement was sent to one of its workers: counts at once, before the worker reports it."""
+        """A sub-request was sent to one of the placement's workers. It counts at once, before the worker reports it."""
         self._workers.setdefault(worker, WorkerSnapshot(worker)).sent(placement)
 
     def ended(self, worker: str, placement: Placement) -> None:
-        """A request that was `sent` has ended, whatever became of it or the worker. Call exactly once for each."""
-        standing = self._workers[worker]
-        standing.ended(placement, are_hits_known=self._follows_kv)
-        self._drop_if_over(standing)
+        """A sub-request that was `sent` has ended, in any way. Call exactly once for each."""
+        snapshot = self._workers[worker]
+        snapshot.ended(placement, are_hits_known=self._follows_kv)
+        self._drop_if_over(snapshot)
 
     def measured(self, placement: Placement, times: StageTimes) -> None:
         """Learns from the times of a placement's finished decode request."""
@@ -100,57 +99,57 @@ class Router:
                 times.transfer_moving_s,
             )
 
-    def route(self, ask: RouteQuery) -> Placement:
-        """A placement without excluded workers; NoRoom if those that could decode are full, WorkerUnavailable if there
-        is none of them, or no prefill worker for a request that must not do without.
+    def route(self, query: RouteQuery) -> Placement:
+        """A placement without excluded workers. NoRoom if all decode workers are full; WorkerUnavailable if there is
+        none, or no prefill worker for a request that requires one.
 
-        It counts only once its requests are `sent`.
+        The placement counts only once its requests are `sent`.
         """
         turn = next(self._turn)
-        decodes = self._able_to(WorkerRole.DECODE, ask.excluded, turn)
+        decodes = self._able_to(WorkerRole.DECODE, query.excluded, turn)
         if not decodes:
             raise WorkerUnavailable("no decode worker is available")
-        prefills = [] if ask.without_prefill else self._able_to(WorkerRole.PREFILL, ask.excluded, turn)
-        mode = ask.mode or self._default_mode
-        is_required = ask.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
+        prefills = [] if query.without_prefill else self._able_to(WorkerRole.PREFILL, query.excluded, turn)
+        mode = query.mode or self._default_mode
+        is_required = query.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
         if mode is not Mode.LOCAL and not prefills and is_required:
             raise WorkerUnavailable("no prefill worker is available, but the request requires one")
-        num_tokens = len(ask.token_ids)
+        num_tokens = len(query.token_ids)
         large = [worker for worker in decodes if worker.may_ever_hold(num_tokens + 1)]
-        if large:  # else no worker could ever serve it, and it need not wait to be refused
+        if large:  # else no worker can ever serve the request, and a worker may refuse it at once
             decodes = _with_room(large, num_tokens + 1)
         if not decodes:
             raise NoRoom(f"no decode worker has free blocks for {num_tokens} tokens at present")
-        num_new_tokens = min(ask.max_new_tokens, EXPECTED_NEW_TOKENS)
-        need = Need(num_tokens, num_new_tokens, self._hits(ask) if self._follows_kv else {})
-        return self._place(ask, mode, need, prefills, decodes)
+        num_new_tokens = min(query.max_new_tokens, EXPECTED_NEW_TOKENS)
+        need = Need(num_tokens, num_new_tokens, self._hits(query) if self._follows_kv else {})
+        return self._place(query, mode, need, prefills, decodes)
 
-    def lacking(self, ask: RouteQuery) -> dict[str, int]:
-        """How many tokens of it each worker lacks that may compute them, were it placed now, of those that take
-        requests; empty if nobody knows, because no decision depends on what is in prefix caches."""
+    def lacking(self, query: RouteQuery) -> dict[str, int]:
+        """How many of the query's tokens each worker that may compute the prompt would have to compute. Empty if prefix
+        caches are not followed, since no decision depends on them."""
         if not self._follows_kv:
             return {}
         prefills, decodes = self._able[WorkerRole.PREFILL], self._able[WorkerRole.DECODE]
-        match ask.mode or self._default_mode:
+        match query.mode or self._default_mode:
             case Mode.LOCAL:
                 computing = decodes
             case Mode.DISAGGREGATED:
                 computing = prefills or decodes
             case None:
                 computing = prefills + decodes
-        hits = self._hits(ask)
-        return {worker.name: len(ask.token_ids) - hits.get(worker.name, 0) for worker in computing}
+        hits = self._hits(query)
+        return {worker.name: len(query.token_ids) - hits.get(worker.name, 0) for worker in computing}
 
     def _place(
         self,
-        ask: RouteQuery,
+        query: RouteQuery,
         mode: Mode | None,
         need: Need,
         prefills: list[WorkerSnapshot],
         decodes: list[WorkerSnapshot],
     ) -> Placement:
         if mode is Mode.LOCAL:
-            reason = "asked for" if ask.mode is Mode.LOCAL else "configured"
+            reason = "asked for" if query.mode is Mode.LOCAL else "configured"
             return self._local(need, self._policy.local(need, decodes), reason)
         if mode is None:
             local = self._policy.local(need, decodes)
@@ -196,11 +195,11 @@ class Router:
             num_decode_blocks=decode.num_blocks_for(need.num_tokens + 1),
         )
 
-    def _hits(self, ask: RouteQuery) -> dict[str, int]:
-        """How many tokens of it each worker has; all but one at most, since that one has to be computed anyway."""
+    def _hits(self, query: RouteQuery) -> dict[str, int]:
+        """How many of the query's tokens each worker has cached; at most all but one, which must be computed anyway."""
         hits: dict[str, int] = {}
         for size in self._block_sizes:
-            hashes = block_hashes(ask.token_ids[:-1], size, self._hash_key, ask.cache_salt)
+            hashes = block_hashes(query.token_ids[:-1], size, self._hash_key, query.cache_salt)
             for name, num_blocks in self._index.lookup(short_keys(hashes)).items():
                 hits[name] = num_blocks * size
         return hits
@@ -220,18 +219,17 @@ class Router:
         self._block_sizes = {worker.block_size for workers in self._able.values() for worker in workers}
 
     def _drop_if_over(self, worker: WorkerSnapshot) -> None:
-        """Drops a worker that is gone once its requests have ended."""
+        """Drops a lost worker once its requests have ended."""
         if worker.is_gone and not worker.sub_requests:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
 
 
 def _with_room(decodes: list[WorkerSnapshot], num_tokens: int) -> list[WorkerSnapshot]:
-    """Workers with enough free blocks; if there are none, those without requests of ours.
+    """Workers with enough free blocks; if there are none, workers without requests of this gateway.
 
-    Each gateway may have one request in a worker's own queue, whose order is fair. Otherwise the gateway that hears
-    last of free room would never get any, since other gateways had taken it by then. Also, blocks that a worker never
-    frees would block it for ever.
+    So each gateway may have one request in a worker's own queue, whose order is fair. Otherwise a gateway that learns
+    of free room later than others would never get any, and blocks that a worker never frees would exclude it for ever.
     """
     fitting = [worker for worker in decodes if worker.fits(num_tokens)]
     return fitting or [worker for worker in decodes if worker.has_none_of_ours]

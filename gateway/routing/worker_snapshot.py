@@ -1,15 +1,15 @@
 """WorkerSnapshot: one worker's current state: its latest report, and what this gateway has sent it since.
 
-A worker reports twice a second, and others may send it requests too, so neither source is complete:
+A worker reports twice a second, and other gateways may send it requests, so neither source is complete:
 
-    ours now        +   reported beyond ours               requests, and prompt tokens that wait
-    free as reported -   blocks for requests without any yet
-                    +   blocks returned by ended requests    blocks
+    requests, waiting prompt tokens   =  this gateway's own  +  what the report has beyond them
+    free blocks                       =  as reported  -  blocks for requests that have none yet
+                                         +  blocks returned by ended requests
 
-Requests have no blocks yet if they were sent after the latest report, or if it counts fewer requests with blocks than
-we sent; then the youngest are those without. The estimate errs towards too few blocks. A prompt counts with all its
-blocks, even if it shares some with running requests. An ended request returns no block that it may share: neither the
-prefix that the worker had when it came, nor as much as any other request found.
+A request has no blocks yet if it was sent after the latest report. If the report counts fewer requests with blocks
+than were sent, the youngest have none. The estimate errs towards too few free blocks: a prompt counts with all its
+blocks, even if it shares some, and an ended request returns no block that it may share. Shared may be the prefix
+that the worker had cached, and as many blocks as any other request found there.
 """
 
 from itertools import islice
@@ -20,47 +20,28 @@ from gateway.routing.rates import MovingAverage, StepTime
 
 
 class WorkerSnapshot:
-    """State of the worker of one name. Costs of a look are attributes, up to date after each call."""
-
-    __slots__ = (
-        "_num_given_back",
-        "_num_others",
-        "_num_others_tokens",
-        "_num_own_tokens",
-        "_num_told",
-        "_since_word",
-        "_status",
-        "block_size",
-        "decode_step",
-        "is_gone",
-        "name",
-        "num_requests",
-        "num_waiting_tokens",
-        "prefill_rate",
-        "room",
-        "sub_requests",
-    )
+    """The worker of one name. What decisions read are attributes, which each call updates."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.sub_requests: dict[int, Placement] = {}
-        """Running requests, oldest first; by identity, since two may be equal."""
+        """Running sub-requests, oldest first; by identity, since two placements may be equal."""
         self.is_gone = True
         """Unknown, or lost."""
         self.num_requests = 0
-        """Requests there, or on their way."""
+        """Requests on the worker, or on their way to it."""
         self.num_waiting_tokens = 0
-        """Prompt tokens that it must compute."""
+        """Prompt tokens that the worker has yet to compute."""
         self.block_size = 1
         self.room = 0
-        """Free blocks, less those promised, and less one for each request that grows there."""
+        """Free blocks, less those promised, and less one for each running request to grow."""
         self.prefill_rate = MovingAverage()
         self.decode_step = StepTime()
         self._status: WorkerStatus | None = None
-        self._since_word: set[int] = set()
-        """Requests sent since its latest report."""
+        self._since_report: set[int] = set()
+        """Requests sent since the latest report."""
         self._num_given_back = 0
-        self._num_told = 0
+        self._num_reported = 0
         self._num_own_tokens = 0
         self._num_others = 0
         self._num_others_tokens = 0
@@ -72,20 +53,20 @@ class WorkerSnapshot:
 
     @property
     def service(self) -> WorkerRole | None:
-        """The kind of requests that it takes at present."""
+        """The kind of requests that the worker takes at present; None: none."""
         if self.is_gone or self.status.state is not WorkerState.READY:
             return None
         return self.status.role
 
-    def heard(self, status: WorkerStatus) -> None:
+    def on_status(self, status: WorkerStatus) -> None:
         self._status = status
         self.block_size = status.ref.block_size
         counts = status.requests
-        self._num_told = counts.running + counts.waiting + counts.waiting_for_remote_kvs
+        self._num_reported = counts.running + counts.waiting + counts.waiting_for_remote_kvs
         self.is_gone = status.state.has_ended
-        self._since_word.clear()
+        self._since_report.clear()
         self._num_given_back = 0
-        self._num_others = max(0, self._num_told - len(self.sub_requests))
+        self._num_others = max(0, self._num_reported - len(self.sub_requests))
         self._num_others_tokens = max(0, status.load.num_queued_prompt_tokens - self._num_own_tokens)
         if status.load.prefill_tokens_per_s > 0.0:
             self.prefill_rate.add(status.load.prefill_tokens_per_s)
@@ -96,22 +77,23 @@ class WorkerSnapshot:
     def gone(self) -> None:
         self.is_gone = True
 
-    def is_of_another_life(self, status: WorkerStatus) -> bool:
+    def is_new_incarnation(self, status: WorkerStatus) -> bool:
         return self._status is not None and self._status.ref.incarnation != status.ref.incarnation
 
     def sent(self, placement: Placement) -> None:
         assert id(placement) not in self.sub_requests, f"{placement} was already sent to {self.name}"
         self.sub_requests[id(placement)] = placement
         self._num_own_tokens += self._tokens(placement)
-        self._since_word.add(id(placement))
+        self._since_report.add(id(placement))
         self._refresh()
 
     def ended(self, placement: Placement, *, are_hits_known: bool) -> None:
-        """If it is unknown what requests share, its blocks count as free only once the worker reports them."""
+        """`are_hits_known`: whether it is known which blocks requests share. If not, the blocks count as free only once
+        the worker reports them."""
         without_blocks = set(islice(reversed(self.sub_requests), self._num_without_blocks()))
         had_blocks = placement.decode == self.name and id(placement) not in without_blocks
         del self.sub_requests[id(placement)]
-        self._since_word.discard(id(placement))
+        self._since_report.discard(id(placement))
         if had_blocks and are_hits_known:
             shared = max(map(self._num_hit_blocks, [placement, *self.sub_requests.values()]))
             self._num_given_back += max(0, placement.num_decode_blocks - shared)
@@ -119,11 +101,11 @@ class WorkerSnapshot:
         self._refresh()
 
     def may_ever_hold(self, num_tokens: int) -> bool:
-        """Whether its pool could hold so many tokens if it were empty."""
+        """Whether the worker's empty pool could hold `num_tokens`."""
         return self.status.kv_blocks.total >= self.num_blocks_for(num_tokens)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether it has free blocks for so many tokens."""
+        """Whether the worker has free blocks for `num_tokens`."""
         return self.room >= self.num_blocks_for(num_tokens)
 
     @property
@@ -148,24 +130,23 @@ class WorkerSnapshot:
             return len(self.sub_requests)
         counts = self._status.requests
         return max(
-            len(self._since_word), len(self.sub_requests) - counts.running - counts.waiting_for_remote_kvs
+            len(self._since_report), len(self.sub_requests) - counts.running - counts.waiting_for_remote_kvs
         )
 
     def _num_hit_blocks(self, sub_request: Placement) -> int:
-        """What this worker had of a prompt that it decodes, as far as known."""
+        """Blocks of a prompt that this worker had cached, as far as known."""
         lacking = (
             sub_request.num_prefill_tokens if sub_request.prefill is None else sub_request.num_transfer_tokens
         )
         return sub_request.num_decode_blocks - self.num_blocks_for(lacking)
 
     def _num_waiting_tokens(self) -> int:
-        """The lower of two bounds, each of which may be far too high. One is all of our running prompts, some of
-        which are partly computed. The other is its report, of which some is computed by now, plus what was sent
-        since."""
-        as_told = self.status.load.num_queued_prompt_tokens
-        num_unseen = max(len(self._since_word), len(self.sub_requests) - self._num_told)
-        as_told += sum(self._tokens(sub_request) for sub_request in self._youngest(num_unseen))
-        return min(as_told, self._num_own_tokens + self._num_others_tokens)
+        """The lower of two bounds, each of which may be far too high: all running prompts, some of which are partly
+        computed; and the latest report, part of which is computed by now, plus what was sent since."""
+        reported = self.status.load.num_queued_prompt_tokens
+        num_unseen = max(len(self._since_report), len(self.sub_requests) - self._num_reported)
+        reported += sum(self._tokens(sub_request) for sub_request in self._youngest(num_unseen))
+        return min(reported, self._num_own_tokens + self._num_others_tokens)
 
     def _tokens(self, sub_request: Placement) -> int:
         is_computed_here = sub_request.prefill == self.name or sub_request.prefill is None

@@ -12,8 +12,8 @@ def log_request(record: RequestRecord) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     fields = fields_of(record)
-    told = " ".join(f"{key}={value}" for key, value in fields.items() if value not in (None, ""))
-    logger.info("request %s", told, extra=fields)
+    shown = " ".join(f"{key}={value}" for key, value in fields.items() if value not in (None, ""))
+    logger.info("request %s", shown, extra=fields)
 
 
 def fields_of(record: RequestRecord) -> dict[str, str | int | float | None]:

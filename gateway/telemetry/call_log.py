@@ -1,11 +1,32 @@
-"""The log of calls that were answered with an error: a line each, including those that never became a request."""
+"""CallError: a call that was answered with an error, whether or not it became a request; reported once, and logged."""
 
 import logging
-from dataclasses import asdict
-
-from gateway.telemetry.call_error import CallError
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 logger = logging.getLogger(__name__)
+
+INTERNAL_ERROR = "Internal"
+"""Stands for every error that no client can cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallError:
+    """Contains no client text except names that the client chose."""
+
+    api: Literal["grpc", "http"]
+    error: str
+    """The kind of error: a class of baton/errors.py, or one that only HTTP has, such as `NotFound`."""
+    caller: str | None
+    """None: the caller is not authenticated."""
+    call: str
+    """Method and route, or gRPC's full method."""
+    request_id: str
+
+
+OnCallError = Callable[[CallError], None]
+"""Must not raise."""
 
 MAX_CHARACTERS = 200
 """Longest part of a name that a client chose."""

@@ -1,15 +1,14 @@
-"""ClusterView: looks at a gateway's requests and at its controller, and says how the cluster stands."""
+"""ClusterView: snapshots of the cluster, from a gateway's requests, its workers' heartbeats and the controller."""
 
 import asyncio
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 from baton.clock import Clock
-from baton.errors import ClusterError, FleetError
-from baton.fleet import FleetDescription, ReplicaDescription
 from baton.kv import TransferRole
-from baton.messages.control import ControlApi, DescribeFleet
+from baton.messages.control import ControlApi
 from baton.version import baton_version
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.model import ServedModel
@@ -25,13 +24,12 @@ from gateway.telemetry.snapshot import (
     NodeSeen,
     WorkerSeen,
 )
-from gateway.workers.appearance import in_order, state_of, state_without_process
+from gateway.workers.controller_view import ControllerView, ask_controller
 from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_view import WorkerView, views_of
 
 CONTROLLER_INTERVAL_S = 5.0
 """How long a controller's answer is reused while there are viewers."""
-CONTROLLER_TIMEOUT_S = 1.0
-"""A controller that takes longer counts as away."""
 MAX_PAIRS = 256
 """Hand-overs are shown for the busiest pairs only; a large fleet has thousands."""
 
@@ -49,7 +47,7 @@ class ClusterView:
         self._version = baton_version()
 
     async def ask_controller(self) -> None:
-        """Waits at most CONTROLLER_TIMEOUT_S, and not at all if the controller was asked a moment ago."""
+        """Waits for the controller's answer for a second at most; returns at once if the last one is recent."""
         if asking := self._controller.begin_to_ask():
             await asyncio.wait([asking])
 
@@ -59,19 +57,18 @@ class ClusterView:
     def snapshot(self) -> ClusterSnapshot:
         """The current state, with the controller's latest answer; if that is old, asks again for later."""
         self._controller.begin_to_ask()
-        fleet = self._controller.fleet
-        clients = self._driver.fleet.clients
+        controller, clients = self._controller.latest, self._driver.workers.clients
         return ClusterSnapshot(
             model=self._model.name,
             version=self._version,
-            workers=_workers(clients, fleet.replicas if fleet else ()),
+            workers=tuple(map(_worker, views_of(clients, controller.replicas))),
             handovers=_handovers(clients),
             gateway=_gateway(self._driver),
-            last_minute=_last_minute(self._driver.latencies, self._clock.now()),
-            controller=self._controller.state,
+            last_minute=_last_minute(self._driver.dispatcher.latencies, self._clock.now()),
+            controller=controller.state,
             nodes=tuple(
                 NodeSeen(name=node.name, address=node.address, is_alive=node.is_alive, is_head=node.is_head)
-                for node in (fleet.nodes if fleet else ())
+                for node in controller.nodes
             ),
         )
 
@@ -84,8 +81,7 @@ class _Controller:
         self._clock = clock
         self._asked_at = -math.inf
         self._asking: asyncio.Task[None] | None = None
-        self.state: Literal["none", "answering", "away"] = "none" if control is None else "away"
-        self.fleet: FleetDescription | None = None
+        self.latest = ControllerView("none" if control is None else "away")
 
     def begin_to_ask(self) -> "asyncio.Task[None] | None":
         """The running question; None if the latest answer is recent, or there is no controller."""
@@ -94,7 +90,7 @@ class _Controller:
         if self._control is None or self._clock.now() - self._asked_at < CONTROLLER_INTERVAL_S:
             return None
         self._asked_at = self._clock.now()
-        self._asking = asyncio.create_task(self._ask(self._control), name="ask the controller")
+        self._asking = asyncio.create_task(self._ask(), name="ask the controller")
         return self._asking
 
     async def stop(self) -> None:
@@ -102,52 +98,24 @@ class _Controller:
             self._asking.cancel()
             await asyncio.wait([self._asking])
 
-    async def _ask(self, control: ControlApi) -> None:
-        try:
-            async with asyncio.timeout(CONTROLLER_TIMEOUT_S):
-                self.fleet = await control.call(DescribeFleet())
-            self.state = "answering"
-        except (TimeoutError, FleetError, ClusterError):
-            self.fleet, self.state = None, "away"
+    async def _ask(self) -> None:
+        self.latest = await ask_controller(self._control)
 
 
-def _workers(
-    clients: Iterable[WorkerClient], replicas: Iterable[ReplicaDescription]
-) -> tuple[WorkerSeen, ...]:
-    """Every worker there is or should be."""
-    missing = {replica.name: replica for replica in replicas}
-    seen = [_worker(client, missing.pop(client.name, None)) for client in clients]
-    seen += [_without_process(replica) for replica in missing.values()]
-    return tuple(sorted(seen, key=lambda worker: in_order(worker.name)))
-
-
-def _worker(client: WorkerClient, replica: ReplicaDescription | None) -> WorkerSeen:
-    status, role = client.status, client.endpoint.role
-    name, state = client.name, state_of(client, replica)
-    node, failure = client.endpoint.node, replica.last_failure if replica else None
+def _worker(view: WorkerView) -> WorkerSeen:
+    status, replica = view.status, view.replica
+    failure = (status.failure if status else "") or (replica.last_failure if replica else None)
+    seen = WorkerSeen(
+        name=view.name, role=_word(view.role), state=view.state, node=view.node, failure=failure
+    )
     if status is None:
-        return WorkerSeen(name=name, role=_word(role), state=state, node=node, failure=failure)
-    return WorkerSeen(
-        name=name,
-        role=_word(status.role),
-        state=state,
+        return seen
+    return replace(
+        seen,
         blocks=_blocks(status),
         running=status.requests.running,
         waiting=status.requests.waiting,
         waiting_for_kv=status.requests.waiting_for_remote_kvs,
-        node=node,
-        failure=status.failure or failure,
-    )
-
-
-def _without_process(replica: ReplicaDescription) -> WorkerSeen:
-    state = state_without_process(replica)
-    return WorkerSeen(
-        name=replica.name,
-        role=_word(replica.role),
-        state=state,
-        node=replica.node,
-        failure=replica.last_failure,
     )
 
 
@@ -183,12 +151,12 @@ def _handovers(clients: Iterable[WorkerClient]) -> tuple[HandoversSeen, ...]:
 
 
 def _gateway(driver: RequestDriver) -> GatewaySeen:
-    counters = driver.tally.counters
+    counters = driver.dispatcher.tally.counters
     return GatewaySeen(
-        in_flight=driver.num_in_flight,
-        queued=driver.num_queued,
+        in_flight=driver.dispatcher.num_in_flight,
+        queued=driver.dispatcher.num_queued,
         oldest_queued_s=driver.oldest_queued_s,
-        paths=dict(driver.tally.paths),
+        paths=dict(driver.dispatcher.tally.paths),
         outcomes={outcome: counters[outcome] for outcome in OUTCOMES},
     )
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from pydantic import TypeAdapter
 
 from baton.clock import Clock
-from baton.errors import Overloaded
+from gateway.places import Places
 from gateway.telemetry.cluster_view import ClusterView
 from gateway.telemetry.snapshot import ClusterSnapshot
 
@@ -40,12 +40,12 @@ class LiveFeed:
         self._clock = clock
         self._latest: Edition | None = None
         """None before the first viewer."""
-        self._num_viewers = 0
+        self._viewers = Places(MAX_VIEWERS, "viewers are watching already", retry_after_s=10.0)
         self._is_over = asyncio.Event()
 
     @property
     def num_viewers(self) -> int:
-        return self._num_viewers
+        return self._viewers.num_taken
 
     async def latest(self) -> Edition:
         """The latest edition, at most INTERVAL_S old."""
@@ -60,12 +60,7 @@ class LiveFeed:
         A slow viewer misses editions, and none is kept for it. Raises Overloaded instead of the first if there are
         MAX_VIEWERS already.
         """
-        if self._num_viewers >= MAX_VIEWERS:
-            raise Overloaded(
-                f"{MAX_VIEWERS} viewers are watching already, which is the limit", retry_after_s=10.0
-            )
-        self._num_viewers += 1
-        try:
+        with self._viewers.take():
             edition = await self.latest()
             while True:
                 yield edition
@@ -73,8 +68,6 @@ class LiveFeed:
                     return
                 newer = self._latest
                 edition = self._publish() if newer is None or newer is edition else newer
-        finally:
-            self._num_viewers -= 1
 
     async def stop(self) -> None:
         """No viewer gets another edition; idempotent."""

@@ -28,7 +28,7 @@ from gateway.requests.record import CLIENTS_CHOICES, Outcome, RequestRecord
 from gateway.requests.request import Finish
 from gateway.requests.timing import HandoverParts, SeenTransfer, Timing, TtftParts
 from gateway.telemetry import buckets
-from gateway.telemetry.call_error import INTERNAL_ERROR, CallError
+from gateway.telemetry.call_log import INTERNAL_ERROR, CallError
 
 MAX_CALLERS = 256
 """Callers that are counted by name; later ones are counted together as `(others)`."""
@@ -49,13 +49,13 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self._model = model_name
         self._callers: set[str] = set()
-        self._doors: set[str] = set()
+        self._labels_seen: set[str] = set()
         self._itl = PlainHistogram(buckets.ITL_S)
         self._make_latencies()
         self._make_sizes(max_model_len)
         self._make_requests()
         self._make_handovers()
-        self._make_doors()
+        self._make_calls()
         self._loop_lag = self._histogram(
             "event_loop_lag_seconds", "Lag of the event loop's timers", buckets.LAG_S
         )
@@ -146,8 +146,10 @@ class GatewayMetrics:
 
     def _count_outcome(self, record: RequestRecord) -> None:
         caller = self._caller(record.caller.name)
-        if (key := f"{record.api} {caller}") not in self._doors:  # so that a rate over them has all its parts
-            self._doors.add(key)
+        if (
+            key := f"{record.api} {caller}"
+        ) not in self._labels_seen:  # so that a rate over them has all its parts
+            self._labels_seen.add(key)
             for outcome in Outcome:
                 self._outcomes.labels(record.api, outcome.value, caller)
         self._outcomes.labels(record.api, record.outcome.value, caller).inc()
@@ -232,7 +234,7 @@ class GatewayMetrics:
             "handover_part_seconds", "Parts of the time from token 0 to token 1", HandoverParts
         )
 
-    def _make_doors(self) -> None:
+    def _make_calls(self) -> None:
         self._http_responses = self._counter("http_responses", "HTTP responses", "method", "route", "status")
         self._grpc_responses = self._counter("grpc_calls", "Finished gRPC calls", "method", "code")
         self._call_errors = self._counter(

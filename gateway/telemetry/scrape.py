@@ -24,13 +24,13 @@ class GatewayScrape:
         yield from self._workers()
 
     def _requests(self) -> Iterator[Metric]:
-        driver = self._driver
-        counts = driver.tally.counters
+        dispatcher = self._driver.dispatcher
+        counts = dispatcher.tally.counters
         yield counter(
             "generation_tokens",
             "Tokens generated for clients, including unfinished answers",
             ["model_name"],
-            {(self._model,): driver.latencies.num_tokens},
+            {(self._model,): dispatcher.latencies.num_tokens},
         )
         yield counter("requests_received", "Requests received", [], {(): counts["received"]})
         yield counter(
@@ -39,34 +39,39 @@ class GatewayScrape:
             ["cause"],
             {(cause.value,): counts[f"migrated_{cause.value}"] for cause in Cause},
         )
-        yield gauge("gateway_requests_in_flight", "Requests with workers", [], {(): driver.num_in_flight})
-        yield gauge("gateway_requests_queued", "Requests that wait for a worker", [], {(): driver.num_queued})
+        yield gauge("gateway_requests_in_flight", "Requests with workers", [], {(): dispatcher.num_in_flight})
+        yield gauge(
+            "gateway_requests_queued",
+            "Requests that wait for a worker",
+            [],
+            {(): dispatcher.num_queued},
+        )
         yield gauge(
             "gateway_oldest_queued_seconds",
             "Waiting time of the oldest queued request",
             [],
-            {(): driver.oldest_queued_s},
+            {(): self._driver.oldest_queued_s},
         )
 
     def _workers(self) -> Iterator[Metric]:
-        clients = self._driver.fleet.clients
+        clients = self._driver.workers.clients
         states = Counter[tuple[str, ...]](
             {(role.value, state.value): 0 for role in WorkerRole for state in _STATES}
         )
         states.update(_state(client) for client in clients)
         yield gauge("fleet_workers", "Workers, as this gateway sees them", ["role", "state"], states)
-        heard = [client.status for client in clients if client.status is not None and not client.is_silent]
+        statuses = self._driver.workers.statuses
         yield gauge(
             "fleet_requests",
             "Requests on workers, as of their last heartbeat",
             ["worker", "role", "state"],
-            {key: count for status in heard for key, count in _requests_on(status)},
+            {key: count for status in statuses for key, count in _requests_on(status)},
         )
         yield gauge(
             "fleet_kv_blocks",
             "KV blocks of workers, as of their last heartbeat",
             ["worker", "role", "state"],
-            {key: count for status in heard for key, count in _blocks_of(status)},
+            {key: count for status in statuses for key, count in _blocks_of(status)},
         )
 
 

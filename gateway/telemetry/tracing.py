@@ -74,7 +74,7 @@ class Tracing:
             start_time=arrived_ns,
         )
         if root.is_recording():
-            self._tell_stages(set_span_in_context(root, Context()), stages_of(record), arrived_ns)
+            self._add_spans(set_span_in_context(root, Context()), stages_of(record), arrived_ns)
             if (kind := record.error_kind) is not None:
                 root.set_attribute("error.type", kind)
                 if kind not in CLIENTS_CHOICES:
@@ -98,7 +98,7 @@ class Tracing:
         except TimeoutError:
             self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
-    def _tell_stages(self, parent: Context, stages: list[TimelineStage], arrived_ns: int) -> None:
+    def _add_spans(self, parent: Context, stages: list[TimelineStage], arrived_ns: int) -> None:
         for stage in stages:
             span = self._tracer.start_span(
                 stage.name, parent, attributes=stage.attributes, start_time=_at(arrived_ns, stage.began_s)
@@ -107,7 +107,7 @@ class Tracing:
                 span.add_event(name, timestamp=_at(arrived_ns, at_s))
             if stage.failure is not None:
                 span.set_status(Status(StatusCode.ERROR, stage.failure))
-            self._tell_stages(set_span_in_context(span, Context()), stage.inside, arrived_ns)
+            self._add_spans(set_span_in_context(span, Context()), stage.inside, arrived_ns)
             span.end(_at(arrived_ns, stage.ended_s))
 
 
@@ -131,7 +131,7 @@ def _operation(record: RequestRecord) -> str:
 
 
 def _attributes(record: RequestRecord, model_name: str) -> Mapping[str, str | int | float]:
-    told: dict[str, str | int | float | None] = {
+    values: dict[str, str | int | float | None] = {
         "gen_ai.operation.name": _operation(record),
         "gen_ai.provider.name": "baton",
         "gen_ai.request.model": model_name,
@@ -147,6 +147,6 @@ def _attributes(record: RequestRecord, model_name: str) -> Mapping[str, str | in
         "baton.request.attempts": record.num_attempts,
     }
     attributes: dict[str, str | int | float] = {
-        key: value for key, value in told.items() if value is not None
+        key: value for key, value in values.items() if value is not None
     }
     return attributes

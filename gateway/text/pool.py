@@ -1,12 +1,12 @@
 """TokenizerPool: runs a tokenizer within bounds, on threads of its own, so that the event loop is not blocked."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TypeVar
 
-from baton.errors import InvalidRequest, Overloaded, PromptTooLong
+from baton.errors import InvalidRequest, PromptTooLong
+from gateway.places import Places
 from gateway.text.time_limit import run_within
 from gateway.text.tokenizer import ChatMessage, Tokenizer
 
@@ -38,14 +38,14 @@ class TokenizerPool:
         self._template_timeout_s = template_timeout_s
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         self._template_threads = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="chat-template")
-        self._num_waiting = 0
+        self._places = Places(MAX_WAITING, "prompts wait to be tokenised", RETRY_AFTER_S)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """PromptTooLong names `prompt`; Overloaded if too many wait already."""
         self._check_length("prompt", text)
         if len(text) <= MAX_INLINE_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens)
-        with self._place():
+        with self._places.take():
             return await self._on(self._threads, lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(
@@ -58,21 +58,21 @@ class TokenizerPool:
         """Templates write special tokens themselves. InvalidRequest names `chat`; Overloaded if too many wait
         already.
         """
-        with self._place():
+        with self._places.take():
             text = await self._render(messages, add_generation_prompt)
             self._check_length("chat", text)
             return await self._on(self._threads, lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Overloaded if too many wait already."""
-        with self._place():
+        with self._places.take():
             return await self._on(
                 self._threads, lambda: self.tokenizer.decode(token_ids, skip_special_tokens)
             )
 
     async def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as written in the vocabulary; Overloaded if too many wait already."""
-        with self._place():
+        with self._places.take():
             return await self._on(self._threads, lambda: self.tokenizer.pieces(token_ids))
 
     def close(self) -> None:
@@ -86,18 +86,6 @@ class TokenizerPool:
                 field,
                 f"{len(text)} characters exceed the model's limit of {self.max_characters}",
             )
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(
-                f"{self._num_waiting} prompts wait to be tokenised, which is the limit", RETRY_AFTER_S
-            )
-        self._num_waiting += 1
-        try:
-            yield
-        finally:
-            self._num_waiting -= 1
 
     async def _render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
         """The time counts from when a thread begins."""

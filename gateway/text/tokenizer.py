@@ -60,7 +60,7 @@ class Tokenizer:
         return self._token_bytes.of(token_id)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids, with the special tokens that the model expects around a text, unless told otherwise."""
+        """Token ids; by default with the special tokens that the model expects around a text."""
         # A batch lets other threads run: only there does the library release the interpreter's lock.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)

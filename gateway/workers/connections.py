@@ -9,17 +9,15 @@ import zmq.asyncio
 from baton.config import NetworkConfig
 from baton.errors import WorkerUnavailable
 from baton.system.curve import PlaneKeys
-from baton.worker import WorkerEndpoint
+from baton.worker import WorkerEndpoint, WorkerStatus
 from gateway.workers.worker_client import WorkerClient, WorkerListener
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerConnections:
-    """Workers join by `add` and leave by `remove` or when their incarnation ends; a silent worker only gets no
+    """Workers join by `add` and leave by `remove` or when their incarnation ends. A silent worker stays, but gets no
     requests.
-
-    The listener is told of each worker, and of its end.
     """
 
     def __init__(
@@ -36,10 +34,10 @@ class WorkerConnections:
         self._clients: dict[str, WorkerClient] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Connections of workers that were just removed: their sockets are still open."""
+        """Connections of workers that were just removed, whose sockets are still open."""
 
     def add(self, endpoint: WorkerEndpoint) -> None:
-        """Connects to a worker. A worker of the same name is replaced, since this is a new incarnation of it."""
+        """Connects to a worker; replaces a former incarnation of the same name."""
         self.remove(endpoint.ref.name, "replaced")
         client = WorkerClient(
             endpoint,
@@ -70,10 +68,20 @@ class WorkerConnections:
     def clients(self) -> list[WorkerClient]:
         return sorted(self._clients.values(), key=lambda client: client.name)
 
-    async def wait_for(self, name: str) -> None:
-        """Returns with the worker's first heartbeat, or when it stays silent, is lost or unknown.
+    @property
+    def reachable(self) -> list[WorkerClient]:
+        """Workers that are not silent; some may not have sent a heartbeat yet."""
+        return [client for client in self.clients if not client.is_silent]
 
-        WorkerUnavailable if it cannot be talked to at all, which, unlike silence, does not pass.
+    @property
+    def statuses(self) -> list[WorkerStatus]:
+        """The latest heartbeats of reachable workers."""
+        return [client.status for client in self.reachable if client.status is not None]
+
+    async def wait_for(self, name: str) -> None:
+        """Returns at the worker's first heartbeat, or when the worker is silent, lost or unknown.
+
+        WorkerUnavailable if gateway and worker refuse each other, which does not pass by itself.
         """
         if client := self.client(name):
             await client.first_sign.wait()
@@ -94,9 +102,9 @@ class WorkerConnections:
     async def _watch(self, client: WorkerClient) -> None:
         try:
             reason = await client.run()
-        except Exception as error:  # the edge of the task: the worker's requests must not wait in vain
+        except Exception as error:  # the edge of the task: the worker's requests must not wait for ever
             logger.exception("the connection to worker %s failed", client.name)
-            reason = f"the connection to it failed: {error}"
+            reason = f"the connection failed: {error}"
         if self._clients.get(client.name) is client:
             logger.warning("worker %s is lost: %s", client.name, reason)
             del self._clients[client.name]

@@ -46,25 +46,25 @@ REFUSED = (
 
 
 class WorkerListener(Protocol):
-    """What a Fleet reports to: the request driver."""
+    """Receives what workers report: the request driver. Workers lie below requests, so they know only this."""
 
     def on_status(self, status: WorkerStatus) -> None:
-        """A worker that is alive says how it stands."""
+        """A reachable worker sent a heartbeat."""
         ...
 
     def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None: ...
 
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
-        """What its prefix cache holds, or what changed in it; only if that was subscribed to."""
+        """The content of a worker's prefix cache, or changes of it; only after a subscription."""
         ...
 
     def on_worker_lost(self, worker: str, reason: str) -> None:
-        """What the worker had cannot be waited for. It may go on, and be heard again."""
+        """No request on the worker will be answered. The worker may become reachable again."""
         ...
 
 
 class WorkerClient:
-    """Talks to one incarnation of one worker until it ends: `run` returns why."""
+    """Exchanges messages with one incarnation of one worker until its end; `run` returns the reason."""
 
     def __init__(
         self,
@@ -79,21 +79,21 @@ class WorkerClient:
         self.status: WorkerStatus | None = None
         """As of the last heartbeat; None before the first."""
         self.first_sign = asyncio.Event()
-        """Set with the first heartbeat, or when there will be none."""
+        """Set at the first heartbeat, or when there will be none."""
         self.refusal: str | None = None
-        """Why one side refuses the other: another secret, another version. Only a restart of either can change that."""
+        """Why one side refuses the other: another secret or version. Only restarting one of them changes that."""
         self.num_bad_messages = 0
         self._network = network
         self._listener = listener
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
-        """The worker was silent for `peer_timeout_s`, or its connection is gone: it gets nothing until it is heard."""
+        """Silent for `peer_timeout_s`, or its connection broke: the worker gets nothing until its next message."""
         self._is_connected = True
-        """True also before the first connection: then only silence tells."""
+        """True also before the first connection, when only silence reveals a lost worker."""
         self._grace: AwakeTimer | None = None
-        """Ends the time in which a broken connection may come back."""
+        """Runs while a broken connection may still be restored."""
         self._standstill = Standstill(pace_of(network.peer_timeout_s))
-        self._heard_at = 0.0
+        self._received_at = 0.0
         """In time that excludes standstills of this process."""
         self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
@@ -116,7 +116,7 @@ class WorkerClient:
 
         Silence does not end it: a worker that was stopped, or cut off, may go on.
         """
-        self._heard_at = self._running_s()
+        self._received_at = self._running_s()
         tasks = [
             asyncio.create_task(work)
             for work in (self._greet(), self._watch_connection(), self._watch_silence())
@@ -139,20 +139,20 @@ class WorkerClient:
         self._socket.close()
 
     def submit(self, request: EngineRequest) -> None:
-        self._order(self._session.submit(request))
+        self._send_order(self._session.submit(request))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        """Requests that were submitted over this connection, or over a former one: these end with its session."""
+        """Ends requests that were submitted over this connection. Those of a former one ended with its session."""
         if self._session.number is None:
-            return  # nothing was; and an order would count, so that a worker may take our session for the former one
-        self._order(self._session.abort(request_ids))
+            return  # nothing was submitted; a counted command could make the worker mistake this session for the last
+        self._send_order(self._session.abort(request_ids))
 
     def subscribe_kv_events(self) -> None:
-        """Asks for an account of the worker's prefix cache and what changes in it from then on; to be repeated after a
-        gap in what came. A new session is subscribed by itself."""
+        """Subscribes to the content and changes of the worker's prefix cache; call it again after a gap. New sessions
+        are subscribed automatically."""
         self._wants_kv_events = True
         if self._session.number is not None:
-            self._order(self._session.subscribe_kv_events())
+            self._send_order(self._session.subscribe_kv_events())
 
     async def _greet(self) -> None:
         while True:
@@ -195,18 +195,18 @@ class WorkerClient:
         self._is_connected = False
         if not self.is_silent:
             grace_s = self._network.reconnect_grace_s
-            self._fall_silent(f"its connection broke, and was not restored within {grace_s:g} s")
+            self._suspect(f"its connection broke, and was not restored within {grace_s:g} s")
 
     async def _watch_silence(self) -> None:
         """Time during which this process stood still does not count, and input that arrived meanwhile is read first."""
         timeout_s = self._network.peer_timeout_s
         look_every_s = pace_of(timeout_s) / 2
         while True:
-            left_s = self._heard_at + timeout_s - self._running_s()
+            left_s = self._received_at + timeout_s - self._running_s()
             if left_s <= 0.0 and not self.is_silent:
                 await asyncio.sleep(READING_S)
-                if self._heard_at + timeout_s <= self._running_s():
-                    self._fall_silent(f"silent for {timeout_s:g} s")
+                if self._received_at + timeout_s <= self._running_s():
+                    self._suspect(f"silent for {timeout_s:g} s")
             await asyncio.sleep(min(left_s, look_every_s) if left_s > 0.0 else look_every_s)
 
     def _running_s(self) -> float:
@@ -217,7 +217,7 @@ class WorkerClient:
             await self._socket.poll()
             frames = await self._frames()
             if frames:
-                self._heard_at = self._running_s()
+                self._received_at = self._running_s()
             for frame in frames:
                 if reason := await self._take(frame):
                     return reason
@@ -267,9 +267,9 @@ class WorkerClient:
     def _refuse(self, reason: str) -> None:
         if self.refusal is None:
             self.refusal = reason
-            self._fall_silent(reason)
+            self._suspect(reason)
 
-    def _fall_silent(self, reason: str) -> None:
+    def _suspect(self, reason: str) -> None:
         self.is_silent = True
         self.first_sign.set()
         self._listener.on_worker_lost(self.name, reason)
@@ -282,7 +282,7 @@ class WorkerClient:
         if loss := self._session.note_heartbeat(message):
             self._listener.on_worker_lost(self.name, loss)
         if self._wants_kv_events and self._session.number not in (former, None):
-            self._order(self._session.subscribe_kv_events())
+            self._send_order(self._session.subscribe_kv_events())
         self.status = message.status
         self.first_sign.set()
         if message.status.state.has_ended:
@@ -292,7 +292,7 @@ class WorkerClient:
             self._listener.on_status(message.status)
         return None
 
-    def _order(self, order: Order) -> None:
+    def _send_order(self, order: Order) -> None:
         frame = TO_WORKER.encode(order)
         self._session.count_order()
         self._send(frame)

@@ -39,7 +39,7 @@ class WorkerList:
         self._draining.discard(name)
 
     def is_draining(self, name: str) -> bool:
-        """Whether its latest heartbeat said that it takes no more requests: it ends, or changes its role."""
+        """Whether the worker's latest heartbeat says that it drains, to end or to change its role."""
         return name in self._draining
 
     def get(self, name: str) -> ListedWorker | None:

@@ -1,7 +1,7 @@
 """TransferAgent: the thread that runs a rank's hand-overs; knows no protocol.
 
-Commands come in through a queue, news go out through another. Asleep, it wakes for a command, a message, a deadline, or
-the end of a process whose pool is open, and for nothing else.
+Commands come in through one queue, and news leaves through another. The thread wakes only for a command, a message, a
+deadline, or the end of a process whose pool is open.
 """
 
 import logging
@@ -28,7 +28,7 @@ TURN_TIMEOUT_S = 5.0
 
 
 class TransferAgent:
-    """`post` and `take_news` are for the engine's thread; everything else happens on the agent's own."""
+    """`post` and `collect_news` are for the engine's thread; everything else happens on the agent's own."""
 
     def __init__(
         self, endpoint: TransferEndpoint, channel: ZmqChannel, clock: Clock, on_news: Callable[[], None]
@@ -53,23 +53,24 @@ class TransferAgent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread and closes every socket; peers' transfers end by their deadlines. May be repeated, also
-        before `start`."""
-        was_stopped, self._is_stopping = self._is_stopping, True
+        """Ends the thread, if it was started, and closes every socket; peers' transfers end by their deadlines. May
+        be repeated.
+        """
+        is_repeated, self._is_stopping = self._is_stopping, True
         self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join()
-        elif not was_stopped:
+        elif not is_repeated:
             self._close()
         self._wakeup.close()
 
     def post(self, commands: Sequence[TransferCommand]) -> None:
-        """Gives orders. Returns at once, unless one takes blocks back: then when none of them is offered any more."""
+        """Queues commands. Returns at once, unless one withdraws blocks: then once none of them is offered any more."""
         done = threading.Event()
         self._commands.put((commands, done))
         self._wakeup.set()
         if any(isinstance(command, WithdrawBlocks) for command in commands):
-            self._check_taken_back(done)
+            self._check_withdrawn(done)
         self._check_alive()
 
     def collect_news(self) -> KVConnectorOutput:
@@ -89,7 +90,7 @@ class TransferAgent:
                 for arrival in arrivals:
                     self._endpoint.take(arrival)
                 self._wakeup.clear()
-                self._take_orders()
+                self._execute_commands()
                 self._endpoint.on_time()
                 self._publish()
         except BaseException as error:  # the edge of the thread: the engine must notice that it died
@@ -109,7 +110,7 @@ class TransferAgent:
             self._news.put(news)
             self._on_news()
 
-    def _check_taken_back(self, done: threading.Event) -> None:
+    def _check_withdrawn(self, done: threading.Event) -> None:
         """The next step writes these blocks, so it must not run before they are withdrawn."""
         if not wait_awake(done.wait, TURN_TIMEOUT_S) and self._failure is None:
             raise RuntimeError(f"the transfer thread did not withdraw blocks within {TURN_TIMEOUT_S:g} s")
@@ -122,7 +123,7 @@ class TransferAgent:
         when = self._endpoint.next_deadline()
         return None if when is None else max(0.0, when - self._clock.now())
 
-    def _take_orders(self) -> None:
+    def _execute_commands(self) -> None:
         while not self._commands.empty():
             commands, done = self._commands.get()
             for command in commands:

@@ -93,7 +93,7 @@ class TransferEndpoint:
             self._producer_end.execute(command)
 
     def take(self, arrival: Arrival) -> None:
-        """Handles one message of a peer. Bad messages are counted and dropped, and their consumer is told."""
+        """Handles one message of a peer. Bad messages are counted and dropped; their consumer gets an `Unreadable`."""
         try:
             if arrival.is_from_producer:
                 self._consumer_end.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
@@ -130,24 +130,8 @@ class TransferEndpoint:
 
     def collect_news(self) -> KVConnectorOutput:
         """News since the last call."""
-        producer_end, consumer_end = self._producer_end, self._consumer_end
-        news = KVConnectorOutput(
-            tuple(producer_end.freed),
-            tuple(consumer_end.received),
-            tuple(consumer_end.failed),
-            tuple(consumer_end.quiesced),
-            producer_end.records | consumer_end.records,
-            tuple(consumer_end.can_load),
-            tuple(producer_end.unwanted),
-        )
-        producer_end.records, consumer_end.records = {}, {}
-        producer_end.freed, producer_end.unwanted = [], []
-        consumer_end.received, consumer_end.failed, consumer_end.quiesced, consumer_end.can_load = (
-            [],
-            [],
-            [],
-            [],
-        )
+        news = self._producer_end.news + self._consumer_end.news
+        self._producer_end.news = self._consumer_end.news = KVConnectorOutput()
         return news
 
     def close(self) -> None:
@@ -175,7 +159,7 @@ def make_endpoint(
     counters: "Counter[str]",
     clock: Clock,
 ) -> TransferEndpoint:
-    """An endpoint configured by `config`; `reach` offers the `readers`, and the channel if bytes may use it."""
+    """An endpoint configured by `config`; `offer` names the `readers`, and the channel if bytes may use it."""
     producer = Producer(
         ProducerIdentity(incarnation, fingerprint, pool.layout, offer),
         config.lease_s,

@@ -14,7 +14,7 @@ from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferRecord
 from baton.worker import KVPeerCounts
 from kv_transfer.commands import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
-from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads, Sends
+from kv_transfer.protocol.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, Sends
 from kv_transfer.timelines import combine
 
 
@@ -33,10 +33,9 @@ class RankConnector(Protocol):
 class RankedConnector:
     """Appears to the engine as one connector."""
 
-    def __init__(self, ranks: Sequence[RankConnector], block_size: int) -> None:
+    def __init__(self, ranks: Sequence[RankConnector]) -> None:
         self._ranks = ranks
-        self._block_size = block_size
-        self._loads: Loads[int, ReceivedKV] = Loads()
+        self._loads: Loads[int] = Loads()
         self._sends: Sends[int] = Sends()
         self._records: dict[str, list[TransferRecord]] = {}
         """Records of the ranks that have reported, while others have not."""
@@ -78,19 +77,10 @@ class RankedConnector:
             for request_id in freed:
                 ended += KVConnectorOutput(finished_sending=(request_id,), transfers=self._record(request_id))
             for received in news.finished_recving:
-                outcome = self._loads.arrived(received.request_id, number, received)
+                outcome = self._loads.arrived(number, received)
                 ended += self._conclude(received.request_id, outcome)
             for failed in news.failed_recving:
-                num_valid_tokens = failed.num_valid_blocks * self._block_size
-                outcome = self._loads.failed(
-                    failed.request_id,
-                    number,
-                    num_valid_tokens,
-                    failed.reason,
-                    failed.is_cancelled,
-                    is_postponed=failed.is_postponed,
-                )
-                ended += self._conclude(failed.request_id, outcome)
+                ended += self._conclude(failed.request_id, self._loads.failed(number, failed))
             for request_id in news.quiesced:
                 ended += self._conclude(request_id, self._loads.quiet(request_id, number))
             ended += KVConnectorOutput(can_load=news.can_load, unwanted=news.unwanted)
@@ -115,32 +105,22 @@ class RankedConnector:
         for rank in self._ranks:
             rank.shutdown()
 
-    def _conclude(self, request_id: str, outcome: LoadOutcome[ReceivedKV, int]) -> KVConnectorOutput:
+    def _conclude(self, request_id: str, outcome: LoadOutcome[int]) -> KVConnectorOutput:
         match outcome:
             case GiveUp(ranks, reason, is_cancelled, is_postponed):
                 give_up = GiveUpLoad(request_id, reason, is_cancelled, is_postponed)
                 commands = KVConnectorMetadata((give_up,), (), ())
                 for number in ranks:
                     self._ranks[number].send_commands(commands)
-            case LoadArrived(parts):
-                received = ReceivedKV(
-                    request_id,
-                    parts[0].first_token,
-                    sum(part.num_bytes for part in parts),
-                    max(part.elapsed_s for part in parts),
-                    max(part.moving_s for part in parts),
-                    parts[0].transport,
-                )
-                return KVConnectorOutput(finished_recving=(received,), transfers=self._record(request_id))
-            case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
-                if not is_postponed:  # some of its ranks may be
-                    commands = KVConnectorMetadata((AbortLoad(request_id, reason),), (), ())
-                    for rank in self._ranks:
-                        rank.send_commands(commands)
-                num_blocks = num_valid_tokens // self._block_size
-                failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
-                records = {} if is_postponed else self._record(request_id)
-                return KVConnectorOutput(failed_recving=(failed,), transfers=records)
+            case ReceivedKV():
+                return KVConnectorOutput(finished_recving=(outcome,), transfers=self._record(request_id))
+            case FailedKV(is_postponed=True):
+                return KVConnectorOutput(failed_recving=(outcome,))
+            case FailedKV(reason=reason):
+                commands = KVConnectorMetadata((AbortLoad(request_id, reason),), (), ())
+                for rank in self._ranks:  # some of them may have postponed it
+                    rank.send_commands(commands)
+                return KVConnectorOutput(failed_recving=(outcome,), transfers=self._record(request_id))
             case LoadQuiet():
                 self._records.pop(request_id, None)
                 return KVConnectorOutput(quiesced=(request_id,))

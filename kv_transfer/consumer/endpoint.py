@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from baton.clock import Clock
 from baton.kv import TransferRole
-from baton.step import FailedKV, ReceivedKV
+from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.consumer.block_writer import BlockWriter, PendingWrite
@@ -31,7 +31,7 @@ from kv_transfer.protocol.effects import (
 )
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey, Unreadable
-from kv_transfer.protocol.parts import GiveUp, LoadArrived, LoadFailed, LoadOutcome, LoadQuiet, Loads
+from kv_transfer.protocol.parts import GiveUp, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
 from kv_transfer.rank_transfers import RankTransfers
 from kv_transfer.timelines import Timelines
@@ -63,18 +63,13 @@ class ConsumerEndpoint:
         self._metrics = metrics
         self._clock = clock
         self._rank_transfers = RankTransfers(incarnation, pool)
-        self._loads: Loads[RankTransfer, Received] = Loads()
+        self._loads: Loads[RankTransfer] = Loads()
         self._timelines = Timelines(clock)
         self._pools = RemotePools(readers, clock)
         self._writer = BlockWriter(pool)
         self._reads = PoolReads(self._pools)
-        self.received: list[ReceivedKV] = []
-        self.failed: list[FailedKV] = []
-        self.quiesced: list[str] = []
-        self.can_load: list[str] = []
-        """Outcomes of loads, until the connector takes them."""
-        self.records: dict[str, TransferRecord] = {}
-        """Records of the loads that arrived or failed, until the connector takes them."""
+        self.news = KVConnectorOutput()
+        """Outcomes and records of loads, until the connector takes them."""
 
     def execute(self, command: ConsumerCommand) -> None:
         """One command of the engine."""
@@ -113,7 +108,7 @@ class ConsumerEndpoint:
         overdue = self._reads.close_overdue(now)
         self.poll()
         for read in self._reads.abandon(overdue):
-            self._unread(read, f"no word of its end for {READ_TIMEOUT_S:g} s")
+            self._unread(read, f"the read did not end within {READ_TIMEOUT_S:g} s")
         self._do(self._consumer.on_time(now))
         self._pools.close_orphaned(self._reads.uses)
         self._pools.close_unused(self._consumer.knows)
@@ -168,8 +163,10 @@ class ConsumerEndpoint:
             reason = f"the workers do not match: {reason}"
             self._rank_transfers.close(command.request_id)
             self._timelines.part_ended(command.request_id, TransferEventKind.FAILED, reason=reason)
-            self._record(command.request_id)
-            self.failed.append(FailedKV(command.request_id, 0, reason))
+            failed = FailedKV(command.request_id, 0, reason)
+            self.news += KVConnectorOutput(
+                failed_recving=(failed,), transfers=self._record(command.request_id)
+            )
             return
         self._loads.begin(command.request_id, [end.rank_transfer for end in ends])
         first_token, now = command.first_index * self._pool.layout.block_size, self._clock.now()
@@ -274,22 +271,12 @@ class ConsumerEndpoint:
                     self._channel.send(peer, TO_PRODUCER.encode(message))  # type: ignore[arg-type]
                 case OpenPool():
                     self._open_pool(effect)
-                case Received(rank_transfer=rank_transfer, transport=transport):
-                    queued_s = effect.elapsed_s - effect.moving_s
-                    self._metrics.taken(
-                        self._rank_transfers.peer_of(rank_transfer), transport, queued_s, effect.moving_s
-                    )
-                    self._timelines.part_ended(
-                        rank_transfer.request_id, TransferEventKind.VERIFIED, transport
-                    )
-                    self._conclude(
-                        rank_transfer.request_id,
-                        self._loads.arrived(rank_transfer.request_id, rank_transfer, effect),
-                    )
+                case Received():
+                    self._take_received(effect)
                 case Failed():
                     self._take_failed(effect)
                 case CanLoad(rank_transfer):
-                    self.can_load.append(rank_transfer.request_id)
+                    self.news += KVConnectorOutput(can_load=(rank_transfer.request_id,))
                 case Quiesced(rank_transfer, transport, has_failed):
                     self._metrics.missed(
                         self._rank_transfers.peer_of(rank_transfer), transport, is_needed=has_failed
@@ -297,6 +284,22 @@ class ConsumerEndpoint:
                     self._conclude(
                         rank_transfer.request_id, self._loads.quiet(rank_transfer.request_id, rank_transfer)
                     )
+
+    def _take_received(self, received: Received) -> None:
+        rank_transfer, transport = received.rank_transfer, received.transport
+        end = self._rank_transfers.find(rank_transfer)
+        assert end is not None, f"{rank_transfer} arrived after its request had ended"
+        self._metrics.received(end.peer, transport, received.elapsed_s - received.moving_s, received.moving_s)
+        self._timelines.part_ended(rank_transfer.request_id, TransferEventKind.VERIFIED, transport)
+        arrived = ReceivedKV(
+            rank_transfer.request_id,
+            received.first_token,
+            received.num_pieces * end.view.nbytes,
+            received.elapsed_s,
+            received.moving_s,
+            transport,
+        )
+        self._conclude(rank_transfer.request_id, self._loads.arrived(rank_transfer, arrived))
 
     def _take_failed(self, failed: Failed) -> None:
         rank_transfer, transport, is_cancelled = failed.rank_transfer, failed.transport, failed.is_cancelled
@@ -306,49 +309,36 @@ class ConsumerEndpoint:
             )
             kind = TransferEventKind.NOT_NEEDED if is_cancelled else TransferEventKind.FAILED
             self._timelines.part_ended(rank_transfer.request_id, kind, transport, failed.reason)
-        outcome = self._loads.failed(
+        num_blocks = failed.num_valid_tokens // self._pool.layout.block_size
+        lost = FailedKV(
             rank_transfer.request_id,
-            rank_transfer,
-            failed.num_valid_tokens,
+            num_blocks,
             failed.reason,
             is_cancelled,
             is_postponed=failed.is_postponed,
         )
-        self._conclude(rank_transfer.request_id, outcome)
+        self._conclude(rank_transfer.request_id, self._loads.failed(rank_transfer, lost))
 
-    def _conclude(self, request_id: str, outcome: LoadOutcome[Received, RankTransfer]) -> None:
-        """Combines the rank transfers' reports into the request's outcome."""
-        if isinstance(outcome, GiveUp):
-            for rank_transfer in outcome.parts:
-                self._give_up(rank_transfer, outcome)
-        elif outcome is not None:
-            num_bytes = self._num_bytes(request_id, outcome)
-            if not (isinstance(outcome, LoadFailed) and outcome.is_postponed):
+    def _conclude(self, request_id: str, outcome: LoadOutcome[RankTransfer]) -> None:
+        """Reports the request's outcome, if its last rank transfer has ended."""
+        match outcome:
+            case GiveUp(parts=parts):
+                for rank_transfer in parts:
+                    self._give_up(rank_transfer, outcome)
+            case FailedKV(is_postponed=True):
+                self.news += KVConnectorOutput(failed_recving=(outcome,))
+            case FailedKV():
                 self._close(request_id)
-            match outcome:
-                case LoadArrived(parts):
-                    self._record(request_id)
-                    elapsed_s = max(part.elapsed_s for part in parts)
-                    moving_s = max(part.moving_s for part in parts)
-                    self.received.append(
-                        ReceivedKV(
-                            request_id,
-                            parts[0].first_token,
-                            num_bytes,
-                            elapsed_s,
-                            moving_s,
-                            parts[0].transport,
-                        )
-                    )
-                case LoadFailed(num_valid_tokens, reason, is_cancelled, is_postponed):
-                    if not is_postponed:
-                        self._record(request_id)
-                    num_blocks = num_valid_tokens // self._pool.layout.block_size
-                    failed = FailedKV(request_id, num_blocks, reason, is_cancelled, is_postponed=is_postponed)
-                    self.failed.append(failed)
-                case LoadQuiet():
-                    self._timelines.forget(request_id)
-                    self.quiesced.append(request_id)
+                self.news += KVConnectorOutput(failed_recving=(outcome,), transfers=self._record(request_id))
+            case ReceivedKV():
+                self._close(request_id)
+                self.news += KVConnectorOutput(
+                    finished_recving=(outcome,), transfers=self._record(request_id)
+                )
+            case LoadQuiet():
+                self._close(request_id)
+                self._timelines.forget(request_id)
+                self.news += KVConnectorOutput(quiesced=(request_id,))
 
     def _close(self, request_id: str) -> None:
         """The load has ended, including rank transfers that were postponed when another one failed."""
@@ -356,15 +346,9 @@ class ConsumerEndpoint:
             self._do(self._consumer.abort(end.rank_transfer, "the load failed on another rank"))
         self._rank_transfers.close(request_id)
 
-    def _record(self, request_id: str) -> None:
-        if record := self._timelines.conclude(request_id):
-            self.records[request_id] = record
-
-    def _num_bytes(self, request_id: str, outcome: LoadOutcome[Received, RankTransfer]) -> int:
-        if not isinstance(outcome, LoadArrived):
-            return 0
-        views = {end.rank_transfer: end.view for end in self._rank_transfers.of(request_id)}
-        return sum(part.num_pieces * views[part.rank_transfer].nbytes for part in outcome.parts)
+    def _record(self, request_id: str) -> dict[str, TransferRecord]:
+        record = self._timelines.conclude(request_id)
+        return {request_id: record} if record else {}
 
 
 def _pool_key(key: TransferKey, transport: str) -> PoolKey:

@@ -18,7 +18,7 @@ from kv_transfer.transport.base import (
 logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0
-"""A pool that no hand-over comes from is let go after this long; its process may have ended without our knowing."""
+"""A pool without hand-overs is closed after this long; its process may have ended unnoticed."""
 
 PoolKey = tuple[str, int, str]
 """The producer's incarnation, its rank, and the transport."""
@@ -29,16 +29,16 @@ class _OpenPool:
     pool: RemotePool
     used_at: float
     watch: int | None
-    """Of the process that it belongs to."""
+    """Of the process that owns the pool."""
     has_failed: bool = False
-    """A read of it failed, or its process has ended: it is opened anew before it is read for another hand-over."""
+    """A read of it failed, or its process has ended: the next hand-over opens it again first."""
 
 
 class RemotePools:
     """Owns the readers: `close` ends them.
 
-    A pool that is open keeps its memory from being used again, though its process ends. So pools of processes that have
-    ended are let go at once: the process that takes such a one's place has little room before.
+    An open pool keeps its memory allocated even after its process has ended. So pools of ended processes are closed at
+    once: until then, the process that replaces such a one has little room.
     """
 
     def __init__(self, readers: Mapping[str, PoolReader], clock: Clock) -> None:
@@ -97,7 +97,7 @@ class RemotePools:
         return self._readers[transport].poll_interval_s
 
     def close_orphaned(self, is_read: Callable[[PoolKey], bool]) -> None:
-        """Lets go what belongs to processes that have ended, but for pools that `is_read`: those another time."""
+        """Closes the pools of processes that have ended, except those that `is_read`, which a later call closes."""
         if ended := set(self._exits.take()):
             orphaned = {key for key, pool in self._open.items() if pool.watch in ended}
             for key in orphaned:
@@ -105,7 +105,7 @@ class RemotePools:
             self._orphaned |= orphaned
         for key in sorted(self._orphaned):
             if not is_read(key):
-                logger.info("rank %d of %s has ended: its pool is let go (%s)", key[1], key[0], key[2])
+                logger.info("rank %d of %s has ended: closed its pool (%s)", key[1], key[0], key[2])
                 self._close(key)
 
     def close_unused(self, is_needed: Callable[[str], bool]) -> None:

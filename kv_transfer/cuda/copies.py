@@ -6,11 +6,10 @@ MiB block is 64 to 512 runs, and a message has several pieces. The calls would t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from kv_transfer.cuda.driver import Address, CudaError
+from kv_transfer.cuda.driver import Address, CudaDriver, CudaError
 from kv_transfer.transport.base import Runs
 
 MAX_PITCH = 2**31 - 1
@@ -18,22 +17,6 @@ MAX_PITCH = 2**31 - 1
 
 MIN_ROWS = 4
 """Fewest rows of one copy. Any two runs are at equal distances, and devices are fastest at plain copies."""
-
-
-class CopyDriver(Protocol):
-    """The part of CudaDriver that copies need."""
-
-    def copy(self, to: Address, source: Address, num_bytes: int, stream: int) -> None: ...
-    def copy_rows(
-        self,
-        to: Address,
-        source: Address,
-        row_nbytes: int,
-        num_rows: int,
-        to_pitch: int,
-        source_pitch: int,
-        stream: int,
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +31,7 @@ class Rows:
     local_step: int = 0
 
 
-def queue_copies(driver: CopyDriver, runs: Runs, source: Address, to: Address, stream: int) -> None:
+def queue_copies(driver: CudaDriver, runs: Runs, source: Address, to: Address, stream: int) -> None:
     """Queues copies from `runs.remote` after `source` to `runs.local` after `to`; the device must reach both.
 
     CudaError if one is refused; those before it are queued.

@@ -38,7 +38,7 @@ class CudaError(TransportError):
 
 
 class CudaOutOfMemory(CudaError):
-    """The device, or the host where memory of it was asked for, has not got so much."""
+    """The device, or the host for page-locked memory, has less memory free than was asked for."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -99,7 +99,7 @@ class CudaDriver:
         self._do("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
 
     def allocate(self, num_bytes: int) -> Address:
-        """Zeros. CudaOutOfMemory if there are not so many."""
+        """Zeroed device memory. CudaOutOfMemory if there is too little."""
         address = ctypes.c_uint64()
         self._in_context("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self._in_context("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from kv_transfer.cuda.copies import queue_copies
-from kv_transfer.cuda.memory import CudaMemory, PinnedBuffer
+from kv_transfer.cuda.memory import CudaMemory, pinned_array
 from kv_transfer.pool import DeviceKVBytes, DevicePieces, KVPool
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport.base import Bytes, Runs, TransportError
@@ -82,7 +82,7 @@ class _Copy(Generic[T]):
     """A running batch, and the event that ends it."""
 
     batch: _Batch[T]
-    buffer: PinnedBuffer
+    buffer: Bytes
     event: int
 
 
@@ -94,9 +94,10 @@ class Stager(Generic[T]):
         self._memory = memory
         self._driver = memory.driver
         self._stream = self._driver.make_stream()
-        self._buffers = [PinnedBuffer(buffer_nbytes, self._driver) for _ in range(NUM_BUFFERS)]
         self._buffer_nbytes = buffer_nbytes
-        self._free = list(self._buffers)
+        device, driver = self._driver.device, self._driver
+        self._free = [pinned_array(buffer_nbytes, device, driver) for _ in range(NUM_BUFFERS)]
+        """Pinned buffers without a copy."""
         self._waiting: deque[_Batch[T]] = deque()
         self._under_way: deque[_Copy[T]] = deque()
         """In the order of the stream."""
@@ -150,9 +151,8 @@ class Stager(Generic[T]):
         self._wait()
         while self._under_way:
             self._release(self._under_way.popleft())
+        self._free.clear()  # the last reference to each buffer
         with suppress(TransportError):  # a lost context has released everything
-            for buffer in self._buffers:
-                buffer.free()
             self._driver.drop_stream(self._stream)
 
     def _begin(
@@ -181,14 +181,14 @@ class Stager(Generic[T]):
                 self._free.append(buffer)
                 self._note_end(batch, str(error))
 
-    def _queue(self, batch: _Batch[T], buffer: PinnedBuffer) -> int:
+    def _queue(self, batch: _Batch[T], buffer: Bytes) -> int:
         """Returns the event that ends the copies."""
-        device, host, runs = self._memory.address, buffer.address, batch.runs
+        device, host, runs = self._memory.address, buffer.ctypes.data, batch.runs
         if batch.pieces is None:
             out = Runs(runs.local, runs.remote, runs.lengths)
             queue_copies(self._driver, out, device, host, self._stream)
         else:
-            np.concatenate(batch.pieces, out=buffer.array[: batch.nbytes])
+            np.concatenate(batch.pieces, out=buffer[: batch.nbytes])
             self._look_at(batch, buffer)
             queue_copies(self._driver, runs, host, device, self._stream)
         return self._driver.record(self._stream)
@@ -206,9 +206,9 @@ class Stager(Generic[T]):
         self._release(copy)
         self._note_end(copy.batch, None)
 
-    def _look_at(self, batch: _Batch[T], buffer: PinnedBuffer) -> None:
+    def _look_at(self, batch: _Batch[T], buffer: Bytes) -> None:
         """Extracts from the buffer what the job wants."""
-        held = buffer.array[: batch.nbytes]
+        held = buffer[: batch.nbytes]
         if batch.job.has_checksums:
             pieces = held.reshape(batch.num_pieces, batch.piece_nbytes)
             batch.job.checksums += [xxhash.xxh3_64_intdigest(piece.data) for piece in pieces]

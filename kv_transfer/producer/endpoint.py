@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from baton.clock import Clock
 from baton.kv import TransferRole
-from baton.transfer import TransferEventKind, TransferRecord
+from baton.step import KVConnectorOutput
+from baton.transfer import TransferEventKind
 from kv_transfer.commands import (
     AbortSend,
     BeginSend,
@@ -59,20 +60,17 @@ class ProducerEndpoint:
         self._stager: Stager[SendPieces] | None = make_stager(pool)
         self._open: Sends[RankTransfer] = Sends()
         self._timelines = Timelines(clock)
-        self.freed: list[str] = []
-        """Requests whose blocks no transfer reads any more, until the connector takes them."""
-        self.unwanted: list[str] = []
-        """Requests that no consumer needs, until the connector takes them; one with several rank transfers comes
-        several times."""
-        self.records: dict[str, TransferRecord] = {}
-        """Records of their hand-overs, until the connector takes them."""
+        self.news = KVConnectorOutput()
+        """Freed and unwanted requests, and records of hand-overs, until the connector takes them. A request with
+        several rank transfers may be unwanted several times.
+        """
 
     def execute(self, command: ProducerCommand) -> None:
         """One command of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
         if isinstance(command, NoteStarvation):
             self._do(self._producer.note_starvation(command.is_starved))
             return
-        request_id, now = command.request_id, self._clock.now()
+        request_id, now, news = command.request_id, self._clock.now(), self.news
         if isinstance(command, BeginSend):
             self._begin(command)
             return
@@ -97,8 +95,7 @@ class ProducerEndpoint:
                 case AbortSend(reason=reason, is_cancelled=is_cancelled):
                     self._do(self._producer.abort(end.rank_transfer, reason, is_cancelled))
         if isinstance(command, AbortSend) and not command.is_held:
-            self.freed.remove(request_id)  # it had no blocks, so none are reported free
-            self.records.pop(request_id, None)
+            self.news = news  # it had no blocks, so none are reported free
 
     def take(self, peer: Peer, message: ToProducer) -> None:
         self._do(self._producer.on_message(peer, message, self._clock.now()))
@@ -146,15 +143,13 @@ class ProducerEndpoint:
                 case SendPieces():
                     self._send_pieces(effect)
                 case Unwanted(rank_transfer):
-                    self.unwanted.append(rank_transfer.request_id)
+                    self.news += KVConnectorOutput(unwanted=(rank_transfer.request_id,))
                 case Freed():
                     self._take_freed(effect)
 
     def _take_freed(self, freed: Freed) -> None:
         rank_transfer, transport, is_needed = freed.rank_transfer, freed.transport, freed.is_needed
-        self._metrics.given(
-            self._rank_transfers.peer_of(rank_transfer), transport, freed.exposed_s, is_needed
-        )
+        self._metrics.sent(self._rank_transfers.peer_of(rank_transfer), transport, freed.exposed_s, is_needed)
         kind = TransferEventKind.FAILED if is_needed else TransferEventKind.NOT_NEEDED
         if freed.exposed_s is not None:
             kind = TransferEventKind.RELEASED
@@ -168,9 +163,9 @@ class ProducerEndpoint:
             self._drop_staged(end.key)
         self._rank_transfers.close(request_id)
         self._open.forget(request_id)
-        self.freed.append(request_id)
-        if record := self._timelines.conclude(request_id):
-            self.records[request_id] = record
+        record = self._timelines.conclude(request_id)
+        transfers = {request_id: record} if record else {}
+        self.news += KVConnectorOutput(finished_sending=(request_id,), transfers=transfers)
 
     def _send_pieces(self, effect: SendPieces) -> None:
         view = self._rank_transfers.at(effect.key).view
@@ -202,7 +197,7 @@ class ProducerEndpoint:
                 logger.warning("cannot copy KV from the device: %s", staged.error)
 
     def _drop_staged(self, key: TransferKey) -> None:
-        """Other requests will write these blocks: a checksum of their content would vouch for it."""
+        """Other requests will write these blocks; a checksum taken later would make the wrong bytes valid."""
         if self._stager is not None:
             self._stager.drop(lambda effect: effect.key == key)
 

@@ -1,7 +1,7 @@
 """Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
-Hold and Open are repeated at a fixed pace while nothing arrives. A producer that answers nothing for `peer_timeout_s`
-is dead, and a load that takes longer than `load_timeout_s` has failed. Messages of no live rank transfer are counted.
+Hold and Open are repeated at a fixed pace while nothing arrives. A producer without an answer for `peer_timeout_s` is
+dead, and a load that takes longer than `load_timeout_s` has failed. Messages of unknown rank transfers are counted.
 """
 
 from collections import Counter
@@ -72,7 +72,7 @@ class Consumer:
         shape: PieceShape,
         now: float,
     ) -> list[Effect]:
-        """The engine took the request; until it has room, the producer is asked to hold.
+        """The engine took the request. Asks the producer to hold until there is room.
 
         A second claim to one key is never served.
         """
@@ -94,7 +94,7 @@ class Consumer:
         if transfer is None:
             return [Failed(rank_transfer, 0, "another request has claimed this transfer", False)]
         transfer.reserve(first_token, block_ids)
-        transfer.is_postponed = transfer.awaits_word = False
+        transfer.is_postponed = transfer.awaits_can_load = False
         self._counters["kv_loads_started"] += 1
         if transfer.loss is not None:
             return self._end_load(transfer, self._failed(transfer, transfer.loss))
@@ -105,23 +105,23 @@ class Consumer:
         return self._beat(transfer, now)
 
     def abort(self, rank_transfer: RankTransfer, reason: str) -> list[Effect]:
-        """The request ended here; tells the producer. If the load has just ended, that news stands."""
+        """The request ended here: notifies the producer. If the load has just ended, its outcome stands."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
-        told = Send(transfer.address, Cancel(transfer.key, reason, is_cancelled=True))
+        cancel = Send(transfer.address, Cancel(transfer.key, reason, is_cancelled=True))
         if transfer.state is IncomingState.DRAINING:
             failed = transfer.outcome
             if not isinstance(failed, Failed):
                 return []
             has_failed = not (failed.is_cancelled or failed.is_postponed)
             transfer.outcome = Quiesced(rank_transfer, failed.transport, has_failed=has_failed)
-            return [told] if failed.is_postponed else []
+            return [cancel] if failed.is_postponed else []
         if not transfer.is_loading:
             self._forget(transfer)
-            return [told]
+            return [cancel]
         self._counters["kv_loads_aborted"] += 1
-        return [told, *self._end_load(transfer, Quiesced(rank_transfer, transfer.transport or ""))]
+        return [cancel, *self._end_load(transfer, Quiesced(rank_transfer, transfer.transport or ""))]
 
     def give_up(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
         """The load failed in another rank transfer, so it fails here too, unless it has ended."""
@@ -146,7 +146,7 @@ class Consumer:
             return []
         transfer = self._transfers.get(message.key)
         if transfer is not None:
-            self._silence.heard(message.key, now)
+            self._silence.on_message(message.key, now)
         if transfer is None or transfer.state in (IncomingState.LOST, IncomingState.DRAINING):
             self._counters["kv_late_messages"] += 1
             return []
@@ -154,10 +154,10 @@ class Consumer:
             case Opened():
                 return self._on_opened(transfer, message, now)
             case Refused(reason=reason):
-                loss = Loss(f"the prefill worker refused: {reason}", is_producers_word=True)
+                loss = Loss(f"the prefill worker refused: {reason}", from_producer=True)
                 return self._lose(transfer, loss)
             case Aborted(reason=reason, is_cancelled=is_cancelled):
-                return self._lose(transfer, Loss(reason, is_cancelled, is_producers_word=True))
+                return self._lose(transfer, Loss(reason, is_cancelled, from_producer=True))
             case End():
                 return self._on_end(transfer, message, now)
             case Pieces():
@@ -165,7 +165,7 @@ class Consumer:
 
     def on_other_language(self, address: str, reason: str) -> list[Effect]:
         """The producer at this address has an incompatible protocol: stops waiting for anything from it."""
-        loss = Loss(reason, is_producers_word=True)
+        loss = Loss(reason, from_producer=True)
         live = (IncomingState.HOLDING, IncomingState.LOADING)
         transfers = [known for known in self._transfers.values() if known.address == address]
         lost = [transfer for transfer in transfers if transfer.state in live]
@@ -174,13 +174,13 @@ class Consumer:
     def wanted(self, message: Pieces, now: float) -> WantedPieces:
         """The announced pieces to write now; each must be reported by `on_arrived`.
 
-        The others are late, duplicate, foreign, or were announced before a transport was agreed upon.
+        All others are late, duplicate or foreign, or were announced before a transport was agreed upon.
         """
         transfer = self._transfers.get(message.key)
         if transfer is None or not transfer.is_loading or transfer.transport is None:
             self._counters["kv_late_messages"] += 1
             return WantedPieces([], [], [])
-        self._silence.heard(message.key, now)
+        self._silence.on_message(message.key, now)
         num_bad = transfer.num_bad
         wanted = transfer.claim(message.indices, message.version, now)
         self._counters["kv_checksum_failures"] += transfer.num_bad - num_bad
@@ -203,10 +203,10 @@ class Consumer:
     def on_arrived(
         self, key: TransferKey, version: int, valid: Sequence[int], damaged: Sequence[int], now: float
     ) -> list[Effect]:
-        """These pieces are not written any more; their checksums, if wanted, were compared.
+        """The writes of these pieces have ended; their checksums, if wanted, were compared.
 
         A damaged piece counts against the path only if it is offered again in the same version. A preemption may have
-        taken its block away during the read, and then it is offered in another one.
+        withdrawn its block during the read; then the piece is offered in another version.
         """
         transfer = self._transfers[key]
         for index in (*valid, *damaged):
@@ -231,7 +231,7 @@ class Consumer:
         if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
         has_moved_on = transfer.transport not in (transport, None)
-        if has_moved_on:  # pieces offered since over the new transport were not taken
+        if has_moved_on:  # pieces offered over the new transport since then were not claimed
             return self._beat(transfer, now)
         return self.on_unreachable(key, transport, reason, now)
 
@@ -243,9 +243,9 @@ class Consumer:
         self._counters["kv_unreachable_pools"] += 1
         self._choices.has_failed(key.producer, key.producer_rank, transport, now)
         if not transfer.is_loading or transfer.transport != transport:
-            return []  # it is over, or it was told so before
+            return []  # it has ended, or has moved to another transport
         transfer.transport = None
-        if not self._ways_to(transfer, now):
+        if not self._transports_to(transfer, now):
             return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
         return self._beat(transfer, now)
 
@@ -287,7 +287,7 @@ class Consumer:
         assert counts["kv_loads_started"] == num_ended + num_loading, f"{num_loading} load: {counts}"
         assert self._transfers.num_bound == len(self._transfers)
 
-    def _ways_to(self, transfer: IncomingTransfer, now: float) -> tuple[str, ...]:
+    def _transports_to(self, transfer: IncomingTransfer, now: float) -> tuple[str, ...]:
         """Transports left to this rank transfer. Those that failed meanwhile are for later rank transfers to retry."""
         left = self._choices.to(transfer.key.producer, transfer.key.producer_rank, now)
         transfer.choices = tuple(name for name in transfer.choices if name in left)
@@ -298,7 +298,7 @@ class Consumer:
         self._beats.set(transfer.key, now + self._identity.heartbeat_s)
         if transfer.state is IncomingState.HOLDING:
             return [Send(transfer.address, Hold(transfer.key, transfer.is_postponed))]
-        return [Send(transfer.address, transfer.ask(self._identity, self._ways_to(transfer, now)))]
+        return [Send(transfer.address, transfer.ask(self._identity, self._transports_to(transfer, now)))]
 
     def _on_opened(self, transfer: IncomingTransfer, message: Opened, now: float) -> list[Effect]:
         if message.is_stuck and transfer.is_loading:
@@ -307,7 +307,7 @@ class Consumer:
             return self._can_load(transfer)
         if not transfer.is_loading or message.transport is None:
             return []  # the answer to a Hold, or the producer's engine does not know of it yet
-        if message.transport not in self._ways_to(transfer, now):
+        if message.transport not in self._transports_to(transfer, now):
             return []  # an answer to an older Open
         transfer.producer_host, transfer.transport = message.host, message.transport
         if message.transport in SENDS_BYTES:
@@ -334,14 +334,14 @@ class Consumer:
     def _lose(self, transfer: IncomingTransfer, loss: Loss) -> list[Effect]:
         """No more pieces will come: fails the load, or remembers that there is nothing to load."""
         cancel = Cancel(transfer.key, loss.reason, loss.is_cancelled)
-        told: list[Effect] = [] if loss.is_producers_word else [Send(transfer.address, cancel)]
+        effects: list[Effect] = [] if loss.from_producer else [Send(transfer.address, cancel)]
         if transfer.state is IncomingState.HOLDING:
             transfer.loss = loss
             transfer.move_to(IncomingState.LOST)
             self._beats.cancel(transfer.key)
             self._deadlines.cancel(transfer.key)
-            return told + self._can_load(transfer)
-        return told + self._end_load(transfer, self._failed(transfer, loss))
+            return effects + self._can_load(transfer)
+        return effects + self._end_load(transfer, self._failed(transfer, loss))
 
     def _failed(self, transfer: IncomingTransfer, loss: Loss) -> Failed:
         self._counters["kv_loads_not_needed" if loss.is_cancelled else "kv_loads_failed"] += 1
@@ -385,9 +385,9 @@ class Consumer:
 
     def _can_load(self, transfer: IncomingTransfer) -> list[Effect]:
         """Reports a postponed load, once."""
-        if not transfer.awaits_word:
+        if not transfer.awaits_can_load:
             return []
-        transfer.awaits_word = False
+        transfer.awaits_can_load = False
         return [CanLoad(transfer.rank_transfer)]
 
     def _forget(self, transfer: IncomingTransfer) -> None:

@@ -7,9 +7,9 @@ is a block.
     producer: 2 ranks of 4 heads, blocks of 16 tokens        consumer: 4 ranks of 2 heads, blocks of 32 tokens
 
     rank 0   block 0        block 1                          rank 0   block 0
-      h0 | piece 0    |  piece 1     |    -- leg 0-0 -->       h0 | piece 0    piece 1    |
+      h0 | piece 0    |  piece 1     |    -- 0 to 0 -->        h0 | piece 0    piece 1    |
       h1 |            |              |                         h1 |                       |
-      h2 | piece 0    |  piece 1     |    -- leg 0-1 -->     rank 1 ...
+      h2 | piece 0    |  piece 1     |    -- 0 to 1 -->      rank 1 ...
       h3 |            |              |
 """
 

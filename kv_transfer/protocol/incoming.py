@@ -1,4 +1,4 @@
-"""IncomingTransfer: one rank transfer as its consumer sees it, and who the consumer is; see consumer.py.
+"""IncomingTransfer: one rank transfer as its consumer sees it, and the consumer's identity; see consumer.py.
 
     HOLDING ----- load -----> LOADING ----- all verified, End -----> (gone: Received)
        |                         |
@@ -8,11 +8,11 @@
      LOST -------- load --------------------------------------------------------------> (gone: Failed)
 
 HOLDING: our scheduler has no room yet; the producer is asked to keep what it computes. LOADING: blocks are reserved and
-may be written. DRAINING: given up, but a read that was begun may still write; over at once where there is none.
-LOST: there will be no pieces, which the scheduler learns when it asks. HOLDING and LOST also end by abort.
+may be written. DRAINING: given up, but a read that was begun may still write; ends at once if there is none.
+LOST: no pieces will come, which the scheduler learns from its next load. HOLDING and LOST also end by abort.
 
-A stuck producer computes nothing before somebody takes a prompt that is complete, and the room for that may be what
-this load has. So the load is put off: it fails with `is_postponed` and holds, until `CanLoad` (decision 0011).
+A stuck producer computes nothing until a consumer takes a complete prompt, and this load may occupy the room for that
+prompt. So the load is postponed: it fails with `is_postponed` and holds until `CanLoad` (decision 0011).
 """
 
 from dataclasses import dataclass, field
@@ -58,8 +58,8 @@ class Loss:
 
     reason: str
     is_cancelled: bool = False
-    is_producers_word: bool = False
-    """The producer said so itself and has forgotten the rank transfer."""
+    from_producer: bool = False
+    """The producer itself reported it, and has forgotten the rank transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,15 @@ class IncomingTransfer:
     end: End | None = None
     loss: Loss | None = None
     outcome: News | None = None
-    """While DRAINING: what to report once nothing is being written."""
+    """While DRAINING: the outcome to report once nothing is being written."""
     opened_at: float = 0.0
     due_at: float = 0.0
     """Deadline of the load; excludes standstills of this process."""
     first_piece_at: float | None = None
     is_postponed: bool = False
     """While HOLDING: its load was postponed, and the room given back."""
-    awaits_word: bool = False
-    """Our scheduler waits to hear when this postponed load can continue."""
+    awaits_can_load: bool = False
+    """Our scheduler waits for the `CanLoad` of this postponed load."""
 
     def move_to(self, state: IncomingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
@@ -156,7 +156,7 @@ class IncomingTransfer:
     def hold_again(self) -> None:
         """The load was postponed and nothing is being written: the next load starts from the beginning."""
         self.move_to(IncomingState.HOLDING)
-        self.is_postponed = self.awaits_word = True
+        self.is_postponed = self.awaits_can_load = True
         self.verified.clear()
         self.transport, self.end, self.outcome, self.first_piece_at = None, None, None, None
         self.is_unproven = False

@@ -6,12 +6,12 @@
 
     STREAMING -- the consumer gave its room back --> PREPARING
 
-EARLY: the consumer spoke first. PREPARING: pieces become ready, nobody reads them yet. STREAMING: they are offered as
-they become ready, within a window of unacknowledged bytes per peer, in which legs take turns. CANCELLED: the consumer
-wants no more, and our own engine is told.
+EARLY: the consumer's message came before our engine's command. PREPARING: pieces become ready; none is offered yet.
+STREAMING: pieces are offered as they become ready. Each peer has a window of unacknowledged bytes, in which its rank
+transfers take turns. CANCELLED: the consumer wants no more, and our own engine is notified.
 
-Where our engine is starved and every complete prompt waits for room elsewhere, only a consumer can change that. Those
-who have room for prompts that are not complete are told that we are stuck, and give it back (decision 0011).
+If our engine is starved and every complete prompt waits for room elsewhere, only a consumer can change that. Consumers
+with room for incomplete prompts are then told that we are stuck, and give the room back (decision 0011).
 """
 
 from collections import Counter, deque
@@ -90,7 +90,7 @@ class OutgoingTransfer:
     """Why it ended without a Release; the first reason counts."""
     is_end_sent: bool = False
     is_postponed: bool = False
-    """The consumer gave its room back, and waits to hear that the prompt is complete."""
+    """The consumer gave its room back, and waits until the prompt is complete."""
     early_until: float = 0.0
     """Deadline of EARLY, even if the consumer is alive; excludes standstills of this process."""
 

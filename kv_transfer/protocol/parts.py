@@ -6,43 +6,22 @@ are.
 """
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from baton.step import FailedKV, ReceivedKV
+
 P = TypeVar("P", bound=Hashable)
-R = TypeVar("R")
 
 
 @dataclass(slots=True)
-class _Load(Generic[P, R]):
+class _Load(Generic[P]):
     open: set[P]
-    arrived: list[R] = field(default_factory=list)
-    num_valid_tokens: int | None = None
-    reason: str | None = None
-    is_cancelled: bool = False
+    received: ReceivedKV | None = None
+    """The sum of the parts that have arrived."""
+    failed: FailedKV | None = None
+    """The sum of the parts that have failed."""
     is_aborted: bool = False
-    is_postponed: bool = True
-    """All failures so far were postponements."""
-
-    def keep(self, num_valid_tokens: int) -> None:
-        have = self.num_valid_tokens
-        self.num_valid_tokens = num_valid_tokens if have is None else min(have, num_valid_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadArrived(Generic[R]):
-    """Every part has arrived."""
-
-    parts: list[R]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    num_valid_tokens: int
-    reason: str
-    is_cancelled: bool
-    is_postponed: bool = False
-    """All parts were postponed, and wait to be loaded again; otherwise the postponed ones must be aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +40,15 @@ class GiveUp(Generic[P]):
     """The part was postponed; postpone these too."""
 
 
-LoadOutcome = LoadArrived[R] | LoadFailed | LoadQuiet | GiveUp[P] | None
+LoadOutcome = ReceivedKV | FailedKV | LoadQuiet | GiveUp[P] | None
+"""FailedKV with `is_postponed`: all parts wait to be loaded again. Without, the postponed ones must be aborted."""
 
 
-class Loads(Generic[P, R]):
-    """Current loads by request, with what their parts have reported. P names a part, R is what it reports."""
+class Loads(Generic[P]):
+    """Current loads by request, with what their parts have reported. P names a part."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, _Load[P, R]] = {}
+        self._loads: dict[str, _Load[P]] = {}
 
     def begin(self, request_id: str, parts: Iterable[P]) -> None:
         self._loads[request_id] = _Load(set(parts))
@@ -78,35 +58,26 @@ class Loads(Generic[P, R]):
         if request_id in self._loads:
             self._loads[request_id].is_aborted = True
 
-    def arrived(self, request_id: str, part: P, report: R) -> LoadOutcome[R, P]:
-        load = self._close(request_id, part)
+    def arrived(self, part: P, received: ReceivedKV) -> LoadOutcome[P]:
+        load = self._close(received.request_id, part)
         if load is None:
             return None
-        load.arrived.append(report)
-        return self._outcome(request_id, load)
+        load.received = received if load.received is None else _sum(load.received, received)
+        return self._outcome(received.request_id, load)
 
-    def failed(
-        self,
-        request_id: str,
-        part: P,
-        num_valid_tokens: int,
-        reason: str,
-        is_cancelled: bool,
-        is_postponed: bool = False,
-    ) -> LoadOutcome[R, P]:
-        load = self._close(request_id, part)
+    def failed(self, part: P, failed: FailedKV) -> LoadOutcome[P]:
+        load = self._close(failed.request_id, part)
         if load is None:
             return None
-        is_first = load.reason is None
-        load.keep(num_valid_tokens)
-        load.reason = load.reason or reason
-        load.is_cancelled |= is_cancelled
-        load.is_postponed &= is_postponed
-        if is_first and load.open and not load.is_aborted:
-            return GiveUp(tuple(load.open), reason, is_cancelled, is_postponed)
-        return self._outcome(request_id, load)
+        if load.failed is not None:
+            load.failed = _least(load.failed, failed)
+            return self._outcome(failed.request_id, load)
+        load.failed = failed
+        if load.open and not load.is_aborted:
+            return GiveUp(tuple(load.open), failed.reason, failed.is_cancelled, failed.is_postponed)
+        return self._outcome(failed.request_id, load)
 
-    def quiet(self, request_id: str, part: P) -> LoadOutcome[R, P]:
+    def quiet(self, request_id: str, part: P) -> LoadOutcome[P]:
         """An aborted part has ended."""
         load = self._close(request_id, part)
         return None if load is None else self._outcome(request_id, load)
@@ -117,7 +88,7 @@ class Loads(Generic[P, R]):
     def __len__(self) -> int:
         return len(self._loads)
 
-    def _close(self, request_id: str, part: P) -> _Load[P, R] | None:
+    def _close(self, request_id: str, part: P) -> _Load[P] | None:
         """The load that a part reports on; None if it is unknown, or the part has reported before."""
         load = self._loads.get(request_id)
         if load is None or part not in load.open:
@@ -125,16 +96,34 @@ class Loads(Generic[P, R]):
         load.open.remove(part)
         return load
 
-    def _outcome(self, request_id: str, load: _Load[P, R]) -> LoadOutcome[R, P]:
+    def _outcome(self, request_id: str, load: _Load[P]) -> LoadOutcome[P]:
         if load.open:
             return None
         del self._loads[request_id]
         if load.is_aborted:
             return LoadQuiet()
-        if load.reason is not None:
-            is_postponed = load.is_postponed and not load.arrived
-            return LoadFailed(load.num_valid_tokens or 0, load.reason, load.is_cancelled, is_postponed)
-        return LoadArrived(load.arrived)
+        if load.failed is None:
+            return load.received
+        return replace(load.failed, is_postponed=load.failed.is_postponed and load.received is None)
+
+
+def _sum(one: ReceivedKV, other: ReceivedKV) -> ReceivedKV:
+    return replace(
+        one,
+        num_bytes=one.num_bytes + other.num_bytes,
+        elapsed_s=max(one.elapsed_s, other.elapsed_s),
+        moving_s=max(one.moving_s, other.moving_s),
+    )
+
+
+def _least(one: FailedKV, other: FailedKV) -> FailedKV:
+    """Only what both have, and the first reason."""
+    return replace(
+        one,
+        num_valid_blocks=min(one.num_valid_blocks, other.num_valid_blocks),
+        is_cancelled=one.is_cancelled or other.is_cancelled,
+        is_postponed=one.is_postponed and other.is_postponed,
+    )
 
 
 class Sends(Generic[P]):

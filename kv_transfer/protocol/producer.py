@@ -4,9 +4,9 @@ A lease runs from the prefill's end, and restarts with every sign of the consume
 request's own deadline applies. EARLY lasts one lease after the last sign of life, and MAX_EARLY_LEASES at most. How a
 rank transfer ended is remembered for late questions. Messages for another incarnation are refused.
 
-Our pool is read behind our back: by the consumer itself, or by the channel, which sends without a copy. Either may be
-reading still when a preemption takes the blocks away. So only what was acknowledged before counts; everything else is
-offered anew, as another version. And the End, on which the consumer relies, waits for its last acknowledgement.
+Our pool is read without our control: by the consumer itself, or by the channel, which sends without a copy. Either may
+still be reading when a preemption withdraws the blocks. So only pieces acknowledged before that count; all others are
+offered again, as another version. The End, on which the consumer relies, waits for the last acknowledgement.
 """
 
 from collections import Counter
@@ -68,7 +68,7 @@ class Producer:
     # commands of this worker's engine
 
     def note_starvation(self, is_starved: bool) -> list[Effect]:
-        """Whether prompts are queued but none is computed. If so, consumers that keep room for them may be told."""
+        """Whether prompts are queued but none is computed. If so, consumers that keep room for them may be notified."""
         self._is_starved = is_starved
         if not self._is_stuck():
             return []
@@ -145,18 +145,18 @@ class Producer:
         return self._pump(transfer)
 
     def abort(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
-        """The request ended in another way: tells the consumer, and frees; see `Aborted` for `is_cancelled`."""
+        """The request ended in another way: notifies the consumer, and frees; see `Aborted` for `is_cancelled`."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]
-        told: list[Effect] = []
+        effects: list[Effect] = []
         farewell = Aborted(transfer.key, reason, is_cancelled)
         if transfer.peer and not transfer.is_cancelled:
-            told = [Send(transfer.peer, farewell)]
+            effects = [Send(transfer.peer, farewell)]
         self._count_end(transfer, "kv_sends_aborted", reason)
         transfer.is_needed = transfer.is_needed and not is_cancelled
         self._remember(farewell)
-        return told + self._forget(transfer)
+        return effects + self._forget(transfer)
 
     # messages and time
 
@@ -197,7 +197,7 @@ class Producer:
                 return self._close(transfer)
 
     def on_time(self, now: float) -> list[Effect]:
-        """Ends expired leases, and tells their consumers, which may be alive after all."""
+        """Ends expired leases, and notifies their consumers, which may be alive after all."""
         effects: list[Effect] = []
         for key in list(self._leases.pop_due(now)):
             transfer = self._transfers[key]
@@ -327,7 +327,7 @@ class Producer:
         return self._pump(transfer)
 
     def _pump(self, transfer: OutgoingTransfer | None = None) -> list[Effect]:
-        """Offers what the peers' windows allow, a few pieces of each rank transfer in turn; `transfer` has news."""
+        """Offers what the peers' windows allow, a few pieces of each rank transfer in turn; `transfer` has changed."""
         if transfer is not None and transfer.state is OutgoingState.STREAMING:
             self._window.join(transfer)
         effects: list[Effect] = []
@@ -363,7 +363,7 @@ class Producer:
             self._counters[counter] += 1
 
     def _close(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """The consumer is done. If our engine still computes the prompt, the blocks stay until the engine is told."""
+        """The consumer is done. If our engine still computes the prompt, the blocks stay until the engine ends it."""
         if transfer.first_token is not None:
             return self._forget(transfer)
         transfer.move_to(OutgoingState.CANCELLED)

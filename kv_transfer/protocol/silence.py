@@ -1,4 +1,4 @@
-"""Silence: how long producers have not answered; knows no message."""
+"""Silence: how long producers have not answered; does not read messages."""
 
 from baton.system.standstill import Standstill
 from kv_transfer.protocol.messages import TransferKey
@@ -12,9 +12,9 @@ class Silence:
 
     def __init__(self, heartbeat_s: float) -> None:
         self.standstill = Standstill(heartbeat_s)
-        """Must be looked at in every heartbeat while rank transfers ask."""
+        """Its owner calls `look` in every heartbeat while rank transfers ask."""
         self._asked_at: dict[TransferKey, float] = {}
-        self._heard_at: dict[ProducerRank, float] = {}
+        self._last_message_at: dict[ProducerRank, float] = {}
 
     def begin(self, key: TransferKey, now: float) -> None:
         """From now on the rank transfer asks its producer something every heartbeat."""
@@ -23,18 +23,22 @@ class Silence:
     def end(self, key: TransferKey) -> None:
         self._asked_at.pop(key, None)
 
-    def heard(self, key: TransferKey, now: float) -> None:
+    def on_message(self, key: TransferKey, now: float) -> None:
         """The rank transfer's producer has sent something."""
-        self._heard_at[_producer_of(key)] = self.standstill.running(now)
+        self._last_message_at[_producer_of(key)] = self.standstill.running(now)
 
     def forget(self, producer: str) -> None:
         """No rank of this producer has a rank transfer any more."""
-        self._heard_at = {rank: when for rank, when in self._heard_at.items() if rank[0] != producer}
+        self._last_message_at = {
+            rank: when for rank, when in self._last_message_at.items() if rank[0] != producer
+        }
 
     def seconds(self, key: TransferKey, now: float) -> float:
         """How long the producer has been silent, about this rank transfer or any other."""
         asked_at = self._asked_at[key]
-        return self.standstill.running(now) - max(asked_at, self._heard_at.get(_producer_of(key), asked_at))
+        return self.standstill.running(now) - max(
+            asked_at, self._last_message_at.get(_producer_of(key), asked_at)
+        )
 
 
 def _producer_of(key: TransferKey) -> ProducerRank:

@@ -80,7 +80,7 @@ class Runs:
             ("the peer's", self.remote, remote_nbytes),
             ("our", self.local, local_nbytes),
         ):
-            # an end may exceed an int64, a beginning does not
+            # the sum of offset and length may exceed an int64
             if len(offsets) and (
                 offsets.min() < 0 or self.lengths.min() < 0 or (offsets > nbytes - self.lengths).any()
             ):
@@ -100,9 +100,9 @@ class RemotePool(Protocol):
 
     @property
     def owner_pid(self) -> int | None:
-        """The process of this host whose memory is kept from the system while this is open, although the process ends.
+        """The process of this host whose memory stays allocated while this is open, even if the process ends.
 
-        None: nothing is kept. It is that process' own word, and so may be wrong.
+        None: no memory is kept. The process itself reports its id, which may be wrong.
         """
         ...
 

@@ -45,7 +45,7 @@ class CudaIpcReader:
 
     def open(self, description: bytes) -> "CudaPool":
         pid, handle, num_bytes = _parse(description)
-        if handle == self._handle:  # a process cannot open what it shares itself
+        if handle == self._handle:  # a process cannot open the memory that it shares itself
             return CudaPool(self, None, self._memory.address, num_bytes, lambda: None)
         address = self._driver.open(handle)
         try:

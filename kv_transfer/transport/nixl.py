@@ -43,7 +43,7 @@ class NixlPool:
     """A peer's pool; after its first failed read it can only be closed."""
 
     owner_pid = None
-    """What of a peer's memory is mapped, and for how long, is UCX's matter, and outlasts `close`."""
+    """UCX decides which of a peer's memory is mapped, and for how long; `close` does not end it."""
 
     def __init__(self, reader: "NixlReader", description: Description) -> None:
         self.description = description

@@ -85,13 +85,13 @@ class ZmqChannel:
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER, MAX_HEADER_BYTES)  # consumers send no payload
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._doorkeeper = PeerAuthenticator("the KV plane", self._router, keys)
+        self._authenticator = PeerAuthenticator("the KV plane", self._router, keys)
         self.address = listen(self._router, bind_host, advertise_host)
         self._connections: dict[str, _Connection] = {}
         """By the peer's address, least recently used first."""
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
-        self._doorkeeper.register(self._poller)
+        self._authenticator.register(self._poller)
         self._reading: zmq.Socket[bytes] | None = None
         self._queued: dict[Peer, deque[tuple[zmq.MessageTracker, int]]] = {}
         """Payloads that ZMQ may still read, with their sizes, oldest first."""
@@ -100,12 +100,12 @@ class ZmqChannel:
     @property
     def num_denied(self) -> int:
         """Refused connections; readable from any thread."""
-        return self._doorkeeper.num_denied
+        return self._authenticator.num_denied
 
     @property
     def num_disconnections(self) -> int:
         """Connections of peers that ended, closed by either side; readable from any thread."""
-        return self._doorkeeper.num_disconnections
+        return self._authenticator.num_disconnections
 
     def wake_on(self, fd: int) -> None:
         """`wait` also returns while `fd` is readable."""
@@ -115,7 +115,7 @@ class ZmqChannel:
         """Sleeps until something arrives or the time has passed, rarely less, then yields the arrivals."""
         self._close_unused()
         ready = dict(self._poller.poll(self._timeout_ms(timeout_s)))
-        self._doorkeeper.attend(ready)
+        self._authenticator.attend(ready)
         if self._router in ready:
             yield from self._arrivals(self._router, None)
         for address, connection in list(self._connections.items()):
@@ -156,7 +156,7 @@ class ZmqChannel:
         return True
 
     def close(self) -> None:
-        self._doorkeeper.close()
+        self._authenticator.close()
         for socket in [self._router, *(connection.socket for connection in self._connections.values())]:
             socket.close()
         self._context.term()

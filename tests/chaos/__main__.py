@@ -25,10 +25,10 @@ from typing import Any
 
 from gateway.client import GatewayClient
 from tests.chaos.clients import Clients, Tally
-from tests.chaos.errands import Errands, run_beside
 from tests.chaos.faults import Faults
 from tests.chaos.fleet import actors_left, serve_flags, until_healed
 from tests.chaos.machines import Machines, prepare
+from tests.chaos.main_thread import MainThread, run_beside
 from tests.chaos.questions import answer_all, make_questions
 from tests.factories.serving import serving
 
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--every", type=float, default=3.0, help="seconds between faults, default %(default)s"
     )
     parser.add_argument(
-        "--faults", type=int, default=1, help="go on until there were so many, default %(default)s"
+        "--faults", type=int, default=1, help="go on until there were this many, default %(default)s"
     )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--prefill", type=int, default=2)
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(
-    options: argparse.Namespace, machines: Machines, target: str, errands: Errands
+    options: argparse.Namespace, machines: Machines, target: str, main_thread: MainThread
 ) -> dict[str, Any]:
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}: {options.prefill} P + {options.decode} D on {NUM_NODES} nodes, {target}", flush=True)
@@ -98,7 +98,7 @@ async def _run(
             client, make_questions(rng, NUM_QUESTIONS, vocab_size, options.max_tokens)
         )
         clients = Clients(target, questions, options.clients, seed)
-        faults = Faults(machines, errands, client, rng, options.every)
+        faults = Faults(machines, main_thread, client, rng, options.every)
         streaming = asyncio.create_task(clients.run())
         disturbing = asyncio.create_task(faults.run())
         pending = await _first_of(options.seconds, streaming, disturbing)

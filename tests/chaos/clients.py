@@ -10,7 +10,7 @@ from gateway.client import GatewayClient, GatewayError
 from tests.chaos.questions import Answer, Question
 
 MAX_WRONG = 20
-"""More of the same tells nobody anything."""
+"""Limit of reported errors; more of the same would add nothing."""
 
 
 @dataclass(slots=True)

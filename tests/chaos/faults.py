@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 from gateway.client import GatewayClient, GatewayError
-from tests.chaos.errands import Errands
 from tests.chaos.machines import Machines
+from tests.chaos.main_thread import MainThread
 
 STANDSTILL_S = (0.5, 9.0)
 """Up to longer than any peer's patience, so that both a pause and a presumed death are met."""
@@ -27,14 +27,14 @@ class Faults:
     def __init__(
         self,
         machines: Machines,
-        errands: Errands,
+        main_thread: MainThread,
         client: GatewayClient,
         rng: random.Random,
         every_s: float,
     ) -> None:
         """One fault every `every_s`, give or take half of it."""
         self._machines = machines
-        self._errands = errands
+        self._main_thread = main_thread
         self._client = client
         self._rng = rng
         self._every_s = every_s
@@ -56,7 +56,7 @@ class Faults:
         weights = [weight for weight, _, _ in self._menu]
         while True:
             await asyncio.sleep(self._rng.uniform(0.5 * self._every_s, 1.5 * self._every_s))
-            await self._errands.run(self._machines.replenish)
+            await self._main_thread.run(self._machines.replenish)
             ((_, name, fault),) = self._rng.choices(self._menu, weights)
             victim = await fault()
             if victim is not None:
@@ -66,7 +66,7 @@ class Faults:
     async def settle(self) -> None:
         """Everything that stands still goes on, and every node is there again."""
         await asyncio.gather(*self._standing)
-        await self._errands.run(self._machines.replenish)
+        await self._main_thread.run(self._machines.replenish)
 
     async def _kill_worker(self) -> str | None:
         name, pid = await self._draw_worker()
@@ -101,7 +101,7 @@ class Faults:
 
     async def _kill_raylet(self) -> str | None:
         pid = self._rng.choice(self._machines.raylet_pids)
-        await self._errands.run(partial(self._machines.kill, pid))
+        await self._main_thread.run(partial(self._machines.kill, pid))
         return str(pid)
 
     async def _stop_raylet(self) -> str | None:

@@ -16,7 +16,7 @@ OUR_ACTORS = ("ray::Worker", "ray::Controller")
 
 
 def serve_flags(address: str, model: str, num_prefill: int, num_decode: int) -> list[str]:
-    """For `baton serve`. float32, since in bfloat16 the tokens depend on who else is in the batch."""
+    """For `baton serve`. float32, since in bfloat16 the tokens depend on the other requests of the batch."""
     flags = {
         "--ray-address": address,
         "--model": model,
@@ -57,7 +57,7 @@ def _missing(description: dict[str, Any], num_workers: int) -> list[str]:
 
 
 def _unrest(description: dict[str, Any]) -> list[str]:
-    """What is not as it should be where nobody wants anything."""
+    """What is wrong with a fleet that has no request."""
     found = []
     for worker in description["workers"]:
         blocks, requests = worker["kv_blocks"], worker["requests"]

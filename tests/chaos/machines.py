@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 SYSTEM_CONFIG = {
-    # No Python process per CPU that nobody asked for.
+    # No idle Python process per CPU.
     "prestart_worker_first_driver": False,
     # A lost node is noticed after about two seconds, instead of sixteen.
     "health_check_initial_delay_ms": 0,

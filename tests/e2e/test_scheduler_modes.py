@@ -21,7 +21,6 @@ from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
-from tests.factories.models import make_model_dir
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 
@@ -73,10 +72,10 @@ def make_subject(folder: Path, prompts: list[list[int]]) -> Subject:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def tiny(folder: Path) -> Subject:
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 290, (length,), generator=generator).tolist() for length in TINY_LENGTHS]
-    return make_subject(make_model_dir(tmp_path_factory.mktemp("model")), prompts)
+    return make_subject(folder, prompts)
 
 
 @pytest.fixture(scope="module")

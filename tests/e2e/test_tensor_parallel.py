@@ -9,7 +9,6 @@ import pytest
 
 from baton.config import BatonConfig
 from tests.factories.local_cluster import LocalCluster, local_cluster
-from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
 
@@ -51,13 +50,13 @@ async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 2)])
 def test_tokens_do_not_depend_on_the_number_of_ranks(
-    tmp_path: Path, num_prefill_ranks: int, num_decode_ranks: int
+    folder: Path, num_prefill_ranks: int, num_decode_ranks: int
 ) -> None:
     """One cluster answers disaggregated and on D alone; where D has one rank, the latter is the answer of before."""
 
     async def run() -> None:
         config = make_config(num_prefill_ranks, num_decode_ranks)
-        async with local_cluster(config, make_model_dir(tmp_path)) as cluster:
+        async with local_cluster(config, folder) as cluster:
             ranks = [child for name in ("w0", "w1") for child in rank_processes(cluster, name)]
             assert len(ranks) == num_prefill_ranks + num_decode_ranks - 2
             await check_same_answers(cluster)
@@ -73,12 +72,12 @@ async def check_same_answers(cluster: LocalCluster) -> None:
 
 
 def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Until then, two ranks hand over to one."""
 
     async def run() -> None:
-        async with local_cluster(make_config(2, 1), make_model_dir(tmp_path)) as cluster:
+        async with local_cluster(make_config(2, 1), folder) as cluster:
             await check_same_answers(cluster)
             (rank,) = rank_processes(cluster, "w0")
             rank.send_signal(signal.SIGKILL)

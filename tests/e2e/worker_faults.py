@@ -1,4 +1,4 @@
-"""Workers that are killed, stopped or replaced while hand-overs run: who gets what, and whether every block comes home.
+"""Workers that are killed, stopped or replaced while hand-overs run: every client's answer, and every block freed.
 
     python -m tests.e2e.worker_faults --transfers 200 [--seed N] [--transport shared_memory|zmq_tcp]
 
@@ -55,7 +55,7 @@ def make_config(transport: Transport) -> BatonConfig:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, how it is asked, and what is to come of it."""
+    """A prompt, how it is asked, and the expected answer."""
 
     prompt: tuple[int, ...]
     sampling: dict[str, Any]
@@ -242,13 +242,13 @@ async def _unrest(cluster: FragileCluster) -> list[str]:
     found += [f"the gateway does not know {name}" for name in cluster.workers.keys() - seen.keys()]
     driver = cluster.gateway._driver
     counted = {name: number for name, number in driver.router.num_sub_requests.items() if number}
-    if counted or driver.num_in_flight or driver._dispatcher._placed:
-        found.append(f"the gateway has {driver.num_in_flight} requests and sub-requests {counted}")
+    if counted or driver.dispatcher.num_in_flight or driver.dispatcher._placed:
+        found.append(f"the gateway has {driver.dispatcher.num_in_flight} requests and sub-requests {counted}")
     return found
 
 
 async def maps_of_the_dead(cluster: FragileCluster, timeout_s: float) -> list[str]:
-    """Pools of processes that are gone and that somebody still maps, after `timeout_s` at most."""
+    """Pools of ended processes that a process still maps after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while True:
         descriptions = await cluster.descriptions()
@@ -315,7 +315,7 @@ async def main(num_transfers: int, seed: int, transports: tuple[Transport, ...])
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--transfers", type=int, default=200, help="at least so many for each fault")
+    parser.add_argument("--transfers", type=int, default=200, help="at least this many for each fault")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10_000))
     parser.add_argument("--transport", choices=TRANSPORTS)
     options = parser.parse_args()

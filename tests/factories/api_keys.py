@@ -1,4 +1,4 @@
-"""API keys of callers who may do this or that, and the entries that let them in."""
+"""API keys with and without scopes, and their entries in a key file."""
 
 from baton.config import ApiKey
 from gateway.auth.credentials import Credentials

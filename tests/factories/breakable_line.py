@@ -17,7 +17,7 @@ class BreakableLine:
         self._pumps: set[asyncio.Task[None]] = set()
         self.address = ""
         self.is_cut = False
-        """While it is, nobody can connect."""
+        """While it is set, no connection is accepted."""
         self.swallows: Direction | None = None
         """What goes this way is taken and lost; the sender does not notice."""
         self.num_swallowed = 0
@@ -65,7 +65,7 @@ class BreakableLine:
 
 @asynccontextmanager
 async def breakable_line(address: str) -> AsyncIterator[BreakableLine]:
-    """A line to whoever listens at `address`, of ZeroMQ's form."""
+    """A line to the listener at `address`, of ZeroMQ's form."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     line = BreakableLine(host, int(port))
     server = await asyncio.start_server(line.accept, "127.0.0.1", 0)

@@ -1,9 +1,8 @@
 """A control server on a loopback port over a controller that has no processes, and a client of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,6 @@ TIMEOUT_S = 60.0
 MODEL_PATH = Path("/models/tiny")
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*arguments: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **options), TIMEOUT_S))
-
-    return run
-
-
 def in_process(controller: Controller, config: BatonConfig) -> InProcessControl:
     return InProcessControl(controller, pack_configuration(config, MODEL_PATH, derive_keys(SECRET)))
 
@@ -55,7 +46,8 @@ async def control_server(
     model_path: Path = MODEL_PATH,
 ) -> AsyncIterator[ControlServer]:
     """Open; without a controller it is one whose fleet is still starting."""
-    server = ControlServer(config, pack_configuration(config, model_path, derive_keys(SECRET)), keys)
+    packed = pack_configuration(config, model_path, derive_keys(SECRET))
+    server = ControlServer(config.network, config.cluster.fleet_port, packed, keys)
     server.open()
     try:
         if control is not None:

@@ -13,7 +13,7 @@ class CountingProxy:
         self.num_connections = 0
         self.bytes_to_client = 0
         self.passes = asyncio.Event()
-        """While it is clear, nothing passes either way, and nobody is told."""
+        """While it is clear, no byte passes either way, and neither end is notified."""
         self.passes.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -90,7 +90,7 @@ class RealDevice:
 
 @dataclass(frozen=True, slots=True)
 class PretendedDevice:
-    """Every process has a driver of its own; copies take until somebody asks for them."""
+    """Every process has a driver of its own; copies run when their event is asked for."""
 
     host: FakeHost = field(default_factory=FakeHost)
 

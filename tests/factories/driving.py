@@ -12,7 +12,7 @@ from tests.factories.scheduling import FakeConnector, FakeRunner, assert_at_rest
 class Driver:
     """Checks after every step that positions continue, that nothing follows an end, and every invariant.
 
-    With `num_ahead`, so many steps are planned before the oldest is computed: as late as a slow device would.
+    Plans `num_ahead` steps before it computes the oldest, as late as a slow device would.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
         self.finished_in_plans: list[str] = []
-        """Every id that the runner was told to forget."""
+        """Every id that a plan reported to the runner as finished."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -73,12 +73,12 @@ class Driver:
     def run_to_end(
         self, before_step: Callable[[], None] = lambda: None, max_steps: int = 20_000
     ) -> dict[str, list[int]]:
-        """Steps until nobody is left; the tokens of every request."""
+        """Steps until no request is left; returns the tokens of each."""
         for _ in range(max_steps):
             before_step()
             if not self.scheduler.has_requests():
                 self.complete()
-                self.step()  # the runner hears of the last ends
+                self.step()  # reports the last ends to the runner
                 self.check_rest()
                 return self.tokens
             self.step()
@@ -90,7 +90,7 @@ class Driver:
             self.connector.start_load_kv(self.under_way[0].kv_connector_metadata or {})
 
     def check_rest(self) -> None:
-        """Behaviour 14, and conservation: whoever came has ended once, and the runner was told once."""
+        """Behaviour 14, and conservation: each request has ended once, and was reported to the runner once."""
         assert_at_rest(self.scheduler)
         assert self.ends.keys() == self.tokens.keys()
         assert sorted(self.finished_in_plans) == sorted(self.tokens)

@@ -1,7 +1,7 @@
-"""A live TransferEndpoint between an engine that keeps the rules and peers that keep none.
+"""A live TransferEndpoint between an engine that keeps the rules and peers that break them.
 
-After every event: nothing was raised, every request of the engine's gets the one end it is owed, and not a byte of the
-pool has changed outside the blocks that a load may write.
+After every event: nothing was raised, every request of the engine gets exactly one end, and no byte of the pool has
+changed outside the blocks that a load may write.
 """
 
 import random
@@ -59,9 +59,9 @@ NUM_BLOCKS = 24
 US = "us-1"
 PEERS = ("peer-1", "peer-2")
 CONFIG = KVTransferConfig(lease_s=5.0, peer_timeout_s=4.0, load_timeout_s=20.0, max_inflight_mib=1)
-LAST_WORDS = (Refused, Aborted, Cancel, Release, Unreadable)
+FINAL_MESSAGES = (Refused, Aborted, Cancel, Release, Unreadable)
 RARELY = 0.06
-"""How often a peer says something after which there is no more to say of a hand-over."""
+"""Weight of messages that end a hand-over."""
 
 END_S = 200.0
 """Virtual seconds after which nothing may be left."""
@@ -86,7 +86,7 @@ class Loading:
 
 
 class EndpointUnderFire:
-    """Call `round` as often as you like, and `end` at last."""
+    """Call `round` any number of times, then `end`."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -116,7 +116,7 @@ class EndpointUnderFire:
             Counter(dict.fromkeys(COUNTERS, 0)),
             self._clock,
         )
-        self._keys = {"nobody's": TransferKey("nobody's", 0, US, "peer-1")}
+        self._keys = {"unknown": TransferKey("unknown", 0, US, "peer-1")}
         self._sends: dict[str, Sending] = {}
         self._loads: dict[str, Loading] = {}
         self._num_requests = 0
@@ -125,14 +125,14 @@ class EndpointUnderFire:
     def round(self) -> None:
         """One event of any kind."""
         self.counts["rounds"] += 1
-        events = (self._lie, self._be_honest, self._order, self._garble, self._wait)
+        events = (self._lie, self._be_honest, self._command, self._garble, self._wait)
         event = self._rng.choices(events, (60, 10, 22, 6, 4))[0]
         event()
         self.endpoint.on_time()
         self._check()
 
     def end(self) -> None:
-        """The engine ends some requests, time does the rest, and nothing is left."""
+        """The engine ends some requests, timeouts end the others, and nothing is left."""
         for request_id in list(self._sends):
             if not self._sends[request_id].is_over:
                 self._rng.choice((self._finish_send, self._abort_send))(request_id)
@@ -150,18 +150,18 @@ class EndpointUnderFire:
         assert not self._loads, f"never ended: {self._loads}"
         self.endpoint.close()
 
-    # what peers do
+    # peers
 
     def _lie(self) -> None:
-        """A message that can be read; most say something plausible about a hand-over that there is."""
+        """A readable message; most are plausible ones about an open hand-over."""
         is_from_producer = self._rng.random() < 0.5
         codec: Any = TO_CONSUMER if is_from_producer else TO_PRODUCER
         kinds = kinds_of(codec)
-        kind = self._rng.choices(kinds, [RARELY if kind in LAST_WORDS else 1.0 for kind in kinds])[0]
+        kind = self._rng.choices(kinds, [RARELY if kind in FINAL_MESSAGES else 1.0 for kind in kinds])[0]
         try:
             message = self._message(kind, is_from_producer)
             frame = codec.encode(message)
-        except WireError:  # too long to be said
+        except WireError:  # too long to be sent
             return
         self._channel.payload.clear()
         if isinstance(message, Pieces):
@@ -171,12 +171,12 @@ class EndpointUnderFire:
                 for _ in range(max(0, number))
             ]
             self._channel.payload.extend(np.full(size, 0xEE, np.uint8) for size in sizes)
-        self.counts[f"said {kind.__name__}"] += 1
+        self.counts[f"sent {kind.__name__}"] += 1
         self._take(is_from_producer, frame)
 
     def _be_honest(self) -> None:
-        """All that a load waits for, unless a liar said something else before."""
-        request_id = self._rng.choice([*self._loads, "nobody's"])
+        """Everything that a load waits for, unless a lie came first."""
+        request_id = self._rng.choice([*self._loads, "unknown"])
         key = self._keys[request_id]
         num_pieces = -(-self._num_tokens(key) // 16)
         numbers = tuple(range(num_pieces))
@@ -222,7 +222,7 @@ class EndpointUnderFire:
         return key
 
     def _made_plausible(self, message: ToProducer | ToConsumer) -> ToProducer | ToConsumer:
-        """With what an honest peer would say, for the greater part."""
+        """Most fields as an honest peer would send them."""
         rng = self._rng
         match message:
             case Open():
@@ -272,9 +272,9 @@ class EndpointUnderFire:
     def _wait(self) -> None:
         self._clock.advance(self._rng.choice((0.1, 0.5, 1.0, 1.0, 2.0, 6.0)))
 
-    # what the engine does
+    # the engine
 
-    def _order(self) -> None:
+    def _command(self) -> None:
         sends = [request_id for request_id, sending in self._sends.items() if not sending.is_over]
         loads = [request_id for request_id, load in self._loads.items() if not load.is_aborted]
         act = self._rng.random()
@@ -297,7 +297,7 @@ class EndpointUnderFire:
         self._execute(BeginSend(request_id, transfer, self._sends[request_id].num_tokens))
 
     def _fill(self, request_id: str) -> None:
-        """The next full block of the prompt is computed; which one it is does not matter here."""
+        """The next full block of the prompt is computed, in any block of the pool."""
         sending = self._sends[request_id]
         if sending.num_ready < sending.num_tokens // 16:
             self._execute(SendBlocks(request_id, sending.num_ready, (self._rng.randrange(NUM_BLOCKS),)))
@@ -364,7 +364,7 @@ class EndpointUnderFire:
     def _check(self) -> None:
         news = self.endpoint.collect_news()
         for request_id in news.finished_sending:
-            assert self._sends.pop(request_id).is_over, f"{request_id} was freed while it is computed"
+            assert self._sends.pop(request_id).is_over, f"{request_id} was freed before its prefill ended"
         for received in news.finished_recving:
             self._end_load(received.request_id, is_aborted=False)
         for failed in news.failed_recving:
@@ -375,7 +375,7 @@ class EndpointUnderFire:
             self._end_load(request_id, is_aborted=True)
         for load in self._loads.values():
             self._expected[list(load.block_ids)] = self._pool[list(load.block_ids)]
-        assert np.array_equal(self._pool, self._expected), "something else than a load's blocks was written"
+        assert np.array_equal(self._pool, self._expected), "a write outside the blocks of loads"
         self.counts["received"] += len(news.finished_recving)
         self.counts["failed"] += len(news.failed_recving)
         self.counts["freed"] += len(news.finished_sending)
@@ -389,12 +389,12 @@ class EndpointUnderFire:
 
 
 def wild_piece_id(rng: random.Random) -> int:
-    """Beyond every pool, and such that its offset in bytes is about to overflow, or does."""
+    """An id beyond every pool, whose offset in bytes overflows or nearly does."""
     if rng.random() < 0.5:
         return integer(rng)
     return rng.choice((2**63, 2**64)) // BLOCK_NBYTES + rng.choice((-1, -1, 0, 1))
 
 
 def _long_text(rng: random.Random) -> str:
-    """Such that a message that holds it is about as large as one may be, or an answer to it larger."""
+    """A text that makes its message about as large as allowed, or the answer to it larger."""
     return "x" * rng.choice((500, 1_000, MAX_HEADER_BYTES - rng.randrange(400)))

@@ -1,27 +1,26 @@
-"""Whole workers' transfer endpoints, with real pools of bytes, joined by queues in one thread on virtual time."""
+"""Transfer endpoints of whole workers, with real pools of bytes, in the simulator's world."""
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from baton.clock import VirtualClock
 from baton.config import KVTransferConfig
 from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
-from baton.worker import KVPeerCounts
 from kv_transfer.commands import ImmediateCommand, KVConnectorMetadata, LoadBlocks, SendBlocks
-from kv_transfer.connector.endpoint import TransferEndpoint, make_endpoint
 from kv_transfer.connector.ranks import RankedConnector
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.pool import DeviceBlocks, DeviceKVBytes, KVBytes, KVPool
-from kv_transfer.protocol.effects import Peer
-from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, TransportOffer
-from kv_transfer.transport.base import Arrival, Bytes, PoolReader
+from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY
+from kv_transfer.transport.base import Bytes, PoolReader
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
+from simulator.connector import SimConnector
+from simulator.network import Network, NetworkFaults, Payload, SimChannel
+from simulator.world import Process, World
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 
 NUM_LAYERS, NUM_HEADS, CELL_BYTES, NUM_BLOCKS = 2, 8, 3, 16
@@ -34,59 +33,41 @@ CONFIG = KVTransferConfig(
 KV_PHTB = np.random.default_rng(0).integers(
     1, 256, (NUM_LAYERS * 2, NUM_HEADS, 512, CELL_BYTES), dtype=np.uint8
 )
-"""The KV of one long prompt, as a worker without ranks and blocks would hold it."""
+"""The KV of one long prompt, not split into ranks and blocks."""
 
 
-class QueueChannel:
-    """Frames go to the fabric; those of the arrival at hand are read here."""
+class ScriptedNetwork(Network):
+    """Carries messages at once, except for what a test does to them."""
 
-    def __init__(self, fabric: "Fabric", address: str) -> None:
-        self._fabric = fabric
-        self.address = address
-        self.num_dropped = 0
-        self.payload: list[bytes] = []
+    def __init__(self, world: World) -> None:
+        super().__init__(world, NetworkFaults())
+        self.lose: Callable[[str, bytes], bool] = lambda _address, _header: False
+        """Whether a message to this address is lost."""
+        self.alter: Callable[[str, bytes], bytes] = lambda _address, header: header
+        """Changes a header sent from this address."""
+        self.delay_s = 0.0
+        self.num_payloads_to_lose = 0
+        """So many of the next messages with bytes arrive without them."""
+        self.sent: list[tuple[str, bytes]] = []
+        """Every header as it was encoded, and where to; lost ones too."""
 
-    def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:
-        target = peer.decode() if isinstance(peer, bytes) else peer
-        frames = [header, *(span.tobytes() for span in payload)]
-        self._fabric.post(self.address, target, isinstance(peer, bytes), frames)
-        return True
+    def post(
+        self, source: str, target: str, header: bytes, payload: Payload, arrive: Callable[..., None]
+    ) -> None:
+        sender, receiver = f"sim://{source}", f"sim://{target}"
+        self.sent.append((receiver, header))
+        if payload and self.num_payloads_to_lose:
+            self.num_payloads_to_lose -= 1
+            payload = Payload(())
+        if not self.lose(receiver, header):
+            self.world.after(self.delay_s, partial(arrive, self.alter(sender, header), payload))
 
-    def read_payload(self) -> Iterator[Bytes]:
-        return (np.frombuffer(span, np.uint8) for span in self.payload)
+    def cut(self, address: str) -> None:
+        """Nothing reaches this address."""
+        self.lose = lambda target, _: target == address
 
-
-class EndpointConnector:
-    """One rank's connector without a thread."""
-
-    def __init__(self, endpoint: TransferEndpoint, counters: "Counter[str]") -> None:
-        self._endpoint = endpoint
-        self._counters = counters
-
-    def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        for command in metadata.at_once if metadata else ():
-            self._endpoint.execute(command)
-
-    def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        for command in metadata.loads if metadata else ():
-            self._endpoint.execute(command)
-
-    def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
-        for command in metadata.after if metadata else ():
-            assert command.request_id not in lost
-            self._endpoint.execute(command)
-
-    def get_finished(self) -> KVConnectorOutput:
-        return self._endpoint.collect_news()
-
-    def counters(self) -> dict[str, int]:
-        return dict(self._counters)
-
-    def peers(self) -> tuple[KVPeerCounts, ...]:
-        return self._endpoint.metrics.snapshot()
-
-    def shutdown(self) -> None:
-        self._endpoint.close()
+    def mend(self) -> None:
+        self.lose = lambda _address, _header: False
 
 
 class Worker:
@@ -95,33 +76,33 @@ class Worker:
     def __init__(
         self, fabric: "Fabric", name: str, num_ranks: int, block_size: int, fingerprint: KVFingerprint
     ) -> None:
-        addresses = tuple(f"{name}/{rank}" for rank in range(num_ranks))
-        self.ref = WorkerRef(name, f"{name}-life", addresses, block_size)
+        names = tuple(f"{name}/{rank}" for rank in range(num_ranks))
+        self.ref = WorkerRef(name, f"{name}-life", tuple(f"sim://{name}" for name in names), block_size)
         self.blocks: list[Bytes] = []
-        """Of every rank, [num_blocks, bytes of a block], wherever they are."""
+        """Every rank's pool, [num_blocks, bytes of a block], in host or device memory."""
         connectors = []
         fingerprint = replace(fingerprint, block_size=block_size, num_ranks=num_ranks)
-        for rank, address in enumerate(addresses):
+        for rank, rank_name in enumerate(names):
             block_nbytes = NUM_LAYERS * 2 * NUM_HEADS // num_ranks * block_size * CELL_BYTES
             blocks, pool, readers = fabric.make_pool(block_nbytes, fingerprint, rank)
-            pools = {name: reader.describe() or b"" for name, reader in readers.items()}
-            offer = TransportOffer("host", fabric.transports, pools)
-            counters: Counter[str] = Counter()
-            endpoint = make_endpoint(
+            process = Process()
+            process.incarnation = f"{rank_name}-life"
+            connector = SimConnector(fabric.world, process, fabric.clock, wake=lambda: None)
+            channel = SimChannel(fabric.network, rank_name, process)
+            connector.attach(
                 CONFIG,
                 self.ref.incarnation,
                 fingerprint,
                 pool,
-                fabric.channel(address),
+                channel,
                 readers,
-                offer,
-                counters,
-                fabric.clock,
+                "host",
+                fabric.transports,
             )
-            fabric.endpoints[address] = endpoint
             self.blocks.append(blocks)
-            connectors.append(EndpointConnector(endpoint, counters))
-        self.connector = RankedConnector(connectors, block_size)
+            connectors.append(connector)
+        fabric.connectors += connectors
+        self.connector = RankedConnector(connectors)
 
     def command(self, *commands: ImmediateCommand) -> None:
         self.connector.send_commands(KVConnectorMetadata(commands, (), ()))
@@ -165,29 +146,22 @@ class Worker:
 
 
 class Fabric:
-    """The network, and the only clock."""
+    """Workers in one world, with one clock and one network."""
 
     def __init__(
         self, transport: str, *fallbacks: str, on_device: bool = False, began_at: float = 0.0
     ) -> None:
-        """Every worker offers `transport`, and then the `fallbacks`. `began_at` is what the clock reads at first."""
+        """Every worker offers `transport`, and then the `fallbacks`. The clock starts at `began_at`."""
         self.transport = transport
         self.transports = (transport, *fallbacks)
         self._host = FakeHost() if on_device or transport == CUDA_IPC else None
-        self.clock = VirtualClock(began_at)
-        self.endpoints: dict[str, TransferEndpoint] = {}
+        self.world = World(seed=0)
+        self.clock = self.world.clock(began_at)
+        self.network = ScriptedNetwork(self.world)
+        self.connectors: list[SimConnector] = []
+        """One for every rank."""
         self.drivers: list[FakeDriver] = []
-        """Of every rank on a device, in the order in which they were added."""
-        self.lose: Callable[[str, bytes], bool] = lambda _address, _header: False
-        """Whether a frame to this address is lost."""
-        self.sent: list[tuple[str, bytes]] = []
-        """Every header that was sent, as it was encoded, and where to; lost ones too."""
-        self.num_payloads_to_lose = 0
-        """So many of the next headers arrive without the bytes that follow them."""
-        self.alter: Callable[[str, bytes], bytes] = lambda _address, header: header
-        """What becomes of a header that this address has sent."""
-        self._channels: dict[str, QueueChannel] = {}
-        self._queue: deque[tuple[str, str, bool, list[bytes]]] = deque()
+        """Drivers of the ranks on devices, in the order of their adding."""
 
     def add(
         self,
@@ -196,7 +170,7 @@ class Fabric:
         block_size: int = 16,
         fingerprint: KVFingerprint = FINGERPRINT,
     ) -> Worker:
-        """`fingerprint`: its ranks and block size are those of the other arguments."""
+        """Ranks and block size of `fingerprint` are replaced by the other arguments."""
         return Worker(self, name, num_ranks, block_size, fingerprint)
 
     def make_pool(
@@ -217,54 +191,29 @@ class Fabric:
             readers[SHARED_MEMORY] = SharedMemoryReader(blocks, memory)
         return blocks, KVBytes(blocks, fingerprint, rank), readers
 
-    def channel(self, address: str) -> QueueChannel:
-        self._channels[address] = QueueChannel(self, address)
-        return self._channels[address]
-
-    def cut(self, address: str) -> None:
-        """Nothing reaches this address."""
-        self.lose = lambda target, _: target == address
-
-    def mend(self) -> None:
-        self.lose = lambda _address, _header: False
-
-    def post(self, source: str, target: str, is_from_producer: bool, frames: list[bytes]) -> None:
-        self.sent.append((target, frames[0]))
-        if len(frames) > 1 and self.num_payloads_to_lose:
-            self.num_payloads_to_lose -= 1
-            frames = frames[:1]
-        if not self.lose(target, frames[0]):
-            header, *payload = frames
-            self._queue.append((source, target, is_from_producer, [self.alter(source, header), *payload]))
-
     def deliver(self) -> None:
         """Everything under way, and what that leads to."""
-        while self._queue:
-            source, target, is_from_producer, (header, *payload) = self._queue.popleft()
-            self._channels[target].payload = payload
-            peer: Peer = source if is_from_producer else source.encode()
-            self.endpoints[target].take(Arrival(peer, is_from_producer, header))
+        self.world.run(until=self.world.now)
 
     def advance(self, seconds: float) -> None:
-        """Time passes, from deadline to deadline."""
-        end = self.clock.now() + seconds
-        while True:
-            self.deliver()
-            times = [when for e in self.endpoints.values() if (when := e.next_deadline()) is not None]
-            when = min([*times, end])
-            self.clock.advance(max(0.0, when - self.clock.now()))
-            for endpoint in self.endpoints.values():
-                endpoint.on_time()
-            if when >= end:
-                break
+        """Time passes, from event to event."""
+        end = self.world.now + seconds
+        self.deliver()
+        self._look()
+        self.world.run(until=end)
+        self._look()
         self.deliver()
 
+    def _look(self) -> None:
+        """Every rank looks at its clock and its device."""
+        for connector in self.connectors:
+            connector.turn()
+
     def assert_at_rest(self) -> None:
-        """No endpoint knows of any hand-over, and once pools that were read are let go, nothing is due."""
-        for endpoint in self.endpoints.values():
+        """No endpoint has a hand-over; once idle pools are closed, no timer is set."""
+        endpoints = [connector.endpoint for connector in self.connectors]
+        for endpoint in endpoints:
             endpoint.check_integrity()
-        assert [len(endpoint) for endpoint in self.endpoints.values()] == [0] * len(self.endpoints)
+        assert [len(endpoint) for endpoint in endpoints] == [0] * len(endpoints)
         self.advance(60.0)
-        assert [endpoint.next_deadline() for endpoint in self.endpoints.values()] == [None] * len(
-            self.endpoints
-        )
+        assert [endpoint.next_deadline() for endpoint in endpoints] == [None] * len(endpoints)

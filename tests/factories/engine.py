@@ -1,4 +1,4 @@
-"""An engine without a device: the real loop, core and scheduler over a fake runner and a connector that is told."""
+"""An engine without a device: the real loop, core and scheduler over a fake runner and a scripted connector."""
 
 import queue
 from collections.abc import Callable, Set

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kv_transfer.cuda.driver import HANDLE_BYTES, CudaError, CudaOutOfMemory
+from kv_transfer.cuda.driver import HANDLE_BYTES, CudaDriver, CudaError, CudaOutOfMemory
 
 FIRST_ADDRESS = 1 << 40
 
@@ -30,12 +30,12 @@ class FakeHost:
 
     memories: dict[int, bytearray] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
-    """Memories whose owner has ended: whoever has them open goes on reading them, nobody else can open them."""
+    """Memories whose owner has ended: processes that have them open go on reading them; none can open them."""
     next_address: int = FIRST_ADDRESS
     pinned: dict[int, "ctypes.Array[ctypes.c_uint8]"] = field(default_factory=dict)
-    """Memory of the host that devices reach, by its address."""
+    """Host memory that devices reach, by address."""
     pinned_room: int | None = None
-    """How many bytes may be pinned in all; one more is refused."""
+    """Limit of the bytes that may be pinned in all."""
 
     def allocate(self, num_bytes: int) -> int:
         address, self.next_address = self.next_address, self.next_address + num_bytes + 4096
@@ -53,7 +53,7 @@ class FakeHost:
 
 
 @dataclass
-class FakeDriver:
+class FakeDriver(CudaDriver):
     """One process's view of a device."""
 
     host: FakeHost
@@ -61,7 +61,7 @@ class FakeDriver:
     is_slow: bool = False
     """Copies wait for `run`."""
     takes_rows: bool = True
-    """False: it refuses pitches, as the real one may."""
+    """False: refuses pitches, as the real driver may."""
     queued: deque[Copy] = field(default_factory=deque)
     num_queued: int = 0
     num_over: int = 0
@@ -193,7 +193,7 @@ class FakeDriver:
 
 @dataclass
 class UnhurriedDriver(FakeDriver):
-    """Copies one run whenever it is asked whether it is done, so reads are under way until somebody waits."""
+    """Copies one run with each query of an event, so reads take several polls."""
 
     is_slow: bool = True
 

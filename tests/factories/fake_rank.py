@@ -1,4 +1,4 @@
-"""A rank whose device and connector do what plans and orders tell them: `python -m tests.factories.fake_rank FD`.
+"""A rank whose device and connector follow plans and commands: `python -m tests.factories.fake_rank FD`.
 
 Its steps are real in one thing: they meet the other ranks in a collective. What it did is in `rank-R.txt` of the folder
 that it takes for its model's.
@@ -16,12 +16,12 @@ from baton.errors import ModelError
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVPeerCounts
 from engine.collectives import Collectives
-from engine.fail_stop import FailStop
 from engine.pipeline import Launched, Pipeline, ThreadedPipeline
 from engine.ranks import entry as rank_start
 from engine.ranks.messages import Setup
 from engine.ranks.process import Rank
 from engine.ranks.process import main as serve
+from engine.step_failures import FailStop
 from kv_transfer import KVConnectorMetadata
 
 FAKE_RANK = "tests.factories.fake_rank"
@@ -109,7 +109,7 @@ def make_fake_pipeline(collectives: Collectives, diary: Diary) -> Pipeline:
 
 
 class DiaryConnector:
-    """Writes its orders down, and has arrived at once what it is to load."""
+    """Writes its commands down; its loads arrive at once."""
 
     kv_address = "tcp://127.0.0.1:1"
 

@@ -79,7 +79,7 @@ class FakeIncarnation:
         self.orders: list[str] = []
         self.running = 0
         self.num_answers = 0
-        """To questions for its status."""
+        """Answers to WaitStatus."""
         self.pid = next(self._incarnations)
 
     def kill(self, reason: str = "killed") -> None:
@@ -96,7 +96,7 @@ class FakeIncarnation:
 
     @property
     def endpoint(self) -> WorkerEndpoint:
-        ref = WorkerRef(self.name, f"life{self.pid}", ("tcp://127.0.0.1:1",), 16)
+        ref = WorkerRef(self.name, f"incarnation{self.pid}", ("tcp://127.0.0.1:1",), 16)
         return WorkerEndpoint(ref, self.role, "tcp://127.0.0.1:2", self.node, self.pid)
 
     async def call(self, request: ControlRequest[R]) -> R:
@@ -161,7 +161,7 @@ class FakeLauncher:
         self.room.set()
         self.has_spare_room = False
         self.is_cut_off = False
-        """Nobody can end a process."""
+        """No process can be ended."""
         self.addresses = {"here": "127.0.0.1"}
         """Of each node. Workers go to the first that may have any."""
         self.avoided: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from baton.errors import BatonError, FleetError
+from baton.errors import BatonError, UnknownWorker
 from baton.fleet import FleetDescription, NodeDescription, ReplicaDescription, ReplicaState, RolloutStep
 from baton.messages.control import (
     BeginRollout,
@@ -19,6 +19,7 @@ from baton.messages.control import (
     WaitRolloutStep,
 )
 from baton.worker import WorkerRole
+from gateway.workers.worker_view import in_order
 
 R = TypeVar("R")
 
@@ -108,6 +109,8 @@ class FakeFleetControl:
             raise self.refuses
 
     def _check(self, workers: tuple[str, ...]) -> None:
+        names = [description.name for description in self.fleet.replicas]
         for worker in workers:
-            if worker not in {description.name for description in self.fleet.replicas}:
-                raise FleetError(f"there is no worker {worker!r}")
+            if worker not in names:
+                there = ", ".join(sorted(names, key=in_order)) or "none"
+                raise UnknownWorker(f"there is no worker {worker!r}; the fleet has {there}")

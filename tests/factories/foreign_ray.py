@@ -1,4 +1,4 @@
-"""A Ray cluster of somebody else's, for commands that join one."""
+"""A Ray cluster that Baton did not start, for commands that join one."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ RAY_ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "of-the-tests",
 }
 
-# A Ray of somebody else's, which lives until its stdin closes.
+# Runs a Ray cluster until its stdin closes.
 FOREIGN_RAY = """
 import sys, ray
 for may_fail in (True, True, False):  # half a minute is all that Ray gives itself to start

@@ -99,7 +99,7 @@ class FragileCluster:
         self.workers: dict[str, FragileWorker] = {}
         self.processes: list[FragileWorker] = []
         """All that were ever started."""
-        self._roles = dict(worker_names(config))
+        self._roles = dict(worker_names(config.cluster))
         self._command = command
         self._folder = folder
         self._num_started = 0
@@ -133,7 +133,7 @@ class FragileCluster:
         self._spares += await asyncio.gather(*[self.warm_up() for _ in missing])
 
     async def replace(self, name: str, ports: Sequence[int] = ()) -> None:
-        """A new life of a worker that was killed, and the gateway is told as a supervisor would tell it."""
+        """Starts a new incarnation of a killed worker, and notifies the gateway as a supervisor would."""
         worker = self._spares.pop() if self._spares else await self.warm_up()
         endpoint = await worker.begin(self._roles[name], name, ports)
         self.workers[name] = worker

@@ -1,4 +1,4 @@
-"""A real gateway on a loopback port, and workers that speak the real request plane but only say what they are told."""
+"""A real gateway on a loopback port, and scripted workers on the real request plane."""
 
 import asyncio
 import queue
@@ -31,16 +31,16 @@ from worker.kv_events import KVChange
 from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=30.0)
-"""So patient that a busy machine is never the reason."""
+"""So long that a busy machine is never taken for a lost peer."""
 IMPATIENT = NETWORK.model_copy(update={"peer_timeout_s": 2.0})
-"""For those who want to see what becomes of who is silent."""
+"""For tests of silent peers."""
 
 Script = Callable[[EngineRequest], list[RequestOutput]]
-"""What a worker says at once when it is given a leg."""
+"""A worker's immediate outputs for a request."""
 
 
 class ScriptedWorker:
-    """A worker without an engine. `heard` holds what reached it: legs and the ids of aborted ones."""
+    """A worker without an engine. `received` holds its requests, and the ids of aborted ones."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ScriptedWorker:
         self.requests = RequestCounts(0, 0, 0)
         self.load = WorkerLoad(7, 0.25, 1500.0, 0.03)
         self.kv_peers: tuple[KVPeerCounts, ...] = ()
-        self.heard: queue.Queue[EngineRequest | str] = queue.Queue()
+        self.received: queue.Queue[EngineRequest | str] = queue.Queue()
         self.goes_on = threading.Event()
         """While it is clear, the worker stands still at its next heartbeat, like a stopped process."""
         self.goes_on.set()
@@ -71,36 +71,36 @@ class ScriptedWorker:
 
     def submit(self, client_id: str, request: EngineRequest) -> None:
         self._clients[request.request_id] = client_id
-        self.heard.put(request)
+        self.received.put(request)
         self.say(request, self._script(request))
 
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
-            self.heard.put(request_id)
+            self.received.put(request_id)
 
     def abort_client(self, client_id: str) -> None:
-        self.heard.put(f"client {client_id}")
+        self.received.put(f"client {client_id}")
 
     def subscribe_kv_events(self, client_id: str) -> None:
         """It has no prefix cache: its account is empty, and nothing follows."""
         self._server.send_kv_change((client_id,), KVChange(True, b"", b""))
 
     def fail(self, error: BaseException) -> None:
-        self.heard.put(f"failure {error}")
+        self.received.put(f"failure {error}")
 
     def say(self, request: EngineRequest, outputs: list[RequestOutput]) -> None:
         if outputs:
             self._server.send(self._clients[request.request_id], outputs)
 
-    async def next_leg(self) -> EngineRequest:
-        heard = await asyncio.to_thread(self.heard.get, True, 30)
-        assert isinstance(heard, EngineRequest), f"expected a leg, got an abort of {heard}"
-        return heard
+    async def next_request(self) -> EngineRequest:
+        received = await asyncio.to_thread(self.received.get, True, 30)
+        assert isinstance(received, EngineRequest), f"expected a request, got an abort of {received}"
+        return received
 
     async def next_abort(self) -> str:
-        heard = await asyncio.to_thread(self.heard.get, True, 30)
-        assert isinstance(heard, str), f"expected an abort, got {heard}"
-        return heard
+        received = await asyncio.to_thread(self.received.get, True, 30)
+        assert isinstance(received, str), f"expected an abort, got {received}"
+        return received
 
     def stop(self) -> None:
         self._server.stop()
@@ -120,7 +120,7 @@ class ScriptedWorker:
 
 
 def silent(_: EngineRequest) -> list[RequestOutput]:
-    """Takes a leg and says nothing."""
+    """Takes a request and sends nothing."""
     return []
 
 
@@ -157,7 +157,7 @@ def answering(token_ids: list[int]) -> Script:
 
 
 def failing(kind: ErrorKind, message: str) -> Script:
-    """A worker that ends every leg with an error."""
+    """A worker that ends every request with an error."""
 
     def script(request: EngineRequest) -> list[RequestOutput]:
         return [failure_of(request, kind, message)]
@@ -180,6 +180,14 @@ class GatewayUnderTest:
         self.gateway = gateway
         self.client = client
         self.workers = workers
+
+    @property
+    def http_url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.http_port}"
+
+    @property
+    def grpc_target(self) -> str:
+        return f"127.0.0.1:{self.gateway.grpc_port}"
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):

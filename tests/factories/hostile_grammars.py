@@ -1,4 +1,4 @@
-"""Texts that mean to end whoever compiles them, each of a given size; small sizes are ordinary grammars."""
+"""Grammars that try to end their compiler, each of a given size; small sizes are ordinary grammars."""
 
 import json
 from collections.abc import Callable

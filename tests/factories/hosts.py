@@ -1,4 +1,4 @@
-"""Addresses of this machine, of every kind that a worker may be told to listen on."""
+"""Addresses of this machine, of every kind that a worker may listen on."""
 
 import socket
 

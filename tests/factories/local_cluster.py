@@ -1,4 +1,4 @@
-"""A whole cluster of child processes, and a client that waits for whole answers and for quiet."""
+"""A whole cluster of child processes, and a client that waits for whole answers and for rest."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -25,7 +25,7 @@ class Answer:
 
 
 class LocalCluster:
-    """What a test holds in its hand."""
+    """A running cluster as a test uses it."""
 
     def __init__(self, client: GatewayClient, workers: dict[str, WorkerProcess]) -> None:
         self.client = client
@@ -46,11 +46,15 @@ class LocalCluster:
         raise AssertionError("the stream ended without a completion")
 
     async def at_rest(self) -> dict[str, Any]:
-        """Waits until every live worker has every block back and nothing to do; fails if that does not come."""
+        """Waits until nothing is in flight and every live worker has all its blocks and no request; fails otherwise.
+
+        The gateway's own count is part of it: a worker's last heartbeat may be older than the last request.
+        """
         async with asyncio.timeout(REST_TIMEOUT_S):
             while True:
                 description = await self.client.describe()
-                if all(_is_at_rest(worker) for worker in description["workers"] if worker["state"] != "dead"):
+                live = [worker for worker in description["workers"] if worker["state"] != "dead"]
+                if description["gateway"]["in_flight"] == 0 and all(map(_is_at_rest, live)):
                     return description
                 await asyncio.sleep(0.05)
 
@@ -62,7 +66,7 @@ class LocalCluster:
 
 @asynccontextmanager
 async def local_cluster(config: BatonConfig, folder: Path) -> AsyncIterator[LocalCluster]:
-    """Starts everything, and ends it."""
+    """Starts gateway and workers, and ends them."""
     async with child_processes(config, folder) as running, GatewayClient(running.target) as client:
         yield LocalCluster(client, running.workers)
 

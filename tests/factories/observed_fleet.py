@@ -1,4 +1,4 @@
-"""Observations and reports of fleets, for tests of whoever decides about them."""
+"""Observations and reports of fleets, for tests of planner and autoscaler."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from cluster.controller.observation import Observation, ObservedWorker
 
 
 def autoscaling_config(prefill: int = 1, decode: int = 1, **autoscaling: Any) -> BatonConfig:
-    """Grows after 10 s and shrinks after 60 s, unless told otherwise; one look every 5 s."""
+    """Grows after 10 s and shrinks after 60 s, by default; one look every 5 s."""
     values = {
         "mode": "on",
         "min_prefill": min(1, prefill),

@@ -2,28 +2,43 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.factories.gateway import GatewayUnderTest
+from tests.factories.gateway import GatewayUnderTest, Script, gateway_with
 
 
 @asynccontextmanager
 async def openai_for(under_test: GatewayUnderTest) -> AsyncIterator[AsyncOpenAI]:
     """It retries nothing, so that a test sees the first answer."""
-    base_url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1"
-    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=20) as client:
+    async with AsyncOpenAI(
+        base_url=f"{under_test.http_url}/v1", api_key="none", max_retries=0, timeout=20
+    ) as client:
         yield client
+
+
+@asynccontextmanager
+async def openai_with(
+    folder: Path, decode: Script, prefill: Script | None = None, **config: Any
+) -> AsyncIterator[tuple[GatewayUnderTest, AsyncOpenAI]]:
+    """A gateway with workers `d0` and, with a script for it, `p0`; and the package as its client."""
+    prefills = {} if prefill is None else {"p0": prefill}
+    async with (
+        gateway_with(folder, prefills, {"d0": decode}, **config) as under_test,
+        openai_for(under_test) as client,
+    ):
+        yield under_test, client
 
 
 async def raw_events(
     under_test: GatewayUnderTest, messages: Sequence[ChatCompletionMessageParam], **fields: Any
 ) -> list[str]:
     """The data of every event of a stream, as it came."""
-    url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/chat/completions"
+    url = f"{under_test.http_url}/v1/chat/completions"
     async with httpx2.AsyncClient(timeout=60.0) as client:
         answer = await client.post(url, json={"model": "tiny", "messages": messages, "stream": True} | fields)
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"

@@ -53,7 +53,7 @@ class PacedFleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._counts: dict[str, _Counts] = {}
         self._prefilled: dict[str, asyncio.Event] = {}
-        """By request, where a decode leg waits for it."""
+        """By request; its decode request waits for it."""
         self.workers: dict[str, ScriptedWorker] = {}
 
     def scripts(self, *names: str) -> dict[str, Script]:
@@ -70,8 +70,8 @@ class PacedFleet:
     def _begin(self, name: str, request: EngineRequest) -> None:
         transfer = request.kv_transfer
         is_producer = transfer is not None and transfer.role is TransferRole.PRODUCER
-        leg = self._prefill(name, request) if is_producer else self._decode(name, request)
-        task = asyncio.create_task(leg)
+        answer = self._prefill(name, request) if is_producer else self._decode(name, request)
+        task = asyncio.create_task(answer)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

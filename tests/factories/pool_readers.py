@@ -96,7 +96,7 @@ class Implementation:
     needs: str
     """What a machine lacks where it is not available."""
     allocate: Callable[[int], Bytes] = lambda nbytes: np.zeros(nbytes, np.uint8)
-    """A pool of so many bytes."""
+    """A pool of `nbytes` bytes."""
 
 
 _memories: dict[int, SharedMemory] = {}

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import yaml
 
-FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "observability"
-DASHBOARD = FOLDER / "dashboard.json"
-ALERTS = FOLDER / "alerts.yaml"
-DOCUMENT = FOLDER.parents[1] / "docs" / "observability.md"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "observability"
+DASHBOARD = ROOT / "helm" / "baton" / "files" / "dashboard.json"
+ALERTS = DASHBOARD.with_name("alerts.yaml")
+DOCUMENT = ROOT / "docs" / "observability.md"
 
 
 def dashboard_expressions() -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from kv_transfer.transport.base import Bytes
 
 
 class RecordingChannel:
-    """Keeps the last of what is sent; whoever it is for must be able to read it."""
+    """Keeps the latest messages sent, each of which must be readable for its recipient."""
 
     address = "tcp://us:1"
     num_dropped = 0

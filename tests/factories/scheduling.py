@@ -184,10 +184,10 @@ class FakeRunner:
 
 @dataclass
 class FakeConnector:
-    """Loads whatever a consumer lacks, once, and holds blocks when told to; records what the scheduler tells it.
+    """Loads all that a consumer lacks, once; with `holds`, keeps blocks. Records the scheduler's calls.
 
-    Until the news of a load's end it writes nonsense into the load's blocks in every step, and it looks whether leased
-    blocks are still what they were: whoever takes blocks out of its hands too early will be noticed.
+    Until a load's end is reported, it writes nonsense into the load's blocks in every step. It also checks that leased
+    blocks are unchanged. So a test notices blocks that are reused too early.
     """
 
     holds: bool = False
@@ -309,7 +309,7 @@ def run_step(scheduler: Scheduler, runner: FakeRunner) -> tuple[SchedulerOutput,
 def run_to_end(
     scheduler: Scheduler, runner: FakeRunner | None = None, max_steps: int = 10_000
 ) -> dict[str, list[int]]:
-    """Steps until nobody is left; the tokens of every request that were reported meanwhile, in order."""
+    """Steps until no request is left; returns the tokens reported for each, in order."""
     runner = runner or FakeRunner()
     tokens: dict[str, list[int]] = {}
     next_positions: dict[str, int] = {}

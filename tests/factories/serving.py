@@ -71,7 +71,7 @@ class ServeProcess:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def descendants(self) -> list[psutil.Process]:
-        """Every live process that carries the marker, whoever its parent is by now."""
+        """Every live process that carries the marker, whatever its parent."""
         found = []
         for process in psutil.process_iter():
             try:

@@ -14,9 +14,31 @@ from engine.runner_parts import make_runner
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 
 
+def make_request_data(
+    prompt: Iterable[int] = (1,),
+    outputs: Iterable[int] = (),
+    params: SamplingParams | None = None,
+    *,
+    request_id: str = "r",
+    stop_token_ids: Iterable[int] = (),
+    block_ids: Iterable[int] = (1,),
+    num_computed_tokens: int = 0,
+) -> NewRequestData:
+    """A request as a plan introduces it."""
+    return NewRequestData(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        output_token_ids=tuple(outputs),
+        sampling_params=params or SamplingParams(),
+        stop_token_ids=frozenset(stop_token_ids),
+        block_ids=tuple(block_ids),
+        num_computed_tokens=num_computed_tokens,
+    )
+
+
 @dataclass
-class RankTransfer:
-    """A request as the driver follows it."""
+class DrivenRequest:
+    """A request, as the driver tracks it."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -48,7 +70,7 @@ class StepDriver:
         self.model = model
         self.pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
         self.runner = make_runner(model, self.pool)
-        self.legs: dict[str, RankTransfer] = {}
+        self.requests: dict[str, DrivenRequest] = {}
         self.free_blocks = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
         self._finished: set[str] = set()
@@ -60,55 +82,55 @@ class StepDriver:
         prompt: Iterable[int],
         params: SamplingParams = GREEDY,
         stop_token_ids: Iterable[int] = (),
-    ) -> RankTransfer:
-        leg = RankTransfer(request_id, tuple(prompt), params, frozenset(stop_token_ids))
-        self.legs[request_id] = leg
-        return leg
+    ) -> DrivenRequest:
+        request = DrivenRequest(request_id, tuple(prompt), params, frozenset(stop_token_ids))
+        self.requests[request_id] = request
+        return request
 
     def finish(self, request_id: str) -> None:
-        """The runner hears of it with the next plan."""
-        self.free_blocks.extend(self.legs.pop(request_id).block_ids)
+        """The next plan tells the runner."""
+        self.free_blocks.extend(self.requests.pop(request_id).block_ids)
         self._finished.add(request_id)
 
     def preempt(self, request_id: str) -> None:
         """Takes the blocks away; the request starts over when it is scheduled next."""
-        leg = self.legs[request_id]
-        self.free_blocks.extend(leg.block_ids)
-        leg.block_ids, leg.num_computed, leg.is_preempted = [], 0, True
+        request = self.requests[request_id]
+        self.free_blocks.extend(request.block_ids)
+        request.block_ids, request.num_computed, request.is_preempted = [], 0, True
         self._preempted.add(request_id)
 
     def step(self, num_scheduled_tokens: dict[str, int]) -> ModelRunnerOutput:
         """One plan through the runner, and its outcome written down."""
         output = self.runner.execute(self.plan(num_scheduled_tokens))
         for request_id, n in num_scheduled_tokens.items():
-            leg = self.legs[request_id]
-            leg.num_computed += n
-            leg.outputs.extend(output.sampled_token_ids.get(request_id, []))
-            leg.logprobs.extend(output.logprobs.get(request_id, []))
+            request = self.requests[request_id]
+            request.num_computed += n
+            request.outputs.extend(output.sampled_token_ids.get(request_id, []))
+            request.logprobs.extend(output.logprobs.get(request_id, []))
         return output
 
     def plan(self, num_scheduled_tokens: dict[str, int]) -> SchedulerOutput:
         new, cached, resumed = [], [], {}
         for request_id, n in num_scheduled_tokens.items():
-            leg = self.legs[request_id]
-            new_blocks = self._grow(leg, n)
-            if not leg.is_known:
+            request = self.requests[request_id]
+            new_blocks = self._grow(request, n)
+            if not request.is_known:
                 new.append(
-                    NewRequestData(
+                    make_request_data(
+                        request.prompt,
+                        request.outputs,
+                        request.params,
                         request_id=request_id,
-                        prompt_token_ids=leg.prompt,
-                        output_token_ids=tuple(leg.outputs),
-                        sampling_params=leg.params,
-                        stop_token_ids=leg.stop_token_ids,
-                        block_ids=tuple(leg.block_ids),
-                        num_computed_tokens=leg.num_computed,
+                        stop_token_ids=request.stop_token_ids,
+                        block_ids=request.block_ids,
+                        num_computed_tokens=request.num_computed,
                     )
                 )
             else:
-                cached.append((request_id, new_blocks, leg.num_computed))
-                if leg.is_preempted:
-                    resumed[request_id] = leg.num_tokens
-            leg.is_known, leg.is_preempted = True, False
+                cached.append((request_id, new_blocks, request.num_computed))
+                if request.is_preempted:
+                    resumed[request_id] = request.num_tokens
+            request.is_known, request.is_preempted = True, False
         finished, preempted = frozenset(self._finished), frozenset(self._preempted)
         self._finished.clear()
         self._preempted.clear()
@@ -135,15 +157,15 @@ class StepDriver:
         params: SamplingParams = GREEDY,
     ) -> dict[str, list[int]]:
         """All prompts together, each in chunks of at most `chunk` tokens, until every one has its tokens."""
-        legs = [self.add(request_id, prompt, params) for request_id, prompt in prompts.items()]
-        while running := [leg for leg in legs if len(leg.outputs) < max_tokens]:
-            self.step({leg.request_id: min(chunk, leg.num_tokens - leg.num_computed) for leg in running})
-        for leg in legs:
-            self.finish(leg.request_id)
-        return {leg.request_id: leg.outputs for leg in legs}
+        requests = [self.add(request_id, prompt, params) for request_id, prompt in prompts.items()]
+        while running := [request for request in requests if len(request.outputs) < max_tokens]:
+            self.step({r.request_id: min(chunk, r.num_tokens - r.num_computed) for r in running})
+        for request in requests:
+            self.finish(request.request_id)
+        return {request.request_id: request.outputs for request in requests}
 
-    def _grow(self, leg: RankTransfer, n: int) -> tuple[int, ...]:
-        needed = -(-(leg.num_computed + n) // self.pool.shape.block_size) - len(leg.block_ids)
+    def _grow(self, request: DrivenRequest, n: int) -> tuple[int, ...]:
+        needed = -(-(request.num_computed + n) // self.pool.shape.block_size) - len(request.block_ids)
         blocks = tuple(self.free_blocks.pop(0) for _ in range(needed))
-        leg.block_ids.extend(blocks)
+        request.block_ids.extend(blocks)
         return blocks

@@ -41,7 +41,7 @@ class ThreadedRank:
         self._shared[self.rank] = x.clone()
         self._barrier.wait(TIMEOUT_S)
         everyones = [part for part in self._shared if part is not None]
-        self._barrier.wait(TIMEOUT_S)  # nobody writes the next one's before all have these
+        self._barrier.wait(TIMEOUT_S)  # no rank writes the next values before all have read these
         return everyones
 
 

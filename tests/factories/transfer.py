@@ -1,4 +1,4 @@
-"""Both ends of a hand-over and a network between them, in one thread on virtual time."""
+"""Both ends of a hand-over as sans-IO protocols, joined by a queue, in one thread on virtual time."""
 
 import random
 from collections import Counter, deque
@@ -36,7 +36,7 @@ HEARTBEAT_S = 1.0
 PEER_TIMEOUT_S = 4.0
 LOAD_TIMEOUT_S = 60.0
 ADDRESS = "producer"
-"""How the consumer reaches the producer."""
+"""The producer's address."""
 
 
 def make_key(
@@ -59,7 +59,7 @@ class Frame:
 
 
 Tamper = Callable[[Frame], list[Frame]]
-"""What the network makes of a frame: one is honest, none is a loss, two a duplicate."""
+"""The frames that arrive for a frame sent: itself, none for a loss, two for a duplicate."""
 
 
 def honest(frame: Frame) -> list[Frame]:
@@ -67,7 +67,7 @@ def honest(frame: Frame) -> list[Frame]:
 
 
 class Wire:
-    """A producer and a consumer, joined by queues that a test may tamper with. Block contents are plain numbers.
+    """A producer and a consumer, joined by a queue that a test may tamper with. Block contents are plain numbers.
 
     With `transport` SHARED_MEMORY the consumer reads the producer's blocks when `finish_reads` is called, or at once if
     `reads_at_once`.
@@ -113,7 +113,7 @@ class Wire:
         self.reads_at_once = True
 
     def do(self, effects: list[Effect], source: str) -> None:
-        """Carries out what one end wants done."""
+        """Carries out the effects of one end."""
         for effect in effects:
             match effect:
                 case Send(peer, message):
@@ -136,11 +136,11 @@ class Wire:
         self.do(effects, "consumer")
 
     def deliver(self, limit: int = 100_000) -> None:
-        """Delivers everything in flight, and what that leads to, without any time passing."""
+        """Delivers everything in flight, and what that leads to, while no time passes."""
         while self.in_flight and limit:
             limit -= 1
             self._arrive(*self.in_flight.popleft())
-        assert limit, "the two ends talk without end"
+        assert limit, "the two ends never stop sending"
 
     def advance(self, seconds: float) -> None:
         """Lets time pass from deadline to deadline, delivering on the way."""
@@ -161,7 +161,7 @@ class Wire:
         self.clock.advance(max(0.0, end - self.clock.now()))
         self.deliver()
 
-    # the orders of both engines, for one prompt of whole blocks
+    # commands of both engines, for one prompt of whole blocks
 
     def begin_send(self, key: TransferKey, num_tokens: int, request_id: str = "r") -> None:
         self.at_producer(self.producer.begin(RankTransfer(request_id), key, num_tokens, SHAPE, PIECE_NBYTES))
@@ -235,7 +235,7 @@ class Wire:
 
 
 def start(wire: Wire, num_blocks: int = 3) -> None:
-    """Both ends know of a prompt of `num_blocks` full blocks, and the consumer has room."""
+    """Both ends begin a prompt of `num_blocks` full blocks, and the consumer has room."""
     wire.begin_send(KEY, num_blocks * 16)
     wire.begin_load(KEY, num_blocks * 16)
     wire.load(0, num_blocks)
@@ -243,7 +243,7 @@ def start(wire: Wire, num_blocks: int = 3) -> None:
 
 
 def sent(wire: Wire, kind: type[M]) -> list[M]:
-    """Every message of this kind that either end sent, lost ones too."""
+    """Every message of this kind that either end sent, lost ones included."""
     return [frame.message for frame in wire.sent if isinstance(frame.message, kind)]
 
 

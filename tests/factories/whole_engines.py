@@ -2,18 +2,18 @@
 
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
-from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.kv import OnLoadFailure, WorkerRef
 from baton.request import EngineRequest, RequestOutput, TokenLogprobs
 from engine.executor import start_executor
 from engine.grammars.compiler import GrammarCompiler
 from scheduler import Scheduler
+from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
 from worker.core import ClientOutputs, EngineCore
 from worker.kv_connector import KVConnectorScheduler
@@ -144,12 +144,13 @@ class EnginesOf:
             engine.scheduler.check_integrity()
 
 
-def legs(
-    producer: WorkerRef,
-    consumer: WorkerRef,
-    transfer_id: str,
+def hand_over(
+    producer: WholeEngine,
+    consumer: WholeEngine,
+    request: EngineRequest,
     on_failure: OnLoadFailure = OnLoadFailure.REPORT,
-) -> Iterable[KVTransferParams]:
-    """For the producer, and for the consumer."""
-    yield KVTransferParams(TransferRole.PRODUCER, transfer_id, 0, consumer, on_failure)
-    yield KVTransferParams(TransferRole.CONSUMER, transfer_id, 0, producer, on_failure)
+) -> None:
+    """Adds the request's prefill request to one engine, and its decode request to the other."""
+    ends = both_ends(producer.ref, consumer.ref, request.request_id, on_failure)
+    for engine, transfer in zip((producer, consumer), ends, strict=True):
+        engine.add(replace(request, kv_transfer=transfer))

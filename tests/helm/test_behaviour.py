@@ -48,7 +48,7 @@ def test_a_gateway_waits_for_load_balancers_and_for_running_answers() -> None:
     assert pod["terminationGracePeriodSeconds"] == 10 + 100 + 7
 
 
-def test_a_gateway_is_ready_when_it_could_serve_and_lives_whatever_others_do() -> None:
+def test_a_gateway_is_ready_when_it_can_serve_and_alive_regardless_of_other_processes() -> None:
     (gateway,) = render({"controller": {"startTimeoutSeconds": 3600}}).pods()["gateway"]["spec"]["containers"]
     startup = gateway["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] > 3600, "a large model may load for so long"
@@ -82,7 +82,7 @@ def test_ray_has_probes_of_ours_which_kuberay_leaves_alone() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_is_ready_when_it_has_loaded_and_lives_while_it_has_its_place(role: str) -> None:
+def test_a_worker_is_ready_once_loaded_and_alive_while_it_has_its_node(role: str) -> None:
     release = render({"metrics": {"port": 9500}})
     worker = containers(release.pods()[role])["ray-worker"]
     probes = {name: worker[name]["tcpSocket"]["port"] for name in worker if name.endswith("Probe")}
@@ -91,7 +91,7 @@ def test_a_worker_is_ready_when_it_has_loaded_and_lives_while_it_has_its_place(r
     assert ports["baton-metrics"] == release.fleet_config()["network"]["metrics_port"] == 9500
 
 
-def test_nobody_waits_for_a_worker_to_be_ready_in_order_to_reach_it() -> None:
+def test_a_worker_is_reachable_before_it_is_ready() -> None:
     """The controller does not, or no worker would ever load; and a pod that is not ready may be evicted."""
     release = render({"prefill": {"replicas": 2}, "decode": {"replicas": 2}})
     assert release.one("Service", "-fleet")["spec"]["publishNotReadyAddresses"] is True

@@ -53,7 +53,7 @@ def test_the_lock_pins_what_the_image_installs() -> None:
     assert wanted <= pinned
 
 
-def test_the_assembler_is_where_triton_is_told_to_look() -> None:
+def test_the_assembler_is_where_triton_looks_for_it() -> None:
     """In the environment that the image takes on, beside its python; nothing but the binary."""
     (path,) = re.findall(r"TRITON_PTXAS_PATH=(\S+)", DOCKERFILE.read_text())
     (environment,) = re.findall(r"^RUN python -m venv (\S+)$", DOCKERFILE.read_text(), re.MULTILINE)

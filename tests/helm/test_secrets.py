@@ -118,7 +118,7 @@ def test_a_public_issuer_is_asked_for_no_name_that_it_refuses() -> None:
     assert {"localhost", "demo-baton-http", "llm.example.com"} <= set(names["spec"]["dnsNames"])
 
 
-def test_without_an_authority_of_ones_own_nobody_asks_for_its_certificate() -> None:
+def test_without_a_private_ca_its_certificate_is_not_requested() -> None:
     release = render(PUBLIC)
     assert "ca.crt" not in json.dumps(release.objects) + release.notes
     command = release.one("Pod")["spec"]["containers"][0]["command"]

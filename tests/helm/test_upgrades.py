@@ -74,7 +74,7 @@ def test_an_upgrade_starts_anew_what_it_must_and_no_more(change: str) -> None:
     ],
     ids=["image", "names", "labels", "device"],
 )
-def test_what_kubernetes_lets_nobody_change_stays(changes: dict[str, Any]) -> None:
+def test_immutable_fields_of_kubernetes_objects_stay(changes: dict[str, Any]) -> None:
     before, after = render(KEPT), render(merged(KEPT, changes))
     assert after.one("Deployment")["spec"]["selector"] == before.one("Deployment")["spec"]["selector"]
     for name, service in before.of_kind("Service").items():

@@ -134,7 +134,9 @@ def _made(folder: Path) -> Path:
 def _context(files: CertificateFiles, version: ssl.TLSVersion) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(files.ca))
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the gateway's is the first authority's, whoever the client's is by
+    context.verify_mode = (
+        ssl.CERT_NONE
+    )  # the gateway's is signed by the first authority, whichever signed the client's
     context.load_cert_chain(files.folder / "alice.tls.pem", files.folder / "alice.tls.key")
     context.minimum_version = context.maximum_version = version
     return context

@@ -88,7 +88,7 @@ async def standstill(town: Town, num_streams: int, _num_calls: int) -> Finding:
             await asyncio.sleep(STANDSTILL_S)
         finally:
             os.kill(town.pid, signal.SIGCONT)
-        await asyncio.sleep(5.0)  # whoever takes that for a peer's silence says so soon
+        await asyncio.sleep(5.0)  # long enough to be taken for a peer's silence
     return finding
 
 

@@ -29,21 +29,21 @@ def host_of(address: str) -> str:
 @pytest.mark.parametrize("bind_host", BIND_HOSTS)
 def test_a_kv_plane_is_reached_where_it_says(bind_host: str) -> None:
     clock = SystemClock()
-    giver = ZmqChannel(bind_host, 64, KEYS.kv, clock)
-    taker = ZmqChannel("127.0.0.1", 64, KEYS.kv, clock)
+    producer = ZmqChannel(bind_host, 64, KEYS.kv, clock)
+    consumer = ZmqChannel("127.0.0.1", 64, KEYS.kv, clock)
     try:
-        assert host_of(giver.address) not in WILDCARDS
-        taker.send(giver.address, b"header")
+        assert host_of(producer.address) not in WILDCARDS
+        consumer.send(producer.address, b"header")
         headers = []
         for _ in range(100):  # the handshake wakes it too
-            headers += [arrival.header for arrival in giver.wait(TIMEOUT_S / 100)]
-            list(taker.wait(0.0))
+            headers += [arrival.header for arrival in producer.wait(TIMEOUT_S / 100)]
+            list(consumer.wait(0.0))
             if headers:
                 break
         assert headers == [b"header"]
     finally:
-        taker.close()
-        giver.close()
+        consumer.close()
+        producer.close()
 
 
 @pytest.mark.parametrize("bind_host", BIND_HOSTS)

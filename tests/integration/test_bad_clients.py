@@ -3,24 +3,10 @@
 import asyncio
 import json
 import socket
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.clients.swarm import held_by, script, swarm
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 100))
 
 
 def num_connections(under_test: GatewayUnderTest) -> int:
@@ -36,64 +22,55 @@ def connect(port: int | None, received_bytes: int = 4096) -> socket.socket:
     return connection
 
 
-def test_a_swarm_of_bad_clients_leaves_nothing_behind(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": script}, write_timeout_s=0.5) as under_test:
-            await swarm(under_test, 10)  # what is made once is made now
-            before = await held_by(under_test)
-            await swarm(under_test, 50)
-            after = await held_by(under_test)
-            assert (after.num_runs, after.num_sub_requests) == (0, 0)
-            assert after.num_tasks <= before.num_tasks
-            assert after.num_files <= before.num_files
-            assert after.rss_mib <= before.rss_mib + 30.0
-            counters = under_test.gateway._driver.tally.counters
-            assert counters["received"] == 180
-            assert counters["aborted"] >= 120, "whoever vanishes or cancels"
-
-    run(test())
+async def test_a_swarm_of_bad_clients_leaves_nothing_behind(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": script}, write_timeout_s=0.5) as under_test:
+        await swarm(under_test, 10)  # what is made once is made now
+        before = await held_by(under_test)
+        await swarm(under_test, 50)
+        after = await held_by(under_test)
+        assert (after.num_runs, after.num_sub_requests) == (0, 0)
+        assert after.num_tasks <= before.num_tasks
+        assert after.num_files <= before.num_files
+        assert after.rss_mib <= before.rss_mib + 30.0
+        counters = under_test.gateway._driver.dispatcher.tally.counters
+        assert counters["received"] == 180
+        assert counters["aborted"] >= 120, "clients that vanish or cancel"
 
 
-def test_a_client_that_reads_nothing_over_http_loses_its_connection(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, write_timeout_s=0.5) as under_test:
-            with connect(under_test.gateway.http_port) as connection:
-                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 400)
-                await under_test.until(lambda: num_connections(under_test) == 1)
-                await under_test.until(lambda: num_connections(under_test) == 0)
-
-    run(test())
-
-
-def test_one_connection_too_many_is_refused_at_either_door(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, max_connections=2) as under_test:
-            port = under_test.gateway.http_port
-            first, second = connect(port), connect(port)
-            await under_test.until(lambda: num_connections(under_test) == 2)
-            with connect(port) as third:
-                answer = await asyncio.to_thread(read_all, third)
-                head, _, body = answer.partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-                assert b"\r\nretry-after: 1\r\n" in head
-                assert json.loads(body)["error"]["message"] == "2 connections are open, which is the limit"
-            first.close()
+async def test_a_client_that_reads_nothing_over_http_loses_its_connection(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}, write_timeout_s=0.5) as under_test:
+        with connect(under_test.gateway.http_port) as connection:
+            connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 400)
             await under_test.until(lambda: num_connections(under_test) == 1)
-            with connect(port) as fourth:
-                fourth.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-                assert (await asyncio.to_thread(read_all, fourth)).startswith(b"HTTP/1.1 200")
-            second.close()
-            await under_test.client.describe()  # one of the two over gRPC
-            preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-            with (
-                connect(under_test.gateway.grpc_port) as other,
-                connect(under_test.gateway.grpc_port) as more,
-            ):
-                other.sendall(preface)
-                assert await asyncio.to_thread(other.recv, 100)
-                assert await asyncio.to_thread(read_all, more) == b""
+            await under_test.until(lambda: num_connections(under_test) == 0)
 
-    run(test())
+
+async def test_one_connection_too_many_is_refused_at_either_frontend(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}, max_connections=2) as under_test:
+        port = under_test.gateway.http_port
+        first, second = connect(port), connect(port)
+        await under_test.until(lambda: num_connections(under_test) == 2)
+        with connect(port) as third:
+            answer = await asyncio.to_thread(read_all, third)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+            assert b"\r\nretry-after: 1\r\n" in head
+            assert json.loads(body)["error"]["message"] == "2 connections are open, which is the limit"
+        first.close()
+        await under_test.until(lambda: num_connections(under_test) == 1)
+        with connect(port) as fourth:
+            fourth.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            assert (await asyncio.to_thread(read_all, fourth)).startswith(b"HTTP/1.1 200")
+        second.close()
+        await under_test.client.describe()  # one of the two over gRPC
+        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+        with (
+            connect(under_test.gateway.grpc_port) as other,
+            connect(under_test.gateway.grpc_port) as more,
+        ):
+            other.sendall(preface)
+            assert await asyncio.to_thread(other.recv, 100)
+            assert await asyncio.to_thread(read_all, more) == b""
 
 
 def read_all(connection: socket.socket) -> bytes:

@@ -19,7 +19,6 @@ from examples.baton_client import TLS, BatonClient, BatonError, Part, Retry
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
 from tests.factories.certificates import make_certificates
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_model_dir
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -98,7 +97,7 @@ async def parts_of(client: BatonClient, **options: Any) -> list[Part]:
 def ask(
     *gateways: Gateway, before: Sequence[str] = (), retry: Retry = QUICK, **options: Any
 ) -> tuple[list[int], str]:
-    """Asks these gateways, behind targets where nobody is; the answer's tokens and text."""
+    """Sends a request to these gateways, after unreachable targets; the answer's tokens and text."""
 
     async def run() -> tuple[list[int], str]:
         async with (
@@ -122,7 +121,7 @@ async def _all_serving(gateways: Sequence[Gateway]) -> AsyncIterator[list[str]]:
         yield [target, *others]
 
 
-def test_who_is_not_there_is_passed_over() -> None:
+def test_lost_workers_are_skipped() -> None:
     assert ask(Gateway(WHOLE), before=[NOWHERE]) == ([1, 2, 3, 4], "abcd")
 
 
@@ -171,7 +170,7 @@ def test_a_stream_that_ends_without_an_end_is_broken() -> None:
     assert ask(Gateway(WHOLE[:1], WHOLE)) == ([1, 2, 3, 4], "abcd")
 
 
-def test_whoever_does_not_want_to_resume_is_told_what_broke() -> None:
+def test_a_client_that_does_not_resume_learns_the_failure() -> None:
     gateway = Gateway([WHOLE[0], DIED], WHOLE)
     with pytest.raises(BatonError, match="UNAVAILABLE: it died"):
         ask(gateway, retry=Retry(may_resume=False))
@@ -216,106 +215,86 @@ def test_waits_double_part_company_and_obey_a_longer_hint() -> None:
     assert retry.wait_s(1, 7.0, rng) == 7.0
 
 
-def test_key_options_and_the_rest_of_the_api() -> None:
-    async def run() -> None:
-        first, second = Gateway(WHOLE), Gateway()
-        async with (
-            serving(first) as one,
-            serving(second) as other,
-            BatonClient(one, other, api_key="secret") as client,
-        ):
-            await parts_of(client, request_id="mine", max_tokens=4, temperature=0.0, seed=3, stop=["x"])
-            assert first.metadata[0]["authorization"] == "Bearer secret"
-            params = first.requests[0].sampling_params
-            assert (params.max_tokens, params.temperature, params.seed, *params.stop) == (4, 0.0, 3, "x")
-            assert await client.abort("mine")
-            assert first.aborted == second.aborted == ["mine"]
-            info = await client.model_info()
-            assert (info.name, info.max_model_len, info.eos_token_ids) == ("tiny", 7, (2,))
-            with pytest.raises(ValueError, match="exactly one"):
-                await anext(client.generate(text="a", token_ids=[1]))
-
-    asyncio.run(run())
+async def test_key_options_and_the_rest_of_the_api() -> None:
+    first, second = Gateway(WHOLE), Gateway()
+    async with (
+        serving(first) as one,
+        serving(second) as other,
+        BatonClient(one, other, api_key="secret") as client,
+    ):
+        await parts_of(client, request_id="mine", max_tokens=4, temperature=0.0, seed=3, stop=["x"])
+        assert first.metadata[0]["authorization"] == "Bearer secret"
+        params = first.requests[0].sampling_params
+        assert (params.max_tokens, params.temperature, params.seed, *params.stop) == (4, 0.0, 3, "x")
+        assert await client.abort("mine")
+        assert first.aborted == second.aborted == ["mine"]
+        info = await client.model_info()
+        assert (info.name, info.max_model_len, info.eos_token_ids) == ("tiny", 7, (2,))
+        with pytest.raises(ValueError, match="exactly one"):
+            await anext(client.generate(text="a", token_ids=[1]))
 
 
-def test_requests_take_turns() -> None:
-    async def run() -> None:
-        gateways = Gateway(WHOLE, WHOLE), Gateway(WHOLE, WHOLE)
-        async with _all_serving(gateways) as targets, BatonClient(*targets) as client:
-            for _ in range(4):
-                await parts_of(client)
-        assert [len(gateway.requests) for gateway in gateways] == [2, 2]
-
-    asyncio.run(run())
+async def test_requests_take_turns() -> None:
+    gateways = Gateway(WHOLE, WHOLE), Gateway(WHOLE, WHOLE)
+    async with _all_serving(gateways) as targets, BatonClient(*targets) as client:
+        for _ in range(4):
+            await parts_of(client)
+    assert [len(gateway.requests) for gateway in gateways] == [2, 2]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def test_a_real_gateway_answers_and_hears_of_whoever_leaves(model_dir: Path) -> None:
-    async def run() -> None:
-        async with (
-            gateway_with(model_dir, {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}) as tested,
-            BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
-        ):
-            parts = await parts_of(client, max_tokens=3)
-            assert [token for part in parts for token in part.token_ids] == [5, 6, 7]
-            assert parts[-1].finish is not None
-            assert (parts[-1].finish.reason, parts[-1].finish.decode_worker) == ("length", "d0")
-
-    asyncio.run(run())
+async def test_a_real_gateway_answers_and_notices_clients_that_leave(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}) as tested,
+        BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
+    ):
+        parts = await parts_of(client, max_tokens=3)
+        assert [token for part in parts for token in part.token_ids] == [5, 6, 7]
+        assert parts[-1].finish is not None
+        assert (parts[-1].finish.reason, parts[-1].finish.decode_worker) == ("length", "d0")
 
 
 @pytest.mark.parametrize("leave", ["cancel", "close"])
-def test_leaving_ends_the_request_on_the_workers(model_dir: Path, leave: str) -> None:
-    async def run() -> None:
-        def one_token(request: Any) -> Any:
-            return answering([5, 6, 7])(request)[:1]
+async def test_leaving_ends_the_request_on_the_workers(folder: Path, leave: str) -> None:
+    def one_token(request: Any) -> Any:
+        return answering([5, 6, 7])(request)[:1]
 
-        async with (
-            gateway_with(model_dir, {}, {"d0": one_token}) as tested,
-            BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
+    async with (
+        gateway_with(folder, {}, {"d0": one_token}) as tested,
+        BatonClient(f"127.0.0.1:{tested.gateway.grpc_port}") as client,
+    ):
+        stream = client.generate(text="hello", max_tokens=3, mode="local")
+        async with aclosing(stream):
+            assert (await anext(stream)).token_ids == (5,)
+            request = await tested.workers["d0"].next_request()
+            if leave == "cancel":
+                waiting = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+        assert await tested.workers["d0"].next_abort() == request.request_id
+
+
+async def test_keys_and_certificates_of_a_locked_gateway(folder: Path, tmp_path: Path) -> None:
+    files, script = make_certificates(tmp_path), answering([5, 6, 7])
+    trusted = TLS(authorities=files.ca.read_bytes())
+    own = (tmp_path / "alice.tls.pem").read_bytes(), (tmp_path / "alice.tls.key").read_bytes()
+    locked = {
+        "tls": Tls(**files.tls(asks_clients=True)),
+        "api_keys": API_KEYS,
+        "credentials": files.credentials(ADMIN, has_own=True),
+    }
+    async with gateway_with(folder, {"p0": script}, {"d0": script}, **locked) as tested:  # type: ignore[arg-type]
+        target = f"localhost:{tested.gateway.grpc_port}"
+        for key, tls, code in (
+            (ALICE, TLS(trusted.authorities, *own), None),
+            (None, TLS(trusted.authorities, *own), "UNAUTHENTICATED"),
+            (ALICE, trusted, "UNAVAILABLE"),
+            (ALICE, None, "UNAVAILABLE"),
         ):
-            stream = client.generate(text="hello", max_tokens=3, mode="local")
-            async with aclosing(stream):
-                assert (await anext(stream)).token_ids == (5,)
-                leg = await tested.workers["d0"].next_leg()
-                if leave == "cancel":
-                    waiting = asyncio.ensure_future(anext(stream))
-                    await asyncio.sleep(0)
-                    waiting.cancel()
-                    await asyncio.gather(waiting, return_exceptions=True)
-            assert await tested.workers["d0"].next_abort() == leg.request_id
-
-    asyncio.run(run())
-
-
-def test_keys_and_certificates_of_a_locked_gateway(model_dir: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        files, script = make_certificates(tmp_path), answering([5, 6, 7])
-        trusted = TLS(authorities=files.ca.read_bytes())
-        own = (tmp_path / "alice.tls.pem").read_bytes(), (tmp_path / "alice.tls.key").read_bytes()
-        locked = {
-            "tls": Tls(**files.tls(asks_clients=True)),
-            "api_keys": API_KEYS,
-            "credentials": files.credentials(ADMIN, has_own=True),
-        }
-        async with gateway_with(model_dir, {"p0": script}, {"d0": script}, **locked) as tested:  # type: ignore[arg-type]
-            target = f"localhost:{tested.gateway.grpc_port}"
-            for key, tls, code in (
-                (ALICE, TLS(trusted.authorities, *own), None),
-                (None, TLS(trusted.authorities, *own), "UNAUTHENTICATED"),
-                (ALICE, trusted, "UNAVAILABLE"),
-                (ALICE, None, "UNAVAILABLE"),
-            ):
-                async with BatonClient(target, api_key=key, tls=tls, retry=Retry(attempts=1)) as client:
-                    if code is None:
-                        assert (await parts_of(client, max_tokens=3))[-1].finish is not None
-                        assert not await client.abort("nobody's")
-                        continue
-                    with pytest.raises(BatonError, match=code):
-                        await parts_of(client)
-
-    asyncio.run(run())
+            async with BatonClient(target, api_key=key, tls=tls, retry=Retry(attempts=1)) as client:
+                if code is None:
+                    assert (await parts_of(client, max_tokens=3))[-1].finish is not None
+                    assert not await client.abort("nobody's")
+                    continue
+                with pytest.raises(BatonError, match=code):
+                    await parts_of(client)

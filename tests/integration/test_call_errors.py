@@ -1,4 +1,4 @@
-"""What an operator sees of calls that were refused: by what was wrong and whose they were, at both doors."""
+"""Refused calls in metrics and logs: by error and caller, at both frontends."""
 
 import asyncio
 import logging
@@ -18,16 +18,10 @@ from baton.v1.sampling_pb2 import SamplingParams
 from tests.factories.api_keys import ALICE, API_KEYS, BOB, WATCHER, entry
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 from tests.factories.metrics import Scrape, read_url
-from tests.factories.models import make_model_dir
 
 BUSY = "baton-busy"
 KEYS = (*API_KEYS, entry("busy", BUSY, requests_per_minute=1))
 GOOD = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 async def over_http(under_test: GatewayUnderTest) -> str:
@@ -43,7 +37,7 @@ async def over_http(under_test: GatewayUnderTest) -> str:
         (BUSY, GOOD, 200),
         (BUSY, GOOD, 429),
     ]
-    base = f"http://127.0.0.1:{under_test.gateway.http_port}"
+    base = under_test.http_url
     async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
         for key, body, status in calls:
             headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -57,7 +51,7 @@ async def over_http(under_test: GatewayUnderTest) -> str:
 
 
 async def over_grpc(under_test: GatewayUnderTest) -> None:
-    target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+    target = under_test.grpc_target
     bad = pb.GenerateRequest(text="hello", sampling_params=SamplingParams(temperature=-1.0))
     async with grpc.aio.insecure_channel(target) as channel:
         generate, cluster = GenerationServiceStub(channel).Generate, ClusterServiceStub(channel)

@@ -14,13 +14,7 @@ from cluster.processes.child_processes import child_processes
 from gateway import GatewayClient
 from tests.factories.local_cluster import LocalCluster
 from tests.factories.metrics import TTFT_PARTS, Scrape, read_url
-from tests.factories.models import make_model_dir
 from tests.factories.promql import alert_expressions, dashboard_expressions, documented_metrics, metrics_in
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @asynccontextmanager

@@ -1,9 +1,8 @@
 """The operators' calls over real gRPC: what they show of a fleet, what they pass on, and how they refuse."""
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,10 +10,9 @@ from baton.errors import ClusterError, FleetError
 from baton.fleet import NodeDescription, ReplicaState, RolloutStep
 from baton.worker import WorkerRole
 from gateway import GatewayError
-from gateway.grpc.cluster_service import DESCRIBE_TIMEOUT_S
+from gateway.workers.controller_view import TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import gateway_with, silent
-from tests.factories.models import make_model_dir
 
 NODES = (
     NodeDescription(name="head", address="10.0.0.1", is_alive=True, is_head=True, resources=(("CPU", 2.0),)),
@@ -34,235 +32,190 @@ FLEET = fleet_of(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
 async def refusal(call: Awaitable[object]) -> GatewayError:
     with pytest.raises(GatewayError) as caught:
         await call
     return caught.value
 
 
-def test_workers_that_are_missing_are_listed_with_those_that_serve(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {"w0": silent}, {"w10": silent}, control=control) as under_test:
-            description = await under_test.client.describe()
-        workers = {worker["name"]: worker for worker in description["workers"]}
-        assert list(workers) == ["w0", "w2", "w3", "w10"]
-        assert {name: worker["state"] for name, worker in workers.items()} == {
-            "w0": "ready",
-            "w2": "backing_off",
-            "w3": "placing",
-            "w10": "ready",
-        }
-        assert workers["w2"]["slot"] == {
-            "state": "backing_off",
-            "role": "decode",
-            "node": "",
-            "starts": 2,
-            "last_failure": "exit code 1",
-            "next_start_in_s": 1.5,
-        }
-        assert workers["w10"]["slot"]["next_start_in_s"] is None
-        assert (workers["w10"]["kv_blocks"]["total"], workers["w2"]["kv_blocks"]["total"]) == (999, 0)
-        assert (workers["w3"]["incarnation"], workers["w3"]["pid"]) == ("", 0)
-
-    run(test())
+async def test_workers_that_are_missing_are_listed_with_those_that_serve(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    async with gateway_with(folder, {"w0": silent}, {"w10": silent}, control=control) as under_test:
+        description = await under_test.client.describe()
+    workers = {worker["name"]: worker for worker in description["workers"]}
+    assert list(workers) == ["w0", "w2", "w3", "w10"]
+    assert {name: worker["state"] for name, worker in workers.items()} == {
+        "w0": "ready",
+        "w2": "backing_off",
+        "w3": "placing",
+        "w10": "ready",
+    }
+    assert workers["w2"]["slot"] == {
+        "state": "backing_off",
+        "role": "decode",
+        "node": "",
+        "starts": 2,
+        "last_failure": "exit code 1",
+        "next_start_in_s": 1.5,
+    }
+    assert workers["w10"]["slot"]["next_start_in_s"] is None
+    assert (workers["w10"]["kv_blocks"]["total"], workers["w2"]["kv_blocks"]["total"]) == (999, 0)
+    assert (workers["w3"]["incarnation"], workers["w3"]["pid"]) == ("", 0)
 
 
-def test_every_node_is_shown_and_who_is_there(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {}, control=control) as under_test:
-            description = await under_test.client.describe()
-        head, busy, dead = description["nodes"]
-        assert head == {
-            "name": "head",
-            "address": "10.0.0.1",
-            "is_alive": True,
-            "is_head": True,
-            "is_leaving": False,
-            "resources": {"CPU": 2.0},
-            "workers": [],
-        }
-        assert busy["workers"] == ["w0", "w10"]
-        assert not dead["is_alive"]
-        assert description["controller"] == {
-            "state": "answering",
-            "incarnation": "c-life",
-            "failure": "",
-            "decisions": ["Nothing to do."],
-        }
-
-    run(test())
+async def test_every_node_is_shown_with_its_workers(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        description = await under_test.client.describe()
+    head, busy, dead = description["nodes"]
+    assert head == {
+        "name": "head",
+        "address": "10.0.0.1",
+        "is_alive": True,
+        "is_head": True,
+        "is_leaving": False,
+        "resources": {"CPU": 2.0},
+        "workers": [],
+    }
+    assert busy["workers"] == ["w0", "w10"]
+    assert not dead["is_alive"]
+    assert description["controller"] == {
+        "state": "answering",
+        "incarnation": "c-life",
+        "failure": "",
+        "decisions": ["Nothing to do."],
+    }
 
 
-def test_what_a_worker_measured_of_its_load_arrives(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-            (worker,) = (await under_test.client.describe())["workers"]
-        assert worker["load"] == {
-            "queued_prompt_tokens": 7,
-            "oldest_waiting_s": 0.25,
-            "prefill_tokens_per_s": 1500.0,
-            "decode_step_s": 0.03,
-        }
-
-    run(test())
+async def test_what_a_worker_measured_of_its_load_arrives(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        (worker,) = (await under_test.client.describe())["workers"]
+    assert worker["load"] == {
+        "queued_prompt_tokens": 7,
+        "oldest_waiting_s": 0.25,
+        "prefill_tokens_per_s": 1500.0,
+        "decode_step_s": 0.03,
+    }
 
 
 @pytest.mark.parametrize(
     ("state", "shown"), [(ReplicaState.BACKING_OFF, "backing_off"), (ReplicaState.SERVING, "dead")]
 )
-def test_a_worker_that_fell_silent_is_dead_unless_its_controller_knows_more(
+async def test_a_worker_that_fell_silent_is_dead_unless_its_controller_knows_more(
     folder: Path, state: ReplicaState, shown: str
 ) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(fleet_of(replica("w0", state=state)))
-        async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
-            under_test.workers.pop("w0").stop()
-            await under_test.until(lambda: under_test.gateway.num_ready == 0)
-            (worker,) = (await under_test.client.describe())["workers"]
-        assert worker["state"] == shown
-
-    run(test())
+    control = FakeFleetControl(fleet_of(replica("w0", state=state)))
+    async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
+        under_test.workers.pop("w0").stop()
+        await under_test.until(lambda: under_test.gateway.num_ready == 0)
+        (worker,) = (await under_test.client.describe())["workers"]
+    assert worker["state"] == shown
 
 
-def test_without_a_controller_the_gateway_says_so_and_tells_what_it_knows(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-            description = await under_test.client.describe()
-            assert description["controller"]["state"] == "none"
-            (worker,) = description["workers"]
-            assert (worker["state"], worker["slot"]) == ("ready", None)
-            for order in (
-                under_test.client.drain("w0"),
-                under_test.client.set_role("w0", WorkerRole.PREFILL),
-                anext(under_test.client.rollout()),
-            ):
-                refused = await refusal(order)
-                assert refused.code == "FAILED_PRECONDITION"
-                assert "has no controller" in str(refused)
-
-    run(test())
+async def test_without_a_controller_the_gateway_describes_what_it_knows(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        description = await under_test.client.describe()
+        assert description["controller"]["state"] == "none"
+        (worker,) = description["workers"]
+        assert (worker["state"], worker["slot"]) == ("ready", None)
+        for order in (
+            under_test.client.drain("w0"),
+            under_test.client.set_role("w0", WorkerRole.PREFILL),
+            anext(under_test.client.rollout()),
+        ):
+            refused = await refusal(order)
+            assert refused.code == "FAILED_PRECONDITION"
+            assert "has no controller" in str(refused)
 
 
-def test_while_the_controller_is_away_the_gateway_answers_soon_with_what_it_knows(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
-            control.answers.clear()
-            started = asyncio.get_running_loop().time()
-            description = await under_test.client.describe()
-            assert asyncio.get_running_loop().time() - started < DESCRIBE_TIMEOUT_S + 10.0
-            assert description["controller"]["state"] == "away"
-            assert "no answer within 1 s" in description["controller"]["failure"]
-            assert [worker["name"] for worker in description["workers"]] == ["w0"]
-            assert description["nodes"] == []
-
-    run(test())
+async def test_without_the_controllers_answer_the_gateway_soon_describes_what_it_knows(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
+        control.answers.clear()
+        started = asyncio.get_running_loop().time()
+        description = await under_test.client.describe()
+        assert asyncio.get_running_loop().time() - started < TIMEOUT_S + 10.0
+        assert description["controller"]["state"] == "away"
+        assert "no answer within 1 s" in description["controller"]["failure"]
+        assert [worker["name"] for worker in description["workers"]] == ["w0"]
+        assert description["nodes"] == []
 
 
-def test_a_controller_that_cannot_be_reached_makes_orders_unavailable(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {}, control=control) as under_test:
-            control.is_away = ClusterError("the controller's connection is closed")
-            refused = await refusal(under_test.client.drain("w0"))
-            assert (refused.code, control.orders) == ("UNAVAILABLE", [])
-            assert "the controller's connection is closed" in str(refused)
-            description = await under_test.client.describe()
-            assert description["controller"]["failure"] == "the controller's connection is closed"
-
-    run(test())
+async def test_a_controller_that_cannot_be_reached_makes_orders_unavailable(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        control.is_away = ClusterError("the controller's connection is closed")
+        refused = await refusal(under_test.client.drain("w0"))
+        assert (refused.code, control.orders) == ("UNAVAILABLE", [])
+        assert "the controller's connection is closed" in str(refused)
+        description = await under_test.client.describe()
+        assert description["controller"]["failure"] == "the controller's connection is closed"
 
 
-def test_orders_reach_the_controller(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {}, control=control) as under_test:
-            await under_test.client.set_role("w0", WorkerRole.DECODE)
-            await under_test.client.drain("w3")
-            steps = [step async for step in under_test.client.rollout()]
-        assert control.orders == [("set_role", "w0", "decode"), ("drain", "w3"), ("rollout",)]
-        assert steps == [
-            RolloutStep("w0", "w0-next-life", 1, 3),
-            RolloutStep("w10", "w10-next-life", 2, 3),
-            RolloutStep("w2", "w2-next-life", 3, 3),
-        ]
-
-    run(test())
+async def test_orders_reach_the_controller(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        await under_test.client.set_role("w0", WorkerRole.DECODE)
+        await under_test.client.drain("w3")
+        steps = [step async for step in under_test.client.rollout()]
+    assert control.orders == [("set_role", "w0", "decode"), ("drain", "w3"), ("rollout",)]
+    assert steps == [
+        RolloutStep("w0", "w0-next-life", 1, 3),
+        RolloutStep("w10", "w10-next-life", 2, 3),
+        RolloutStep("w2", "w2-next-life", 3, 3),
+    ]
 
 
-def test_an_unknown_worker_is_answered_with_the_names_there_are(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {}, {}, control=control) as under_test:
-            client = under_test.client
-            rollout = anext(client.rollout(("w0", "w9")))
-            for order in (client.drain("w9"), client.set_role("w9", WorkerRole.DECODE), rollout):
-                refused = await refusal(order)
-                assert refused.code == "NOT_FOUND"
-                assert "there is no worker 'w9'; the fleet has w0, w2, w3, w10" in str(refused)
-        assert control.orders == []
-
-    run(test())
+async def test_an_unknown_worker_is_answered_with_the_names_there_are(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        client = under_test.client
+        rollout = anext(client.rollout(("w0", "w9")))
+        for order in (client.drain("w9"), client.set_role("w9", WorkerRole.DECODE), rollout):
+            refused = await refusal(order)
+            assert refused.code == "NOT_FOUND"
+            assert "there is no worker 'w9'; the fleet has w0, w2, w3, w10" in str(refused)
+    assert control.orders == []
 
 
-def test_what_the_controller_refuses_is_said_in_its_words(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        control.refuses = FleetError("w0 is the last prefill worker")
-        async with gateway_with(folder, {}, {}, control=control) as under_test:
-            for order in (under_test.client.drain("w0"), under_test.client.set_role("w0", WorkerRole.DECODE)):
-                refused = await refusal(order)
-                assert refused.code == "FAILED_PRECONDITION"
-                assert "w0 is the last prefill worker" in str(refused)
-
-    run(test())
+async def test_the_controllers_refusal_reaches_the_client(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    control.refuses = FleetError("w0 is the last prefill worker")
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        for order in (under_test.client.drain("w0"), under_test.client.set_role("w0", WorkerRole.DECODE)):
+            refused = await refusal(order)
+            assert refused.code == "FAILED_PRECONDITION"
+            assert "w0 is the last prefill worker" in str(refused)
 
 
-def test_a_rollout_that_fails_has_told_how_far_it_came(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        control.refuses = FleetError("w10 did not come back")
-        seen: list[str] = []
+async def test_a_rollout_that_fails_has_reported_its_progress(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    control.refuses = FleetError("w10 did not come back")
+    seen: list[str] = []
 
-        async def follow() -> None:
-            async for step in under_test.client.rollout():
-                seen.append(step.worker)  # noqa: PERF401 - what came before the error counts
+    async def follow() -> None:
+        async for step in under_test.client.rollout():
+            seen.append(step.worker)  # noqa: PERF401 - what came before the error counts
 
-        async with gateway_with(folder, {}, {}, control=control) as under_test:
-            refused = await refusal(follow())
-        assert seen == ["w0"]
-        assert (refused.code, "w10 did not come back" in str(refused)) == ("FAILED_PRECONDITION", True)
-
-    run(test())
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        refused = await refusal(follow())
+    assert seen == ["w0"]
+    assert (refused.code, "w10 did not come back" in str(refused)) == ("FAILED_PRECONDITION", True)
 
 
-def test_a_node_is_drained_in_the_time_that_it_is_given(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(FLEET)
-        async with gateway_with(folder, {"w0": silent}, {}, control=control) as under_test:
-            await under_test.client.drain_node("10.0.0.2", 7.0)
-            assert control.orders == [("drain_node", "10.0.0.2", "7")]
-            for node, timeout_s, field in (
-                ("", 7.0, "node"),
-                ("n1", 0.0, "timeout_s"),
-                ("n1", 3601.0, "timeout_s"),
-            ):
-                error = await refusal(under_test.client.drain_node(node, timeout_s))
-                assert (error.code, error.details.field) == ("INVALID_ARGUMENT", field)
-            control.refuses = FleetError("w0 did not leave n1 within 7 s")
-            error = await refusal(under_test.client.drain_node("n1", 7.0))
-            assert (error.code, error.message) == ("FAILED_PRECONDITION", "w0 did not leave n1 within 7 s")
-            assert len(control.orders) == 1
-
-    run(test())
+async def test_a_node_is_drained_in_the_time_that_it_is_given(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    async with gateway_with(folder, {"w0": silent}, {}, control=control) as under_test:
+        await under_test.client.drain_node("10.0.0.2", 7.0)
+        assert control.orders == [("drain_node", "10.0.0.2", "7")]
+        for node, timeout_s, field in (
+            ("", 7.0, "node"),
+            ("n1", 0.0, "timeout_s"),
+            ("n1", 3601.0, "timeout_s"),
+        ):
+            error = await refusal(under_test.client.drain_node(node, timeout_s))
+            assert (error.code, error.details.field) == ("INVALID_ARGUMENT", field)
+        control.refuses = FleetError("w0 did not leave n1 within 7 s")
+        error = await refusal(under_test.client.drain_node("n1", 7.0))
+        assert (error.code, error.message) == ("FAILED_PRECONDITION", "w0 did not leave n1 within 7 s")
+        assert len(control.orders) == 1

@@ -17,15 +17,10 @@ from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.grammars import check as module
 from gateway.model import ServedModel
 from tests.factories.hostile_grammars import SHAPES
-from tests.factories.models import EOS_TOKEN_ID, make_model_dir, make_tokenizer
+from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 
 TOO_COMPLEX = {"alternatives of terminals", "many optional characters"}
 """Of those that nest no deeper than is allowed: the library finds some of them too big, others end the process."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @asynccontextmanager
@@ -50,73 +45,58 @@ def regex(source: str) -> StructuredOutput:
     return StructuredOutput(GrammarKind.REGEX, source)
 
 
-def test_no_hostile_text_keeps_the_next_grammar_from_being_compiled(
+async def test_no_hostile_text_keeps_the_next_grammar_from_being_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the bound to depth, so that each text really meets the compiler."""
     monkeypatch.setattr(module, "check_depth", lambda _: None)
 
-    async def run() -> None:
-        async with grammar_check(folder) as grammars:
-            for number, (name, shape) in enumerate(SHAPES.items()):
-                told = await verdict(grammars, shape.of())
-                assert await verdict(grammars, shape.of()) == told, "remembered"
-                if name in TOO_COMPLEX:
-                    assert told != "ok", name
-                assert await verdict(grammars, regex(f"yes{number}|no")) == "ok", f"after {name}"
-
-    asyncio.run(run())
+    async with grammar_check(folder) as grammars:
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            reported = await verdict(grammars, shape.of())
+            assert await verdict(grammars, shape.of()) == reported, "remembered"
+            if name in TOO_COMPLEX:
+                assert reported != "ok", name
+            assert await verdict(grammars, regex(f"yes{number}|no")) == "ok", f"after {name}"
 
 
-def test_c13_what_does_not_compile_says_why(folder: Path) -> None:
-    async def run() -> None:
-        async with grammar_check(folder) as grammars:
-            assert "invalid regex" in await verdict(grammars, regex("(yes"))
-            assert "Invalid type: objekt" in await verdict(
-                grammars, StructuredOutput(GrammarKind.JSON_SCHEMA, '{"type": "objekt"}')
-            )
-
-    asyncio.run(run())
+async def test_c13_what_does_not_compile_says_why(folder: Path) -> None:
+    async with grammar_check(folder) as grammars:
+        assert "invalid regex" in await verdict(grammars, regex("(yes"))
+        assert "Invalid type: objekt" in await verdict(
+            grammars, StructuredOutput(GrammarKind.JSON_SCHEMA, '{"type": "objekt"}')
+        )
 
 
-def test_a_model_without_an_end_or_a_tokenizer_file_says_so(folder: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with grammar_check(folder, eos=()) as grammars:
-            assert "no end-of-sequence token" in await verdict(grammars, regex("yes"))
-        async with grammar_check(tmp_path) as grammars:
-            assert "cannot read this model's tokenizer" in await verdict(grammars, regex("yes"))
-
-    asyncio.run(run())
+async def test_a_model_without_an_end_or_a_tokenizer_file_says_so(folder: Path, tmp_path: Path) -> None:
+    async with grammar_check(folder, eos=()) as grammars:
+        assert "no end-of-sequence token" in await verdict(grammars, regex("yes"))
+    async with grammar_check(tmp_path) as grammars:
+        assert "cannot read this model's tokenizer" in await verdict(grammars, regex("yes"))
 
 
-def test_more_grammars_than_a_child_compiles_are_served(folder: Path) -> None:
-    async def run() -> None:
-        async with grammar_check(folder) as grammars:
-            told = [await verdict(grammars, regex(f"no{number}")) for number in range(1_050)]
-            assert told == ["ok"] * 1_050
-
-    asyncio.run(run())
+async def test_more_grammars_than_a_child_compiles_are_served(folder: Path) -> None:
+    async with grammar_check(folder) as grammars:
+        reported = [await verdict(grammars, regex(f"no{number}")) for number in range(1_050)]
+        assert reported == ["ok"] * 1_050
 
 
-def test_killed_with_its_fork_it_is_replaced_and_at_the_end_nothing_is_left(folder: Path) -> None:
-    async def run() -> None:
-        async with grammar_check(folder) as grammars:
-            await grammars.warm_up()
-            assert await verdict(grammars, regex("yes")) == "ok"
-            former = grammars._process
-            assert former is not None
-            assert former._process is not None
-            os.kill(former._process.pid, signal.SIGKILL)  # the parent; its fork ends with it
-            await former._process.wait()
-            while former.is_running:
-                await asyncio.sleep(0)
-            assert await verdict(grammars, regex("no")) == "ok"
-            latest = grammars._process
-            assert latest is not None
-            assert latest is not former
-            assert latest._process is not None
-            group = latest._process.pid
-        with pytest.raises(ProcessLookupError):
-            os.killpg(group, 0)
-
-    asyncio.run(run())
+async def test_killed_with_its_fork_it_is_replaced_and_at_the_end_nothing_is_left(folder: Path) -> None:
+    async with grammar_check(folder) as grammars:
+        await grammars.warm_up()
+        assert await verdict(grammars, regex("yes")) == "ok"
+        former = grammars._process
+        assert former is not None
+        assert former._process is not None
+        os.kill(former._process.pid, signal.SIGKILL)  # the parent; its fork ends with it
+        await former._process.wait()
+        while former.is_running:
+            await asyncio.sleep(0)
+        assert await verdict(grammars, regex("no")) == "ok"
+        latest = grammars._process
+        assert latest is not None
+        assert latest is not former
+        assert latest._process is not None
+        group = latest._process.pid
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)

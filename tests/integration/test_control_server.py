@@ -33,12 +33,13 @@ from baton.messages.control_codec import CallFrame, FailureFrame, write_call
 from baton.system.curve import derive_fleet_keys
 from baton.worker import WorkerRole
 from cluster.control_api import zmq_carrier
-from cluster.control_api.calls import CONTROL_CODEC, CallTimes
+from cluster.control_api.calls import CONTROL_CODEC
 from cluster.control_api.client import ControlClient
 from cluster.control_api.configuration import unpack_configuration
 from cluster.control_api.zmq_carrier import control_client
+from cluster.controller.supervisor import Patience
 from cluster.serve.fleet_source import AnotherFleet, ControlServerSource
-from tests.factories.control_api import MODEL_PATH, client_of, control_server, in_loop, port_of
+from tests.factories.control_api import MODEL_PATH, client_of, control_server, port_of
 from tests.factories.fleet import FleetUnderTest, fleet, fleet_config
 from tests.factories.security import FLEET_KEYS, OTHER_SECRET
 
@@ -55,8 +56,7 @@ REPORT = GatewayReport(
 )
 
 
-@in_loop
-async def test_a_gateway_follows_the_fleet_and_gives_it_orders() -> None:
+async def test_a_gateway_follows_the_fleet_and_sends_commands() -> None:
     config = fleet_config()
     async with fleet(config) as tested:
         before = await tested.all_serve(3)
@@ -86,7 +86,6 @@ async def test_a_gateway_follows_the_fleet_and_gives_it_orders() -> None:
                 await client.call(DrainWorker("w9"))
 
 
-@in_loop
 async def test_a_report_reaches_the_autoscaler() -> None:
     sections = fleet_config().model_dump(exclude_unset=True)
     config = BatonConfig.from_mapping({**sections, "autoscaling": {"mode": "dry_run", "max_decode": 4}})
@@ -103,7 +102,6 @@ async def test_a_report_reaches_the_autoscaler() -> None:
     assert reports == [REPORT]
 
 
-@in_loop
 async def test_while_the_fleet_starts_the_control_server_says_so() -> None:
     config = fleet_config()
     async with control_server(config, None) as server, client_of(server, config) as client:
@@ -111,13 +109,12 @@ async def test_while_the_fleet_starts_the_control_server_says_so() -> None:
             await client.call(GetConfiguration())
 
 
-@in_loop
 async def test_who_has_another_secret_is_refused_and_told_why() -> None:
     config = fleet_config()
     async with fleet(config) as tested, control_server(config, tested.controller) as server:
         for keys in (derive_fleet_keys(OTHER_SECRET), None):
             async with control_client(server.address, keys, config.network) as (client, carrier):
-                with pytest.raises(AnotherFleet, match=r"is not ours: it refused .* cluster secret"):
+                with pytest.raises(AnotherFleet, match=r"refuses us: it refused .* cluster secret"):
                     await ControlServerSource(client, carrier).find_fleet()
                 assert carrier.refusal is not None
         async with client_of(server, config) as client:
@@ -125,7 +122,6 @@ async def test_who_has_another_secret_is_refused_and_told_why() -> None:
         assert server.num_denied > 0
 
 
-@in_loop
 async def test_a_control_server_without_a_secret_refuses_who_has_one() -> None:
     config = fleet_config()
     async with (
@@ -137,21 +133,19 @@ async def test_a_control_server_without_a_secret_refuses_who_has_one() -> None:
             await ControlServerSource(client, carrier).find_fleet()
 
 
-@in_loop
-async def test_nobody_waits_long_for_a_control_server_that_is_not_there(
+async def test_the_wait_for_an_absent_control_server_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zmq_carrier, "CONNECT_S", 0.05)
     config = fleet_config()
     async with control_client("127.0.0.1:1", None, config.network) as (client, _):
         with pytest.raises(
-            ClusterError, match=r"no connection to the control server at 127\.0\.0\.1:1: nothing"
+            ClusterError, match=r"no connection to the control server at 127\.0\.0\.1:1: no answer"
         ):
             await client.call(DescribeFleet())
 
 
-@in_loop
-async def test_a_control_server_that_goes_and_comes_back_is_missed_at_once_and_found_again() -> None:
+async def test_a_restarted_control_server_is_missed_at_once_and_found_again() -> None:
     config = fleet_config()
     async with fleet(config) as tested, AsyncExitStack() as stack:
         await tested.all_serve(3)
@@ -161,7 +155,7 @@ async def test_a_control_server_that_goes_and_comes_back_is_missed_at_once_and_f
             await client.call(GetConfiguration())
             view = await client.call(WaitView("", -1, 5.0))
             step = asyncio.create_task(client.call(WaitRolloutStep("nowhere", 0)))
-            with pytest.raises(FleetError, match="start it again"):
+            with pytest.raises(FleetError, match="start the rollout again"):
                 await step
             pending = asyncio.create_task(
                 client.call(WaitView(view.controller_incarnation, view.version, 1000.0))
@@ -176,7 +170,6 @@ async def test_a_control_server_that_goes_and_comes_back_is_missed_at_once_and_f
             assert await client.call(WaitView("", -1, 5.0)) == view
 
 
-@in_loop
 async def test_another_fleet_at_the_same_address_is_not_followed() -> None:
     config = fleet_config(name="blue")
     async with fleet(config) as tested, AsyncExitStack() as stack:
@@ -196,7 +189,6 @@ async def test_another_fleet_at_the_same_address_is_not_followed() -> None:
                     await client.call(WaitView("", -1, 5.0))
 
 
-@in_loop
 async def test_the_end_of_the_fleet_is_told_to_who_waits_and_to_who_asks_a_moment_later() -> None:
     config = fleet_config()
     async with fleet(config) as tested:
@@ -216,7 +208,6 @@ async def test_the_end_of_the_fleet_is_told_to_who_waits_and_to_who_asks_a_momen
             await asyncio.gather(closing, return_exceptions=True)
 
 
-@in_loop
 async def test_an_order_is_carried_out_whoever_still_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_carrier, "ANSWER_S", 0.2)
     config = fleet_config(drain_timeout_s=50.0)
@@ -226,10 +217,10 @@ async def test_an_order_is_carried_out_whoever_still_waits_for_it(monkeypatch: p
         incarnation.may_drain.clear()
         async with control_server(config, tested.controller) as server:
             async with client_of(server, config) as client:
-                client.times = CallTimes.of(fleet_config())
+                client.patience = Patience.of(fleet_config())
                 with pytest.raises(ClusterError, match="did not answer within"):
                     await client.call(DrainWorker("w1"))
-                client.times = CallTimes.of(config)
+                client.patience = Patience.of(config)
                 again = asyncio.create_task(client.call(DrainWorker("w1")))
                 await client.call(DescribeFleet())  # what was sent before this is there
                 again.cancel()
@@ -239,7 +230,6 @@ async def test_an_order_is_carried_out_whoever_still_waits_for_it(monkeypatch: p
             await _until_gone(tested, "w1")
 
 
-@in_loop
 async def test_a_controller_that_does_not_answer_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -257,7 +247,6 @@ async def test_a_controller_that_does_not_answer_is_not_waited_for_for_ever(
                 await client.call(DescribeFleet())
 
 
-@in_loop
 async def test_what_fails_in_the_control_server_is_said_without_its_inside(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -274,7 +263,6 @@ async def test_what_fails_in_the_control_server_is_said_without_its_inside(
     assert str(caught.value) == "the control server failed: ValueError"
 
 
-@in_loop
 async def test_who_asks_too_much_or_nonsense_harms_nobody_else() -> None:
     config = fleet_config()
     async with fleet(config) as tested:
@@ -298,7 +286,6 @@ async def test_who_asks_too_much_or_nonsense_harms_nobody_else() -> None:
             assert await client.call(DescribeFleet()) == await tested.controller.describe()
 
 
-@in_loop
 async def test_calls_that_are_unknown_or_for_the_owner_are_refused_in_words() -> None:
     config = fleet_config()
     async with fleet(config) as tested:
@@ -310,7 +297,7 @@ async def test_calls_that_are_unknown_or_for_the_owner_are_refused_in_words() ->
                 WaitStart(-1, 1.0),
             ]
             for request in owners:
-                with pytest.raises(FleetError, match="is for the fleet's owner alone"):
+                with pytest.raises(FleetError, match="is only for the fleet's owner"):
                     await client.call(request)
             unknown = CallFrame(99, 5.0, msgpack.packb(["PauseWorker", "w1"]))
             reply = await client.carrier.exchange(unknown)
@@ -323,16 +310,12 @@ async def test_calls_that_are_unknown_or_for_the_owner_are_refused_in_words() ->
             assert len(await tested.states()) == 3
 
 
-def test_a_port_that_is_taken_is_named() -> None:
-    @in_loop
-    async def test() -> None:
-        config = fleet_config()
-        async with control_server(config, None) as server:
-            with pytest.raises(ConfigError, match=r"cluster\.fleet_port: cannot listen on port \d+"):
-                async with control_server(_on_port(config, port_of(server)), None):
-                    raise AssertionError
-
-    test()
+async def test_a_port_that_is_taken_is_named() -> None:
+    config = fleet_config()
+    async with control_server(config, None) as server:
+        with pytest.raises(ConfigError, match=r"cluster\.fleet_port: cannot listen on port \d+"):
+            async with control_server(_on_port(config, port_of(server)), None):
+                raise AssertionError
 
 
 def _on_port(config: BatonConfig, port: int) -> BatonConfig:

@@ -49,7 +49,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 def own(device: Device, pipe: Connection) -> None:
-    """Owns a pool until it hears something."""
+    """Owns a pool until it receives something."""
     memory = device.allocate(NBYTES)
     device.write(memory, pattern(NBYTES, seed=1))
     pipe.send(CudaIpcReader(memory).describe())
@@ -110,7 +110,7 @@ def test_an_owner_that_was_killed_cannot_be_opened_and_harms_nothing(
 
 
 def read_on(device: Device, pipe: Connection) -> None:
-    """Reads half of a pool again and again, once more when it hears that its owner is gone, and says how that went."""
+    """Reads half of a pool repeatedly, once more after its owner has ended, and reports the outcome."""
     memory = device.allocate(NBYTES)
     reader = CudaIpcReader(memory)
     pool, half = reader.open(pipe.recv()), make_runs((0, 0, NBYTES // 2))
@@ -129,7 +129,7 @@ def read_on(device: Device, pipe: Connection) -> None:
 def test_reads_end_though_the_owner_is_killed_and_write_nothing_but_its_bytes(
     device: Device, owner: tuple[Process, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An opened memory lives on as long as somebody has it open, or reads of it fail. Says which; CUDA does not.
+    """Opened memory stays while a process has it open, or reads of it fail. Reports which; CUDA does not define it.
 
     Who reads is a process of its own: if its context is lost, the other tests have theirs.
     """
@@ -221,7 +221,7 @@ class Connector:
 
 
 def give(device: Device, pipe: Connection) -> None:
-    """A prefill worker that gives one prompt, in blocks 3, 4, 5 ..., and ends when it hears something."""
+    """A prefill worker that hands over one prompt, in blocks 3, 4, 5 ..., and ends when it receives something."""
     config: KVTransferConfig = pipe.recv()
     memory = device.allocate(NBYTES)
     connector = Connector(memory, "p0", config, block_size=16)

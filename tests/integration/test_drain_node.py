@@ -7,7 +7,7 @@ import pytest
 
 from baton.system.secret import SECRET_VARIABLE
 from cli.main import DONE, REFUSED, USAGE, main
-from tests.factories.control_api import control_server, in_loop
+from tests.factories.control_api import control_server
 from tests.factories.fleet import FakeLauncher, fleet, fleet_config
 from tests.factories.security import OTHER_SECRET, SECRET
 
@@ -21,55 +21,45 @@ async def drain(*arguments: str) -> int:
     return await asyncio.to_thread(main, ["drain", *arguments])
 
 
-def test_a_node_is_emptied_and_whoever_asks_again_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
-    @in_loop
-    async def test() -> None:
-        config, launcher = fleet_config(), FakeLauncher()
-        launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
-        async with fleet(config, launcher) as tested:
-            await tested.all_serve(3)
-            async with control_server(config, tested.controller) as server:
-                at_server = ("--fleet-address", server.address)
-                assert await drain("--node", "10.0.0.1", "--timeout", "20", *at_server) == DONE
-                assert "node 10.0.0.1 has no workers, and gets none" in capsys.readouterr().out
-                assert [incarnation.node for incarnation in launcher.alive if incarnation.node == "n1"] == []
-                assert await drain("--node", "10.0.0.1", "--json", *at_server) == DONE
-                assert json.loads(capsys.readouterr().out)["node"] == "10.0.0.1"
-                assert await drain("--node", "10.0.0.9", *at_server) == REFUSED
-                assert "there are: n1 (10.0.0.1), n2 (10.0.0.2)" in capsys.readouterr().err
-
-    test()
+async def test_a_node_is_emptied_and_whoever_asks_again_is_told_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, launcher = fleet_config(), FakeLauncher()
+    launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
+    async with fleet(config, launcher) as tested:
+        await tested.all_serve(3)
+        async with control_server(config, tested.controller) as server:
+            at_server = ("--fleet-address", server.address)
+            assert await drain("--node", "10.0.0.1", "--timeout", "20", *at_server) == DONE
+            assert "node 10.0.0.1 has no workers, and takes none" in capsys.readouterr().out
+            assert [incarnation.node for incarnation in launcher.alive if incarnation.node == "n1"] == []
+            assert await drain("--node", "10.0.0.1", "--json", *at_server) == DONE
+            assert json.loads(capsys.readouterr().out)["node"] == "10.0.0.1"
+            assert await drain("--node", "10.0.0.9", *at_server) == REFUSED
+            assert "there are: n1 (10.0.0.1), n2 (10.0.0.2)" in capsys.readouterr().err
 
 
-def test_it_takes_no_longer_than_it_may(capsys: pytest.CaptureFixture[str]) -> None:
-    @in_loop
-    async def test() -> None:
-        config, launcher = fleet_config(), FakeLauncher()
-        launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
-        async with fleet(config, launcher) as tested:
-            await tested.all_serve(3)
-            launcher.latest("w1").may_drain.clear()
-            async with control_server(config, tested.controller) as server:
-                at_server = ("--fleet-address", server.address)
-                assert await drain("--node", "n1", "--timeout", "0.3", *at_server) == REFUSED
-            assert "within 0.3 s" in capsys.readouterr().err
-            launcher.latest("w1").may_drain.set()
-
-    test()
+async def test_it_takes_no_longer_than_it_may(capsys: pytest.CaptureFixture[str]) -> None:
+    config, launcher = fleet_config(), FakeLauncher()
+    launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
+    async with fleet(config, launcher) as tested:
+        await tested.all_serve(3)
+        launcher.latest("w1").may_drain.clear()
+        async with control_server(config, tested.controller) as server:
+            at_server = ("--fleet-address", server.address)
+            assert await drain("--node", "n1", "--timeout", "0.3", *at_server) == REFUSED
+        assert "within 0.3 s" in capsys.readouterr().err
+        launcher.latest("w1").may_drain.set()
 
 
-def test_a_fleet_of_another_secret_is_an_error_at_once(
+async def test_a_fleet_of_another_secret_is_an_error_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @in_loop
-    async def test() -> None:
-        config = fleet_config()
-        async with fleet(config) as tested, control_server(config, tested.controller) as server:
-            monkeypatch.setenv(SECRET_VARIABLE, OTHER_SECRET.text)
-            assert await drain("--node", "n1", "--fleet-address", server.address) == REFUSED
-
-    test()
-    assert "is not ours" in capsys.readouterr().err
+    config = fleet_config()
+    async with fleet(config) as tested, control_server(config, tested.controller) as server:
+        monkeypatch.setenv(SECRET_VARIABLE, OTHER_SECRET.text)
+        assert await drain("--node", "n1", "--fleet-address", server.address) == REFUSED
+    assert "refuses us" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

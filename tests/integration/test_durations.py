@@ -12,6 +12,7 @@ from baton.step import KVConnectorOutput
 from kv_transfer.commands import AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
+from tests.factories.hand_overs import both_ends
 from tests.factories.scheduling import PEER
 
 ORIGINS = (0.0, 2.0**20, 2.0**30)
@@ -21,10 +22,11 @@ ORIGINS = (0.0, 2.0**20, 2.0**30)
 def begin(fabric: Fabric) -> tuple[Worker, Worker]:
     """A prompt of 32 tokens, for which the decode worker waits a while, and then has room."""
     prefill, decode = fabric.add("p0"), fabric.add("d0")
+    to_producer, to_consumer = both_ends(prefill.ref, decode.ref)
     prefill.compute(32)
-    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, prefill.ref), 32))
+    decode.command(BeginLoad("r", to_consumer, 32))
     fabric.advance(1.5)
-    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, decode.ref), 32))
+    prefill.command(BeginSend("r", to_producer, 32))
     decode.load(LoadBlocks("r", 0, (1, 2)))
     fabric.advance(0.25)
     prefill.save(SendBlocks("r", 0, (1,)))
@@ -53,7 +55,7 @@ def takes_too_long(fabric: Fabric) -> None:
 
 def loses_its_consumer(fabric: Fabric) -> None:
     prefill, _ = begin(fabric)
-    fabric.cut("p0/0")
+    fabric.network.cut("sim://p0/0")
     prefill.command(FinishSend("r", 2, (2,), TOKEN))
     fabric.advance(LEASE_S + LOAD_TIMEOUT_S)
     assert prefill.news().finished_sending
@@ -69,7 +71,7 @@ def test_c49_no_message_of_a_hand_over_depends_on_what_a_clock_reads(
             "zmq_tcp", began_at=origin
         )  # other transports describe their pools, each of which differs
         story(fabric)
-        told.append(fabric.sent)
+        told.append(fabric.network.sent)
     assert len(told[0]) > 8
     assert told[0] == told[1] == told[2]
 

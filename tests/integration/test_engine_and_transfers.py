@@ -18,6 +18,7 @@ from engine.pipeline import DeviceLostError, Runner
 from kv_transfer.connector.worker import KVConnectorWorker
 from prefill_worker import PrefillWorker
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
+from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
 from worker.role import Role
 
@@ -35,7 +36,7 @@ def running_worker(
     role: Role,
     patience_s: float,
     *,
-    life: str = "life-1",
+    incarnation: str = "life-1",
     load_timeout_s: float | None = None,
     runner: Runner | None = None,
 ) -> Iterator[RunningLoop]:
@@ -47,14 +48,14 @@ def running_worker(
         ),
         "127.0.0.1",
         KEYS.kv,
-        life,
+        incarnation,
         SystemClock(),
         np.zeros((NUM_BLOCKS, BLOCK_NBYTES), np.uint8),
         FINGERPRINT,
         on_news=lambda: loops[0].commands.wake(),
     )
     loops.append(RunningLoop(make_core(runner, connector), role))
-    loops[0].ref = WorkerRef(life, life, (connector.kv_address,), 16)
+    loops[0].ref = WorkerRef(incarnation, incarnation, (connector.kv_address,), 16)
     connector.start()
     try:
         with loops[0]:
@@ -63,8 +64,8 @@ def running_worker(
         connector.shutdown()
 
 
-def test_c42_an_engine_that_dies_lets_go_of_those_who_wait_for_its_prompts() -> None:
-    """Its transfer thread would answer them as long as the process lives."""
+def test_c42_an_engine_that_dies_releases_the_consumers_of_its_prompts() -> None:
+    """Otherwise its transfer thread would answer the consumers until the process ends."""
     entered, dies = threading.Event(), threading.Event()
 
     def die(_: SchedulerOutput) -> None:
@@ -72,18 +73,19 @@ def test_c42_an_engine_that_dies_lets_go_of_those_who_wait_for_its_prompts() -> 
         assert dies.wait(60)
         raise DeviceLostError("the device fell off the bus")
 
-    taking = running_worker(DecodeWorker(9), SHORT_S, life="taker", load_timeout_s=LONG_S)
-    giving = running_worker(PrefillWorker(9), SHORT_S, life="giver", runner=StepHook(die))
-    with giving as giver, taking as taker:
-        produced = KVTransferParams(TransferRole.PRODUCER, "t", 0, taker.ref)
-        loaded = KVTransferParams(TransferRole.CONSUMER, "t", 0, giver.ref)
-        giver.loop.submit("gateway", make_engine_request("gives", 40, kv_transfer=produced))
+    consuming = running_worker(DecodeWorker(9), SHORT_S, incarnation="consumer", load_timeout_s=LONG_S)
+    producing = running_worker(PrefillWorker(9), SHORT_S, incarnation="producer", runner=StepHook(die))
+    with producing as producer, consuming as consumer:
+        produced, loaded = both_ends(producer.ref, consumer.ref)
+        producer.loop.submit("gateway", make_engine_request("gives", 40, kv_transfer=produced))
         assert entered.wait(60)
-        taker.loop.submit("gateway", make_engine_request("loads", 40, max_tokens=1, kv_transfer=loaded))
+        consumer.loop.submit("gateway", make_engine_request("loads", 40, max_tokens=1, kv_transfer=loaded))
         time.sleep(4 * SHORT_S)
-        assert taker.loop.snapshot.requests.waiting_for_remote_kvs == 1, "its producer answers, so it waits"
+        assert consumer.loop.snapshot.requests.waiting_for_remote_kvs == 1, (
+            "its producer answers, so it waits"
+        )
         dies.set()
-        end = taker.until_finished("loads")
+        end = consumer.until_finished("loads")
         assert end.finish_reason is FinishReason.LENGTH, "it was computed here, as on_failure says"
 
 

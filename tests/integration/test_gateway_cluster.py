@@ -1,4 +1,4 @@
-"""What the live page is told, over a real socket: the cluster as it stands, and the way of one request."""
+"""What the live page receives over a real socket: the state of the cluster, and one request's stages."""
 
 import asyncio
 import json
@@ -18,18 +18,12 @@ from gateway.http.page import FILES
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, WATCHER
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
-from tests.factories.models import make_model_dir
 
 ANSWER = [7, 8, 9, 10]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
 def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60)
+    return httpx2.AsyncClient(base_url=under_test.http_url, timeout=60)
 
 
 async def events_of(answer: httpx2.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
@@ -71,7 +65,7 @@ def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) ->
                 KVPeerCounts(TransferRole.PRODUCER, "w0", "tcp", *counts),
             )
             await story(under_test)
-            client = under_test.gateway._driver.fleet.client("w1")
+            client = under_test.gateway._driver.workers.client("w1")
             assert client is not None
             await under_test.until(lambda: client.status is not None and client.status.requests.running == 4)
             async with client_of(under_test) as http:
@@ -99,72 +93,60 @@ def test_a_snapshot_holds_what_workers_and_their_controller_say(folder: Path) ->
     assert len(seen["last_minute"]["ttft_p50_s"]) == 60
 
 
-def test_addresses_are_for_administrators(folder: Path) -> None:
+async def test_addresses_are_for_administrators(folder: Path) -> None:
     node = NodeDescription(name="n1", address="10.1.2.3", is_alive=True)
     control = FakeFleetControl(fleet_of(replica("w0", last_failure="at 10.1.2.3"), nodes=(node,)))
 
-    async def run() -> None:
-        access: dict[str, Any] = {"api_keys": API_KEYS, "credentials": AS_ADMIN}
-        async with (
-            gateway_with(folder, {}, {"w0": silent}, control=control, **access) as under_test,
-            client_of(under_test) as client,
-        ):
-            for key, is_shown in ((ADMIN, True), (WATCHER, False)):
-                answer = await client.get("/cluster", headers={"Authorization": f"Bearer {key}"})
-                assert answer.json()["workers"][0]["name"] == "w0"
-                assert ("10.1.2.3" in answer.text) is is_shown
-            for key, method, path in ((ALICE, "GET", "/cluster"), (WATCHER, "POST", "/cluster/try")):
-                headers = {"Authorization": f"Bearer {key}"}
-                answer = await client.request(method, path, headers=headers, json={"prompt": "Hello"})
-                assert answer.status_code == 403
-
-    asyncio.run(run())
+    access: dict[str, Any] = {"api_keys": API_KEYS, "credentials": AS_ADMIN}
+    async with (
+        gateway_with(folder, {}, {"w0": silent}, control=control, **access) as under_test,
+        client_of(under_test) as client,
+    ):
+        for key, is_shown in ((ADMIN, True), (WATCHER, False)):
+            answer = await client.get("/cluster", headers={"Authorization": f"Bearer {key}"})
+            assert answer.json()["workers"][0]["name"] == "w0"
+            assert ("10.1.2.3" in answer.text) is is_shown
+        for key, method, path in ((ALICE, "GET", "/cluster"), (WATCHER, "POST", "/cluster/try")):
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = await client.request(method, path, headers=headers, json={"prompt": "Hello"})
+            assert answer.status_code == 403
 
 
-def test_a_controller_that_is_away_delays_nobody_for_long(folder: Path) -> None:
+async def test_an_unreachable_controller_delays_no_call_for_long(folder: Path) -> None:
     control = FakeFleetControl(fleet_of(replica("w0")))
     control.answers.clear()
 
-    async def run() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
-            async with client_of(under_test) as client:
-                seen = (await client.get("/cluster")).json()
-            assert (seen["controller"], [worker["name"] for worker in seen["workers"]]) == ("away", ["w0"])
-
-    asyncio.run(run())
+    async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
+        async with client_of(under_test) as client:
+            seen = (await client.get("/cluster")).json()
+        assert (seen["controller"], [worker["name"] for worker in seen["workers"]]) == ("away", ["w0"])
 
 
-def test_a_viewer_gets_a_snapshot_at_once_and_then_one_a_second(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-            async with client_of(under_test) as client, client.stream("GET", "/cluster/events") as answer:
-                loop, times = asyncio.get_running_loop(), []
-                async for name, snapshot in events_of(answer):
-                    assert (name, snapshot["workers"][0]["name"]) == ("snapshot", "w0")
-                    times.append(loop.time())
-                    if len(times) == 2:
-                        break
-            assert 0.8 < times[1] - times[0] < 3.0
-            feed = under_test.gateway._feed
-            await under_test.until(lambda: feed.num_viewers == 0)
-
-    asyncio.run(run())
+async def test_a_viewer_gets_a_snapshot_at_once_and_then_one_a_second(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        async with client_of(under_test) as client, client.stream("GET", "/cluster/events") as answer:
+            loop, times = asyncio.get_running_loop(), []
+            async for name, snapshot in events_of(answer):
+                assert (name, snapshot["workers"][0]["name"]) == ("snapshot", "w0")
+                times.append(loop.time())
+                if len(times) == 2:
+                    break
+        assert 0.8 < times[1] - times[0] < 3.0
+        feed = under_test.gateway._feed
+        await under_test.until(lambda: feed.num_viewers == 0)
 
 
-def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {"w0": silent}) as under_test,
-            client_of(under_test) as client,
-            client.stream("GET", "/cluster/events") as answer,
-        ):
-            lines = answer.aiter_lines()
-            await anext(lines)
-            async with asyncio.timeout(60):
-                await under_test.gateway._feed.stop()
-                assert [line async for line in lines][-1] == ""
-
-    asyncio.run(run())
+async def test_a_viewer_does_not_keep_a_gateway_from_stopping(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"w0": silent}) as under_test,
+        client_of(under_test) as client,
+        client.stream("GET", "/cluster/events") as answer,
+    ):
+        lines = answer.aiter_lines()
+        await anext(lines)
+        async with asyncio.timeout(60):
+            await under_test.gateway._feed.stop()
+            assert [line async for line in lines][-1] == ""
 
 
 def test_one_request_tells_its_way_stage_by_stage(folder: Path) -> None:
@@ -222,21 +204,18 @@ def test_a_request_that_fails_ends_with_the_error_of_any_other(folder: Path) -> 
     assert (name, data["error"]["type"]) == ("error", "invalid_request_error")
 
 
-def test_who_leaves_ends_their_request(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-            wanted = {"prompt": "Hello"}
-            async with (
-                client_of(under_test) as client,
-                client.stream("POST", "/cluster/try", json=wanted) as answer,
-            ):
-                async for name, _ in events_of(answer):
-                    if name == "placed":
-                        break
-            leg = await under_test.workers["w0"].next_leg()
-            assert await under_test.workers["w0"].next_abort() == leg.request_id
-
-    asyncio.run(run())
+async def test_a_client_that_leaves_ends_its_request(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        wanted = {"prompt": "Hello"}
+        async with (
+            client_of(under_test) as client,
+            client.stream("POST", "/cluster/try", json=wanted) as answer,
+        ):
+            async for name, _ in events_of(answer):
+                if name == "placed":
+                    break
+        request = await under_test.workers["w0"].next_request()
+        assert await under_test.workers["w0"].next_abort() == request.request_id
 
 
 @pytest.mark.parametrize(
@@ -282,7 +261,7 @@ def test_the_api_describes_what_the_page_uses(folder: Path) -> None:
     assert "/" not in described["paths"]
 
 
-def test_the_page_is_whole_and_asks_nobody_else(folder: Path) -> None:
+def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
     async def run() -> dict[str, httpx2.Response]:
         async with gateway_with(folder, {}, {}) as under_test, client_of(under_test) as client:
             paths = ["/", *[f"/page/{name}" for name in FILES if name != "index.html"]]
@@ -292,7 +271,7 @@ def test_the_page_is_whole_and_asks_nobody_else(folder: Path) -> None:
     for path, answer in answers.items():
         assert answer.status_code == 200, path
         assert "default-src 'none'; script-src 'self'" in answer.headers["content-security-policy"]
-        own = answer.text.replace("http://www.w3.org/2000/svg", "")  # a name, which nobody asks for
+        own = answer.text.replace("http://www.w3.org/2000/svg", "")  # a namespace, which no browser loads
         assert not re.search(r"https?://|//cdn|@import|url\(", own), path
     text = "".join(answer.text for answer in answers.values())
     named = set(re.findall(r"""(?:"/page/|"\./)([a-z]+\.[a-z]+)""", text))

@@ -1,8 +1,6 @@
 """The workers that a gateway is connected to: whatever ends the connection, nobody waits for them in vain."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 from baton.kv import WorkerRef
 from baton.messages.request_plane import KVEvents
@@ -32,41 +30,31 @@ class Listener:
         self.losses.put_nowait((worker, reason))
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 20))
-
-
 def nowhere() -> WorkerEndpoint:
     ref = WorkerRef("w0", "w0-life", ("tcp://127.0.0.1:1",), 16)
     return WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1)
 
 
-def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_open() -> None:
-    async def test() -> None:
-        fleet = WorkerConnections(NETWORK, KEYS.request, Listener())
-        fleet.add(nowhere())
-        first = fleet.client("w0")
-        assert first is not None
-        fleet.add(nowhere())
-        await asyncio.wait_for(first.first_sign.wait(), 60)
-        fleet.remove("w0", "the test says so")
-        assert first._socket.closed, "an open socket would keep the context from ending"
+async def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_open() -> None:
+    fleet = WorkerConnections(NETWORK, KEYS.request, Listener())
+    fleet.add(nowhere())
+    first = fleet.client("w0")
+    assert first is not None
+    fleet.add(nowhere())
+    await asyncio.wait_for(first.first_sign.wait(), 60)
+    fleet.remove("w0", "the test says so")
+    assert first._socket.closed, "an open socket would keep the context from ending"
+    await fleet.stop()
+
+
+async def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
+    worker, listener = ScriptedWorker("w0", WorkerRole.DECODE, silent), Listener(ValueError("choked"))
+    fleet = WorkerConnections(NETWORK, KEYS.request, listener)
+    try:
+        fleet.add(worker.endpoint)
+        name, reason = await asyncio.wait_for(listener.losses.get(), 60)
+        assert (name, reason) == ("w0", "the connection failed: choked")
+        assert fleet.client("w0") is None
+    finally:
         await fleet.stop()
-
-    run(test())
-
-
-def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
-    async def test() -> None:
-        worker, listener = ScriptedWorker("w0", WorkerRole.DECODE, silent), Listener(ValueError("choked"))
-        fleet = WorkerConnections(NETWORK, KEYS.request, listener)
-        try:
-            fleet.add(worker.endpoint)
-            name, reason = await asyncio.wait_for(listener.losses.get(), 60)
-            assert (name, reason) == ("w0", "the connection to it failed: choked")
-            assert fleet.client("w0") is None
-        finally:
-            await fleet.stop()
-            worker.stop()
-
-    run(test())
+        worker.stop()

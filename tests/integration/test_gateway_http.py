@@ -1,4 +1,4 @@
-"""The HTTP door over a real socket: probes, and errors in the shape that OpenAI's clients expect."""
+"""The HTTP frontend over a real socket: probes, and errors in the shape that OpenAI's clients expect."""
 
 import asyncio
 import re
@@ -12,12 +12,6 @@ import pytest
 from baton.errors import ConfigError
 from baton.request import EngineRequest, RequestOutput
 from tests.factories.gateway import gateway_with
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def says_nothing(request: EngineRequest) -> list[RequestOutput]:
@@ -29,20 +23,17 @@ async def get(port: int | None, path: str) -> httpx2.Response:
         return await client.get(path)
 
 
-def test_probes_tell_a_gateway_that_runs_from_one_that_can_serve(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {"w0": says_nothing}) as under_test:
-            gateway = under_test.gateway
-            assert (await get(gateway.http_port, "/health")).status_code == 200
-            assert (await get(gateway.http_port, "/ready")).json() == {"status": "ready"}
-            (model,) = (await get(gateway.http_port, "/v1/models")).json()["data"]
-            assert (model["id"], model["max_model_len"]) == ("tiny", 256)
-            gateway.remove_worker("w0", "of the test")
-            ready = await get(gateway.http_port, "/ready")
-            assert (ready.status_code, ready.json()["reason"]) == (503, "no decode worker is reachable")
-            assert (await get(gateway.http_port, "/health")).status_code == 200
-
-    asyncio.run(run())
+async def test_probes_tell_a_gateway_that_runs_from_one_that_can_serve(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": says_nothing}) as under_test:
+        gateway = under_test.gateway
+        assert (await get(gateway.http_port, "/health")).status_code == 200
+        assert (await get(gateway.http_port, "/ready")).json() == {"status": "ready"}
+        (model,) = (await get(gateway.http_port, "/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 256)
+        gateway.remove_worker("w0", "of the test")
+        ready = await get(gateway.http_port, "/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "no decode worker is reachable")
+        assert (await get(gateway.http_port, "/health")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -54,7 +45,7 @@ def test_errors_have_the_shape_of_openais(
 ) -> None:
     async def run() -> dict[str, Any]:
         async with gateway_with(folder, {}, {}) as under_test:
-            base = f"http://127.0.0.1:{under_test.gateway.http_port}"
+            base = under_test.http_url
             async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
                 answer = await client.request(method, path)
                 assert answer.status_code == status
@@ -67,27 +58,22 @@ def test_errors_have_the_shape_of_openais(
     assert path in error["message"]
 
 
-def test_paths_are_what_they_are(folder: Path) -> None:
+async def test_paths_are_not_redirected(folder: Path) -> None:
     """No redirect, whose scheme a proxy that ends TLS would make wrong; and probes may leave bodies out."""
 
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {"w0": says_nothing}) as under_test,
-            httpx2.AsyncClient(
-                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-            ) as client,
-        ):
-            for method, path in (("GET", "/health/"), ("POST", "/v1/chat/completions/")):
-                answer = await client.request(method, path)
-                assert answer.status_code == 404, path
-                assert f"{method} {path}: " in answer.json()["error"]["message"]
-            for path in ("/health", "/ready", "/version", "/v1/models"):
-                answer = await client.head(path)
-                assert (answer.status_code, answer.content) == (200, b""), path
-            answer = await client.get("/" + "x" * 9000)
-            assert len(answer.text) < 1000
-
-    asyncio.run(run())
+    async with (
+        gateway_with(folder, {}, {"w0": says_nothing}) as under_test,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+    ):
+        for method, path in (("GET", "/health/"), ("POST", "/v1/chat/completions/")):
+            answer = await client.request(method, path)
+            assert answer.status_code == 404, path
+            assert f"{method} {path}: " in answer.json()["error"]["message"]
+        for path in ("/health", "/ready", "/version", "/v1/models"):
+            answer = await client.head(path)
+            assert (answer.status_code, answer.content) == (200, b""), path
+        answer = await client.get("/" + "x" * 9000)
+        assert len(answer.text) < 1000
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(folder: Path) -> None:
@@ -101,17 +87,14 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(folder: Path) -> None:
             asyncio.run(run(port))
 
 
-def test_the_description_is_drawn_from_files_of_the_gateways_own(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            port = under_test.gateway.http_port
-            page = await get(port, "/docs")
-            assert page.status_code == 200
-            loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-            assert len(loaded) == 4
-            for path in loaded:
-                assert path.startswith("/")
-                assert (await get(port, path)).status_code == 200, path
-            assert '"/openapi.json"' in (await get(port, "/docs/start.js")).text
-
-    asyncio.run(run())
+async def test_the_description_is_drawn_from_files_of_the_gateways_own(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test:
+        port = under_test.gateway.http_port
+        page = await get(port, "/docs")
+        assert page.status_code == 200
+        loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        assert len(loaded) == 4
+        for path in loaded:
+            assert path.startswith("/")
+            assert (await get(port, path)).status_code == 200, path
+        assert '"/openapi.json"' in (await get(port, "/docs/start.js")).text

@@ -1,4 +1,4 @@
-"""Both doors with API keys, over real sockets: who comes in, who does not, and what the others see."""
+"""Both frontends with API keys, over real sockets: which callers are admitted, and what they may see."""
 
 import asyncio
 import logging
@@ -23,12 +23,6 @@ from gateway.grpc.generated import vllm_engine_pb2
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, BOB, WATCHER, entry
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with, silent
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -38,7 +32,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 @asynccontextmanager
 async def client_with(under_test: GatewayUnderTest, key: str | None) -> AsyncIterator[GatewayClient]:
     credentials = Credentials(api_key=key)
-    target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+    target = under_test.grpc_target
     async with GatewayClient(target, credentials=credentials) as client:
         yield client
 
@@ -59,111 +53,99 @@ async def tokens_of(client: GatewayClient, **request: Any) -> list[int]:
     ]
 
 
-def test_grpc_asks_for_a_key_and_each_key_opens_what_it_may(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(fleet_of(replica("w0")))
-        async with gateway_with(
-            folder,
-            {},
-            {"w0": answering([7, 8])},
-            api_keys=API_KEYS,
-            credentials=AS_ADMIN,
-            control=control,
-        ) as under_test:
-            for key in (None, "baton-wrong"):
-                async with client_with(under_test, key) as client:
-                    for call in (
-                        tokens_of(client),
-                        client.model_info(),
-                        client.describe(),
-                        client.abort("a"),
-                    ):
-                        assert await code_of(call) == "UNAUTHENTICATED"
-            async with client_with(under_test, ALICE) as client:
-                assert await tokens_of(client) == [7, 8]
-                for order in (
+async def test_grpc_asks_for_a_key_and_each_key_opens_what_it_may(folder: Path) -> None:
+    control = FakeFleetControl(fleet_of(replica("w0")))
+    async with gateway_with(
+        folder,
+        {},
+        {"w0": answering([7, 8])},
+        api_keys=API_KEYS,
+        credentials=AS_ADMIN,
+        control=control,
+    ) as under_test:
+        for key in (None, "baton-wrong"):
+            async with client_with(under_test, key) as client:
+                for call in (
+                    tokens_of(client),
+                    client.model_info(),
                     client.describe(),
-                    client.drain("w0"),
-                    client.set_role("w0", WorkerRole.PREFILL),
-                    _all(client.rollout()),
+                    client.abort("a"),
                 ):
-                    assert await code_of(order) == "PERMISSION_DENIED"
-            async with client_with(under_test, WATCHER) as client:
-                assert (await client.describe())["model"] == "tiny"
-                assert (await anext(client.watch()))["model"] == "tiny"
-                assert await code_of(tokens_of(client)) == "PERMISSION_DENIED"
-                assert await code_of(client.drain("w0")) == "PERMISSION_DENIED"
-            assert control.orders == []
-            await under_test.client.drain("w0")
-            assert control.orders == [("drain", "w0")]
-
-    run(test())
+                    assert await code_of(call) == "UNAUTHENTICATED"
+        async with client_with(under_test, ALICE) as client:
+            assert await tokens_of(client) == [7, 8]
+            for order in (
+                client.describe(),
+                client.drain("w0"),
+                client.set_role("w0", WorkerRole.PREFILL),
+                _all(client.rollout()),
+            ):
+                assert await code_of(order) == "PERMISSION_DENIED"
+        async with client_with(under_test, WATCHER) as client:
+            assert (await client.describe())["model"] == "tiny"
+            assert (await anext(client.watch()))["model"] == "tiny"
+            assert await code_of(tokens_of(client)) == "PERMISSION_DENIED"
+            assert await code_of(client.drain("w0")) == "PERMISSION_DENIED"
+        assert control.orders == []
+        await under_test.client.drain("w0")
+        assert control.orders == [("drain", "w0")]
 
 
 async def _all(steps: AsyncIterator[object]) -> list[object]:
     return [step async for step in steps]
 
 
-def test_who_does_not_administer_sees_no_addresses_and_no_paths(folder: Path) -> None:
-    async def test() -> None:
-        replicas = (replica("w0", node="10.0.0.7", num_starts=2, last_failure="/secret/path: gone"),)
-        control = FakeFleetControl(fleet_of(*replicas))
-        async with gateway_with(
-            folder, {}, {"w0": silent}, api_keys=API_KEYS, credentials=AS_ADMIN, control=control
-        ) as under_test:
-            async with client_with(under_test, WATCHER) as client:
-                seen = await client.describe()
-            assert seen["workers"][0]["slot"]["starts"] == 2
-            assert (seen["model_path"], seen["nodes"], seen["workers"][0]["pid"]) == ("", [], 0)
-            for inside in (str(folder), "10.0.0.7", "/secret", "here"):
-                assert inside not in str(seen)
-            whole = await under_test.client.describe()
-            assert (whole["model_path"], whole["workers"][0]["pid"]) == (str(folder), 1)
-            assert whole["workers"][0]["slot"]["last_failure"] == "/secret/path: gone"
-            async with client_with(under_test, ALICE) as client:
-                assert (await client.model_info())["model_path"] == ""
-
-    run(test())
+async def test_without_the_right_to_administer_a_caller_sees_no_addresses_and_no_paths(folder: Path) -> None:
+    replicas = (replica("w0", node="10.0.0.7", num_starts=2, last_failure="/secret/path: gone"),)
+    control = FakeFleetControl(fleet_of(*replicas))
+    async with gateway_with(
+        folder, {}, {"w0": silent}, api_keys=API_KEYS, credentials=AS_ADMIN, control=control
+    ) as under_test:
+        async with client_with(under_test, WATCHER) as client:
+            seen = await client.describe()
+        assert seen["workers"][0]["slot"]["starts"] == 2
+        assert (seen["model_path"], seen["nodes"], seen["workers"][0]["pid"]) == ("", [], 0)
+        for inside in (str(folder), "10.0.0.7", "/secret", "here"):
+            assert inside not in str(seen)
+        whole = await under_test.client.describe()
+        assert (whole["model_path"], whole["workers"][0]["pid"]) == (str(folder), 1)
+        assert whole["workers"][0]["slot"]["last_failure"] == "/secret/path: gone"
+        async with client_with(under_test, ALICE) as client:
+            assert (await client.model_info())["model_path"] == ""
 
 
-def test_callers_cannot_end_or_even_meet_each_others_requests(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"w0": silent}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-            client_with(under_test, ALICE) as alice,
-            client_with(under_test, BOB) as bob,
-        ):
-            hers = asyncio.create_task(tokens_of(alice, request_id="mine"))
-            await under_test.workers["w0"].next_leg()
-            assert await bob.abort("mine") == 0
-            his = asyncio.create_task(tokens_of(bob, request_id="mine"))
-            await under_test.workers["w0"].next_leg()
-            assert await alice.abort("mine") == 1
-            assert await code_of(hers) == "ABORTED"  # type: ignore[arg-type]
-            assert not his.done()
-            assert await bob.abort("mine") == 1
-            assert await code_of(his) == "ABORTED"  # type: ignore[arg-type]
-
-    run(test())
+async def test_callers_cannot_end_or_even_meet_each_others_requests(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"w0": silent}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
+        client_with(under_test, ALICE) as alice,
+        client_with(under_test, BOB) as bob,
+    ):
+        hers = asyncio.create_task(tokens_of(alice, request_id="mine"))
+        await under_test.workers["w0"].next_request()
+        assert await bob.abort("mine") == 0
+        his = asyncio.create_task(tokens_of(bob, request_id="mine"))
+        await under_test.workers["w0"].next_request()
+        assert await alice.abort("mine") == 1
+        assert await code_of(hers) == "ABORTED"  # type: ignore[arg-type]
+        assert not his.done()
+        assert await bob.abort("mine") == 1
+        assert await code_of(his) == "ABORTED"  # type: ignore[arg-type]
 
 
-def test_health_needs_no_key_and_reflection_does(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-        ):
-            check = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            assert check.status == health_pb2.HealthCheckResponse.SERVING
-            reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-            asked = reflection_pb2.ServerReflectionRequest(list_services="")
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await reflect(iter([asked])).read()
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            answer = await reflect(iter([asked]), metadata=(("authorization", f"Bearer {BOB}"),)).read()
-            assert answer.list_services_response.service
-
-    run(test())
+async def test_health_needs_no_key_and_reflection_does(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        check = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert check.status == health_pb2.HealthCheckResponse.SERVING
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await reflect(iter([asked])).read()
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        answer = await reflect(iter([asked]), metadata=(("authorization", f"Bearer {BOB}"),)).read()
+        assert answer.list_services_response.service
 
 
 WHO_SEES_WHAT = (
@@ -194,18 +176,15 @@ WHO_SEES_WHAT = (
 )
 
 
-def test_http_asks_for_a_key_where_there_is_something_to_have(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test:
-            for path, key, status in WHO_SEES_WHAT:
-                answer = await raw_get(under_test, path, key)
-                assert answer.startswith(f"HTTP/1.1 {status} "), (path, key)
-                if status == 401:
-                    assert "www-authenticate: Bearer\r\n" in answer
-                    assert '"code":"invalid_api_key"' in answer
-                assert "baton-wrong" not in answer
-
-    run(test())
+async def test_http_asks_for_a_key_where_there_is_something_to_have(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test:
+        for path, key, status in WHO_SEES_WHAT:
+            answer = await raw_get(under_test, path, key)
+            assert answer.startswith(f"HTTP/1.1 {status} "), (path, key)
+            if status == 401:
+                assert "www-authenticate: Bearer\r\n" in answer
+                assert '"code":"invalid_api_key"' in answer
+            assert "baton-wrong" not in answer
 
 
 async def raw_get(under_test: GatewayUnderTest, path: str, key: str | None) -> str:
@@ -218,96 +197,80 @@ async def raw_get(under_test: GatewayUnderTest, path: str, key: str | None) -> s
     return answer.decode()
 
 
-def test_nothing_that_is_not_known_to_be_open_is_open(folder: Path) -> None:
+async def test_only_listed_calls_are_open(folder: Path) -> None:
     """Of all that the API describes, and of every gRPC method that reflection could name."""
 
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-            httpx2.AsyncClient(
-                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-            ) as http,
-            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-        ):
-            description = (await http.get("/openapi.json")).json()
-            calls = [(method, path) for path, methods in description["paths"].items() for method in methods]
-            statuses = {(m, p): (await http.request(m.upper(), p)).status_code for m, p in calls}
-            is_open = {path for (_, path), status in statuses.items() if status != 401}
-            assert is_open == {"/health", "/ready", "/version"}
-            assert len(statuses) > len(is_open)
-            for service in (generation_service_pb2, cluster_service_pb2, vllm_engine_pb2):
-                for described in service.DESCRIPTOR.services_by_name.values():
-                    for method in described.methods:
-                        call: Any = channel.unary_stream(f"/{described.full_name}/{method.name}")
-                        with pytest.raises(grpc.aio.AioRpcError) as refused:
-                            await call(b"").read()
-                        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, method.full_name
-
-    run(test())
+    async with (
+        gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        description = (await http.get("/openapi.json")).json()
+        calls = [(method, path) for path, methods in description["paths"].items() for method in methods]
+        statuses = {(m, p): (await http.request(m.upper(), p)).status_code for m, p in calls}
+        is_open = {path for (_, path), status in statuses.items() if status != 401}
+        assert is_open == {"/health", "/ready", "/version"}
+        assert len(statuses) > len(is_open)
+        for service in (generation_service_pb2, cluster_service_pb2, vllm_engine_pb2):
+            for described in service.DESCRIPTOR.services_by_name.values():
+                for method in described.methods:
+                    call: Any = channel.unary_stream(f"/{described.full_name}/{method.name}")
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await call(b"").read()
+                    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, method.full_name
 
 
-def test_metrics_may_be_for_everybody(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(
-                folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN, metrics_need_key=False
-            ) as under_test,
-            httpx2.AsyncClient(timeout=60.0) as client,
-        ):
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}/metrics"
-            assert (await client.get(url)).status_code == 200
-            assert (await client.get(f"{url}/targets")).status_code == 401, "these are addresses"
-
-    run(test())
+async def test_metrics_may_be_for_everybody(folder: Path) -> None:
+    async with (
+        gateway_with(
+            folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN, metrics_need_key=False
+        ) as under_test,
+        httpx2.AsyncClient(timeout=60.0) as client,
+    ):
+        url = f"{under_test.http_url}/metrics"
+        assert (await client.get(url)).status_code == 200
+        assert (await client.get(f"{url}/targets")).status_code == 401, "these are addresses"
 
 
-def test_openais_own_client_raises_what_it_raises_with_openai(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test:
-            base_url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1"
-            async with openai.AsyncOpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as client:
-                assert [model.id async for model in client.models.list()] == ["tiny"]
-            async with openai.AsyncOpenAI(base_url=base_url, api_key="baton-wrong", max_retries=0) as client:
-                with pytest.raises(openai.AuthenticationError) as refused:
-                    await client.models.list()
-            assert refused.value.code == "invalid_api_key"
-            async with openai.AsyncOpenAI(base_url=base_url, api_key=WATCHER, max_retries=0) as client:
-                with pytest.raises(openai.PermissionDeniedError, match="needs the scope 'generate'"):
-                    await client.post("/chat/completions", body={}, cast_to=object)
-
-    run(test())
+async def test_openais_own_client_raises_what_it_raises_with_openai(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test:
+        base_url = f"{under_test.http_url}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as client:
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="baton-wrong", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError) as refused:
+                await client.models.list()
+        assert refused.value.code == "invalid_api_key"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=WATCHER, max_retries=0) as client:
+            with pytest.raises(openai.PermissionDeniedError, match="needs the scope 'generate'"):
+                await client.post("/chat/completions", body={}, cast_to=object)
 
 
-def test_a_keys_limits_hold_at_both_doors(folder: Path) -> None:
+async def test_a_keys_limits_hold_at_both_frontends(folder: Path) -> None:
     keys = (*API_KEYS, entry("often", "o", requests_per_minute=2), entry("many", "m", max_concurrent=1))
 
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {"w0": silent}, api_keys=keys, credentials=AS_ADMIN
-        ) as under_test:
-            async with client_with(under_test, "m") as client:
-                first = asyncio.create_task(tokens_of(client, request_id="first"))
-                await under_test.workers["w0"].next_leg()
-                assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
-                await client.abort("first")
-                assert await code_of(first) == "ABORTED"  # type: ignore[arg-type]
-                second = asyncio.create_task(tokens_of(client, request_id="second"))
-                await under_test.workers["w0"].next_abort()
-                await under_test.workers["w0"].next_leg()
-                await client.abort("second")
-                assert await code_of(second) == "ABORTED"  # type: ignore[arg-type]
-            base_url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1"
-            async with httpx2.AsyncClient(headers={"Authorization": "Bearer o"}, timeout=60.0) as http:
-                for _ in range(2):
-                    await http.post(f"{base_url}/completions", json={})
-                refused = await http.post(f"{base_url}/completions", json={})
-            assert refused.status_code == 429
-            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-            assert 1 <= int(refused.headers["retry-after"]) <= 30
-            async with client_with(under_test, "o") as client:  # the same caller, whichever door it takes
-                assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
-
-    run(test())
+    async with gateway_with(folder, {}, {"w0": silent}, api_keys=keys, credentials=AS_ADMIN) as under_test:
+        async with client_with(under_test, "m") as client:
+            first = asyncio.create_task(tokens_of(client, request_id="first"))
+            await under_test.workers["w0"].next_request()
+            assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
+            await client.abort("first")
+            assert await code_of(first) == "ABORTED"  # type: ignore[arg-type]
+            second = asyncio.create_task(tokens_of(client, request_id="second"))
+            await under_test.workers["w0"].next_abort()
+            await under_test.workers["w0"].next_request()
+            await client.abort("second")
+            assert await code_of(second) == "ABORTED"  # type: ignore[arg-type]
+        base_url = f"{under_test.http_url}/v1"
+        async with httpx2.AsyncClient(headers={"Authorization": "Bearer o"}, timeout=60.0) as http:
+            for _ in range(2):
+                await http.post(f"{base_url}/completions", json={})
+            refused = await http.post(f"{base_url}/completions", json={})
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        async with client_with(under_test, "o") as client:  # the same caller at either frontend
+            assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
 
 
 def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -321,7 +284,7 @@ def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -
                 async with httpx2.AsyncClient(
                     headers={"Authorization": f"Bearer {key}"}, timeout=60.0
                 ) as http:
-                    await http.get(f"http://127.0.0.1:{under_test.gateway.http_port}/v1/models")
+                    await http.get(f"{under_test.http_url}/v1/models")
 
     with caplog.at_level(logging.DEBUG):
         run(test())
@@ -329,56 +292,48 @@ def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -
     assert "baton-wrong" not in caplog.text
 
 
-def test_what_workers_say_is_for_administrators(folder: Path) -> None:
+async def test_workers_reasons_are_for_administrators(folder: Path) -> None:
     """Others learn which request failed, and the log has the rest."""
     inside = "cannot open /srv/weights at tcp://10.0.0.7:4711"
 
-    async def test() -> None:
-        async with gateway_with(
-            folder,
-            {},
-            {"w0": failing(ErrorKind.INTERNAL, inside)},
-            api_keys=API_KEYS,
-            credentials=AS_ADMIN,
-        ) as under_test:
-            for key, is_told in ((ALICE, False), (ADMIN, True)):
-                async with client_with(under_test, key) as client:
-                    with pytest.raises(
-                        GatewayError, match=r"gave up after 3 attempt.*: the decode request failed"
-                    ) as error:
-                        await tokens_of(client)
-                assert (inside in str(error.value)) == is_told
-                body = {"model": "tiny", "prompt": [5, 6]}
-                async with httpx2.AsyncClient(
-                    headers={"Authorization": f"Bearer {key}"}, timeout=60.0
-                ) as http:
-                    url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
-                    answer = await http.post(url, json=body)
-                assert answer.status_code == 503
-                assert (inside in answer.text) == is_told
-
-    run(test())
+    async with gateway_with(
+        folder,
+        {},
+        {"w0": failing(ErrorKind.INTERNAL, inside)},
+        api_keys=API_KEYS,
+        credentials=AS_ADMIN,
+    ) as under_test:
+        for key, is_told in ((ALICE, False), (ADMIN, True)):
+            async with client_with(under_test, key) as client:
+                with pytest.raises(
+                    GatewayError, match=r"gave up after 3 attempt.*: the decode request failed"
+                ) as error:
+                    await tokens_of(client)
+            assert (inside in str(error.value)) == is_told
+            body = {"model": "tiny", "prompt": [5, 6]}
+            async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60.0) as http:
+                url = f"{under_test.http_url}/v1/completions"
+                answer = await http.post(url, json=body)
+            assert answer.status_code == 503
+            assert (inside in answer.text) == is_told
 
 
-def test_nobody_goes_ahead_of_others_whose_key_does_not_say_so(folder: Path) -> None:
+async def test_no_caller_goes_ahead_of_others_unless_its_key_allows(folder: Path) -> None:
     keys = (*API_KEYS, entry("first", "f", best_priority=-5), entry("last", "l", best_priority=10))
 
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {"w0": answering([7, 8])}, api_keys=keys, credentials=AS_ADMIN
-        ) as under_test:
-            worker = under_test.workers["w0"]
-            for key, asked, got in ((ALICE, 0, 0), (ALICE, 3, 3), ("f", -5, -5), ("l", 0, 10), ("l", 11, 11)):
-                async with client_with(under_test, key) as client:
-                    assert await tokens_of(client, priority=asked) == [7, 8]
-                assert (await worker.next_leg()).priority == got
-            for key, asked in ((ALICE, -1), ("f", -6), ("l", -1)):
-                async with client_with(under_test, key) as client:
-                    assert await code_of(tokens_of(client, priority=asked)) == "INVALID_ARGUMENT"
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}/cluster/try"
-            async with httpx2.AsyncClient(headers={"authorization": "Bearer l"}, timeout=60.0) as http:
-                answer = await http.post(url, json={"prompt": "hi", "max_tokens": 2})
-                assert "event: end" in answer.text, answer.text
-            assert (await worker.next_leg()).priority == 10, "nor by way of the page"
-
-    run(test())
+    async with gateway_with(
+        folder, {}, {"w0": answering([7, 8])}, api_keys=keys, credentials=AS_ADMIN
+    ) as under_test:
+        worker = under_test.workers["w0"]
+        for key, asked, got in ((ALICE, 0, 0), (ALICE, 3, 3), ("f", -5, -5), ("l", 0, 10), ("l", 11, 11)):
+            async with client_with(under_test, key) as client:
+                assert await tokens_of(client, priority=asked) == [7, 8]
+            assert (await worker.next_request()).priority == got
+        for key, asked in ((ALICE, -1), ("f", -6), ("l", -1)):
+            async with client_with(under_test, key) as client:
+                assert await code_of(tokens_of(client, priority=asked)) == "INVALID_ARGUMENT"
+        url = f"{under_test.http_url}/cluster/try"
+        async with httpx2.AsyncClient(headers={"authorization": "Bearer l"}, timeout=60.0) as http:
+            answer = await http.post(url, json={"prompt": "hi", "max_tokens": 2})
+            assert "event: end" in answer.text, answer.text
+        assert (await worker.next_request()).priority == 10, "nor by way of the page"

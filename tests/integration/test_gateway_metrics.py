@@ -23,12 +23,6 @@ from tests.factories.gateway import (
     silent,
 )
 from tests.factories.metrics import Scrape, read_url
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 async def scrape(under_test: GatewayUnderTest) -> Scrape:
@@ -36,7 +30,7 @@ async def scrape(under_test: GatewayUnderTest) -> Scrape:
 
 
 def url_of(under_test: GatewayUnderTest) -> str:
-    return f"http://127.0.0.1:{under_test.gateway.http_port}/metrics"
+    return f"{under_test.http_url}/metrics"
 
 
 async def ask(under_test: GatewayUnderTest, num_tokens: int = 3, **sampling: object) -> None:
@@ -45,212 +39,175 @@ async def ask(under_test: GatewayUnderTest, num_tokens: int = 3, **sampling: obj
         pass
 
 
-def test_a_finished_request_is_in_every_histogram(folder: Path) -> None:
-    async def test() -> None:
-        workers = {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}
-        async with gateway_with(folder, *workers) as under_test:
-            before = await scrape(under_test)
-            assert before("request_success_total", finished_reason="length") == 0
+async def test_a_finished_request_is_in_every_histogram(folder: Path) -> None:
+    workers = {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}
+    async with gateway_with(folder, *workers) as under_test:
+        before = await scrape(under_test)
+        assert before("request_success_total", finished_reason="length") == 0
+        await ask(under_test)
+        now = await scrape(under_test)
+        for name in (
+            *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+            *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+            *(
+                "request_generation_tokens",
+                "request_time_per_output_token_seconds",
+                "handover_gap_seconds",
+            ),
+        ):
+            assert now(f"{name}_count") == 1, name
+        assert now("inter_token_latency_seconds_count", model_name="tiny") == 2
+        assert now("request_generation_tokens_sum") == now("generation_tokens_total") == 3
+        assert now("prompt_tokens_total") == now("request_prompt_tokens_sum") > 0
+        assert now("request_success_total", finished_reason="length") == 1
+        assert now("requests_total", api="grpc", outcome="finished", caller="anybody") == 1
+        assert now("request_paths_total", path="disaggregated") == now("request_attempts_total") == 1
+        assert now("grpc_calls_total", method="/baton.v1.GenerationService/Generate", code="OK") == 1
+        assert now("http_responses_total", method="GET", route="/metrics", status="200") == 1
+        assert now("fleet_workers", role="prefill", state="ready") == now("fleet_workers", state="ready") / 2
+        assert now("fleet_kv_blocks", worker="d0") == 999
+        assert now("build_info", model_name="tiny") == 1
+
+
+async def test_tokens_are_counted_while_the_answer_goes_on(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
+        asking = [asyncio.create_task(ask(under_test)) for _ in range(2)]
+        request = await under_test.workers["d0"].next_request()
+        first, second, third = outputs_of(request, [5, 6, 7])
+        under_test.workers["d0"].say(request, [first, first, second])
+        await _until(under_test, lambda now: now("generation_tokens_total") == 2)
+        now = await scrape(under_test)
+        assert now("time_to_first_token_seconds_count") == 1
+        assert now("gateway_requests_in_flight") == now("gateway_requests_queued") == 1
+        assert now("gateway_oldest_queued_seconds") > 0
+        under_test.workers["d0"].say(request, [third])
+        request = await under_test.workers["d0"].next_request()
+        under_test.workers["d0"].say(request, outputs_of(request, [5, 6, 7]))
+        await asyncio.gather(*asking)
+
+
+async def test_failures_are_counted_by_what_was_wrong(folder: Path) -> None:
+    decode = {"d0": failing(ErrorKind.INTERNAL, "out of order")}
+    async with gateway_with(folder, {}, decode, placement_timeout_s=5.0) as under_test:
+        with pytest.raises(GatewayError):
             await ask(under_test)
-            now = await scrape(under_test)
-            for name in (
-                *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
-                *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
-                *(
-                    "request_generation_tokens",
-                    "request_time_per_output_token_seconds",
-                    "handover_gap_seconds",
-                ),
-            ):
-                assert now(f"{name}_count") == 1, name
-            assert now("inter_token_latency_seconds_count", model_name="tiny") == 2
-            assert now("request_generation_tokens_sum") == now("generation_tokens_total") == 3
-            assert now("prompt_tokens_total") == now("request_prompt_tokens_sum") > 0
-            assert now("request_success_total", finished_reason="length") == 1
-            assert now("requests_total", api="grpc", outcome="finished", caller="anybody") == 1
-            assert now("request_paths_total", path="disaggregated") == now("request_attempts_total") == 1
-            assert now("grpc_calls_total", method="/baton.v1.GenerationService/Generate", code="OK") == 1
-            assert now("http_responses_total", method="GET", route="/metrics", status="200") == 1
-            assert (
-                now("fleet_workers", role="prefill", state="ready") == now("fleet_workers", state="ready") / 2
+        with pytest.raises(GatewayError):
+            await ask(under_test, top_p=2.0)
+        now = await scrape(under_test)
+        assert now("requests_total", outcome="failed") == 1
+        assert now("request_errors_total", error="WorkerUnavailable") == 1
+        assert now("request_migrations_total", cause="failed") == now("request_attempts_total") - 1 > 0
+        assert now("grpc_calls_total", code="UNAVAILABLE") == now("grpc_calls_total", code="INVALID_ARGUMENT")
+        assert now("request_success_total") == 0
+
+
+async def test_calls_that_there_are_not_are_counted_together(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+        async with grpc.aio.insecure_channel(under_test.grpc_target) as typed_channel:
+            channel: Any = typed_channel
+            for name in ("/baton.v1.GenerationService/Sing", "/some.Other/Call"):
+                with pytest.raises(grpc.aio.AioRpcError, match="Method not found!"):
+                    await channel.unary_unary(name)(b"")
+        now = await scrape(under_test)
+        assert now("grpc_calls_total", method="(other)", code="UNIMPLEMENTED") == 2
+
+
+async def test_a_client_that_leaves_has_aborted(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+        asking = asyncio.create_task(ask(under_test))
+        await under_test.workers["d0"].next_request()
+        asking.cancel()
+        await _until(under_test, lambda now: now("requests_total", outcome="aborted") == 1)
+        now = await scrape(under_test)
+        assert now("request_success_total", finished_reason="abort") == 1
+        assert now("request_errors_total") == 0
+        assert now("grpc_calls_total", code="CANCELLED") == 1
+
+
+async def test_a_deadline_that_passed_is_an_error_though_the_request_was_aborted(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
+        url = f"{under_test.http_url}/v1/completions"
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
+        async with httpx2.AsyncClient(timeout=60.0) as client:
+            late = await client.post(url, json=body, headers={"x-request-timeout-ms": "500"})
+        assert late.status_code == 504
+        now = await scrape(under_test)
+        assert now("request_errors_total", error="DeadlinePassed") == 1
+        assert now("requests_total", outcome="aborted") == 1
+
+
+async def test_paths_and_methods_that_there_are_not_make_no_series(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test:
+        base = under_test.http_url
+        async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
+            for number in range(5):
+                await client.request(f"M{number}", f"/nothing/{number}")
+        now = await scrape(under_test)
+        assert now("http_responses_total", method="(other)", route="(other)", status="404") == 5
+
+
+async def test_readers_of_openmetrics_get_it(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": answering([5])}) as under_test:
+        await ask(under_test, 1)
+        accept = "application/openmetrics-text; version=1.0.0"
+        now = Scrape(await asyncio.to_thread(read_url, url_of(under_test), accept), parse_openmetrics)
+        assert now("request_success_total", finished_reason="length") == 1
+
+
+async def test_the_parts_of_the_time_to_first_token_are_those_of_queue_and_worker(folder: Path) -> None:
+    """The second request waits in the queue for the first one; its worker then reports its stages."""
+
+    async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
+        worker = under_test.workers["d0"]
+        asking = [asyncio.create_task(ask(under_test, 2)) for _ in range(2)]
+        for number in (1, 2):
+            request = await worker.next_request()
+            await asyncio.sleep(0.3)
+            first, second = outputs_of(request, [5, 6])
+            first.stage_times = StageTimes(queue_s=0.1, prefill_s=0.15)
+            worker.say(request, [first, second])
+            await asyncio.wait(asking, return_when=FIRST_COMPLETED if number == 1 else ALL_COMPLETED)
+        await asyncio.gather(*asking)
+        now = await scrape(under_test)
+        parts = {
+            part: now("ttft_part_seconds_sum", part=part)
+            for part in (
+                "gateway",
+                "queue",
+                "failed_attempts",
+                "worker_queue",
+                "transfer_exposed",
+                "prefill",
             )
-            assert now("fleet_kv_blocks", worker="d0") == 999
-            assert now("build_info", model_name="tiny") == 1
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_tokens_are_counted_while_the_answer_goes_on(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
-            asking = [asyncio.create_task(ask(under_test)) for _ in range(2)]
-            leg = await under_test.workers["d0"].next_leg()
-            first, second, third = outputs_of(leg, [5, 6, 7])
-            under_test.workers["d0"].say(leg, [first, first, second])
-            await _until(under_test, lambda now: now("generation_tokens_total") == 2)
-            now = await scrape(under_test)
-            assert now("time_to_first_token_seconds_count") == 1
-            assert now("gateway_requests_in_flight") == now("gateway_requests_queued") == 1
-            assert now("gateway_oldest_queued_seconds") > 0
-            under_test.workers["d0"].say(leg, [third])
-            leg = await under_test.workers["d0"].next_leg()
-            under_test.workers["d0"].say(leg, outputs_of(leg, [5, 6, 7]))
-            await asyncio.gather(*asking)
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+        }
+        assert sum(parts.values()) == pytest.approx(now("time_to_first_token_seconds_sum"), abs=2e-3)
+        assert parts["worker_queue"] == pytest.approx(0.2)
+        assert parts["prefill"] == pytest.approx(0.3)
+        assert parts["queue"] > 0.29
+        assert parts["gateway"] >= 0.1
+        assert parts["failed_attempts"] == parts["transfer_exposed"] == 0.0
 
 
-def test_failures_are_counted_by_what_was_wrong(folder: Path) -> None:
-    async def test() -> None:
-        decode = {"d0": failing(ErrorKind.INTERNAL, "out of order")}
-        async with gateway_with(folder, {}, decode, placement_timeout_s=5.0) as under_test:
-            with pytest.raises(GatewayError):
-                await ask(under_test)
-            with pytest.raises(GatewayError):
-                await ask(under_test, top_p=2.0)
-            now = await scrape(under_test)
-            assert now("requests_total", outcome="failed") == 1
-            assert now("request_errors_total", error="WorkerUnavailable") == 1
-            assert now("request_migrations_total", cause="failed") == now("request_attempts_total") - 1 > 0
-            assert now("grpc_calls_total", code="UNAVAILABLE") == now(
-                "grpc_calls_total", code="INVALID_ARGUMENT"
-            )
-            assert now("request_success_total") == 0
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_calls_that_there_are_not_are_counted_together(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            async with grpc.aio.insecure_channel(target) as typed_channel:
-                channel: Any = typed_channel
-                for name in ("/baton.v1.GenerationService/Sing", "/some.Other/Call"):
-                    with pytest.raises(grpc.aio.AioRpcError, match="Method not found!"):
-                        await channel.unary_unary(name)(b"")
-            now = await scrape(under_test)
-            assert now("grpc_calls_total", method="(other)", code="UNIMPLEMENTED") == 2
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_a_client_that_leaves_has_aborted(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-            asking = asyncio.create_task(ask(under_test))
-            await under_test.workers["d0"].next_leg()
-            asking.cancel()
-            await _until(under_test, lambda now: now("requests_total", outcome="aborted") == 1)
-            now = await scrape(under_test)
-            assert now("request_success_total", finished_reason="abort") == 1
-            assert now("request_errors_total") == 0
-            assert now("grpc_calls_total", code="CANCELLED") == 1
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_a_deadline_that_passed_is_an_error_though_the_request_was_aborted(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
-            body = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
-            async with httpx2.AsyncClient(timeout=60.0) as client:
-                late = await client.post(url, json=body, headers={"x-request-timeout-ms": "500"})
-            assert late.status_code == 504
-            now = await scrape(under_test)
-            assert now("request_errors_total", error="DeadlinePassed") == 1
-            assert now("requests_total", outcome="aborted") == 1
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_paths_and_methods_that_there_are_not_make_no_series(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            base = f"http://127.0.0.1:{under_test.gateway.http_port}"
-            async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
-                for number in range(5):
-                    await client.request(f"M{number}", f"/nothing/{number}")
-            now = await scrape(under_test)
-            assert now("http_responses_total", method="(other)", route="(other)", status="404") == 5
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_readers_of_openmetrics_get_it(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering([5])}) as under_test:
-            await ask(under_test, 1)
-            accept = "application/openmetrics-text; version=1.0.0"
-            now = Scrape(await asyncio.to_thread(read_url, url_of(under_test), accept), parse_openmetrics)
-            assert now("request_success_total", finished_reason="length") == 1
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_the_parts_of_the_time_to_first_token_are_what_line_and_worker_took(folder: Path) -> None:
-    """The second request waits in line for the first one; its worker then says what it did with its time."""
-
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
-            worker = under_test.workers["d0"]
-            asking = [asyncio.create_task(ask(under_test, 2)) for _ in range(2)]
-            for number in (1, 2):
-                leg = await worker.next_leg()
-                await asyncio.sleep(0.3)
-                first, second = outputs_of(leg, [5, 6])
-                first.stage_times = StageTimes(queue_s=0.1, prefill_s=0.15)
-                worker.say(leg, [first, second])
-                await asyncio.wait(asking, return_when=FIRST_COMPLETED if number == 1 else ALL_COMPLETED)
-            await asyncio.gather(*asking)
-            now = await scrape(under_test)
-            parts = {
-                part: now("ttft_part_seconds_sum", part=part)
-                for part in (
-                    "gateway",
-                    "queue",
-                    "failed_attempts",
-                    "worker_queue",
-                    "transfer_exposed",
-                    "prefill",
-                )
-            }
-            assert sum(parts.values()) == pytest.approx(now("time_to_first_token_seconds_sum"), abs=2e-3)
-            assert parts["worker_queue"] == pytest.approx(0.2)
-            assert parts["prefill"] == pytest.approx(0.3)
-            assert parts["queue"] > 0.29
-            assert parts["gateway"] >= 0.1
-            assert parts["failed_attempts"] == parts["transfer_exposed"] == 0.0
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_what_an_attempt_in_vain_took_is_a_part_of_its_own(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent, "d1": silent}) as under_test:
-            workers = under_test.workers.values()
-            asking = asyncio.create_task(ask(under_test, 1))
-            await under_test.until(lambda: any(not worker.heard.empty() for worker in workers))
-            first = next(worker for worker in workers if not worker.heard.empty())
-            (second,) = (worker for worker in workers if worker is not first)
-            leg = await first.next_leg()
-            await asyncio.sleep(0.2)
-            first.say(leg, [failure_of(leg, ErrorKind.INTERNAL, "out of order")])
-            leg = await second.next_leg()
-            (output,) = outputs_of(leg, [5])
-            output.stage_times = StageTimes(prefill_s=0.001)
-            second.say(leg, [output])
-            await asking
-            now = await scrape(under_test)
-            assert now("ttft_part_seconds_sum", part="failed_attempts") >= 0.2
-            assert now("ttft_part_seconds_sum", part="prefill") == pytest.approx(0.001)
-            assert now("ttft_part_seconds_sum") == pytest.approx(
-                now("time_to_first_token_seconds_sum"), abs=2e-3
-            )
-            assert now("request_attempts_total") == 2
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+async def test_the_time_of_a_failed_attempt_is_a_part_of_its_own(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent, "d1": silent}) as under_test:
+        workers = under_test.workers.values()
+        asking = asyncio.create_task(ask(under_test, 1))
+        await under_test.until(lambda: any(not worker.received.empty() for worker in workers))
+        first = next(worker for worker in workers if not worker.received.empty())
+        (second,) = (worker for worker in workers if worker is not first)
+        request = await first.next_request()
+        await asyncio.sleep(0.2)
+        first.say(request, [failure_of(request, ErrorKind.INTERNAL, "out of order")])
+        request = await second.next_request()
+        (output,) = outputs_of(request, [5])
+        output.stage_times = StageTimes(prefill_s=0.001)
+        second.say(request, [output])
+        await asking
+        now = await scrape(under_test)
+        assert now("ttft_part_seconds_sum", part="failed_attempts") >= 0.2
+        assert now("ttft_part_seconds_sum", part="prefill") == pytest.approx(0.001)
+        assert now("ttft_part_seconds_sum") == pytest.approx(now("time_to_first_token_seconds_sum"), abs=2e-3)
+        assert now("request_attempts_total") == 2
 
 
 async def _until(under_test: GatewayUnderTest, condition: Callable[[Scrape], bool]) -> None:

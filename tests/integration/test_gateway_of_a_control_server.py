@@ -9,7 +9,7 @@ from baton.config import BatonConfig
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerRole
 from gateway import GatewayClient
-from tests.factories.control_api import StandingFleet, control_server, in_loop, port_of
+from tests.factories.control_api import StandingFleet, control_server, port_of
 from tests.factories.gateway import ScriptedWorker, answering
 from tests.factories.models import make_model_dir
 from tests.factories.security import SECRET
@@ -45,7 +45,6 @@ async def controller_becomes(client: GatewayClient, state: str) -> dict[str, Any
     return description
 
 
-@in_loop
 async def test_a_gateway_without_ray_follows_a_fleet_through_its_control_servers_absence(
     tmp_path: Path,
 ) -> None:

@@ -1,69 +1,55 @@
-"""What a gateway reports of itself: what its clients waited for, who waits, and what its workers said last."""
+"""A gateway's report: its clients' latencies, its queue, and its workers' latest heartbeats."""
 
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from tests.factories.gateway import gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+async def test_a_report_holds_what_clients_waited_for(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+        gateway, worker = under_test.gateway, under_test.workers["d0"]
+        got = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in under_test.client.generate(text="Hello", sampling={"max_tokens": 3}):
+                got.set()
+
+        reading = asyncio.create_task(read())
+        request = await worker.next_request()
+        before = gateway.report()
+        assert (before.num_in_flight, before.num_finished, before.ttft_s) == (1, 0, (0.0, 0.0))
+        first, second, third = outputs_of(request, [5, 6, 7])
+        await asyncio.sleep(0.3)
+        worker.say(request, [first])
+        await got.wait()
+        worker.say(request, [first])  # said twice, counted once
+        await asyncio.sleep(0.1)
+        worker.say(request, [second, third])
+        await reading
+        report = gateway.report(30.0)
+        assert report.gateway == before.gateway != ""
+        assert (report.num_in_flight, report.num_queued, report.num_finished) == (0, 0, 1)
+        assert 0.3 <= report.ttft_s[0] * 1.01 < 60.0
+        assert 0.1 <= report.itl_s[1] * 1.01 < 60.0
+        assert [status.ref.name for status in report.workers] == ["d0"]
 
 
-def test_a_report_holds_what_clients_waited_for(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-            gateway, worker = under_test.gateway, under_test.workers["d0"]
-            got = asyncio.Event()
+async def test_a_report_counts_requests_that_wait_for_room(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
+        gateway, worker = under_test.gateway, under_test.workers["d0"]
 
-            async def read() -> None:
-                async for _ in under_test.client.generate(text="Hello", sampling={"max_tokens": 3}):
-                    got.set()
+        async def ask() -> None:
+            async for _ in under_test.client.generate(text="Hello", sampling={"max_tokens": 1}):
+                pass
 
-            reading = asyncio.create_task(read())
-            leg = await worker.next_leg()
-            before = gateway.report()
-            assert (before.num_in_flight, before.num_finished, before.ttft_s) == (1, 0, (0.0, 0.0))
-            first, second, third = outputs_of(leg, [5, 6, 7])
-            await asyncio.sleep(0.3)
-            worker.say(leg, [first])
-            await got.wait()
-            worker.say(leg, [first])  # said twice, counted once
-            await asyncio.sleep(0.1)
-            worker.say(leg, [second, third])
-            await reading
-            report = gateway.report(30.0)
-            assert report.gateway == before.gateway != ""
-            assert (report.num_in_flight, report.num_queued, report.num_finished) == (0, 0, 1)
-            assert 0.3 <= report.ttft_s[0] * 1.01 < 60.0
-            assert 0.1 <= report.itl_s[1] * 1.01 < 60.0
-            assert [status.ref.name for status in report.workers] == ["d0"]
-
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_a_report_holds_who_waits_for_room(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1) as under_test:
-            gateway, worker = under_test.gateway, under_test.workers["d0"]
-
-            async def ask() -> None:
-                async for _ in under_test.client.generate(text="Hello", sampling={"max_tokens": 1}):
-                    pass
-
-            asking = [asyncio.create_task(ask()) for _ in range(2)]
-            leg = await worker.next_leg()
-            await under_test.until(lambda: gateway.report().num_queued == 1)
-            await under_test.until(lambda: gateway.report().oldest_queued_s > 0.0)
-            worker.say(leg, outputs_of(leg, [5]))
-            leg = await worker.next_leg()
-            assert gateway.report().num_queued == 0
-            worker.say(leg, outputs_of(leg, [5]))
-            await asyncio.gather(*asking)
-            assert gateway.report().num_finished == 2
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+        asking = [asyncio.create_task(ask()) for _ in range(2)]
+        request = await worker.next_request()
+        await under_test.until(lambda: gateway.report().num_queued == 1)
+        await under_test.until(lambda: gateway.report().oldest_queued_s > 0.0)
+        worker.say(request, outputs_of(request, [5]))
+        request = await worker.next_request()
+        assert gateway.report().num_queued == 0
+        worker.say(request, outputs_of(request, [5]))
+        await asyncio.gather(*asking)
+        assert gateway.report().num_finished == 2

@@ -1,4 +1,4 @@
-"""TLS at both doors, over real sockets, with certificates made by the commands of docs/security.md."""
+"""TLS at both frontends, over real sockets, with certificates made by the commands of docs/security.md."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import ssl
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import openai
@@ -24,21 +22,11 @@ from gateway.auth.credentials import Credentials
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
 from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
-from tests.factories.models import make_model_dir
 
 MAPPED = "[::ffff:127.0.0.1]"
 """The same place by an address that the certificate does not name."""
 NOT_KNOWN_AS_LOOPBACK = "LOCALHOST"
 """It is, but a name may mean anything, so the rules for other hosts hold."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 async def ask_grpc(under_test: GatewayUnderTest, credentials: Credentials) -> str:
@@ -62,52 +50,46 @@ async def ask_https(under_test: GatewayUnderTest, context: ssl.SSLContext, key: 
             return 0
 
 
-def test_both_doors_speak_tls_and_nothing_else(
+async def test_both_frontends_speak_tls_and_nothing_else(
     folder: Path, files: CertificateFiles, others: CertificateFiles
 ) -> None:
-    async def test() -> None:
-        async with gateway_with(
-            folder,
-            {},
-            {"w0": answering([7, 8])},
-            host=NOT_KNOWN_AS_LOOPBACK,
-            api_keys=API_KEYS,
-            tls=Tls(**files.tls()),
-            credentials=files.credentials(ADMIN),
-        ) as under_test:
-            assert await ask_grpc(under_test, files.credentials(ALICE)) == "tiny"
-            assert await ask_grpc(under_test, files.credentials("baton-wrong")) == "UNAUTHENTICATED"
-            assert await ask_grpc(under_test, others.credentials(ALICE)) == "UNAVAILABLE"
-            assert await ask_grpc(under_test, Credentials(api_key=ALICE)) == "UNAVAILABLE"
-            assert await ask_https(under_test, files.trusting()) == 200
-            assert await ask_https(under_test, files.trusting(), "baton-wrong") == 401
-            assert await ask_https(under_test, others.trusting()) == 0
-            base_url = f"https://localhost:{under_test.gateway.http_port}/v1"
-            http = httpx2.AsyncClient(verify=files.trusting(), timeout=60.0)
-            async with openai.AsyncOpenAI(base_url=base_url, api_key=ALICE, http_client=http) as client:
-                assert [model.id async for model in client.models.list()] == ["tiny"]
-            async with httpx2.AsyncClient(timeout=60.0) as plain:
-                with pytest.raises(httpx2.TransportError):
-                    await plain.get(f"http://localhost:{under_test.gateway.http_port}/health")
-
-    run(test())
+    async with gateway_with(
+        folder,
+        {},
+        {"w0": answering([7, 8])},
+        host=NOT_KNOWN_AS_LOOPBACK,
+        api_keys=API_KEYS,
+        tls=Tls(**files.tls()),
+        credentials=files.credentials(ADMIN),
+    ) as under_test:
+        assert await ask_grpc(under_test, files.credentials(ALICE)) == "tiny"
+        assert await ask_grpc(under_test, files.credentials("baton-wrong")) == "UNAUTHENTICATED"
+        assert await ask_grpc(under_test, others.credentials(ALICE)) == "UNAVAILABLE"
+        assert await ask_grpc(under_test, Credentials(api_key=ALICE)) == "UNAVAILABLE"
+        assert await ask_https(under_test, files.trusting()) == 200
+        assert await ask_https(under_test, files.trusting(), "baton-wrong") == 401
+        assert await ask_https(under_test, others.trusting()) == 0
+        base_url = f"https://localhost:{under_test.gateway.http_port}/v1"
+        http = httpx2.AsyncClient(verify=files.trusting(), timeout=60.0)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=ALICE, http_client=http) as client:
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+        async with httpx2.AsyncClient(timeout=60.0) as plain:
+            with pytest.raises(httpx2.TransportError):
+                await plain.get(f"http://localhost:{under_test.gateway.http_port}/health")
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
-def test_tls_begins_at_1_2(folder: Path, files: CertificateFiles) -> None:
+async def test_tls_begins_at_1_2(folder: Path, files: CertificateFiles) -> None:
     old, new = ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2
 
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {}, tls=Tls(**files.tls()), credentials=files.credentials()
-        ) as under_test:
-            http_port, grpc_port = under_test.gateway.http_port, under_test.gateway.grpc_port
-            for port, protocol in ((http_port, "http/1.1"), (grpc_port, "h2")):
-                assert await negotiated(port, up_to(new, files, protocol)) == protocol
-                with pytest.raises((ssl.SSLError, ConnectionError)):
-                    await negotiated(port, up_to(old, files, protocol))
-
-    run(test())
+    async with gateway_with(
+        folder, {}, {}, tls=Tls(**files.tls()), credentials=files.credentials()
+    ) as under_test:
+        http_port, grpc_port = under_test.gateway.http_port, under_test.gateway.grpc_port
+        for port, protocol in ((http_port, "http/1.1"), (grpc_port, "h2")):
+            assert await negotiated(port, up_to(new, files, protocol)) == protocol
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await negotiated(port, up_to(old, files, protocol))
 
 
 def up_to(version: ssl.TLSVersion, files: CertificateFiles, protocol: str) -> ssl.SSLContext:
@@ -124,35 +106,32 @@ async def negotiated(port: int | None, context: ssl.SSLContext) -> str | None:
     protocol: str | None = writer.get_extra_info("ssl_object").selected_alpn_protocol()
     writer.close()
     with contextlib.suppress(ConnectionError, ssl.SSLError):
-        await writer.wait_closed()  # or it is a later test that hears of a transport left open
+        await writer.wait_closed()  # else a later test is warned of an open transport
     return protocol
 
 
-def test_only_clients_with_a_certificate_connect_where_it_is_asked_for(
+async def test_only_clients_with_a_certificate_connect_where_it_is_asked_for(
     folder: Path, files: CertificateFiles, others: CertificateFiles
 ) -> None:
-    async def test() -> None:
-        async with gateway_with(
-            folder,
-            {},
-            {},
-            host=NOT_KNOWN_AS_LOOPBACK,
-            tls=Tls(**files.tls(asks_clients=True)),
-            credentials=files.credentials(has_own=True),
-        ) as under_test:
-            assert await ask_grpc(under_test, files.credentials(has_own=True)) == "tiny"
-            assert await ask_grpc(under_test, files.credentials()) == "UNAVAILABLE"
-            assert await ask_https(under_test, files.trusting(own=files)) == 200
-            assert await ask_https(under_test, files.trusting()) == 0
-            assert await ask_https(under_test, files.trusting(own=others)) == 0
-            with pytest.raises(GatewayError, match=r"PERMISSION_DENIED.*scope 'administer'"):
-                await under_test.client.drain("w0")  # a certificate alone gives no orders
-
-    run(test())
+    async with gateway_with(
+        folder,
+        {},
+        {},
+        host=NOT_KNOWN_AS_LOOPBACK,
+        tls=Tls(**files.tls(asks_clients=True)),
+        credentials=files.credentials(has_own=True),
+    ) as under_test:
+        assert await ask_grpc(under_test, files.credentials(has_own=True)) == "tiny"
+        assert await ask_grpc(under_test, files.credentials()) == "UNAVAILABLE"
+        assert await ask_https(under_test, files.trusting(own=files)) == 200
+        assert await ask_https(under_test, files.trusting()) == 0
+        assert await ask_https(under_test, files.trusting(own=others)) == 0
+        with pytest.raises(GatewayError, match=r"PERMISSION_DENIED.*scope 'administer'"):
+            await under_test.client.drain("w0")  # a certificate alone gives no orders
 
 
 @pytest.mark.parametrize("asks_clients", [False, True])
-def test_renewed_certificates_are_taken_up_without_a_restart(
+async def test_renewed_certificates_are_taken_up_without_a_restart(
     folder: Path, files: CertificateFiles, others: CertificateFiles, tmp_path: Path, asks_clients: bool
 ) -> None:
     """Also the authority of clients' certificates. Connections that there are go on."""
@@ -166,29 +145,26 @@ def test_renewed_certificates_are_taken_up_without_a_restart(
     def own(source: CertificateFiles) -> CertificateFiles | None:
         return source if asks_clients else None
 
-    async def test() -> None:
-        install(files)
-        async with gateway_with(
-            folder,
-            {},
-            {},
-            tls=Tls(**copies.tls(asks_clients=asks_clients)),
-            credentials=files.credentials(has_own=asks_clients),
-        ) as under_test:
-            assert (await under_test.client.model_info())["model"] == "tiny"
-            assert await ask_https(under_test, files.trusting(own(files))) == 200
-            install(others)
-            await asyncio.sleep(1.1)  # real files and real TLS: the looks are a second apart
-            assert await ask_https(under_test, others.trusting(own(others))) == 200
-            assert await ask_https(under_test, files.trusting(own(files))) == 0
-            assert await ask_grpc(under_test, others.credentials(has_own=asks_clients)) == "tiny"
-            assert await ask_grpc(under_test, files.credentials(has_own=asks_clients)) == "UNAVAILABLE"
-            assert (await under_test.client.model_info())["model"] == "tiny"
-
-    run(test())
+    install(files)
+    async with gateway_with(
+        folder,
+        {},
+        {},
+        tls=Tls(**copies.tls(asks_clients=asks_clients)),
+        credentials=files.credentials(has_own=asks_clients),
+    ) as under_test:
+        assert (await under_test.client.model_info())["model"] == "tiny"
+        assert await ask_https(under_test, files.trusting(own(files))) == 200
+        install(others)
+        await asyncio.sleep(1.1)  # real files and real TLS: the looks are a second apart
+        assert await ask_https(under_test, others.trusting(own(others))) == 200
+        assert await ask_https(under_test, files.trusting(own(files))) == 0
+        assert await ask_grpc(under_test, others.credentials(has_own=asks_clients)) == "tiny"
+        assert await ask_grpc(under_test, files.credentials(has_own=asks_clients)) == "UNAVAILABLE"
+        assert (await under_test.client.model_info())["model"] == "tiny"
 
 
-def test_commands_show_a_key_and_a_certificate(
+async def test_commands_show_a_key_and_a_certificate(
     folder: Path, files: CertificateFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key_file = tmp_path / "ops.key"
@@ -200,33 +176,30 @@ def test_commands_show_a_key_and_a_certificate(
         str(files.folder / "alice.tls.key"),
     )
 
-    async def test() -> None:
-        async with gateway_with(
-            folder,
-            {},
-            {"w0": answering([7, 8])},
-            api_keys=API_KEYS,
-            tls=Tls(**files.tls(asks_clients=True)),
-            credentials=files.credentials(ADMIN, has_own=True),
-        ) as under_test:
-            target = ("--target", f"localhost:{under_test.gateway.grpc_port}", "--tls-ca", str(files.ca))
-            shown = (*target, *own, "--api-key-file", str(key_file))
-            assert await asyncio.to_thread(main, ["status", *shown, "--json"]) == 0
-            assert json.loads(capsys.readouterr().out)["model_path"] == str(folder)
-            ask = ["generate", *shown, "--raw", "--max-tokens", "2", "a b", "--json"]
-            assert await asyncio.to_thread(main, ask) == 0
-            assert json.loads(capsys.readouterr().out)["token_ids"] == [7, 8]
-            refused = [*target, *own, "--api-key", "baton-wrong"]
-            assert await asyncio.to_thread(main, ["status", *refused]) == REFUSED
-            error = capsys.readouterr().err
-            assert "UNAUTHENTICATED: unknown or revoked API key" in error
-            assert "pass an API key with --api-key-file" in error
-            assert "baton-wrong" not in error
-
-    run(test())
+    async with gateway_with(
+        folder,
+        {},
+        {"w0": answering([7, 8])},
+        api_keys=API_KEYS,
+        tls=Tls(**files.tls(asks_clients=True)),
+        credentials=files.credentials(ADMIN, has_own=True),
+    ) as under_test:
+        target = ("--target", f"localhost:{under_test.gateway.grpc_port}", "--tls-ca", str(files.ca))
+        shown = (*target, *own, "--api-key-file", str(key_file))
+        assert await asyncio.to_thread(main, ["status", *shown, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["model_path"] == str(folder)
+        ask = ["generate", *shown, "--raw", "--max-tokens", "2", "a b", "--json"]
+        assert await asyncio.to_thread(main, ask) == 0
+        assert json.loads(capsys.readouterr().out)["token_ids"] == [7, 8]
+        refused = [*target, *own, "--api-key", "baton-wrong"]
+        assert await asyncio.to_thread(main, ["status", *refused]) == REFUSED
+        error = capsys.readouterr().err
+        assert "UNAUTHENTICATED: unknown or revoked API key" in error
+        assert "pass an API key with --api-key-file" in error
+        assert "baton-wrong" not in error
 
 
-def test_a_client_is_told_why_there_is_no_connection(
+async def test_a_client_is_told_why_there_is_no_connection(
     folder: Path, files: CertificateFiles, others: CertificateFiles
 ) -> None:
     async def why_not(port: int, credentials: Credentials, host: str = "localhost") -> str:
@@ -235,25 +208,22 @@ def test_a_client_is_told_why_there_is_no_connection(
                 await client.model_info()
         return caught.value.message
 
-    async def test() -> None:
-        async with gateway_with(
-            folder,
-            {},
-            {},
-            tls=Tls(**files.tls(asks_clients=True)),
-            credentials=files.credentials(has_own=True),
-        ) as under_test:
-            port, own = under_test.gateway.grpc_port, files.credentials(has_own=True)
-            assert "is not signed by a trusted CA" in await why_not(port, others.credentials())
-            assert "its certificate is for another host name" in await why_not(port, own, MAPPED)
-            assert "it requires a client certificate" in await why_not(port, files.credentials())
-            assert "and does it use TLS?" in await why_not(port, Credentials())
-        async with gateway_with(folder, {}, {}) as under_test:
-            assert "it does not use TLS" in await why_not(under_test.gateway.grpc_port, files.credentials())
-        assert (await why_not(1, Credentials())).endswith("is `baton serve` running?")
-        assert (await why_not(1, files.credentials())).endswith("is `baton serve` running?")
-
-    run(test())
+    async with gateway_with(
+        folder,
+        {},
+        {},
+        tls=Tls(**files.tls(asks_clients=True)),
+        credentials=files.credentials(has_own=True),
+    ) as under_test:
+        port, own = under_test.gateway.grpc_port, files.credentials(has_own=True)
+        assert "is not signed by a trusted CA" in await why_not(port, others.credentials())
+        assert "its certificate is for another host name" in await why_not(port, own, MAPPED)
+        assert "it requires a client certificate" in await why_not(port, files.credentials())
+        assert "and does it use TLS?" in await why_not(port, Credentials())
+    async with gateway_with(folder, {}, {}) as under_test:
+        assert "it does not use TLS" in await why_not(under_test.gateway.grpc_port, files.credentials())
+    assert (await why_not(1, Credentials())).endswith("is `baton serve` running?")
+    assert (await why_not(1, files.credentials())).endswith("is `baton serve` running?")
 
 
 def test_files_that_cannot_be_used_are_named(

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -32,16 +32,10 @@ from gateway.requests.record import Outcome, RequestRecord
 from gateway.telemetry.trace_export import tracing_for
 from gateway.telemetry.tracing import MAX_QUEUED_SPANS, STOP_TIMEOUT_S, Tracing, _resource
 from tests.factories.gateway import GatewayUnderTest, answering, failing, gateway_with
-from tests.factories.models import make_model_dir
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, UNSAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01", f"00-{TRACE_ID}-{PARENT_ID}-00"
 ANSWER = [5, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager
@@ -71,13 +65,9 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
         thread.join()
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
 async def complete(under_test: GatewayUnderTest, **headers: str) -> int:
     body = {"model": "tiny", "prompt": "hello world", "max_tokens": 3}
-    url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
+    url = f"{under_test.http_url}/v1/completions"
     async with httpx2.AsyncClient(timeout=60.0) as client:
         return (await client.post(url, json=body, headers=headers)).status_code
 
@@ -96,24 +86,21 @@ def below(spans: list[Span], parent: Span) -> list[Span]:
     return [span for span in spans if span.parent_span_id == parent.span_id]
 
 
-def test_a_request_is_a_tree_below_its_clients_span(folder: Path) -> None:
-    async def test(endpoint: str) -> None:
+async def test_a_request_is_a_tree_below_its_clients_span(folder: Path) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder, {"p0": answering(ANSWER)}, {"d0": answering(ANSWER)}, otlp_endpoint=endpoint
         ) as under_test:
             headers = {"traceparent": SAMPLED, "tracestate": "vendor=abc", "x-request-id": "traced"}
             assert await complete(under_test, **headers) == 200
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     root = root_of(spans)
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert root.kind == Span.SPAN_KIND_SERVER
     assert {span.trace_state for span in spans} == {"vendor=abc"}
-    told = attributes_of(root)
-    assert told["gen_ai.request.model"] == "tiny"
-    assert told["gen_ai.usage.output_tokens"] == 3
-    assert str(told["baton.request.id"]).startswith("traced-")
+    seen = attributes_of(root)
+    assert seen["gen_ai.request.model"] == "tiny"
+    assert seen["gen_ai.usage.output_tokens"] == 3
+    assert str(seen["baton.request.id"]).startswith("traced-")
     stages = below(spans, root)
     assert [stage.name for stage in stages] == ["intake", "queue", "attempt"]
     attempt = stages[-1]
@@ -128,47 +115,43 @@ def test_a_request_is_a_tree_below_its_clients_span(folder: Path) -> None:
     )
 
 
-def test_calls_over_grpc_belong_to_their_clients_traces_too(folder: Path) -> None:
-    async def test(endpoint: str) -> None:
+async def test_calls_over_grpc_belong_to_their_clients_traces_too(folder: Path) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", otlp_endpoint=endpoint
         ) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+            target = under_test.grpc_target
             metadata = (("traceparent", SAMPLED), ("tracestate", "a=1"), ("tracestate", "b=2"))
             async with grpc.aio.insecure_channel(target) as channel:
                 request = pb.GenerateRequest(text="hello", sampling_params=SamplingParams(max_tokens=3))
                 call = GenerationServiceStub(channel).Generate(request, metadata=metadata)
                 assert [response async for response in call]
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     root = root_of(spans)
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert (root.name, root.trace_state) == ("text_completion tiny", "a=1,b=2")
 
 
 @pytest.mark.parametrize(("ratio", "is_traced"), [(1.0, True), (0.0, False)])
-def test_the_pages_requests_are_traced_as_any_others(folder: Path, ratio: float, is_traced: bool) -> None:
-    async def test(endpoint: str) -> None:
+async def test_the_pages_requests_are_traced_as_any_others(
+    folder: Path, ratio: float, is_traced: bool
+) -> None:
+    with collector() as (endpoint, spans):
         config: dict[str, Any] = {"otlp_endpoint": endpoint, "trace_sample_ratio": ratio}
         async with (
             gateway_with(folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", **config) as under_test,
             httpx2.AsyncClient(timeout=60.0) as client,
         ):
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}/cluster/try"
+            url = f"{under_test.http_url}/cluster/try"
             answer = await client.post(url, json={"prompt": "hello", "max_tokens": 3})
             assert "event: end" in answer.text, answer.text
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     assert bool(spans) == is_traced
     if is_traced:
         assert root_of(spans).name == "chat tiny"
         assert attributes_of(root_of(spans))["baton.request.api"] == "page"
 
 
-def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
-    async def test(endpoint: str) -> None:
+async def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder,
             {},
@@ -177,9 +160,6 @@ def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
             otlp_endpoint=endpoint,
         ) as under_test:
             assert await complete(under_test) == 503
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     root = root_of(spans)
     assert not root.parent_span_id
     assert (root.status.code, root.status.message) == (Status.STATUS_CODE_ERROR, "WorkerUnavailable")
@@ -190,13 +170,13 @@ def test_a_request_that_failed_says_so_at_each_attempt(folder: Path) -> None:
     assert "secret words" not in str(spans)
 
 
-def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) -> None:
-    """What workers tell of a hand-over counts from their order, and lies inside the attempt that it is of."""
-    legs: list[EngineRequest] = []
+async def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) -> None:
+    """A worker's times of a hand-over count from its request, and lie inside their attempt."""
+    requests: list[EngineRequest] = []
 
     def decode(request: EngineRequest) -> list[RequestOutput]:
-        legs.append(request)
-        if len(legs) == 1:
+        requests.append(request)
+        if len(requests) == 1:
             return failing(ErrorKind.INTERNAL, "broken")(request)
         assert request.kv_transfer is not None
         events = (
@@ -218,14 +198,11 @@ def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) 
         )
         return [*others, last]
 
-    async def test(endpoint: str) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder, {"p0": answering(ANSWER)}, {"d0": decode, "d1": decode}, otlp_endpoint=endpoint
         ) as under_test:
             assert await complete(under_test) == 200
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     root = root_of(spans)
     assert root.status.code == Status.STATUS_CODE_UNSET
     stages = below(spans, root)
@@ -235,9 +212,9 @@ def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) 
     assert [attributes_of(stage)["baton.attempt.number"] for stage in (failed, good)] == [0, 1]
     assert not [span for span in below(spans, failed) if span.name.startswith("transfer")]
     (transfer,) = [span for span in below(spans, good) if span.name == "transfer consumer"]
-    told = attributes_of(transfer)
-    assert (told["baton.worker"], told["baton.transfer.peer"]) in {("d0", "p0"), ("d1", "p0")}
-    assert (told["baton.transfer.transport"], told["baton.transfer.bytes"]) == ("shared_memory", 4096)
+    seen = attributes_of(transfer)
+    assert (seen["baton.worker"], seen["baton.transfer.peer"]) in {("d0", "p0"), ("d1", "p0")}
+    assert (seen["baton.transfer.transport"], seen["baton.transfer.bytes"]) == ("shared_memory", 4096)
     assert [event.name for event in transfer.events] == ["asked", "first_piece", "verified"]
     assert transfer.start_time_unix_nano == pytest.approx(good.start_time_unix_nano + 1_000, abs=1_000)
     assert transfer.end_time_unix_nano - transfer.start_time_unix_nano == pytest.approx(2_000, abs=2)
@@ -252,10 +229,10 @@ def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: Path) 
         (1.0, "nonsense", True),
     ],
 )
-def test_clients_decide_what_is_sampled_where_they_say(
+async def test_clients_decide_what_is_sampled_where_they_say(
     folder: Path, ratio: float, traceparent: str | None, is_traced: bool
 ) -> None:
-    async def test(endpoint: str) -> None:
+    with collector() as (endpoint, spans):
         async with gateway_with(
             folder,
             {},
@@ -265,20 +242,14 @@ def test_clients_decide_what_is_sampled_where_they_say(
             trace_sample_ratio=ratio,
         ) as under_test:
             assert await complete(under_test, **({"traceparent": traceparent} if traceparent else {})) == 200
-
-    with collector() as (endpoint, spans):
-        run(test(endpoint))
     assert bool(spans) == is_traced
 
 
-def test_a_collector_that_is_not_there_costs_nothing(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", otlp_endpoint="http://127.0.0.1:9"
-        ) as under_test:
-            assert await complete(under_test) == 200
-
-    run(test())
+async def test_an_unreachable_collector_costs_nothing(folder: Path) -> None:
+    async with gateway_with(
+        folder, {}, {"d0": answering(ANSWER)}, routing_mode="local", otlp_endpoint="http://127.0.0.1:9"
+    ) as under_test:
+        assert await complete(under_test) == 200
 
 
 def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
@@ -309,11 +280,11 @@ def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
         assert time.monotonic() - began_at < STOP_TIMEOUT_S + 2.0
 
 
-def test_what_the_environment_says_of_a_gateways_name_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateways_name_from_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _resource("g0").attributes["service.name"] == "baton-gateway"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
-    told = _resource("g0").attributes
-    assert (told["service.name"], told["service.instance.id"]) == ("ours", "g0")
+    seen = _resource("g0").attributes
+    assert (seen["service.name"], seen["service.instance.id"]) == ("ours", "g0")
 
 
 def test_an_endpoint_without_the_extra_is_an_error_that_says_what_to_install(

@@ -58,7 +58,7 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
             assert {worker["pid"] for worker in ready["workers"]} == pids
             early.interrupt()
             assert early.wait_gone() == 0
-            assert "the fleet goes on" in early.stderr
+            assert "the fleet continues" in early.stderr
             asyncio.run(ask_once(ready["target"]))
             assert all(psutil.pid_exists(pid) for pid in pids)
             heir.interrupt()

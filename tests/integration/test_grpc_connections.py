@@ -21,160 +21,131 @@ from gateway.grpc import guard, server
 from tests.factories.counting_proxy import proxy_to
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import answering, gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 ANSWER = make_tokenizer().encode("The cache is the baton").ids
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
-def test_answers_are_compressed_for_those_who_ask(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(fleet_of(*(replica(f"w{n}", node="node") for n in range(500))))
-        async with (
-            gateway_with(folder, {}, {"d0": answering(ANSWER * 20)}, control=control) as under_test,
-            proxy_to(under_test.gateway.grpc_port) as proxy,
-            grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
-        ):
-            cluster, generation = (
-                cluster_grpc.ClusterServiceStub(channel),
-                pb_grpc.GenerationServiceStub(channel),
+async def test_answers_are_compressed_on_request(folder: Path) -> None:
+    control = FakeFleetControl(fleet_of(*(replica(f"w{n}", node="node") for n in range(500))))
+    async with (
+        gateway_with(folder, {}, {"d0": answering(ANSWER * 20)}, control=control) as under_test,
+        proxy_to(under_test.gateway.grpc_port) as proxy,
+        grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
+    ):
+        cluster, generation = (
+            cluster_grpc.ClusterServiceStub(channel),
+            pb_grpc.GenerationServiceStub(channel),
+        )
+        params = sampling_pb2.SamplingParams(max_tokens=len(ANSWER) * 20)
+        sizes: dict[str, tuple[int, int]] = {}
+        for encoding in ("identity", "gzip"):
+            metadata = ((guard.ENCODING, encoding),)
+            before = proxy.bytes_to_client
+            answer = await cluster.DescribeCluster(cluster_pb.DescribeClusterRequest(), metadata=metadata)
+            assert len(answer.workers) == 501
+            between = proxy.bytes_to_client
+            call = generation.Generate(
+                pb.GenerateRequest(text="Hi", sampling_params=params), metadata=metadata
             )
-            params = sampling_pb2.SamplingParams(max_tokens=len(ANSWER) * 20)
-            sizes: dict[str, tuple[int, int]] = {}
-            for encoding in ("identity", "gzip"):
-                metadata = ((guard.ENCODING, encoding),)
-                before = proxy.bytes_to_client
-                answer = await cluster.DescribeCluster(cluster_pb.DescribeClusterRequest(), metadata=metadata)
-                assert len(answer.workers) == 501
-                between = proxy.bytes_to_client
-                call = generation.Generate(
-                    pb.GenerateRequest(text="Hi", sampling_params=params), metadata=metadata
-                )
-                assert [token for r in [r async for r in call] for token in r.token_ids] == ANSWER * 20
-                sizes[encoding] = (between - before, proxy.bytes_to_client - between)
-            assert sizes["gzip"][0] < sizes["identity"][0] / 4
-            assert sizes["gzip"][1] != sizes["identity"][1]
-            with pytest.raises(
-                grpc.aio.AioRpcError, match="unsupported compression 'zip'; use gzip or identity"
-            ):
-                await generation.GetModelInfo(pb.GetModelInfoRequest(), metadata=((guard.ENCODING, "zip"),))
-
-    run(test())
+            assert [token for r in [r async for r in call] for token in r.token_ids] == ANSWER * 20
+            sizes[encoding] = (between - before, proxy.bytes_to_client - between)
+        assert sizes["gzip"][0] < sizes["identity"][0] / 4
+        assert sizes["gzip"][1] != sizes["identity"][1]
+        with pytest.raises(grpc.aio.AioRpcError, match="unsupported compression 'zip'; use gzip or identity"):
+            await generation.GetModelInfo(pb.GetModelInfoRequest(), metadata=((guard.ENCODING, "zip"),))
 
 
-def test_compressed_requests_are_understood(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            async with grpc.aio.insecure_channel(target) as channel:
-                call = pb_grpc.GenerationServiceStub(channel).Generate(
-                    pb.GenerateRequest(text="Hello " * 10), compression=grpc.Compression.Gzip
-                )
-                tokens = [token for response in [r async for r in call] for token in response.token_ids]
-            assert tokens == ANSWER
-
-    run(test())
+async def test_compressed_requests_are_understood(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+        async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
+            call = pb_grpc.GenerationServiceStub(channel).Generate(
+                pb.GenerateRequest(text="Hello " * 10), compression=grpc.Compression.Gzip
+            )
+            tokens = [token for response in [r async for r in call] for token in response.token_ids]
+        assert tokens == ANSWER
 
 
-def test_tokens_that_came_together_go_out_in_one_message(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
-            events = [event async for event in under_test.client.generate(text="Hi")]
-            assert [event.token_ids for event in events] == [tuple(ANSWER)]
-
-    run(test())
+async def test_tokens_that_came_together_go_out_in_one_message(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+        events = [event async for event in under_test.client.generate(text="Hi")]
+        assert [event.token_ids for event in events] == [tuple(ANSWER)]
 
 
-def test_an_old_connection_ends_and_its_running_call_does_not(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": silent}, grpc_max_connection_age_s=0.5) as under_test,
-            proxy_to(under_test.gateway.grpc_port) as proxy,
-            grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
-        ):
-            stub = pb_grpc.GenerationServiceStub(channel)
-            call = stub.Generate(pb.GenerateRequest(text="Hi"))
-            reading = asyncio.ensure_future(call.read())
-            leg = await under_test.workers["d0"].next_leg()
-            assert proxy.num_connections == 1
-            async with asyncio.timeout(60):
-                while proxy.num_connections == 1:
-                    await asyncio.sleep(0.2)
-                    await stub.GetModelInfo(pb.GetModelInfoRequest())
-            under_test.workers["d0"].say(leg, outputs_of(leg, ANSWER))
-            answer: Any = await reading
-            assert answer.token_ids
-
-    run(test())
+async def test_an_old_connection_ends_and_its_running_call_does_not(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"d0": silent}, grpc_max_connection_age_s=0.5) as under_test,
+        proxy_to(under_test.gateway.grpc_port) as proxy,
+        grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
+    ):
+        stub = pb_grpc.GenerationServiceStub(channel)
+        call = stub.Generate(pb.GenerateRequest(text="Hi"))
+        reading = asyncio.ensure_future(call.read())
+        request = await under_test.workers["d0"].next_request()
+        assert proxy.num_connections == 1
+        async with asyncio.timeout(60):
+            while proxy.num_connections == 1:
+                await asyncio.sleep(0.2)
+                await stub.GetModelInfo(pb.GetModelInfoRequest())
+        under_test.workers["d0"].say(request, outputs_of(request, ANSWER))
+        answer: Any = await reading
+        assert answer.token_ids
 
 
-def test_a_connection_whose_grace_is_over_loses_its_calls(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {"d0": silent}, grpc_max_connection_age_s=2.0, grpc_connection_grace_s=2.0
-        ) as under_test:
-            with pytest.raises(Exception, match="UNAVAILABLE"):
-                await anext(under_test.client.generate(text="Hi"))
-            leg = await under_test.workers["d0"].next_leg()
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
-
-    run(test())
+async def test_a_connection_whose_grace_is_over_loses_its_calls(folder: Path) -> None:
+    async with gateway_with(
+        folder, {}, {"d0": silent}, grpc_max_connection_age_s=2.0, grpc_connection_grace_s=2.0
+    ) as under_test:
+        with pytest.raises(Exception, match="UNAVAILABLE"):
+            await anext(under_test.client.generate(text="Hi"))
+        request = await under_test.workers["d0"].next_request()
+        assert await under_test.workers["d0"].next_abort() == request.request_id
 
 
-def test_one_connection_has_so_many_calls_and_no_more(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, grpc_max_streams=2) as under_test:
+async def test_one_connection_has_a_bounded_number_of_calls(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}, grpc_max_streams=2) as under_test:
 
-            async def ask() -> list[int]:
-                return [t async for event in under_test.client.generate(text="Hi") for t in event.token_ids]
+        async def ask() -> list[int]:
+            return [t async for event in under_test.client.generate(text="Hi") for t in event.token_ids]
 
-            calls = [asyncio.create_task(ask()) for _ in range(3)]
-            legs = [await under_test.workers["d0"].next_leg() for _ in range(2)]
-            await asyncio.sleep(0.3)
-            assert under_test.workers["d0"].heard.empty(), "the third waits at its client"
-            under_test.workers["d0"].say(legs[0], outputs_of(legs[0], ANSWER))
-            third = await under_test.workers["d0"].next_leg()
-            for leg in (legs[1], third):
-                under_test.workers["d0"].say(leg, outputs_of(leg, ANSWER))
-            assert await asyncio.gather(*calls) == [ANSWER] * 3
-
-    run(test())
+        calls = [asyncio.create_task(ask()) for _ in range(3)]
+        requests = [await under_test.workers["d0"].next_request() for _ in range(2)]
+        await asyncio.sleep(0.3)
+        assert under_test.workers["d0"].received.empty(), "the third waits at its client"
+        under_test.workers["d0"].say(requests[0], outputs_of(requests[0], ANSWER))
+        third = await under_test.workers["d0"].next_request()
+        for request in (requests[1], third):
+            under_test.workers["d0"].say(request, outputs_of(request, ANSWER))
+        assert await asyncio.gather(*calls) == [ANSWER] * 3
 
 
-def test_a_client_that_is_gone_without_a_word_is_noticed(
+async def test_a_client_that_is_gone_without_a_word_is_noticed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "KEEPALIVE_TIMEOUT_S", 3.0)
 
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": silent}, grpc_keepalive_s=1.0) as under_test,
-            proxy_to(under_test.gateway.grpc_port) as proxy,
-            grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
-        ):
-            call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="Hi"))
-            reading = asyncio.ensure_future(call.read())
-            leg = await under_test.workers["d0"].next_leg()
-            await asyncio.sleep(2.5)
-            assert under_test.workers["d0"].heard.empty(), "a quiet client that answers pings stays"
-            proxy.passes.clear()
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
-            reading.cancel()
-            proxy.passes.set()
-
-    run(test())
+    async with (
+        gateway_with(folder, {}, {"d0": silent}, grpc_keepalive_s=1.0) as under_test,
+        proxy_to(under_test.gateway.grpc_port) as proxy,
+        grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
+    ):
+        call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="Hi"))
+        reading = asyncio.ensure_future(call.read())
+        request = await under_test.workers["d0"].next_request()
+        await asyncio.sleep(2.5)
+        assert under_test.workers["d0"].received.empty(), "a quiet client that answers pings stays"
+        proxy.passes.clear()
+        assert await under_test.workers["d0"].next_abort() == request.request_id
+        reading.cancel()
+        proxy.passes.set()
 
 
 @pytest.mark.parametrize(("allowed_s", "is_disconnected"), [(0.0, False), (10.0, True)])
-def test_clients_may_ping_so_often_and_not_more(
+async def test_clients_may_ping_so_often_and_not_more(
     folder: Path, allowed_s: float, is_disconnected: bool
 ) -> None:
     """Spoken by hand: gRPC's own clients refuse to ping that often."""
@@ -197,11 +168,8 @@ def test_clients_may_ping_so_often_and_not_more(
                 return True
         return b"too_many_pings" in received
 
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}, grpc_min_client_ping_s=allowed_s) as under_test:
-            assert await asyncio.to_thread(flood, under_test.gateway.grpc_port) is is_disconnected
-
-    run(test())
+    async with gateway_with(folder, {}, {}, grpc_min_client_ping_s=allowed_s) as under_test:
+        assert await asyncio.to_thread(flood, under_test.gateway.grpc_port) is is_disconnected
 
 
 def frame(kind: int, body: bytes = b"") -> bytes:
@@ -209,36 +177,16 @@ def frame(kind: int, body: bytes = b"") -> bytes:
     return len(body).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + body
 
 
-def test_a_client_that_stops_reading_loses_its_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stops_reading_loses_its_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guard, "ABORT_TIMEOUT_S", 0.1)
 
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, write_timeout_s=0.3) as under_test:
-            worker = under_test.workers["d0"]
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            async with grpc.aio.insecure_channel(target, [("grpc.http2.bdp_probe", 0)]) as channel:
-                request = pb.GenerateRequest(
-                    text="Hi", sampling_params=sampling_pb2.SamplingParams(max_tokens=2000, logprobs=20)
-                )
-                call = pb_grpc.GenerationServiceStub(channel).Generate(request)
-                first = asyncio.ensure_future(call.read())
-                leg = await worker.next_leg()
-                for position in range(0, 2000, 50):
-                    worker.say(leg, [fat_output(leg, position, 50)])
-                answer: Any = await first
-                assert answer.token_ids
-                assert await worker.next_abort() == leg.request_id
-                await under_test.until(lambda: under_test.gateway._driver.num_in_flight == 0)
-                with pytest.raises(
-                    grpc.aio.AioRpcError, match=r"(?s)ABORTED.*has not read anything for 0.3 s"
-                ):
-                    await read_all(call)
-
-    def fat_output(leg: EngineRequest, position: int, count: int) -> RequestOutput:
+    def fat_output(request: EngineRequest, position: int, count: int) -> RequestOutput:
         """Half a megabyte in all: more than a client that does not read is sent."""
         logprobs = TokenLogprobs(1, -1.0, 1, tuple((token_id, -1.0) for token_id in range(20)))
         return RequestOutput(
-            request_id=leg.request_id,
+            request_id=request.request_id,
             first_position=position,
             token_ids=(1,) * count,
             logprobs=(logprobs,) * count,
@@ -248,7 +196,24 @@ def test_a_client_that_stops_reading_loses_its_call(folder: Path, monkeypatch: p
         while await call.read() is not grpc.aio.EOF:
             pass
 
-    run(test())
+    async with gateway_with(folder, {}, {"d0": silent}, write_timeout_s=0.3) as under_test:
+        worker = under_test.workers["d0"]
+        target = under_test.grpc_target
+        async with grpc.aio.insecure_channel(target, [("grpc.http2.bdp_probe", 0)]) as channel:
+            asked = pb.GenerateRequest(
+                text="Hi", sampling_params=sampling_pb2.SamplingParams(max_tokens=2000, logprobs=20)
+            )
+            call = pb_grpc.GenerationServiceStub(channel).Generate(asked)
+            first = asyncio.ensure_future(call.read())
+            request = await worker.next_request()
+            for position in range(0, 2000, 50):
+                worker.say(request, [fat_output(request, position, 50)])
+            answer: Any = await first
+            assert answer.token_ids
+            assert await worker.next_abort() == request.request_id
+            await under_test.until(lambda: under_test.gateway._driver.dispatcher.num_in_flight == 0)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"(?s)ABORTED.*has not read anything for 0.3 s"):
+                await read_all(call)
 
 
 def test_clients_that_leave_in_the_middle_are_no_errors(
@@ -258,16 +223,15 @@ def test_clients_that_leave_in_the_middle_are_no_errors(
         async with gateway_with(folder, {}, {"d0": silent}) as under_test:
             worker = under_test.workers["d0"]
             for _ in range(20):
-                target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-                async with grpc.aio.insecure_channel(target) as channel:
+                async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
                     call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="Hi"))
                     first = asyncio.ensure_future(call.read())
-                    leg = await worker.next_leg()
-                    worker.say(leg, outputs_of(leg, ANSWER[:1], 0, None))
+                    request = await worker.next_request()
+                    worker.say(request, outputs_of(request, ANSWER[:1], 0, None))
                     await first
                     for position in range(1, 20):
-                        worker.say(leg, outputs_of(leg, ANSWER[:1], position, None))
-                assert await worker.next_abort() == leg.request_id
+                        worker.say(request, outputs_of(request, ANSWER[:1], position, None))
+                assert await worker.next_abort() == request.request_id
             await under_test.until(lambda: under_test.gateway.report().num_in_flight == 0)
 
     run(test())

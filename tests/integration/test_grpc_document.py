@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/api.md"
 ANSWER = make_tokenizer().encode("The cache is the baton").ids
@@ -19,12 +19,12 @@ def commands() -> list[str]:
     return re.findall(r"^buf curl .*$", text, re.MULTILINE)
 
 
-def test_the_documented_commands_work(tmp_path: Path) -> None:
+def test_the_documented_commands_work(folder: Path, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
     async def run_all() -> list[str]:
-        async with gateway_with(make_model_dir(tmp_path), {}, {"d0": answering(ANSWER)}) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+            target = under_test.grpc_target
             return [
                 await asyncio.to_thread(output_of, command.replace("localhost:50051", target))
                 for command in commands()

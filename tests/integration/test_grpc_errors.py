@@ -1,10 +1,9 @@
-"""What a gRPC client is told when something goes wrong: codes, details for programs, and nothing from inside."""
+"""Errors as gRPC clients see them: codes, details for programs, and nothing internal."""
 
 import asyncio
 import json
 import logging
 import re
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,20 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
 from gateway import GatewayError
-from gateway.grpc.status import INTERNAL, MAX_MESSAGE_BYTES
+from gateway.error_codes import INTERNAL_MESSAGE
+from gateway.grpc.status import MAX_MESSAGE_BYTES
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 ANSWER = make_tokenizer().encode("The cache is the baton").ids
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+API_DOCUMENT = Path(__file__).resolve().parents[2].joinpath("docs/api.md").read_text()
 
 
 async def error_of(under_test: GatewayUnderTest, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel:
+    async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in pb_grpc.GenerationServiceStub(channel).Generate(request):
                 pass
@@ -59,86 +53,76 @@ def trailers_of(error: grpc.aio.AioRpcError) -> dict[str, str | bytes]:
     return dict(error.trailing_metadata())
 
 
-def test_a_bad_field_is_named_for_programs_too(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-            request = pb.GenerateRequest(
-                request_id="mine", text="Hi", sampling_params=sampling_pb2.SamplingParams(top_p=2.0)
-            )
-            error = await error_of(under_test, request)
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            (violation,) = detail(error, details_pb.BadRequest).field_violations
-            assert (violation.field, violation.description) == ("top_p", error.details())
-            info = detail(error, details_pb.ErrorInfo)
-            assert (info.reason, info.domain) == ("INVALID_REQUEST", "baton")
-            assert detail(error, details_pb.RequestInfo).request_id == "mine"
-
-    run(test())
+async def test_a_bad_field_is_named_for_programs_too(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+        request = pb.GenerateRequest(
+            request_id="mine", text="Hi", sampling_params=sampling_pb2.SamplingParams(top_p=2.0)
+        )
+        error = await error_of(under_test, request)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        (violation,) = detail(error, details_pb.BadRequest).field_violations
+        assert (violation.field, violation.description) == ("top_p", error.details())
+        info = detail(error, details_pb.ErrorInfo)
+        assert (info.reason, info.domain) == ("INVALID_REQUEST", "baton")
+        assert detail(error, details_pb.RequestInfo).request_id == "mine"
 
 
-def test_a_full_house_says_when_to_come_back(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
-            call = asyncio.ensure_future(anext(under_test.client.generate(text="Hi", request_id="mine")))
-            await under_test.workers["d0"].next_leg()
-            error = await error_of(under_test, pb.GenerateRequest(text="Hi"))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            hint_ms = detail(error, details_pb.RetryInfo).retry_delay.ToMilliseconds()
-            assert hint_ms > 0
-            assert trailers_of(error)["retry-after-ms"] == str(hint_ms)
-            assert detail(error, details_pb.ErrorInfo).reason == "OVERLOADED"
-            assert len(detail(error, details_pb.RequestInfo).request_id) == 32, "one was drawn"
-            with pytest.raises(GatewayError) as caught:
-                await anext(under_test.client.generate(text="Hi"))
-            assert caught.value.details.retry_after_s == hint_ms / 1000
-            assert "try again in" in caught.value.advice
-            await under_test.client.abort("mine")
-            with pytest.raises(GatewayError, match="ABORTED"):
-                await call
-
-    run(test())
+async def test_a_full_gateway_says_when_to_retry(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
+        call = asyncio.ensure_future(anext(under_test.client.generate(text="Hi", request_id="mine")))
+        await under_test.workers["d0"].next_request()
+        error = await error_of(under_test, pb.GenerateRequest(text="Hi"))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        hint_ms = detail(error, details_pb.RetryInfo).retry_delay.ToMilliseconds()
+        assert hint_ms > 0
+        assert trailers_of(error)["retry-after-ms"] == str(hint_ms)
+        assert detail(error, details_pb.ErrorInfo).reason == "OVERLOADED"
+        assert len(detail(error, details_pb.RequestInfo).request_id) == 32, "one was drawn"
+        with pytest.raises(GatewayError) as caught:
+            await anext(under_test.client.generate(text="Hi"))
+        assert caught.value.details.retry_after_s == hint_ms / 1000
+        assert "try again in" in caught.value.advice
+        await under_test.client.abort("mine")
+        with pytest.raises(GatewayError, match="ABORTED"):
+            await call
 
 
-def test_grpcs_own_retries_come_back_when_they_were_told_to(folder: Path) -> None:
+async def test_grpcs_own_retries_honour_the_hint(folder: Path) -> None:
     """The documented service config is all that a client needs."""
-    document = Path(__file__).resolve().parents[2].joinpath("docs/api.md").read_text()
-    config = re.findall(r"### Retries.*?```json\n(.*?)```", document, re.DOTALL)[0]
+    config = re.findall(r"### Retries.*?```json\n(.*?)```", API_DOCUMENT, re.DOTALL)[0]
     assert json.loads(config)
 
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
-            worker = under_test.workers["d0"]
-            first = asyncio.create_task(tokens_of(under_test, []))
-            leg = await worker.next_leg()
-            second = asyncio.create_task(tokens_of(under_test, [("grpc.service_config", config)]))
-            tally = under_test.gateway._driver.tally
-            await under_test.until(lambda: tally.counters["rejected"] == 1)
-            worker.say(leg, outputs_of(leg, ANSWER))
-            leg = await worker.next_leg()
-            worker.say(leg, outputs_of(leg, ANSWER))
-            assert await first == await second == ANSWER
-
     async def tokens_of(under_test: GatewayUnderTest, options: list[tuple[str, str]]) -> list[int]:
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+        target = under_test.grpc_target
         async with grpc.aio.insecure_channel(target, options) as channel:
             call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="Hi"))
             return [token for response in [r async for r in call] for token in response.token_ids]
 
-    run(test())
+    async with gateway_with(folder, {}, {"d0": silent}, max_in_flight=1, max_queued=0) as under_test:
+        worker = under_test.workers["d0"]
+        first = asyncio.create_task(tokens_of(under_test, []))
+        request = await worker.next_request()
+        second = asyncio.create_task(tokens_of(under_test, [("grpc.service_config", config)]))
+        tally = under_test.gateway._driver.dispatcher.tally
+        await under_test.until(lambda: tally.counters["rejected"] == 1)
+        worker.say(request, outputs_of(request, ANSWER))
+        request = await worker.next_request()
+        worker.say(request, outputs_of(request, ANSWER))
+        assert await first == await second == ANSWER
 
 
-def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
+async def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("cannot open /secret/place on tcp://10.0.0.1:99")
 
-    async def test() -> None:
+    with caplog.at_level(logging.ERROR):
         control = FakeFleetControl(fleet_of())
         async with gateway_with(folder, {}, {"d0": silent}, control=control) as under_test:
             monkeypatch.setattr("gateway.grpc.convert.prompt_from", broken)
             error = await error_of(under_test, pb.GenerateRequest(text="Hi", request_id="unlucky"))
-            assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, INTERNAL)
+            assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, INTERNAL_MESSAGE)
             assert b"secret" not in b"".join(
                 value if isinstance(value, bytes) else value.encode() for value in trailers_of(error).values()
             )
@@ -150,84 +134,67 @@ def test_a_bug_of_ours_tells_the_client_nothing_and_the_log_everything(
             monkeypatch.setattr(control, "call", broken)
             with pytest.raises(GatewayError) as caught:
                 await under_test.client.drain("w0")
-            assert caught.value.message == INTERNAL
+            assert caught.value.message == INTERNAL_MESSAGE
             assert "log has details under request" in caught.value.advice
-
-    with caplog.at_level(logging.ERROR):
-        run(test())
     records = [record for record in caplog.records if record.name == "gateway.grpc.guard"]
     assert [record.exc_info is not None for record in records] == [True, True]
     assert "unlucky" in records[0].getMessage()
 
 
-def test_an_unknown_worker_has_a_reason_of_its_own(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(fleet_of(replica("w0")))
-        async with gateway_with(folder, {}, {}, control=control) as under_test:
-            with pytest.raises(GatewayError) as caught:
-                await under_test.client.drain("w7")
-            assert (caught.value.code, caught.value.details.reason) == ("NOT_FOUND", "UNKNOWN_WORKER")
-
-    run(test())
+async def test_an_unknown_worker_has_a_reason_of_its_own(folder: Path) -> None:
+    control = FakeFleetControl(fleet_of(replica("w0")))
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        with pytest.raises(GatewayError) as caught:
+            await under_test.client.drain("w7")
+        assert (caught.value.code, caught.value.details.reason) == ("NOT_FOUND", "UNKNOWN_WORKER")
 
 
-def test_what_a_client_sent_comes_back_bounded(folder: Path) -> None:
+async def test_client_text_in_errors_is_bounded(folder: Path) -> None:
     """Or the status would not fit into the headers that clients take, and they would see another error."""
 
-    async def test() -> None:
-        control = FakeFleetControl(fleet_of())
-        async with gateway_with(folder, {}, {}, control=control) as under_test:
-            with pytest.raises(GatewayError) as caught:
-                await under_test.client.drain("ä" * 100_000)
-            assert caught.value.code == "NOT_FOUND"
-            assert len(caught.value.message.encode()) <= MAX_MESSAGE_BYTES
-
-    run(test())
+    control = FakeFleetControl(fleet_of())
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        with pytest.raises(GatewayError) as caught:
+            await under_test.client.drain("ä" * 100_000)
+        assert caught.value.code == "NOT_FOUND"
+        assert len(caught.value.message.encode()) <= MAX_MESSAGE_BYTES
 
 
-def test_a_message_that_is_too_large_is_refused_with_its_size(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, max_message_mib=1) as under_test:
-            error = await error_of(under_test, pb.GenerateRequest(text="x" * (2**20 + 1)))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "larger than max" in str(error.details())
-            assert "1048576" in str(error.details())
-            assert await anext(under_test.client.generate(text="Hi"))
-
-    run(test())
+async def test_a_message_that_is_too_large_is_refused_with_its_size(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, max_message_mib=1) as under_test:
+        error = await error_of(under_test, pb.GenerateRequest(text="x" * (2**20 + 1)))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "larger than max" in str(error.details())
+        assert "1048576" in str(error.details())
+        assert await anext(under_test.client.generate(text="Hi"))
 
 
-def test_headers_that_are_too_large_are_refused(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            async with grpc.aio.insecure_channel(target) as channel:
-                info = pb_grpc.GenerationServiceStub(channel).GetModelInfo
-                await info(pb.GetModelInfoRequest(), metadata=(("x-fits", "x" * 20_000),))
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await info(pb.GetModelInfoRequest(), metadata=(("x-large", "x" * 40_000),))
-                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert (await info(pb.GetModelInfoRequest())).model == "tiny"
-
-    run(test())
+async def test_headers_that_are_too_large_are_refused(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": silent}) as under_test:
+        target = under_test.grpc_target
+        async with grpc.aio.insecure_channel(target) as channel:
+            info = pb_grpc.GenerationServiceStub(channel).GetModelInfo
+            await info(pb.GetModelInfoRequest(), metadata=(("x-fits", "x" * 20_000),))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await info(pb.GetModelInfoRequest(), metadata=(("x-large", "x" * 40_000),))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await info(pb.GetModelInfoRequest())).model == "tiny"
 
 
-def test_an_unknown_call_and_bytes_that_are_no_message_have_proper_statuses(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": silent}) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            async with grpc.aio.insecure_channel(target) as typed_channel:
-                channel: Any = typed_channel
-                for call, body, code in (
-                    ("/baton.v1.GenerationService/Sing", b"", grpc.StatusCode.UNIMPLEMENTED),
-                    ("/baton.v1.GenerationService/Generate", b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
-                    ("/baton.v1.ClusterService/DrainWorker", b"\x0a\x7f", grpc.StatusCode.INVALID_ARGUMENT),
-                ):
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        await channel.unary_unary(call)(body)
-                    assert caught.value.code() is code, call
-                    assert "Traceback" not in str(caught.value.details())
-                answer = await channel.unary_unary("/baton.v1.ClusterService/DescribeCluster")(b"")
-                assert cluster_pb.DescribeClusterResponse.FromString(answer).model == "tiny"
-
-    run(test())
+async def test_an_unknown_call_and_bytes_that_are_no_message_have_proper_statuses(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"d0": silent}) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as typed_channel,
+    ):
+        channel: Any = typed_channel
+        for call, body, code in (
+            ("/baton.v1.GenerationService/Sing", b"", grpc.StatusCode.UNIMPLEMENTED),
+            ("/baton.v1.GenerationService/Generate", b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+            ("/baton.v1.ClusterService/DrainWorker", b"\x0a\x7f", grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(call)(body)
+            assert caught.value.code() is code, call
+            assert "Traceback" not in str(caught.value.details())
+        answer = await channel.unary_unary("/baton.v1.ClusterService/DescribeCluster")(b"")
+        assert cluster_pb.DescribeClusterResponse.FromString(answer).model == "tiny"

@@ -1,7 +1,6 @@
-"""gRPC calls that are not whole: without a message, without a reader, without an end. They hold nobody up for ever."""
+"""Incomplete gRPC calls: without a message, without a reader, without an end. They block no other call for ever."""
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from gateway.grpc import guard, server
 from gateway.grpc import health as health_service
 from tests.factories.api_keys import ADMIN, API_KEYS, AS_ADMIN
 from tests.factories.gateway import GatewayUnderTest, gateway_with
-from tests.factories.models import make_model_dir
 
 GENERATE = "/baton.v1.GenerationService/Generate"
 AS_SOMEBODY = (("authorization", f"Bearer {ADMIN}"),)
@@ -23,17 +21,8 @@ HEALTHY = health_pb2.HealthCheckResponse.SERVING
 LEAVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
 def target_of(under_test: GatewayUnderTest) -> str:
-    return f"127.0.0.1:{under_test.gateway.grpc_port}"
+    return under_test.grpc_target
 
 
 async def end_of(call: Any) -> tuple[grpc.StatusCode, str]:
@@ -41,149 +30,132 @@ async def end_of(call: Any) -> tuple[grpc.StatusCode, str]:
         return await call.code(), await call.details()
 
 
-def test_who_may_not_call_is_told_so_before_it_has_sent_a_message(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-            grpc.aio.insecure_channel(target_of(under_test)) as typed_channel,
-        ):
-            channel: Any = typed_channel
-            for path in (GENERATE, "/baton.v1.ClusterService/DrainWorker", "/no.Service/Call", "no path"):
-                code, details = await end_of(channel.stream_stream(path)())
-                assert code is grpc.StatusCode.UNAUTHENTICATED, path
-                assert details.startswith("this gateway needs an API key")
-
-    run(test())
+async def test_a_caller_without_the_right_is_refused_before_its_message_is_read(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
+        grpc.aio.insecure_channel(target_of(under_test)) as typed_channel,
+    ):
+        channel: Any = typed_channel
+        for path in (GENERATE, "/baton.v1.ClusterService/DrainWorker", "/no.Service/Call", "no path"):
+            code, details = await end_of(channel.stream_stream(path)())
+            assert code is grpc.StatusCode.UNAUTHENTICATED, path
+            assert details.startswith("this gateway needs an API key")
 
 
-def test_a_path_that_is_none_is_an_unknown_call(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}) as under_test,
-            grpc.aio.insecure_channel(target_of(under_test)) as typed_channel,
-        ):
-            channel: Any = typed_channel
-            for path in ("", "x", "/", "//", "/baton.v1.GenerationService", "/grpc.health.v1.Health/Heal"):
-                code, _ = await end_of(channel.stream_stream(path)())
-                assert code is grpc.StatusCode.UNIMPLEMENTED, path
-
-    run(test())
+async def test_a_path_that_is_none_is_an_unknown_call(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        grpc.aio.insecure_channel(target_of(under_test)) as typed_channel,
+    ):
+        channel: Any = typed_channel
+        for path in ("", "x", "/", "//", "/baton.v1.GenerationService", "/grpc.health.v1.Health/Heal"):
+            code, _ = await end_of(channel.stream_stream(path)())
+            assert code is grpc.StatusCode.UNIMPLEMENTED, path
 
 
-def test_a_call_without_its_message_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
-            grpc.aio.insecure_channel(target_of(under_test)) as typed_channel,
-        ):
-            channel: Any = typed_channel
-            call = channel.stream_stream(GENERATE)(metadata=AS_SOMEBODY)
-            await call.done_writing()
-            code, details = await end_of(call)
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
-            assert details == "request: the call ended without a message"
-            monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.2)
-            code, details = await end_of(channel.stream_stream(GENERATE)(metadata=AS_SOMEBODY))
-            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert details == "the call's message did not arrive within 0.2 s"
-            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-            code, _ = await end_of(reflection.ServerReflectionInfo(metadata=AS_SOMEBODY))
-            assert code is grpc.StatusCode.OK, "nothing was asked, and nothing more is waited for"
-
-    run(test())
+async def test_a_call_without_its_message_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
+        grpc.aio.insecure_channel(target_of(under_test)) as typed_channel,
+    ):
+        channel: Any = typed_channel
+        call = channel.stream_stream(GENERATE)(metadata=AS_SOMEBODY)
+        await call.done_writing()
+        code, details = await end_of(call)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert details == "request: the call ended without a message"
+        monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.2)
+        code, details = await end_of(channel.stream_stream(GENERATE)(metadata=AS_SOMEBODY))
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert details == "the call's message did not arrive within 0.2 s"
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        code, _ = await end_of(reflection.ServerReflectionInfo(metadata=AS_SOMEBODY))
+        assert code is grpc.StatusCode.OK, "nothing was asked, and nothing more is waited for"
 
 
-def test_calls_that_would_last_for_ever_end_with_the_gateway(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}) as under_test,
-            grpc.aio.insecure_channel(target_of(under_test)) as channel,
-        ):
-            health: Any = health_pb2_grpc.HealthStub(channel)
-            known = health.Watch(health_pb2.HealthCheckRequest(service="baton.v1.GenerationService"))
-            unknown = health.Watch(health_pb2.HealthCheckRequest(service="who.Ever"))
-            assert (await known.read()).status == HEALTHY
-            assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await health.Check(health_pb2.HealthCheckRequest(service="who.Ever"))
-            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-            listed = await health.List(health_pb2.HealthListRequest())
-            assert {status.status for status in listed.statuses.values()} == {HEALTHY}
-            assert {"", "baton.v1.GenerationService"} <= set(listed.statuses)
-            reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-            asking = reflection.ServerReflectionInfo()
-            await asking.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            assert (await asking.read()).list_services_response.service
-            async with asyncio.timeout(20):
-                await under_test.gateway.stop(grace_s=60.0)
-            assert (await known.read()).status == LEAVING
-            for watch in (known, unknown):
-                code, details = await end_of(watch)
-                assert code is grpc.StatusCode.UNAVAILABLE
-                assert "this gateway is shutting down" in details
-            assert (await end_of(asking))[0] is grpc.StatusCode.OK
-
-    run(test())
+async def test_calls_that_would_last_for_ever_end_with_the_gateway(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        grpc.aio.insecure_channel(target_of(under_test)) as channel,
+    ):
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        known = health.Watch(health_pb2.HealthCheckRequest(service="baton.v1.GenerationService"))
+        unknown = health.Watch(health_pb2.HealthCheckRequest(service="who.Ever"))
+        assert (await known.read()).status == HEALTHY
+        assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Check(health_pb2.HealthCheckRequest(service="who.Ever"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        listed = await health.List(health_pb2.HealthListRequest())
+        assert {status.status for status in listed.statuses.values()} == {HEALTHY}
+        assert {"", "baton.v1.GenerationService"} <= set(listed.statuses)
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asking = reflection.ServerReflectionInfo()
+        await asking.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        assert (await asking.read()).list_services_response.service
+        async with asyncio.timeout(20):
+            await under_test.gateway.stop(grace_s=60.0)
+        assert (await known.read()).status == LEAVING
+        for watch in (known, unknown):
+            code, details = await end_of(watch)
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "this gateway is shutting down" in details
+        assert (await end_of(asking))[0] is grpc.StatusCode.OK
 
 
-def test_so_many_may_watch_the_health_and_all_may_ask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bounded_number_may_watch_the_health_and_all_may_ask(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(health_service, "MAX_WATCHES", 1)
 
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}) as under_test,
-            grpc.aio.insecure_channel(target_of(under_test)) as channel,
-        ):
-            health: Any = health_pb2_grpc.HealthStub(channel)
-            for _ in range(2):  # those that have left do not count
-                watch = health.Watch(health_pb2.HealthCheckRequest())
-                assert (await watch.read()).status == HEALTHY
-                code, _ = await end_of(health.Watch(health_pb2.HealthCheckRequest()))
-                assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-                assert (await health.Check(health_pb2.HealthCheckRequest())).status == HEALTHY
-                watch.cancel()
-                service = under_test.gateway._grpc._health
-                async with asyncio.timeout(20):
-                    while service._num_watches:
-                        await asyncio.sleep(0.01)
-
-    run(test())
-
-
-def test_a_watcher_that_does_not_read_keeps_nobody_waiting(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}) as under_test,
-            grpc.aio.insecure_channel(target_of(under_test)) as channel,
-        ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.grpc_port)
-            writer.write(watch_without_reading())
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        grpc.aio.insecure_channel(target_of(under_test)) as channel,
+    ):
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        for _ in range(2):  # those that have left do not count
+            watch = health.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == HEALTHY
+            code, _ = await end_of(health.Watch(health_pb2.HealthCheckRequest()))
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == HEALTHY
+            watch.cancel()
+            service = under_test.gateway._grpc._health
             async with asyncio.timeout(20):
-                while b"application/grpc" not in await reader.read(4096):
-                    pass  # its headers say that its status is on its way, for which it has no room
-                health: Any = health_pb2_grpc.HealthStub(channel)
-                watch = health.Watch(health_pb2.HealthCheckRequest())
-                assert (await watch.read()).status == HEALTHY
-                await under_test.gateway.stop(grace_s=0.5)
-            assert (await watch.read()).status == LEAVING
-            writer.close()
-
-    run(test())
+                while service._watches.num_taken:
+                    await asyncio.sleep(0.01)
 
 
-def test_a_connection_that_does_not_begin_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watcher_that_does_not_read_delays_no_other(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        grpc.aio.insecure_channel(target_of(under_test)) as channel,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.grpc_port)
+        writer.write(watch_without_reading())
+        async with asyncio.timeout(20):
+            while b"application/grpc" not in await reader.read(4096):
+                pass  # its headers say that its status is on its way, for which it has no room
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == HEALTHY
+            await under_test.gateway.stop(grace_s=0.5)
+        assert (await watch.read()).status == LEAVING
+        writer.close()
+
+
+async def test_a_connection_that_does_not_begin_is_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.3)
 
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.grpc_port)
-            writer.write(b"PRI * HTTP")
-            async with asyncio.timeout(50):  # by itself, gRPC waits for twice that and more
-                while await reader.read(4096):
-                    pass
-            writer.close()
-
-    run(test())
+    async with gateway_with(folder, {}, {}) as under_test:
+        reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.grpc_port)
+        writer.write(b"PRI * HTTP")
+        async with asyncio.timeout(50):  # by itself, gRPC waits for twice that and more
+            while await reader.read(4096):
+                pass
+        writer.close()
 
 
 def watch_without_reading() -> bytes:

@@ -22,14 +22,8 @@ from gateway.http import acceptor
 from gateway.http.acceptor import Acceptor
 from tests.factories.certificates import CertificateFiles
 from tests.factories.gateway import GatewayUnderTest, gateway_with
-from tests.factories.models import make_model_dir
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -65,49 +59,43 @@ def is_closed(stranger: socket.socket) -> bool:
         return True
 
 
-def test_half_open_connections_count_and_displace_only_each_other(
+async def test_half_open_connections_count_and_displace_only_each_other(
     folder: Path, files: CertificateFiles
 ) -> None:
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {}, max_connections=4, tls=Tls(**files.tls()), credentials=files.credentials()
-        ) as under_test:
-            port = under_test.gateway.http_port
-            async with https(port, files) as early, https(port, files) as late:
+    async with gateway_with(
+        folder, {}, {}, max_connections=4, tls=Tls(**files.tls()), credentials=files.credentials()
+    ) as under_test:
+        port = under_test.gateway.http_port
+        async with https(port, files) as early, https(port, files) as late:
+            assert (await early.get("/health")).status_code == 200
+            with strangers(port, 40) as silent:
+                await under_test.until(lambda: sum(map(is_closed, silent)) >= 37)
+                assert acceptor_of(under_test).num_connections == 4
+                assert [is_closed(each) for each in silent] == [True] * 37 + [False] * 3
                 assert (await early.get("/health")).status_code == 200
-                with strangers(port, 40) as silent:
-                    await under_test.until(lambda: sum(map(is_closed, silent)) >= 37)
-                    assert acceptor_of(under_test).num_connections == 4
-                    assert [is_closed(each) for each in silent] == [True] * 37 + [False] * 3
-                    assert (await early.get("/health")).status_code == 200
-                    assert (await late.get("/health")).status_code == 200
-                    assert (await under_test.client.model_info())["model"] == "tiny"
-                    assert sum(map(is_closed, silent)) == 38, "the one that came made room for itself"
-                    metrics = (await late.get("/metrics")).text
-                    assert 'error="TooManyConnections"} 38.0' in metrics
-            await under_test.until(lambda: acceptor_of(under_test).num_connections == 0)
-
-    run(test())
+                assert (await late.get("/health")).status_code == 200
+                assert (await under_test.client.model_info())["model"] == "tiny"
+                assert sum(map(is_closed, silent)) == 38, "the one that came made room for itself"
+                metrics = (await late.get("/metrics")).text
+                assert 'error="TooManyConnections"} 38.0' in metrics
+        await under_test.until(lambda: acceptor_of(under_test).num_connections == 0)
 
 
-def test_a_handshake_has_its_time(
+async def test_a_handshake_has_its_time(
     folder: Path, files: CertificateFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert acceptor.HANDSHAKE_TIMEOUT_S == 10.0
     monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", 0.2)
 
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {}, tls=Tls(**files.tls()), credentials=files.credentials()
-        ) as under_test:
-            with strangers(under_test.gateway.http_port, 3) as silent:
-                await under_test.until(lambda: all(map(is_closed, silent)))
-                await under_test.until(lambda: acceptor_of(under_test).num_connections == 0)
-
-    run(test())
+    async with gateway_with(
+        folder, {}, {}, tls=Tls(**files.tls()), credentials=files.credentials()
+    ) as under_test:
+        with strangers(under_test.gateway.http_port, 3) as silent:
+            await under_test.until(lambda: all(map(is_closed, silent)))
+            await under_test.until(lambda: acceptor_of(under_test).num_connections == 0)
 
 
-def test_where_all_are_established_one_more_is_told_so_but_not_without_end(
+async def test_at_the_limit_further_connections_are_answered_up_to_a_bound(
     folder: Path, files: CertificateFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "MAX_REFUSALS", 1)
@@ -117,27 +105,22 @@ def test_where_all_are_established_one_more_is_told_so_but_not_without_end(
         connection = socket.create_connection(("127.0.0.1", port), timeout=60.0)
         return files.trusting().wrap_socket(connection, server_hostname="localhost")
 
-    async def test() -> None:
-        async with gateway_with(
-            folder, {}, {}, max_connections=1, tls=Tls(**files.tls()), credentials=files.credentials()
-        ) as under_test:
-            port = under_test.gateway.http_port
-            async with https(port, files) as only:
-                assert (await only.get("/health")).status_code == 200
-                with await asyncio.to_thread(refused, port) as connection:
-                    answer = await asyncio.to_thread(connection.recv, 1000)
-                    assert answer.startswith(b"HTTP/1.1 503 ")
-                    with strangers(port, 1) as (further,):  # while the other one does not take its leave
-                        await under_test.until(lambda: is_closed(further))
-                    await under_test.until(lambda: acceptor_of(under_test)._num_refusals == 0)
-                assert (await only.get("/health")).status_code == 200
-
-    run(test())
+    async with gateway_with(
+        folder, {}, {}, max_connections=1, tls=Tls(**files.tls()), credentials=files.credentials()
+    ) as under_test:
+        port = under_test.gateway.http_port
+        async with https(port, files) as only:
+            assert (await only.get("/health")).status_code == 200
+            with await asyncio.to_thread(refused, port) as connection:
+                answer = await asyncio.to_thread(connection.recv, 1000)
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                with strangers(port, 1) as (further,):  # while the other one does not take its leave
+                    await under_test.until(lambda: is_closed(further))
+                await under_test.until(lambda: acceptor_of(under_test)._num_refusals == 0)
+            assert (await only.get("/health")).status_code == 200
 
 
-def test_strangers_without_end_keep_nobody_out_where_files_are_few(
-    folder: Path, files: CertificateFiles
-) -> None:
+def test_endless_strangers_keep_no_client_out_with_few_files(folder: Path, files: CertificateFiles) -> None:
     """A gateway with 1,100 files at most, and more silent strangers than that: they took the last file, HTTPS and gRPC
     stood, and the log grew by megabytes a second."""
     own_limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Limits of the HTTP door over real sockets: sizes, times and what is no HTTP or no JSON, each with its status."""
+"""Limits of the HTTP frontend over real sockets: sizes, times, malformed HTTP and JSON, each with its status."""
 
 import asyncio
 import json
@@ -14,15 +14,9 @@ import pytest
 from gateway.http.protocol import BoundedH11
 from gateway.http.request_limits import RequestLimits
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
-from tests.factories.models import make_tokenizer_dir
 
 MIB = 2**20
 HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_dir(tmp_path_factory.mktemp("model"))
 
 
 @asynccontextmanager
@@ -107,39 +101,31 @@ CASES: list[tuple[str, bytes, int, str]] = [
 ]
 
 
-def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {}, max_message_mib=1) as under_test:
-            for name, data, status, reason in CASES:
-                found, error = await ask(under_test, data)
-                assert (name, found) == (name, status), error
-                assert reason in error["message"], name
-                assert set(error) == {"message", "type", "param", "code"}, name
-            async with httpx2.AsyncClient(
-                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-            ) as client:
-                large = await client.post("/tokenize", json={"prompt": "x" * (MIB - 100)})
-                assert "characters exceed the model's limit" in large.json()["error"]["message"]
-                too_large = await client.post("/tokenize", json={"prompt": "x" * (4 * MIB)})
-                assert too_large.status_code == 413
-                assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
-
-    asyncio.run(run())
+async def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}, max_message_mib=1) as under_test:
+        for name, data, status, reason in CASES:
+            found, error = await ask(under_test, data)
+            assert (name, found) == (name, status), error
+            assert reason in error["message"], name
+            assert set(error) == {"message", "type", "param", "code"}, name
+        async with httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client:
+            large = await client.post("/tokenize", json={"prompt": "x" * (MIB - 100)})
+            assert "characters exceed the model's limit" in large.json()["error"]["message"]
+            too_large = await client.post("/tokenize", json={"prompt": "x" * (4 * MIB)})
+            assert too_large.status_code == 413
+            assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
 
 
-def test_a_body_that_does_not_arrive_ends_its_request(folder: Path) -> None:
-    async def run() -> None:
-        limited = patch.object(RequestLimits.__init__, "__defaults__", (0.2,))
-        with limited:
-            async with gateway_with(folder, {}, {}) as under_test:
-                status, error = await ask(under_test, HEAD + b"content-length: 10\r\n\r\n{")
-                assert (status, error["type"]) == (408, "invalid_request_error")
-                assert "within 0.2 s" in error["message"]
-
-    asyncio.run(run())
+async def test_a_body_that_does_not_arrive_ends_its_request(folder: Path) -> None:
+    limited = patch.object(RequestLimits.__init__, "__defaults__", (0.2,))
+    with limited:
+        async with gateway_with(folder, {}, {}) as under_test:
+            status, error = await ask(under_test, HEAD + b"content-length: 10\r\n\r\n{")
+            assert (status, error["type"]) == (408, "invalid_request_error")
+            assert "within 0.2 s" in error["message"]
 
 
-def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_for_an_answer_are_not(
+async def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_for_an_answer_are_not(
     folder: Path,
 ) -> None:
     async def ends(under_test: GatewayUnderTest, data: bytes) -> bool:
@@ -150,29 +136,26 @@ def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_for_an_a
                     pass
             return True
 
-    async def run() -> None:
-        with patch.object(BoundedH11, "request_timeout_s", 1.0):
-            async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-                assert await ends(under_test, b"")
-                assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: ")
-                assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /hea")
-                # Answered before its body has arrived, which it then never does.
-                assert await ends(under_test, HEAD + b"content-length: 999999999\r\n\r\n{")
-                body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
-                waits = with_body(body).replace(b"/tokenize", b"/v1/completions")
-                async with connection(under_test) as (reader, writer):
-                    writer.write(waits)
-                    await under_test.workers["w0"].next_leg()
-                    with pytest.raises(TimeoutError):
-                        async with asyncio.timeout(1.5):
-                            await reader.read(1)
-                await under_test.workers["w0"].next_abort()
-                async with connection(under_test) as (reader, writer):
-                    for _ in "ab":
-                        writer.write(with_body(b'{"prompt": "hi"}')[:-1])
-                        writer.write(b"}")
-                        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-                        await reader.readuntil(b"}")
-                        await asyncio.sleep(1.2)  # longer than a request may take to come
-
-    asyncio.run(run())
+    with patch.object(BoundedH11, "request_timeout_s", 1.0):
+        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+            assert await ends(under_test, b"")
+            assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: ")
+            assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /hea")
+            # Answered before its body has arrived, which it then never does.
+            assert await ends(under_test, HEAD + b"content-length: 999999999\r\n\r\n{")
+            body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
+            waits = with_body(body).replace(b"/tokenize", b"/v1/completions")
+            async with connection(under_test) as (reader, writer):
+                writer.write(waits)
+                await under_test.workers["w0"].next_request()
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(1.5):
+                        await reader.read(1)
+            await under_test.workers["w0"].next_abort()
+            async with connection(under_test) as (reader, writer):
+                for _ in "ab":
+                    writer.write(with_body(b'{"prompt": "hi"}')[:-1])
+                    writer.write(b"}")
+                    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+                    await reader.readuntil(b"}")
+                    await asyncio.sleep(1.2)  # longer than a request may take to come

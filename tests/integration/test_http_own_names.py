@@ -11,20 +11,14 @@ from pydantic import ValidationError
 from baton.config import GatewayConfig
 from tests.factories.api_keys import ALICE, API_KEYS
 from tests.factories.gateway import GatewayUnderTest, gateway_with
-from tests.factories.models import make_tokenizer_dir
 
 PAGE = {"origin": "http://page.example", "access-control-request-method": "POST"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_dir(tmp_path_factory.mktemp("model"))
 
 
 async def asked(
     under_test: GatewayUnderTest, host: bytes, version: bytes = b"1.1", more: bytes = b""
 ) -> bytes:
-    """All that is answered to a request with this line `host`, as it is."""
+    """The raw answer to a request with this `host` header."""
     reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.http_port)
     writer.write(b"GET /v1/models HTTP/%s\r\n%s%sconnection: close\r\n\r\n" % (version, host, more))
     async with asyncio.timeout(20):
@@ -47,32 +41,28 @@ FOREIGN = [
 ]
 
 
-def test_only_names_of_its_own_reach_a_gateway_without_keys(folder: Path) -> None:
-    async def run() -> None:
-        config: dict[str, Any] = {"allowed_hosts": ("Proxy.example", "fe80::1")}
-        async with gateway_with(folder, {}, {}, **config) as under_test:
-            for host in [*OWN, *ALLOWED]:
-                answer = await asked(under_test, b"host: %s\r\n" % host)
-                assert answer.startswith(b"HTTP/1.1 200 "), host
-            for host in FOREIGN:
-                answer = await asked(under_test, b"host: %s\r\n" % host)
-                assert answer.startswith(b"HTTP/1.1 403 "), host
-                assert b"gateway.allowed_hosts" in answer
-                assert b"x-request-id" in answer
-            assert b" 200 OK" in await asked(under_test, b"", version=b"1.0"), "who names none is no browser"
-        async with gateway_with(folder, {}, {}) as under_test:
-            assert b" 403 " in await asked(under_test, b"host: proxy.example\r\n")
+async def test_only_names_of_its_own_reach_a_gateway_without_keys(folder: Path) -> None:
+    config: dict[str, Any] = {"allowed_hosts": ("Proxy.example", "fe80::1")}
+    async with gateway_with(folder, {}, {}, **config) as under_test:
+        for host in [*OWN, *ALLOWED]:
+            answer = await asked(under_test, b"host: %s\r\n" % host)
+            assert answer.startswith(b"HTTP/1.1 200 "), host
+        for host in FOREIGN:
+            answer = await asked(under_test, b"host: %s\r\n" % host)
+            assert answer.startswith(b"HTTP/1.1 403 "), host
+            assert b"gateway.allowed_hosts" in answer
+            assert b"x-request-id" in answer
+        assert b" 200 OK" in await asked(under_test, b"", version=b"1.0"), (
+            "a client without the header is no browser"
+        )
+    async with gateway_with(folder, {}, {}) as under_test:
+        assert b" 403 " in await asked(under_test, b"host: proxy.example\r\n")
 
-    asyncio.run(run())
 
-
-def test_with_keys_any_name_will_do(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {}, api_keys=API_KEYS) as under_test:
-            key = b"authorization: Bearer %s\r\n" % ALICE.encode()
-            assert b" 200 OK" in await asked(under_test, b"host: page.example\r\n", more=key)
-
-    asyncio.run(run())
+async def test_with_keys_any_name_will_do(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS) as under_test:
+        key = b"authorization: Bearer %s\r\n" % ALICE.encode()
+        assert b" 200 OK" in await asked(under_test, b"host: page.example\r\n", more=key)
 
 
 @pytest.mark.parametrize(
@@ -90,24 +80,21 @@ def test_names_that_could_not_count_are_an_error(config: dict[str, Any]) -> None
         GatewayConfig(**config)
 
 
-def test_no_page_is_given_leave_to_ask_or_to_read(folder: Path) -> None:
+async def test_no_page_is_given_leave_to_ask_or_to_read(folder: Path) -> None:
     """And what it may send without leave is refused."""
 
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {}) as under_test,
-            httpx2.AsyncClient(
-                base_url=f"http://localhost:{under_test.gateway.http_port}", timeout=60.0
-            ) as client,
-        ):
-            for path in ("/v1/chat/completions", "/v1/models", "/cluster/try", "/metrics", "/"):
-                for method in ("OPTIONS", "GET"):
-                    answer = await client.request(method, path, headers=PAGE)
-                    assert method == "GET" or answer.status_code == 405
-                    assert not [name for name in answer.headers if name.startswith("access-control-")]
-            for kind in ("text/plain", "application/x-www-form-urlencoded", None):
-                headers = PAGE if kind is None else PAGE | {"content-type": kind}
-                answer = await client.post("/tokenize", content=b'{"prompt": "hello"}', headers=headers)
-                assert answer.status_code == 415, kind
-
-    asyncio.run(run())
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        httpx2.AsyncClient(
+            base_url=f"http://localhost:{under_test.gateway.http_port}", timeout=60.0
+        ) as client,
+    ):
+        for path in ("/v1/chat/completions", "/v1/models", "/cluster/try", "/metrics", "/"):
+            for method in ("OPTIONS", "GET"):
+                answer = await client.request(method, path, headers=PAGE)
+                assert method == "GET" or answer.status_code == 405
+                assert not [name for name in answer.headers if name.startswith("access-control-")]
+        for kind in ("text/plain", "application/x-www-form-urlencoded", None):
+            headers = PAGE if kind is None else PAGE | {"content-type": kind}
+            answer = await client.post("/tokenize", content=b'{"prompt": "hello"}', headers=headers)
+            assert answer.status_code == 415, kind

@@ -1,4 +1,4 @@
-"""A gateway that stops: what its HTTP clients hear of it; and what the log does of it, and of nonsense: nothing."""
+"""A stopping gateway as its HTTP clients see it; neither that nor malformed input is logged."""
 
 import asyncio
 import logging
@@ -11,12 +11,6 @@ import pytest
 
 from baton.request import EngineRequest, RequestOutput
 from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -24,7 +18,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 def client_of(under_test: GatewayUnderTest) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=20)
+    return httpx2.AsyncClient(base_url=under_test.http_url, timeout=20)
 
 
 def completion(**fields: Any) -> dict[str, Any]:
@@ -40,17 +34,17 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def test_what_runs_may_end_and_an_idle_connection_holds_nobody_up(
+def test_running_requests_may_end_and_an_idle_connection_delays_no_shutdown(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"d0": silent}) as under_test, client_of(under_test) as client:
             assert (await client.get("/health")).status_code == 200, "on a connection that stays"
             asking = asyncio.create_task(client.post("/v1/completions", json=completion()))
-            leg = await under_test.workers["d0"].next_leg()
+            request = await under_test.workers["d0"].next_request()
             stopping = asyncio.create_task(under_test.gateway.stop(grace_s=30.0))
             await under_test.until(lambda: under_test.gateway._http is not None and not listens(under_test))
-            under_test.workers["d0"].say(leg, outputs_of(leg, [8, 9]))
+            under_test.workers["d0"].say(request, outputs_of(request, [8, 9]))
             assert (await asking).status_code == 200
             await stopping
 
@@ -63,7 +57,7 @@ def listens(under_test: GatewayUnderTest) -> bool:
     return under_test.gateway._http._server.acceptor.is_listening
 
 
-def test_what_has_not_ended_in_time_is_refused_or_breaks_off(
+def test_requests_that_do_not_end_in_time_are_refused_or_break_off(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def one_token(request: EngineRequest) -> list[RequestOutput]:
@@ -73,7 +67,7 @@ def test_what_has_not_ended_in_time_is_refused_or_breaks_off(
         workers: dict[str, Any] = {"d0": one_token}
         async with gateway_with(folder, {}, workers) as under_test, client_of(under_test) as client:
             asking = asyncio.create_task(client.post("/v1/completions", json=completion()))
-            await under_test.workers["d0"].next_leg()
+            await under_test.workers["d0"].next_request()
             async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as answer:
                 events = answer.aiter_lines()
                 await anext(events)

@@ -9,7 +9,6 @@ import pytest
 
 from gateway import Tokenizer
 from tests.factories.gateway import gateway_with
-from tests.factories.models import make_tokenizer_dir
 
 MESSAGES = [
     {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
@@ -18,42 +17,34 @@ MESSAGES = [
 RENDERED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhé<|im_end|>\n"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_dir(tmp_path_factory.mktemp("model"))
-
-
-def test_texts_and_conversations_become_the_models_tokens_and_back(folder: Path) -> None:
+async def test_texts_and_conversations_become_the_models_tokens_and_back(folder: Path) -> None:
     own = Tokenizer(folder)
 
-    async def run() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            base = f"http://127.0.0.1:{under_test.gateway.http_port}"
-            async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
+    async with gateway_with(folder, {}, {}) as under_test:
+        base = under_test.http_url
+        async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
 
-                async def ask(path: str, **body: Any) -> Any:
-                    return (await client.post(path, json=body)).json()
+            async def ask(path: str, **body: Any) -> Any:
+                return (await client.post(path, json=body)).json()
 
-                answer = await ask("/tokenize", prompt="the cache é", return_token_strs=True)
-                assert answer["tokens"] == list(own.encode("the cache é"))
-                assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
-                assert answer["token_strs"] == own.backend.encode("the cache é").tokens
-                assert await ask("/detokenize", tokens=answer["tokens"], model="tiny") == {
-                    "prompt": "the cache é"
-                }
+            answer = await ask("/tokenize", prompt="the cache é", return_token_strs=True)
+            assert answer["tokens"] == list(own.encode("the cache é"))
+            assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+            assert answer["token_strs"] == own.backend.encode("the cache é").tokens
+            assert await ask("/detokenize", tokens=answer["tokens"], model="tiny") == {
+                "prompt": "the cache é"
+            }
 
-                rendered = await ask("/tokenize", messages=MESSAGES)
-                text = await ask("/detokenize", tokens=rendered["tokens"])
-                assert text == {"prompt": RENDERED + "<|im_start|>assistant\n"}
-                text = await ask("/detokenize", tokens=rendered["tokens"], skip_special_tokens=True)
-                assert text["prompt"].startswith("system\nBe brief.\nuser")
-                rendered = await ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)
-                assert await ask("/detokenize", tokens=rendered["tokens"]) == {"prompt": RENDERED}
+            rendered = await ask("/tokenize", messages=MESSAGES)
+            text = await ask("/detokenize", tokens=rendered["tokens"])
+            assert text == {"prompt": RENDERED + "<|im_start|>assistant\n"}
+            text = await ask("/detokenize", tokens=rendered["tokens"], skip_special_tokens=True)
+            assert text["prompt"].startswith("system\nBe brief.\nuser")
+            rendered = await ask("/tokenize", messages=MESSAGES, add_generation_prompt=False)
+            assert await ask("/detokenize", tokens=rendered["tokens"]) == {"prompt": RENDERED}
 
-                half = own.encode("é")[0]
-                assert await ask("/detokenize", tokens=[half]) == {"prompt": "\ufffd"}
-
-    asyncio.run(run())
+            half = own.encode("é")[0]
+            assert await ask("/detokenize", tokens=[half]) == {"prompt": "\ufffd"}
 
 
 @pytest.mark.parametrize(
@@ -71,12 +62,12 @@ def test_texts_and_conversations_become_the_models_tokens_and_back(folder: Path)
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-def test_what_cannot_be_asked_names_its_field(
+def test_an_invalid_question_is_refused_by_its_field(
     folder: Path, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
     async def run() -> httpx2.Response:
         async with gateway_with(folder, {}, {}) as under_test:
-            base = f"http://127.0.0.1:{under_test.gateway.http_port}"
+            base = under_test.http_url
             async with httpx2.AsyncClient(base_url=base, timeout=60.0) as client:
                 return await client.post(path, json=body)
 

@@ -1,9 +1,10 @@
-"""Two workers' connectors over real sockets, by every transport: blocks arrive, and no end of one harms the other."""
+"""Two workers' connectors over real sockets, by every transport: blocks arrive, and either end may vanish."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import zmq
 
 from baton.clock import SystemClock
 from baton.config import KVTransferConfig
-from baton.kv import KVFingerprint, KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.kv import KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from baton.system.curve import secure_client
@@ -35,6 +36,7 @@ from kv_transfer.transport import shared_memory
 from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.nixl_agent import nixl_is_available
 from tests.factories.fake_cuda import FakeDriver, FakeHost
+from tests.factories.hand_overs import both_ends
 from tests.factories.hosts import BIND_HOSTS
 from tests.factories.security import KEYS
 
@@ -55,7 +57,7 @@ class Worker:
     bind_host: ClassVar[str] = "127.0.0.1"
     fingerprint: ClassVar[KVFingerprint] = FINGERPRINT
 
-    def __init__(self, name: str, incarnation: str) -> None:
+    def __init__(self, name: str, incarnation: str, *, is_started: bool = True) -> None:
         rng = np.random.default_rng(sum(incarnation.encode()))
         blocks, memory = self._make_pool(64 * BLOCK_BYTES)
         self.pool[:] = rng.integers(0, 256, (64, BLOCK_BYTES), dtype=np.uint8)
@@ -72,11 +74,12 @@ class Worker:
             self._has_news.set,
             memory=memory,
         )
-        self.connector.start()
+        if is_started:
+            self.connector.start()
         self.ref = WorkerRef(name, incarnation, (self.connector.kv_address,), 16)
 
     def _make_pool(self, num_bytes: int) -> tuple[Bytes | DeviceBlocks, SharedMemory | None]:
-        """What a connector is told of `self.pool`, [num_blocks, bytes of a block]."""
+        """The pool as a connector gets it; `self.pool` is [num_blocks, bytes of a block]."""
         if self.host is None:
             memory = SharedMemory(num_bytes)
             self.pool = memory.array.reshape(-1, BLOCK_BYTES)
@@ -144,23 +147,14 @@ def decode() -> Iterator[Worker]:
     worker.stop()
 
 
-def legs(
-    prefill: Worker, decode: Worker, transfer_id: str = "t"
-) -> tuple[KVTransferParams, KVTransferParams]:
-    return (
-        KVTransferParams(TransferRole.PRODUCER, transfer_id, 0, decode.ref, OnLoadFailure.RECOMPUTE),
-        KVTransferParams(TransferRole.CONSUMER, transfer_id, 0, prefill.ref, OnLoadFailure.RECOMPUTE),
-    )
-
-
 def start(prefill: Worker, decode: Worker, request_id: str = "r") -> None:
     """A prompt of 40 tokens: two full blocks, and a tail. It goes to blocks 10, 11, 12 of the decode worker."""
-    to_prefill, to_decode = legs(prefill, decode, request_id)
+    to_prefill, to_decode = both_ends(prefill.ref, decode.ref, request_id)
     prefill.command(BeginSend(request_id, to_prefill, 40))
     decode.command(BeginLoad(request_id, to_decode, 40), LoadBlocks(request_id, 0, (10, 11, 12)))
 
 
-def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, decode: Worker) -> None:
+def test_blocks_arrive_progressively_and_both_ends_are_notified(prefill: Worker, decode: Worker) -> None:
     start(prefill, decode)
     prefill.command(after=(SendBlocks("r", 0, (1,)),))
     prefill.command(after=(SendBlocks("r", 1, (2,)),))
@@ -173,24 +167,26 @@ def test_blocks_arrive_progressively_and_both_ends_are_told(prefill: Worker, dec
     assert prefill.connector.counters()["kv_bytes_sent"] == 3 * BLOCK_BYTES
 
 
-def test_two_workers_give_to_each_other_all_at_once(prefill: Worker, decode: Worker) -> None:
-    """Each gives its blocks 1, 2, 3 sixteen times, and has a place of its own for each time that it takes."""
+def test_two_workers_hand_over_to_each_other_at_once(prefill: Worker, decode: Worker) -> None:
+    """Each hands over its blocks 1, 2, 3 sixteen times, and receives each prompt in other blocks."""
     pairs, places = [(prefill, decode), (decode, prefill)], range(10, 58, 3)
     for first in places:
-        for giver, taker in pairs:
-            name = f"{giver.ref.name} {first}"
-            to_giver, to_taker = legs(giver, taker, name)
-            giver.command(BeginSend(name, to_giver, 40), after=(SendBlocks(name, 0, (1, 2)),))
-            taker.command(BeginLoad(name, to_taker, 40), LoadBlocks(name, 0, (first, first + 1, first + 2)))
-            giver.command(FinishSend(name, 3, (3,), TOKEN))
-    for giver, taker in pairs:
-        news = taker.gather(lambda news: len(news.finished_recving) == len(news.finished_sending) == 16)
+        for producer, consumer in pairs:
+            name = f"{producer.ref.name} {first}"
+            to_producer, to_consumer = both_ends(producer.ref, consumer.ref, name)
+            producer.command(BeginSend(name, to_producer, 40), after=(SendBlocks(name, 0, (1, 2)),))
+            consumer.command(
+                BeginLoad(name, to_consumer, 40), LoadBlocks(name, 0, (first, first + 1, first + 2))
+            )
+            producer.command(FinishSend(name, 3, (3,), TOKEN))
+    for producer, consumer in pairs:
+        news = consumer.gather(lambda news: len(news.finished_recving) == len(news.finished_sending) == 16)
         assert sorted(load.request_id for load in news.finished_recving) == [
-            f"{giver.ref.name} {first}" for first in places
+            f"{producer.ref.name} {first}" for first in places
         ]
-        assert sorted(news.finished_sending) == [f"{taker.ref.name} {first}" for first in places]
+        assert sorted(news.finished_sending) == [f"{consumer.ref.name} {first}" for first in places]
         for first in places:
-            assert (taker.pool[first : first + 3] == giver.pool[1:4]).all()
+            assert (consumer.pool[first : first + 3] == producer.pool[1:4]).all()
 
 
 @pytest.mark.parametrize("bind_host", BIND_HOSTS)
@@ -231,7 +227,7 @@ def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
 def test_c41_blocks_taken_back_are_never_sent_with_what_others_wrote_into_them(
     prefill: Worker, decode: Worker
 ) -> None:
-    to_prefill, to_decode = legs(prefill, decode)
+    to_prefill, to_decode = both_ends(prefill.ref, decode.ref)
     truth = prefill.pool[1:4].copy()
     prefill.command(BeginSend("r", to_prefill, 40), after=(SendBlocks("r", 0, (1, 2)),))
     prefill.command(WithdrawBlocks("r"))
@@ -253,7 +249,7 @@ def test_c32_an_abort_while_loading_is_quiet_and_frees_the_other_end(prefill: Wo
     assert prefill.until(lambda news: news.finished_sending) == "r"
 
 
-def test_c33_an_abort_that_crosses_the_arrival_hurts_nobody(prefill: Worker, decode: Worker) -> None:
+def test_c33_an_abort_that_crosses_the_arrival_does_no_harm(prefill: Worker, decode: Worker) -> None:
     for number in range(5):
         name = f"r{number}"
         start(prefill, decode, name)
@@ -272,7 +268,7 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_waited_for(
         start(prefill, decode)
         prefill.command(AbortSend("r", "the request ended", True, False))
     else:
-        to_prefill, to_decode = legs(prefill, decode)
+        to_prefill, to_decode = both_ends(prefill.ref, decode.ref)
         prefill.command(BeginSend("r", to_prefill, 40), AbortSend("r", "the request ended", True, False))
         decode.command(BeginLoad("r", to_decode, 40), LoadBlocks("r", 0, (10, 11, 12)))
     failed = decode.until(lambda news: news.failed_recving)
@@ -302,9 +298,11 @@ def test_c39_a_decode_worker_that_dies_frees_the_lease(prefill: Worker) -> None:
     assert prefill.connector.counters()["kv_lease_expiries"] == 1
 
 
-def test_c44_another_life_at_the_same_address_refuses_what_is_not_its_own(decode: Worker) -> None:
+def test_c44_another_incarnation_at_the_same_address_refuses_the_former_ones_transfers(
+    decode: Worker,
+) -> None:
     first = Worker("p0", "p-life-1")
-    to_prefill, to_decode = legs(first, decode)
+    to_prefill, to_decode = both_ends(first.ref, decode.ref)
     first.command(BeginSend("r", to_prefill, 40))
     address = first.ref.kv_addresses[0]
     first.stop()
@@ -346,6 +344,21 @@ def test_stopping_ends_the_thread_and_closes_the_port() -> None:
     assert threading.active_count() == before + 1
     worker.stop()
     assert threading.active_count() == before
+
+
+def test_a_connector_that_was_never_started_closes_its_sockets_too() -> None:
+    """A worker whose start fails stops its connector; it used to leave the sockets to the garbage collector."""
+    before = num_sockets()
+    worker = Worker("p0", "p-life-1", is_started=False)
+    assert num_sockets() > before
+    worker.stop()
+    worker.stop()
+    assert num_sockets() == before
+
+
+def num_sockets() -> int:
+    """Open sockets of this process; Path.is_socket is False for the descriptor that the listing itself used."""
+    return sum(descriptor.is_socket() for descriptor in Path("/proc/self/fd").iterdir())
 
 
 def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,8 @@ from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput,
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway import GatewayError
 from tests.factories.gateway import NETWORK, GatewayUnderTest, Script, gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir
 
 ANSWER = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -57,7 +51,7 @@ def only_from(prefill: str) -> Script:
 
 
 def lost_transfer(transfer: KVTransferParams) -> TransferRecord:
-    """Begun a second after its leg's arrival, and given up two seconds later."""
+    """Begun a second after its arrival, and given up two seconds later."""
     return TransferRecord(
         role=transfer.role,
         peer=transfer.peer.name,
@@ -200,12 +194,12 @@ def test_c34_recompute_lets_the_decode_worker_go_on_without_its_prefill_worker(
         ) as under_test:
             call = asyncio.create_task(answer(under_test))
             decode = under_test.workers["d0"]
-            leg = await decode.next_leg()
-            await under_test.workers["p0"].next_leg()
+            request = await decode.next_request()
+            await under_test.workers["p0"].next_request()
             if how == "lost":
                 under_test.gateway.remove_worker("p0", "killed by the test")
-            *first, last = outputs_of(leg, ANSWER)
-            decode.say(leg, [*first, with_stages(last, transfer_bytes=0)])
+            *first, last = outputs_of(request, ANSWER)
+            decode.say(request, [*first, with_stages(last, transfer_bytes=0)])
             tokens, placement = await call
             assert tokens == ANSWER
             assert placement["attempts"] == 1
@@ -225,7 +219,7 @@ def test_c34_fail_tells_the_client(folder: Path) -> None:
     run(test)
 
 
-def test_c51_a_request_ends_if_its_decode_leg_ended_before_its_prefill_leg(folder: Path) -> None:
+def test_c51_a_request_ends_if_its_decode_request_ended_before_its_prefill_request(folder: Path) -> None:
     def ended(request: EngineRequest) -> list[RequestOutput]:
         return outputs_of(request, [0], finish=FinishReason.ABORT)
 
@@ -233,9 +227,9 @@ def test_c51_a_request_ends_if_its_decode_leg_ended_before_its_prefill_leg(folde
         workers = ({"p0": silent}, {"d0": ended})
         async with gateway_with(folder, *workers, load_failure_policy="recompute") as under_test:
             call = asyncio.create_task(answer(under_test))
-            leg = await under_test.workers["p0"].next_leg()
+            request = await under_test.workers["p0"].next_request()
             await asyncio.sleep(NETWORK.heartbeat_interval_s)
-            under_test.workers["p0"].say(leg, ended(leg))
+            under_test.workers["p0"].say(request, ended(request))
             with pytest.raises(GatewayError, match="UNAVAILABLE"):
                 await call
 

@@ -30,17 +30,12 @@ from tests.factories.gateway import (
     outputs_of,
     silent,
 )
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 TEXT = "The cache is the baton"
 ANSWER = TOKENIZER.encode(TEXT).ids
 HALF = len(ANSWER) // 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -79,12 +74,12 @@ def tokens_of(events: list[Event]) -> list[int]:
 
 
 async def lose(under_test: GatewayUnderTest, worker: str, call: "asyncio.Task[list[Event]]") -> EngineRequest:
-    """Waits until the worker has said its half, and removes it; the leg that it had."""
-    leg = await under_test.workers[worker].next_leg()
+    """Waits until the worker has said its half, and removes it; the request that it had."""
+    request = await under_test.workers[worker].next_request()
     await begun(call).wait()
     assert not call.done()
     under_test.gateway.remove_worker(worker, "killed by the test")
-    return leg
+    return request
 
 
 async def counters(under_test: GatewayUnderTest) -> dict[str, int]:
@@ -104,7 +99,7 @@ def test_c52_a_request_goes_on_elsewhere_behind_the_tokens_that_the_client_has(f
         async with gateway_with(folder, {}, {"w0": half}) as under_test:
             call = asyncio.create_task(ask(under_test, sampling={"max_tokens": 20}))
             first = await lose(under_test, "w0", call)
-            second = await add(under_test, "w1", answering(ANSWER)).next_leg()
+            second = await add(under_test, "w1", answering(ANSWER)).next_request()
             events = await call
             assert tokens_of(events) == ANSWER
             assert "".join(event.text for event in events) == TEXT
@@ -131,12 +126,12 @@ def test_c52_a_process_that_is_gone_is_noticed_long_before_its_silence_is(folder
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": half}) as under_test:
             call = asyncio.create_task(ask(under_test))
-            await under_test.workers["w0"].next_leg()
+            await under_test.workers["w0"].next_request()
             w1 = add(under_test, "w1", answering(ANSWER))
             await under_test.until(lambda: under_test.gateway.num_ready == 2)
             gone_at = time.monotonic()
             under_test.workers.pop("w0").stop()
-            await w1.next_leg()
+            await w1.next_request()
             assert time.monotonic() - gone_at < NETWORK.peer_timeout_s / 2
             assert tokens_of(await call) == ANSWER
             description = await under_test.client.describe()
@@ -154,13 +149,19 @@ def test_c52_each_attempt_has_a_hand_over_of_its_own(folder: Path) -> None:
             events = [await ask(under_test) for _ in range(2)]  # one of the two goes to w1 first
             assert [tokens_of(answer) for answer in events] == [ANSWER, ANSWER]
             w0 = under_test.workers["w0"]
-            heard = [w0.heard.get() for _ in range(w0.heard.qsize())]
-            transfers = [leg.kv_transfer for leg in heard if isinstance(leg, EngineRequest)]
-            resumed = [leg for leg in heard if isinstance(leg, EngineRequest) and leg.output_token_ids]
-            assert {leg.output_token_ids for leg in resumed} == {tuple(ANSWER[:HALF])}
-            assert [leg.kv_transfer.attempt for leg in resumed if leg.kv_transfer] == [1] * len(resumed)
+            received = [w0.received.get() for _ in range(w0.received.qsize())]
+            transfers = [request.kv_transfer for request in received if isinstance(request, EngineRequest)]
+            resumed = [
+                request
+                for request in received
+                if isinstance(request, EngineRequest) and request.output_token_ids
+            ]
+            assert {request.output_token_ids for request in resumed} == {tuple(ANSWER[:HALF])}
+            assert [request.kv_transfer.attempt for request in resumed if request.kv_transfer] == [1] * len(
+                resumed
+            )
             assert len({transfer.transfer_id for transfer in transfers if transfer}) == len(transfers)
-            kept = {leg.on_preemption for leg in heard if isinstance(leg, EngineRequest)}
+            kept = {request.on_preemption for request in received if isinstance(request, EngineRequest)}
             assert kept == {OnPreemption.RESUME}, "a prompt is computed where it was begun"
 
     run(test())
@@ -183,8 +184,8 @@ def test_c52_a_stop_string_may_begin_on_one_worker_and_end_on_another(folder: Pa
     run(test())
 
 
-def test_c52_what_the_lost_worker_says_later_reaches_nobody(folder: Path) -> None:
-    """Nor does a token whose predecessors never came: what is computed anew need not fit it."""
+def test_c52_late_outputs_of_a_lost_worker_reach_no_client(folder: Path) -> None:
+    """Nor does a token whose predecessors never came: a new computation need not lead to it."""
 
     async def test() -> None:
         def with_a_gap(request: EngineRequest) -> list[RequestOutput]:
@@ -193,22 +194,22 @@ def test_c52_what_the_lost_worker_says_later_reaches_nobody(folder: Path) -> Non
 
         async with gateway_with(folder, {}, {"w0": with_a_gap}) as under_test:
             call = asyncio.create_task(ask(under_test))
-            late = await under_test.workers["w0"].next_leg()
+            late = await under_test.workers["w0"].next_request()
             w1 = add(under_test, "w1", silent)
             await under_test.until(lambda: under_test.gateway.num_ready == 2)
             under_test.workers["w0"].say(late, [failure_of(late, ErrorKind.GIVEN_BACK, "no blocks")])
-            leg = await w1.next_leg()
-            assert leg.output_token_ids == tuple(ANSWER[:1])
+            request = await w1.next_request()
+            assert request.output_token_ids == tuple(ANSWER[:1])
             under_test.workers["w0"].say(late, outputs_of(late, [66, 67], start=1))
             await asyncio.sleep(0.1)
-            w1.say(leg, outputs_of(leg, ANSWER[1:], start=1))
+            w1.say(request, outputs_of(request, ANSWER[1:], start=1))
             assert tokens_of(await call) == ANSWER
 
     run(test())
 
 
 def test_c52_a_request_whose_last_token_came_before_the_loss_is_complete(folder: Path) -> None:
-    """Only the news of its end was lost, and nobody is left to ask."""
+    """Only the report of its end was lost, and no worker is left to ask."""
 
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": half}) as under_test:
@@ -254,10 +255,10 @@ def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
-            while not call.done():  # an attempt may end on its way: the worker need not hear of all eight
-                if w0.heard.empty():
+            while not call.done():  # an attempt may end before it is sent: not all eight reach the worker
+                if w0.received.empty():
                     await asyncio.sleep(0.01)
-                elif isinstance(w0.heard.get(), EngineRequest):
+                elif isinstance(w0.received.get(), EngineRequest):
                     under_test.gateway.remove_worker("w0", "killed by the test")
                     under_test.gateway.add_worker(w0.endpoint)
             with pytest.raises(GatewayError, match="gave up after 8 attempt"):
@@ -272,11 +273,11 @@ def test_c51_a_new_connection_to_a_worker_ends_what_it_did_over_the_former_one(f
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:
             w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
-            await w0.next_leg()
+            await w0.next_request()
             under_test.gateway.remove_worker("w0", "the test says so")
             under_test.gateway.add_worker(w0.endpoint)
             assert (await w0.next_abort()).startswith("client")
-            again = await w0.next_leg()
+            again = await w0.next_request()
             w0.say(again, outputs_of(again, ANSWER))
             assert tokens_of(await call) == ANSWER
             assert w0._server.num_bad_messages == 0
@@ -297,7 +298,7 @@ def test_c36_a_request_is_given_back_twice_and_then_stays(folder: Path) -> None:
 
         async with gateway_with(folder, {}, {"w0": without_room, "w1": without_room}) as under_test:
             assert tokens_of(await ask(under_test)) == ANSWER
-            assert [leg.on_preemption for leg in given_back] == [
+            assert [request.on_preemption for request in given_back] == [
                 OnPreemption.GIVE_BACK,
                 OnPreemption.GIVE_BACK,
                 OnPreemption.RESUME,
@@ -320,34 +321,34 @@ def test_c52_a_decode_worker_that_samples_another_token_than_was_delivered_does_
             folder, {"w0": answering(ANSWER)}, {"w1": other}, load_failure_policy="recompute"
         ) as under_test:
             call = asyncio.create_task(ask(under_test))
-            leg = await under_test.workers["w1"].next_leg()
-            await under_test.workers["w0"].next_leg()
+            request = await under_test.workers["w1"].next_request()
+            await under_test.workers["w0"].next_request()
             await begun(call).wait()
             under_test.gateway.remove_worker("w0", "killed by the test")
-            under_test.workers["w1"].say(leg, outputs_of(leg, [ANSWER[0] + 1, 9, 9], finish=None))
-            assert await under_test.workers["w1"].next_abort() == leg.request_id
-            second = await under_test.workers["w1"].next_leg()
+            under_test.workers["w1"].say(request, outputs_of(request, [ANSWER[0] + 1, 9, 9], finish=None))
+            assert await under_test.workers["w1"].next_abort() == request.request_id
+            second = await under_test.workers["w1"].next_request()
             assert second.output_token_ids == tuple(ANSWER[:1])
             assert tokens_of(await call) == ANSWER
 
     run(test())
 
 
-def test_c34_a_drain_of_the_prefill_worker_fails_nobody_though_the_decode_worker_speaks_first(
+def test_c34_a_drain_of_the_prefill_worker_fails_no_request_though_the_decode_worker_reports_first(
     folder: Path,
 ) -> None:
-    """Policy `fail`: the transfer ends with the prompt, and who waits for it may say so before who gave it back."""
+    """Policy `fail`: the transfer ends with the prompt, and the consumer may be first to report it."""
 
     async def test() -> None:
         workers = ({"w0": silent}, {"w1": silent})
         async with gateway_with(folder, *workers, load_failure_policy="fail") as under_test:
             call = asyncio.create_task(ask(under_test))
             w0, w1 = under_test.workers["w0"], under_test.workers["w1"]
-            to_decode, to_prefill = await w1.next_leg(), await w0.next_leg()
+            to_decode, to_prefill = await w1.next_request(), await w0.next_request()
             w1.say(to_decode, [failure_of(to_decode, ErrorKind.KV_LOAD_FAILED, "no prompt")])
             assert await w0.next_abort() == to_prefill.request_id
             w0.say(to_prefill, [failure_of(to_prefill, ErrorKind.GIVEN_BACK, "the worker drains")])
-            again = await w1.next_leg()
+            again = await w1.next_request()
             w1.say(again, outputs_of(again, ANSWER))
             assert tokens_of(await call) == ANSWER
 
@@ -362,15 +363,15 @@ def test_c34_whom_a_leaving_prefill_worker_did_not_even_refuse_goes_on_elsewhere
         async with gateway_with(folder, *workers, load_failure_policy="fail") as under_test:
             call = asyncio.create_task(ask(under_test))
             w0, w1 = under_test.workers["w0"], under_test.workers["w1"]
-            await w1.next_leg()
-            await w0.next_leg()
+            await w1.next_request()
+            await w0.next_request()
             w0.state = WorkerState.DRAINING
-            client = under_test.gateway._driver.fleet.client("w0")
+            client = under_test.gateway._driver.workers.client("w0")
             assert client is not None
             await under_test.until(lambda: client.status is not None and client.status.state is w0.state)
             under_test.gateway.remove_worker("w0", "its process has ended")
             assert await w1.next_abort()
-            again = await w1.next_leg()
+            again = await w1.next_request()
             w1.say(again, outputs_of(again, ANSWER))
             assert tokens_of(await call) == ANSWER
 

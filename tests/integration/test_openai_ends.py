@@ -1,10 +1,8 @@
-"""How requests of the unmodified `openai` package end when they do not end well: errors, cancels, deadlines."""
+"""How the unmodified `openai` package sees requests that do not finish: errors, cancels, deadlines."""
 
 import asyncio
 import json
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import httpx2
@@ -14,239 +12,141 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from baton.errors import DeadlinePassed, Overloaded, RequestAborted, SlowReader
 from baton.request import EngineRequest, ErrorKind, RequestOutput
-from gateway.http.errors import headers_of, status_of
+from gateway.error_codes import codes_of
+from gateway.http.errors import headers_of
 from gateway.text import TokenizerPool
 from tests.factories.gateway import (
     failing,
     failure_of,
-    gateway_with,
     outputs_of,
     silent,
 )
-from tests.factories.models import make_model_dir, make_tokenizer
-from tests.factories.openai import openai_for, raw_events
+from tests.factories.models import make_tokenizer
+from tests.factories.openai import openai_with, raw_events
 
 TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request_on_all_workers(folder: Path, stream: bool) -> None:
+async def test_a_client_that_leaves_in_mid_stream_ends_all_its_answers_on_all_workers(folder: Path) -> None:
     def one_token(request: EngineRequest) -> list[RequestOutput]:
         return outputs_of(request, ANSWER[:1], finish=None)
 
-    async def test() -> None:
-        workers = {"p0": silent}, {"d0": one_token if stream else silent}
-        async with gateway_with(folder, *workers) as under_test, openai_for(under_test) as client:
-            asking = asyncio.create_task(
-                client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, n=2)
-            )
-            legs = {
-                w: [(await under_test.workers[w].next_leg()).request_id for _ in "ab"] for w in ("p0", "d0")
-            }
-            if stream:
-                answer: Any = await asking
-                await anext(aiter(answer))
-                await answer.close()
-            else:
-                asking.cancel()
-            for worker, ids in legs.items():
-                heard = [await under_test.workers[worker].next_abort() for _ in ids]
-                assert sorted(heard) == sorted(ids)
-
-    run(test())
+    async with openai_with(folder, one_token, silent) as (under_test, client):
+        answer = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True, n=2)
+        workers = [under_test.workers[name] for name in ("p0", "d0")]
+        ids = [sorted([(await worker.next_request()).request_id for _ in "ab"]) for worker in workers]
+        await anext(aiter(answer))
+        await answer.close()
+        assert [sorted([await worker.next_abort() for _ in "ab"]) for worker in workers] == ids
 
 
-def test_an_error_in_mid_stream_is_an_event_and_the_end(folder: Path) -> None:
+async def test_an_error_in_mid_stream_is_an_event_and_the_end(folder: Path) -> None:
     def fails_late(request: EngineRequest) -> list[RequestOutput]:
         begun = outputs_of(request, ANSWER[:3], finish=None)
         failure = failure_of(request, ErrorKind.INVALID_REQUEST, "structured_output: it cannot go on")
         failure.first_position = 3
         return [*begun, failure]
 
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": fails_late}) as under_test,
-            openai_for(under_test) as client,
-        ):
-            with pytest.raises(openai.APIError, match="it cannot go on") as caught:
-                async for _ in await client.chat.completions.create(
-                    model="tiny", messages=HELLO, stream=True
-                ):
-                    pass
-            assert caught.value.param == "response_format", "by the client's name for it"
-            *_, last = await raw_events(under_test, HELLO)
-            assert json.loads(last)["error"]["type"] == "invalid_request_error"
-
-    run(test())
+    async with openai_with(folder, fails_late) as (under_test, client):
+        with pytest.raises(openai.APIError, match="it cannot go on") as caught:
+            async for _ in await client.chat.completions.create(model="tiny", messages=HELLO, stream=True):
+                pass
+        assert caught.value.param == "response_format", "by the client's name for it"
+        *_, last = await raw_events(under_test, HELLO)
+        assert json.loads(last)["error"]["type"] == "invalid_request_error"
 
 
-def test_an_error_before_the_first_token_has_its_status(folder: Path) -> None:
-    async def test() -> None:
-        overloaded = failing(ErrorKind.OVERLOADED, "no room")
-        async with (
-            gateway_with(folder, {}, {"d0": overloaded}, placement_timeout_s=0.2) as under_test,
-            openai_for(under_test) as client,
-        ):
-            for stream in (False, True):
-                with pytest.raises(openai.RateLimitError) as caught:
-                    await client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, n=2)
-                assert caught.value.type == "rate_limit_error"
-                assert int(caught.value.response.headers["retry-after"]) >= 1
-                assert caught.value.request_id
-
-    run(test())
+async def test_an_error_before_the_first_token_has_its_status(folder: Path) -> None:
+    overloaded = failing(ErrorKind.OVERLOADED, "no room")
+    async with openai_with(folder, overloaded, placement_timeout_s=0.2) as (_, client):
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as caught:
+                await client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, n=2)
+            assert caught.value.type == "rate_limit_error"
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            assert caught.value.request_id
 
 
-def test_a_deadline_crosses_to_the_workers_and_ends_the_request(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": silent}) as under_test,
-            openai_for(under_test) as client,
-        ):
-            asking = asyncio.create_task(
-                client.chat.completions.create(
-                    model="tiny", messages=HELLO, extra_headers={"x-request-timeout-ms": "60000"}
-                )
-            )
-            leg = await under_test.workers["d0"].next_leg()
-            assert leg.timeout_s is not None
-            assert 50 < leg.timeout_s <= 60
-            asking.cancel()
-            await under_test.workers["d0"].next_abort()
-
-    run(test())
-
-
-def test_a_deadline_counts_from_the_request_however_many_prompts_it_brings(folder: Path) -> None:
+async def test_a_deadline_counts_from_the_request_however_many_prompts_it_brings(folder: Path) -> None:
     encode = TokenizerPool.encode
 
     async def slowly(pool: TokenizerPool, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         await asyncio.sleep(0.2)
         return await encode(pool, text, add_special_tokens)
 
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": silent}) as under_test,
-            openai_for(under_test) as client,
-        ):
+    with patch.object(TokenizerPool, "encode", slowly):
+        async with openai_with(folder, silent) as (under_test, client):
             asking = asyncio.create_task(
                 client.completions.create(
                     model="tiny", prompt=["Hello"] * 4, extra_headers={"x-request-timeout-ms": "60000"}
                 )
             )
-            legs = [await under_test.workers["d0"].next_leg() for _ in range(4)]
-            assert all(leg.timeout_s is not None and leg.timeout_s < 59.3 for leg in legs)
+            requests = [await under_test.workers["d0"].next_request() for _ in range(4)]
+            assert all(request.timeout_s is not None and request.timeout_s < 59.3 for request in requests)
             asking.cancel()
-            for _ in legs:
+            for _ in requests:
                 await under_test.workers["d0"].next_abort()
 
-    with patch.object(TokenizerPool, "encode", slowly):
-        run(test())
+
+async def test_a_client_may_name_its_request(folder: Path) -> None:
+    async with openai_with(folder, silent) as (under_test, client):
+        ask = client.chat.completions.create
+        first = asyncio.create_task(ask(model="tiny", messages=HELLO, extra_body={"request_id": "mine-1"}))
+        await under_test.workers["d0"].next_request()
+        with pytest.raises(openai.BadRequestError, match="in use") as caught:
+            await ask(model="tiny", messages=HELLO, extra_body={"request_id": "mine-1"})
+        assert (caught.value.param, caught.value.request_id) == ("request_id", "mine-1")
+        assert await under_test.client.abort("mine-1") == 1
+        with pytest.raises(openai.APIStatusError, match="mine-1 was aborted") as ended:
+            await first
+        assert ended.value.code == "request_aborted"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_deadline_ends_a_request_whose_worker_says_nothing(folder: Path, stream: bool) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": silent}) as under_test,
-            openai_for(under_test) as client,
-        ):
-            with pytest.raises(openai.InternalServerError, match="deadline passed") as caught:
-                await client.chat.completions.create(
-                    model="tiny", messages=HELLO, stream=stream, extra_headers={"x-request-timeout-ms": "200"}
-                )
-            assert caught.value.status_code == 504
-            leg = await under_test.workers["d0"].next_leg()
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
-
-    run(test())
-
-
-def test_a_client_may_name_its_request(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": silent}) as under_test,
-            openai_for(under_test) as client,
-        ):
-            ask = client.chat.completions.create
-            first = asyncio.create_task(
-                ask(model="tiny", messages=HELLO, extra_body={"request_id": "mine-1"})
-            )
-            await under_test.workers["d0"].next_leg()
-            with pytest.raises(openai.BadRequestError, match="in use") as caught:
-                await ask(model="tiny", messages=HELLO, extra_body={"request_id": "mine-1"})
-            assert (caught.value.param, caught.value.request_id) == ("request_id", "mine-1")
-            assert await under_test.client.abort("mine-1") == 1
-            with pytest.raises(openai.APIStatusError, match="mine-1 was aborted") as ended:
-                await first
-            assert ended.value.code == "request_aborted"
-
-    run(test())
-
-
-def test_the_name_of_a_request_ends_the_answers_to_all_of_its_prompts(folder: Path) -> None:
+async def test_the_name_of_a_request_ends_the_answers_to_all_of_its_prompts(folder: Path) -> None:
     """Though its length leaves no room to number them."""
     name = "m" * 128
 
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": silent}) as under_test,
-            openai_for(under_test) as client,
-        ):
-            asking = asyncio.create_task(
-                client.completions.create(
-                    model="tiny", prompt=["Hello", "there"], extra_body={"request_id": name}
-                )
+    async with openai_with(folder, silent) as (under_test, client):
+        asking = asyncio.create_task(
+            client.completions.create(
+                model="tiny", prompt=["Hello", "there"], extra_body={"request_id": name}
             )
-            d0 = under_test.workers["d0"]
-            legs = {(await d0.next_leg()).request_id for _ in "ab"}
-            assert await under_test.client.abort(name) == 1
-            with pytest.raises(openai.APIStatusError, match="was aborted"):
-                await asking
-            assert {await d0.next_abort() for _ in legs} == legs
+        )
+        d0 = under_test.workers["d0"]
+        requests = {(await d0.next_request()).request_id for _ in "ab"}
+        assert await under_test.client.abort(name) == 1
+        with pytest.raises(openai.APIStatusError, match="was aborted"):
+            await asking
+        assert {await d0.next_abort() for _ in requests} == requests
 
-    run(test())
 
-
-def test_the_name_of_a_request_ends_its_other_answers_when_the_first_is_complete(folder: Path) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": silent}) as under_test,
-            openai_for(under_test) as client,
-        ):
-            asking = asyncio.create_task(
-                client.chat.completions.create(
-                    model="tiny", messages=HELLO, n=3, extra_body={"request_id": "three"}
-                )
+async def test_the_name_of_a_request_ends_its_other_answers_when_the_first_is_complete(folder: Path) -> None:
+    async with openai_with(folder, silent) as (under_test, client):
+        asking = asyncio.create_task(
+            client.chat.completions.create(
+                model="tiny", messages=HELLO, n=3, extra_body={"request_id": "three"}
             )
-            d0 = under_test.workers["d0"]
-            legs = {leg.request_id.split(".")[0]: leg for leg in [await d0.next_leg() for _ in range(3)]}
-            d0.say(legs["three"], outputs_of(legs["three"], ANSWER))
-            await under_test.until(lambda: under_test.gateway.report().num_finished == 1)
-            assert await under_test.client.abort("three") == 1
-            with pytest.raises(openai.APIStatusError, match="three was aborted"):
-                await asking
-            others = {legs["three-1"].request_id, legs["three-2"].request_id}
-            assert {await d0.next_abort() for _ in others} == others
-            assert await under_test.client.abort("three") == 0
-
-    run(test())
+        )
+        d0 = under_test.workers["d0"]
+        requests = {
+            request.request_id.split(".")[0]: request
+            for request in [await d0.next_request() for _ in range(3)]
+        }
+        d0.say(requests["three"], outputs_of(requests["three"], ANSWER))
+        await under_test.until(lambda: under_test.gateway.report().num_finished == 1)
+        assert await under_test.client.abort("three") == 1
+        with pytest.raises(openai.APIStatusError, match="three was aborted"):
+            await asking
+        others = {requests["three-1"].request_id, requests["three-2"].request_id}
+        assert {await d0.next_abort() for _ in others} == others
+        assert await under_test.client.abort("three") == 0
 
 
 @pytest.mark.parametrize("error", [RequestAborted("ended"), SlowReader("slow"), DeadlinePassed("late")])
-def test_what_ended_on_purpose_is_nothing_that_openais_client_tries_again(error: RequestAborted) -> None:
-    response = httpx2.Response(status_of(error), headers=dict(headers_of(error)))
+def test_openais_client_does_not_retry_requests_that_were_ended_on_purpose(error: RequestAborted) -> None:
+    response = httpx2.Response(codes_of(error).http, headers=dict(headers_of(error)))
     client = openai.OpenAI(api_key="none")
     assert not client._should_retry(response)
-    assert client._should_retry(httpx2.Response(status_of(Overloaded("full", 1.0))))
+    assert client._should_retry(httpx2.Response(codes_of(Overloaded("full", 1.0)).http))

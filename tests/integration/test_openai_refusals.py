@@ -1,4 +1,4 @@
-"""Requests that are refused: each by its status, with OpenAI's code, and by the field that is to blame."""
+"""Refused requests: each with its status, OpenAI's code, and the invalid field."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,23 +13,16 @@ from gateway.http.openai.chat_request import ChatCompletionRequest, Message
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.fields import Body
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 ANSWER = make_tokenizer().encode("baton").ids
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
 @asynccontextmanager
 async def http_to(under_test: GatewayUnderTest) -> AsyncIterator[httpx2.AsyncClient]:
-    async with httpx2.AsyncClient(
-        base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-    ) as client:
+    async with httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client:
         yield client
 
 
@@ -62,8 +55,8 @@ def unsupported(body: type[Body]) -> list[str]:
     return [name for name, schema in properties.items() if schema.get("type") == "null"]
 
 
-def test_fields_that_are_not_honoured_are_refused_by_name(folder: Path) -> None:
-    """OpenAI's that are lacking here, and such as nobody knows; null is as good as nothing for the former."""
+def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) -> None:
+    """OpenAI's fields without support here, and unknown ones. For the former, null means absent."""
     assert {"tools", "functions", "tool_choice", "audio", "metadata"} <= set(
         unsupported(ChatCompletionRequest)
     )
@@ -80,20 +73,17 @@ def test_fields_that_are_not_honoured_are_refused_by_name(folder: Path) -> None:
     assert [error["param"] for error in errors] == [f"messages.0.{field}" for field in fields]
 
 
-def test_null_is_as_good_as_nothing(folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
-            http_to(under_test) as client,
+async def test_null_means_absent(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,
+        http_to(under_test) as client,
+    ):
+        for path, body, request in (
+            ("/v1/chat/completions", CHAT, ChatCompletionRequest),
+            ("/v1/completions", TEXT, CompletionRequest),
         ):
-            for path, body, request in (
-                ("/v1/chat/completions", CHAT, ChatCompletionRequest),
-                ("/v1/completions", TEXT, CompletionRequest),
-            ):
-                nulls = dict.fromkeys(request.model_fields, None)
-                assert (await client.post(path, json=nulls | body)).status_code == 200
-
-    asyncio.run(run())
+            nulls = dict.fromkeys(request.model_fields, None)
+            assert (await client.post(path, json=nulls | body)).status_code == 200
 
 
 def part(**fields: Any) -> dict[str, Any]:
@@ -181,7 +171,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_wrong_is_said_of_the_field_that_is_wrong(
+def test_an_invalid_field_is_named_with_its_problem(
     folder: Path, path: str, body: dict[str, Any], refused: list[tuple[str, dict[str, Any], str]]
 ) -> None:
     errors = refusals(folder, path, [body | fields for _, fields, _ in refused])
@@ -201,18 +191,15 @@ def test_programs_know_these_errors_by_their_code(folder: Path) -> None:
     assert too_long["param"] == "messages"
 
 
-def test_a_deadline_that_is_none_is_refused(folder: Path) -> None:
+def test_an_invalid_deadline_is_refused(folder: Path) -> None:
     header = "x-request-timeout-ms"
     for value in ("soon", "0", "-5", "1e9", str(10**12)):
         (error,) = refusals(folder, "/v1/completions", [TEXT], {header: value})
         assert (error["status"], error["param"]) == (400, header)
 
 
-def test_one_model_is_there_and_others_are_not(folder: Path) -> None:
-    async def run() -> None:
-        async with gateway_with(folder, {}, {}) as under_test, http_to(under_test) as client:
-            assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
-            answer = await client.get("/v1/models/some/other")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-
-    asyncio.run(run())
+async def test_one_model_is_there_and_others_are_not(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test, http_to(under_test) as client:
+        assert (await client.get("/v1/models/tiny")).json()["id"] == "tiny"
+        answer = await client.get("/v1/models/some/other")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

@@ -9,10 +9,9 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,16 +20,10 @@ from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
-from tests.factories.models import make_model_dir
 from tests.factories.serving import baton
 
 DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 LEAVE_ALTERNATE_SCREEN, SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def control() -> FakeFleetControl:
@@ -42,122 +35,100 @@ def control() -> FakeFleetControl:
     )
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 120))
-
-
 async def command(under_test: GatewayUnderTest, *arguments: str) -> subprocess.CompletedProcess[str]:
     target = f"127.0.0.1:{under_test.gateway.grpc_port}"
     return await asyncio.to_thread(baton, *arguments, "--target", target)
 
 
-def test_orders_end_with_a_clear_line(folder: Path) -> None:
-    async def test() -> None:
-        fake = control()
-        async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
-            role = await command(under_test, "role", "w0", "decode")
-            assert (role.returncode, role.stderr) == (DONE, "")
-            assert role.stdout.splitlines()[-1].startswith("role      w0 serves as a decode worker")
-            rollout = await command(under_test, "rollout")
-            assert (rollout.returncode, rollout.stderr) == (DONE, "")
-            first, second, last = rollout.stdout.splitlines()
-            assert "w0 serves anew, 1 of 2" in first
-            assert "w1 serves anew, 2 of 2" in second
-            assert last.startswith("rollout   2 workers live anew")
-            drain = await command(under_test, "drain", "w0")
-            assert (drain.returncode, drain.stderr) == (DONE, "")
-            assert drain.stdout.splitlines()[-1].startswith("drain     w0 is gone")
-        assert fake.orders == [("set_role", "w0", "decode"), ("rollout",), ("drain", "w0")]
-
-    run(test())
+async def test_orders_end_with_a_clear_line(folder: Path) -> None:
+    fake = control()
+    async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
+        role = await command(under_test, "role", "w0", "decode")
+        assert (role.returncode, role.stderr) == (DONE, "")
+        assert role.stdout.splitlines()[-1].startswith("role      w0 serves as a decode worker")
+        rollout = await command(under_test, "rollout")
+        assert (rollout.returncode, rollout.stderr) == (DONE, "")
+        first, second, last = rollout.stdout.splitlines()
+        assert "w0 serves again, 1 of 2" in first
+        assert "w1 serves again, 2 of 2" in second
+        assert last.startswith("rollout   2 workers restarted")
+        drain = await command(under_test, "drain", "w0")
+        assert (drain.returncode, drain.stderr) == (DONE, "")
+        assert drain.stdout.splitlines()[-1].startswith("drain     w0 is removed")
+    assert fake.orders == [("set_role", "w0", "decode"), ("rollout",), ("drain", "w0")]
 
 
-def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
-            role = await command(under_test, "role", "w0", "decode", "--json")
-            rollout = await command(under_test, "rollout", "--json")
-            drain = await command(under_test, "drain", "w0", "--json")
-        answers = [json.loads(done.stdout) for done in (role, rollout, drain)]
-        assert all(answer.pop("total_s") >= 0 for answer in answers)
-        assert answers[0] == {"worker": "w0", "role": "decode"}
-        assert answers[1] == {
-            "workers": [
-                {"worker": "w0", "incarnation": "w0-next-life"},
-                {"worker": "w1", "incarnation": "w1-next-life"},
-            ]
-        }
-        assert answers[2] == {"worker": "w0"}
-        assert "w0 is gone" in drain.stderr
-
-    run(test())
+async def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> None:
+    async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
+        role = await command(under_test, "role", "w0", "decode", "--json")
+        rollout = await command(under_test, "rollout", "--json")
+        drain = await command(under_test, "drain", "w0", "--json")
+    answers = [json.loads(done.stdout) for done in (role, rollout, drain)]
+    assert all(answer.pop("total_s") >= 0 for answer in answers)
+    assert answers[0] == {"worker": "w0", "role": "decode"}
+    assert answers[1] == {
+        "workers": [
+            {"worker": "w0", "incarnation": "w0-next-life"},
+            {"worker": "w1", "incarnation": "w1-next-life"},
+        ]
+    }
+    assert answers[2] == {"worker": "w0"}
+    assert "w0 is removed" in drain.stderr
 
 
-def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
-    async def test() -> None:
-        fake = control()
-        fake.refuses = FleetError("w1 is the last of its role")
-        async with gateway_with(folder, {}, {}, control=fake) as under_test:
-            drain = await command(under_test, "drain", "w1")
-            assert (drain.returncode, drain.stdout) == (REFUSED, "")
-            assert drain.stderr == "baton drain: FAILED_PRECONDITION: w1 is the last of its role\n"
-            unknown = await command(under_test, "role", "w7", "decode", "--json")
-            assert (unknown.returncode, unknown.stdout) == (REFUSED, "")
-            assert "there is no worker 'w7'; the fleet has w0, w1" in unknown.stderr
-            rollout = await command(under_test, "rollout")
-            assert rollout.returncode == REFUSED
-            assert rollout.stderr.endswith("w1 is the last of its role; by then 1 of 2 lived anew: w0\n")
-
-    run(test())
+async def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
+    fake = control()
+    fake.refuses = FleetError("w1 is the last of its role")
+    async with gateway_with(folder, {}, {}, control=fake) as under_test:
+        drain = await command(under_test, "drain", "w1")
+        assert (drain.returncode, drain.stdout) == (REFUSED, "")
+        assert drain.stderr == "baton drain: FAILED_PRECONDITION: w1 is the last of its role\n"
+        unknown = await command(under_test, "role", "w7", "decode", "--json")
+        assert (unknown.returncode, unknown.stdout) == (REFUSED, "")
+        assert "there is no worker 'w7'; the fleet has w0, w1" in unknown.stderr
+        rollout = await command(under_test, "rollout")
+        assert rollout.returncode == REFUSED
+        assert rollout.stderr.endswith("w1 is the last of its role; restarted before that: 1 of 2: w0\n")
 
 
-def test_status_shows_the_worker_that_is_missing(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
-            table = await command(under_test, "status")
-            assert "crash loop" in table.stdout
-            assert "w1: exit code 1" in table.stdout
-            as_json = json.loads((await command(under_test, "status", "--json")).stdout)
-        assert {worker["name"]: worker["state"] for worker in as_json["workers"]} == {
-            "w0": "ready",
-            "w1": "crash_loop",
-        }
-        documented = {"name", "role", "state", "incarnation", "node", "pid", "kv_blocks", "requests"}
-        assert all(documented <= worker.keys() for worker in as_json["workers"])
-        assert {"total", "free", "quarantined", "leased"} <= as_json["workers"][1]["kv_blocks"].keys()
-        assert as_json["gateway"]["queued"] == 0
-
-    run(test())
+async def test_status_shows_the_worker_that_is_missing(folder: Path) -> None:
+    async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
+        table = await command(under_test, "status")
+        assert "crash loop" in table.stdout
+        assert "w1: exit code 1" in table.stdout
+        as_json = json.loads((await command(under_test, "status", "--json")).stdout)
+    assert {worker["name"]: worker["state"] for worker in as_json["workers"]} == {
+        "w0": "ready",
+        "w1": "crash_loop",
+    }
+    documented = {"name", "role", "state", "incarnation", "node", "pid", "kv_blocks", "requests"}
+    assert all(documented <= worker.keys() for worker in as_json["workers"])
+    assert {"total", "free", "quarantined", "leased"} <= as_json["workers"][1]["kv_blocks"].keys()
+    assert as_json["gateway"]["queued"] == 0
 
 
-def test_top_away_from_a_terminal_points_to_status(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            top = await command(under_test, "top")
-        assert (top.returncode, top.stdout) == (USAGE, "")
-        assert "`baton status`" in top.stderr
-
-    run(test())
+async def test_top_away_from_a_terminal_points_to_status(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test:
+        top = await command(under_test, "top")
+    assert (top.returncode, top.stdout) == (USAGE, "")
+    assert "`baton status`" in top.stderr
 
 
-def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path) -> None:
-    async def test() -> None:
-        fake = control()
-        fake.obeys.clear()
-        async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            shown = await asyncio.to_thread(Terminal, "drain", "w0", "--target", target)
-            try:
-                await under_test.until(lambda: fake.orders == [("drain", "w0")])
-                await asyncio.to_thread(shown.wait_for, b"(ready, 0 requests)")
-                shown.process.send_signal(signal.SIGINT)
-                assert await asyncio.to_thread(shown.process.wait, 20) == INTERRUPTED
-                await asyncio.to_thread(shown.wait_for, b"the fleet goes on with it, see `baton status`")
-                assert b"is gone" not in shown.shown
-            finally:
-                await asyncio.to_thread(shown.close)
-
-    run(test())
+async def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path) -> None:
+    fake = control()
+    fake.obeys.clear()
+    async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
+        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
+        shown = await asyncio.to_thread(Terminal, "drain", "w0", "--target", target)
+        try:
+            await under_test.until(lambda: fake.orders == [("drain", "w0")])
+            await asyncio.to_thread(shown.wait_for, b"(ready, 0 requests)")
+            shown.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(shown.process.wait, 20) == INTERRUPTED
+            await asyncio.to_thread(shown.wait_for, b"the fleet still carries it out; see `baton status`")
+            assert b"is removed" not in shown.shown
+        finally:
+            await asyncio.to_thread(shown.close)
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "soon"])
@@ -223,7 +194,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 
 @pytest.mark.parametrize("way", ["q", "SIGINT", "SIGTERM"])
-def test_top_redraws_and_leaves_the_terminal_as_it_was(folder: Path, way: str) -> None:
+async def test_top_redraws_and_leaves_the_terminal_as_it_was(folder: Path, way: str) -> None:
     def watch(target: str) -> None:
         with terminal("top", "--target", target, "--interval", "0.2") as shown:
             shown.wait_for(b"crash loop", count=3)
@@ -238,30 +209,24 @@ def test_top_redraws_and_leaves_the_terminal_as_it_was(folder: Path, way: str) -
             assert shown.shown.rindex(SHOW_CURSOR) > shown.shown.rindex(b"\x1b[?25l")
             assert termios.tcgetattr(shown.theirs) == shown.mode
 
-    async def test() -> None:
-        async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
-            await asyncio.to_thread(watch, f"127.0.0.1:{under_test.gateway.grpc_port}")
-
-    run(test())
+    async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
+        await asyncio.to_thread(watch, f"127.0.0.1:{under_test.gateway.grpc_port}")
 
 
-def test_top_outlives_its_gateway_and_finds_its_successor(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
-            port = under_test.gateway.grpc_port
-            target = f"127.0.0.1:{port}"
-            shown = await asyncio.to_thread(Terminal, "top", "--target", target, "--interval", "0.2")
-            await asyncio.to_thread(shown.wait_for, b"crash loop")
-        try:
-            await asyncio.to_thread(shown.wait_for, b"the data below is old")
-            async with gateway_with(folder, {"w5": silent}, {}, grpc_port=port):
-                await asyncio.to_thread(shown.wait_for, b"w5")
-            shown.press(b"q")
-            assert await asyncio.to_thread(shown.process.wait, 20) == DONE
-        finally:
-            await asyncio.to_thread(shown.close)
-
-    run(test())
+async def test_top_outlives_its_gateway_and_finds_its_successor(folder: Path) -> None:
+    async with gateway_with(folder, {"w0": silent}, {}, control=control()) as under_test:
+        port = under_test.gateway.grpc_port
+        target = f"127.0.0.1:{port}"
+        shown = await asyncio.to_thread(Terminal, "top", "--target", target, "--interval", "0.2")
+        await asyncio.to_thread(shown.wait_for, b"crash loop")
+    try:
+        await asyncio.to_thread(shown.wait_for, b"the data below is old")
+        async with gateway_with(folder, {"w5": silent}, {}, grpc_port=port):
+            await asyncio.to_thread(shown.wait_for, b"w5")
+        shown.press(b"q")
+        assert await asyncio.to_thread(shown.process.wait, 20) == DONE
+    finally:
+        await asyncio.to_thread(shown.close)
 
 
 def test_top_of_no_gateway_is_refused_before_the_screen_changes() -> None:

@@ -1,4 +1,4 @@
-"""A prefill worker that is killed: the decode worker that maps its pool lets go, though it has nothing else to do."""
+"""A prefill worker that is killed: the decode worker that maps its pool closes it, though it is idle otherwise."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ FINGERPRINT = KVFingerprint(2, "model", "uint8", "LKHTD", 1, 2, 64, 16, 1)
 CONFIG = KVTransferConfig().with_values("test", transport="shared_memory")
 PATIENCE_S = 30.0
 AT_ONCE_S = 5.0
-"""It takes milliseconds; on a busy machine more, but nothing like the time after which an idle pool is let go."""
+"""It takes milliseconds, on a busy machine more, but far less than the time after which an idle pool is closed."""
 
 
 class Worker:
@@ -51,7 +51,7 @@ class Worker:
 
 
 def give(pipe: Connection) -> None:
-    """A prefill worker that gives one prompt and then lives on until it is killed."""
+    """A prefill worker that hands over one prompt, and then runs until it is killed."""
     worker = Worker("p0")
     pipe.send((worker.ref, worker.inode))
     peer: WorkerRef = pipe.recv()

@@ -14,7 +14,7 @@ import pytest
 from baton.system.secret import SECRET_VARIABLE
 from cli.main import DONE, REFUSED, USAGE, main
 from tests.factories.certificates import make_certificates
-from tests.factories.control_api import control_server, in_loop, in_process
+from tests.factories.control_api import control_server, in_process
 from tests.factories.fleet import fleet, fleet_config
 from tests.factories.security import SECRET
 
@@ -98,22 +98,18 @@ def test_a_gateway_with_tls_is_asked_as_it_wants(tmp_path: Path, capsys: pytest.
         assert main(["probe", health, *own]) == DONE
 
 
-def test_a_fleet_is_well_once_it_serves(
+async def test_a_fleet_is_well_once_it_serves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
 
-    @in_loop
-    async def test() -> None:
-        config = fleet_config()
-        async with fleet(config) as tested, control_server(config, None) as server:
-            probe = ["probe", f"fleet://{server.address}", "--timeout", "20"]
-            assert await asyncio.to_thread(main, probe) == REFUSED
-            assert "still starting" in capsys.readouterr().err
-            await server.serve(in_process(tested.controller, config))
-            assert await asyncio.to_thread(main, probe) == DONE
-
-    test()
+    config = fleet_config()
+    async with fleet(config) as tested, control_server(config, None) as server:
+        probe = ["probe", f"fleet://{server.address}", "--timeout", "20"]
+        assert await asyncio.to_thread(main, probe) == REFUSED
+        assert "still starting" in capsys.readouterr().err
+        await server.serve(in_process(tested.controller, config))
+        assert await asyncio.to_thread(main, probe) == DONE
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ import pytest
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
-from engine.ranks.executor import RankProcesses
 from engine.ranks.exit_codes import EXIT_ALONE
 from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import Loaded
+from engine.ranks.processes import RankProcesses
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.commands import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
 from tests.factories.engine import RunningLoop, make_core
@@ -56,7 +56,7 @@ class RunningRanks:
         diary = Diary(folder, 0)
         own = DiaryConnector(diary, on_news=lambda: None)
         self.pipeline = others.pipeline(lambda: make_fake_pipeline(others.collectives, diary))
-        self.connector = others.connector(own, BLOCK_SIZE)
+        self.connector = others.connector(own)
         others.serve()
 
     def compute(self, step: int, *request_ids: str) -> int:
@@ -117,7 +117,7 @@ def rank_pids(parent: int) -> list[int]:
     return [child.pid for child in psutil.Process(parent).children() if FAKE_RANK in child.cmdline()]
 
 
-def test_ranks_compute_the_same_steps_obey_the_same_orders_and_end_when_told(tmp_path: Path) -> None:
+def test_ranks_compute_the_same_steps_execute_the_same_commands_and_end_on_command(tmp_path: Path) -> None:
     """A rank obeys orders when it has computed what rank 0 had computed."""
     commands = KVConnectorMetadata(
         (WithdrawBlocks("w"),),
@@ -177,7 +177,7 @@ def test_a_rank_that_ends_in_a_step_is_named_with_its_exit_code(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_step_that_fails_on_one_rank_fails_on_all_and_nobody_hangs(tmp_path: Path, rank: int) -> None:
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_none_hangs(tmp_path: Path, rank: int) -> None:
     with running(tmp_path) as ranks:
         assert ranks.compute(1) == 2
         begun = time.monotonic()
@@ -267,7 +267,7 @@ def test_no_rank_outlives_rank_0_nor_does_any_file(tmp_path: Path, what: str) ->
     assert not list(temporary.iterdir())
 
 
-def test_a_rank_that_is_still_importing_hears_no_terminal_and_ends_with_rank_0(tmp_path: Path) -> None:
+def test_a_rank_that_is_still_importing_ignores_the_terminal_and_ends_with_rank_0(tmp_path: Path) -> None:
     """What it is made of takes seconds to import."""
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(600)\n")
     ours, theirs = socket.socketpair()

@@ -1,6 +1,5 @@
-"""What a client may send is bounded at both doors alike, and what is too much is named."""
+"""Both frontends bound client input alike, and name the field that exceeds its bound."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from gateway.grpc.generated import vllm_engine_pb2 as engine_pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.preprocess import MAX_SALT_CHARACTERS
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_model_dir
 
 # What to set, over which number of things, up to how many, and the field that an error names.
 BOUNDS: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
@@ -41,113 +39,98 @@ OF_THE_REQUEST: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+async def test_both_frontends_take_exactly_as_much_as_is_allowed(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
+    ):
+        stub: Any = pb_grpc.GenerationServiceStub(channel)
+
+        async def by_grpc(sampling: dict[str, Any], **request: Any) -> str:
+            message = pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=[5, 6]),
+                sampling_params=sampling_pb.SamplingParams(**{"max_tokens": 2, **sampling}),
+                **request,
+            )
+            return await why_not(stub, message)
+
+        async def by_http(**body: Any) -> str:
+            asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": 2, **body}
+            answer = await http.post("/v1/completions", json=asked)
+            assert answer.status_code in (200, 400), answer.text
+            return "" if answer.status_code == 200 else str(answer.json()["error"]["param"])
+
+        for name, (fields, bound) in BOUNDS.items():
+            field = name.partition(" ")[0]
+            assert await by_grpc(fields(bound)) == "", name
+            assert (await by_grpc(fields(bound + 1))).startswith(f"{field}: "), name
+            assert await by_http(**fields(bound)) == "", name
+            assert (await by_http(**fields(bound + 1))).startswith(field), name
+        for name, (fields, bound) in OF_THE_REQUEST.items():
+            assert await by_grpc({}, **fields(bound)) == "", name
+            assert (await by_grpc({}, **fields(bound + 1))).startswith(f"{name}: "), name
+            assert await by_http(**fields(bound)) == "", name
+            assert await by_http(**fields(bound + 1)) == name
+        many = range(MAX_LOGIT_BIAS + 1)
+        assert (await by_grpc({"logit_bias": dict.fromkeys(many, 1.0)})).startswith("logit_bias: ")
+        assert await by_http(logit_bias=dict.fromkeys(map(str, many), 1.0)) == "logit_bias"
+        assert await by_http(n=129) == "n"
+        assert await by_http(prompt=[[5]] * 129) == "prompt"
+        assert await by_http(prompt=[[5]] * 65, n=2) == "n"
 
 
-def test_both_doors_take_as_much_as_is_allowed_and_not_one_more(folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
-            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-            httpx2.AsyncClient(
-                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-            ) as http,
-        ):
-            stub: Any = pb_grpc.GenerationServiceStub(channel)
-
-            async def by_grpc(sampling: dict[str, Any], **request: Any) -> str:
-                message = pb.GenerateRequest(
-                    token_ids=pb.TokenIds(ids=[5, 6]),
-                    sampling_params=sampling_pb.SamplingParams(**{"max_tokens": 2, **sampling}),
-                    **request,
-                )
-                return await why_not(stub, message)
-
-            async def by_http(**body: Any) -> str:
-                asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": 2, **body}
-                answer = await http.post("/v1/completions", json=asked)
-                assert answer.status_code in (200, 400), answer.text
-                return "" if answer.status_code == 200 else str(answer.json()["error"]["param"])
-
-            for name, (fields, bound) in BOUNDS.items():
-                field = name.partition(" ")[0]
-                assert await by_grpc(fields(bound)) == "", name
-                assert (await by_grpc(fields(bound + 1))).startswith(f"{field}: "), name
-                assert await by_http(**fields(bound)) == "", name
-                assert (await by_http(**fields(bound + 1))).startswith(field), name
-            for name, (fields, bound) in OF_THE_REQUEST.items():
-                assert await by_grpc({}, **fields(bound)) == "", name
-                assert (await by_grpc({}, **fields(bound + 1))).startswith(f"{name}: "), name
-                assert await by_http(**fields(bound)) == "", name
-                assert await by_http(**fields(bound + 1)) == name
-            many = range(MAX_LOGIT_BIAS + 1)
-            assert (await by_grpc({"logit_bias": dict.fromkeys(many, 1.0)})).startswith("logit_bias: ")
-            assert await by_http(logit_bias=dict.fromkeys(map(str, many), 1.0)) == "logit_bias"
-            assert await by_http(n=129) == "n"
-            assert await by_http(prompt=[[5]] * 129) == "prompt"
-            assert await by_http(prompt=[[5]] * 65, n=2) == "n"
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_an_answer_that_is_not_streamed_is_bounded_at_every_door(
+async def test_an_answer_that_is_not_streamed_is_bounded_at_every_frontend(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """128 answers of 391 tokens with 20 log-probabilities each are too much; 390 are not. Streams are not bounded."""
     monkeypatch.setattr(choices, "MAX_VALUES", 2**20)
 
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {"w0": answering([7, 8])}, max_model_len=1000) as under_test,
-            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-            httpx2.AsyncClient(
-                base_url=f"http://127.0.0.1:{under_test.gateway.http_port}", timeout=60.0
-            ) as http,
+    async with (
+        gateway_with(folder, {}, {"w0": answering([7, 8])}, max_model_len=1000) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as http,
+    ):
+        engine = VllmEngineStub(channel)
+
+        async def by_http(path: str, **body: Any) -> tuple[int, str, str]:
+            answer = await http.post(path, json={"model": "tiny", **body}, timeout=30)
+            if answer.status_code == 200:
+                return 200, "", ""
+            error = answer.json()["error"]
+            return answer.status_code, error["param"], error["message"]
+
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
+        text = {"prompt": [[5, 6]] * 64, "n": 2, "logprobs": 20}
+        complaint = "are 1051008 values; an answer that is not streamed may hold 1048576. Set"
+        for path, body, name, logprobs in (
+            ("/v1/chat/completions", chat | {"n": 128}, "max_completion_tokens", "top_logprobs"),
+            ("/v1/chat/completions", chat | {"n": 128}, "max_tokens", "top_logprobs"),
+            ("/v1/completions", text, "max_tokens", "logprobs"),
         ):
-            engine = VllmEngineStub(channel)
-
-            async def by_http(path: str, **body: Any) -> tuple[int, str, str]:
-                answer = await http.post(path, json={"model": "tiny", **body}, timeout=30)
-                if answer.status_code == 200:
-                    return 200, "", ""
-                error = answer.json()["error"]
-                return answer.status_code, error["param"], error["message"]
-
-            chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
-            text = {"prompt": [[5, 6]] * 64, "n": 2, "logprobs": 20}
-            complaint = "are 1051008 values; an answer that is not streamed may hold 1048576. Set"
-            for path, body, name, logprobs in (
-                ("/v1/chat/completions", chat | {"n": 128}, "max_completion_tokens", "top_logprobs"),
-                ("/v1/chat/completions", chat | {"n": 128}, "max_tokens", "top_logprobs"),
-                ("/v1/completions", text, "max_tokens", "logprobs"),
-            ):
-                status, param, message = await by_http(path, **body, **{name: 391})
-                assert (status, param) == (400, name)
-                assert message == (
-                    f"{name}: 391 tokens x 21 values each (the token, 20 {logprobs}) x 128 answers {complaint} {name} "
-                    f"to at most 390, lower {logprobs} or n, or set stream: true"
-                )
-                assert await by_http(path, **body, **{name: 390}) == (200, "", "")
-                assert await by_http(path, **body, **{name: 391}, stream=True) == (200, "", "")
-            room = await by_http("/v1/chat/completions", **chat | {"n": 128})
-            assert room[:2] == (400, "max_completion_tokens"), "without a bound of its own the room counts"
-            assert await by_http("/v1/chat/completions", messages=chat["messages"], n=128) == (200, "", "")
-
-            def by_grpc(max_tokens: int, stream: bool) -> engine_pb.GenerateRequest:
-                params = engine_pb.SamplingParams(max_tokens=max_tokens, logprobs=20, n=128)
-                tokenized = engine_pb.TokenizedInput(input_ids=[5, 6])
-                return engine_pb.GenerateRequest(tokenized=tokenized, sampling_params=params, stream=stream)
-
-            refused = await why_not(engine, by_grpc(391, stream=False))
-            assert refused.startswith(
-                f"max_tokens: 391 tokens x 21 values each (the token, 20 logprobs) x 128 answers {complaint}"
+            status, param, message = await by_http(path, **body, **{name: 391})
+            assert (status, param) == (400, name)
+            assert message == (
+                f"{name}: 391 tokens x 21 values each (the token, 20 {logprobs}) x 128 answers {complaint} {name} "
+                f"to at most 390, lower {logprobs} or n, or set stream: true"
             )
-            assert await why_not(engine, by_grpc(390, stream=False)) == ""
-            assert await why_not(engine, by_grpc(391, stream=True)) == ""
+            assert await by_http(path, **body, **{name: 390}) == (200, "", "")
+            assert await by_http(path, **body, **{name: 391}, stream=True) == (200, "", "")
+        room = await by_http("/v1/chat/completions", **chat | {"n": 128})
+        assert room[:2] == (400, "max_completion_tokens"), "without a bound of its own the room counts"
+        assert await by_http("/v1/chat/completions", messages=chat["messages"], n=128) == (200, "", "")
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+        def by_grpc(max_tokens: int, stream: bool) -> engine_pb.GenerateRequest:
+            params = engine_pb.SamplingParams(max_tokens=max_tokens, logprobs=20, n=128)
+            tokenized = engine_pb.TokenizedInput(input_ids=[5, 6])
+            return engine_pb.GenerateRequest(tokenized=tokenized, sampling_params=params, stream=stream)
+
+        refused = await why_not(engine, by_grpc(391, stream=False))
+        assert refused.startswith(
+            f"max_tokens: 391 tokens x 21 values each (the token, 20 logprobs) x 128 answers {complaint}"
+        )
+        assert await why_not(engine, by_grpc(390, stream=False)) == ""
+        assert await why_not(engine, by_grpc(391, stream=True)) == ""
 
 
 async def why_not(stub: Any, message: pb.GenerateRequest | engine_pb.GenerateRequest) -> str:
@@ -161,19 +144,16 @@ async def why_not(stub: Any, message: pb.GenerateRequest | engine_pb.GenerateReq
     return ""
 
 
-def test_prompts_are_bounded_before_work_is_put_into_them(folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
-            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-        ):
-            stub: Any = pb_grpc.GenerationServiceStub(channel)
-            ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 3_000_000))
-            assert "3000000 tokens leave no room for an answer" in await why_not(stub, ids)
-            empty = pb.Chat.Message(role="user")
-            chat = pb.GenerateRequest(chat=pb.Chat(messages=[empty] * (MAX_MESSAGES + 1)))
-            assert f"a conversation must have 1 to {MAX_MESSAGES} messages" in await why_not(stub, chat)
-            text = pb.GenerateRequest(text="x" * 1_000_000)
-            assert (await why_not(stub, text)).startswith("prompt: ")
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_prompts_are_bounded_before_work_is_put_into_them(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"w0": answering([7, 8])}) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        stub: Any = pb_grpc.GenerationServiceStub(channel)
+        ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 3_000_000))
+        assert "3000000 tokens leave no room for an answer" in await why_not(stub, ids)
+        empty = pb.Chat.Message(role="user")
+        chat = pb.GenerateRequest(chat=pb.Chat(messages=[empty] * (MAX_MESSAGES + 1)))
+        assert f"a conversation must have 1 to {MAX_MESSAGES} messages" in await why_not(stub, chat)
+        text = pb.GenerateRequest(text="x" * 1_000_000)
+        assert (await why_not(stub, text)).startswith("prompt: ")

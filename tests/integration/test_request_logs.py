@@ -1,4 +1,4 @@
-"""What a gateway logs about requests: a line for each, under one id everywhere, and never what users write."""
+"""What a gateway logs about requests: one line each, with one id everywhere, and never the users' text."""
 
 import asyncio
 import logging
@@ -24,15 +24,9 @@ from tests.factories.gateway import (
     outputs_of,
     silent,
 )
-from tests.factories.models import make_model_dir
 
 PROMPT = "hello world"
 ACCESS = "gateway.telemetry.access_log"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -41,7 +35,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 async def complete(under_test: GatewayUnderTest, **headers: str) -> httpx2.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
-    url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
+    url = f"{under_test.http_url}/v1/completions"
     async with httpx2.AsyncClient(timeout=60.0) as client:
         return await client.post(url, json=body, headers=headers)
 
@@ -99,39 +93,37 @@ def test_a_failed_request_names_the_kind_of_error_and_both_its_ids(
 
 
 @pytest.mark.parametrize("offered", ["x" * 129, "a b", "a\tb", ""])
-def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, offered: str) -> None:
-    async def test() -> None:
-        async with (
-            gateway_with(folder, {}, {}) as under_test,
-            httpx2.AsyncClient(timeout=60.0) as client,
-        ):
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}/version"
-            response = await client.get(url, headers={"x-request-id": offered})
-            named = response.headers["x-request-id"]
-            assert named != offered
-            assert len(named) == 32
-
-    run(test())
+async def test_an_id_that_could_not_stand_in_a_log_is_replaced(folder: Path, offered: str) -> None:
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        httpx2.AsyncClient(timeout=60.0) as client,
+    ):
+        url = f"{under_test.http_url}/version"
+        response = await client.get(url, headers={"x-request-id": offered})
+        named = response.headers["x-request-id"]
+        assert named != offered
+        assert len(named) == 32
 
 
 def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering([5, 6])}, routing_mode="local") as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            async with grpc.aio.insecure_channel(target) as channel:
-                stub = GenerationServiceStub(channel)
-                request = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(max_tokens=2))
-                call = stub.Generate(request, metadata=(("x-request-id", "over-grpc"),))
-                (request_id,) = {response.request_id async for response in call}
-                assert request_id.startswith("over-grpc-")
-                assert dict(await call.trailing_metadata())["x-request-id"] == "over-grpc"
-                bad = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(temperature=-1.0))
-                call = stub.Generate(bad, metadata=(("x-request-id", "refused"),))
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    _ = [response async for response in call]
-                assert dict(refused.value.trailing_metadata())["x-request-id"] == "refused"
+        async with (
+            gateway_with(folder, {}, {"d0": answering([5, 6])}, routing_mode="local") as under_test,
+            grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+        ):
+            stub = GenerationServiceStub(channel)
+            request = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(max_tokens=2))
+            call = stub.Generate(request, metadata=(("x-request-id", "over-grpc"),))
+            (request_id,) = {response.request_id async for response in call}
+            assert request_id.startswith("over-grpc-")
+            assert dict(await call.trailing_metadata())["x-request-id"] == "over-grpc"
+            bad = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(temperature=-1.0))
+            call = stub.Generate(bad, metadata=(("x-request-id", "refused"),))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                _ = [response async for response in call]
+            assert dict(refused.value.trailing_metadata())["x-request-id"] == "refused"
 
     with caplog.at_level(logging.INFO, "gateway"):
         run(test())
@@ -140,13 +132,13 @@ def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
     assert line.api == "grpc"
 
 
-@pytest.mark.parametrize("door", ["http", "grpc"])
-def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path, door: str) -> None:
+@pytest.mark.parametrize("api", ["http", "grpc"])
+async def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path, api: str) -> None:
     """As with a proxy that tries again. The longest that could stand in a log, so that nothing cuts it."""
     offered = "retried" + "x" * 121
 
     async def by_grpc(under_test: GatewayUnderTest) -> str:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel:
+        async with grpc.aio.insecure_channel(under_test.grpc_target) as channel:
             request = pb.GenerateRequest(text=PROMPT, sampling_params=SamplingParams(max_tokens=2))
             call = GenerationServiceStub(channel).Generate(request, metadata=(("x-request-id", offered),))
             (request_id,) = {response.request_id async for response in call}
@@ -159,18 +151,15 @@ def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path,
         assert response.headers["x-request-id"] == offered
         return str(response.json()["id"])
 
-    async def test() -> None:
-        ask = by_http if door == "http" else by_grpc
-        async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
-            d0 = under_test.workers["d0"]
-            asking = [asyncio.create_task(ask(under_test)) for _ in "ab"]
-            for leg in [await d0.next_leg() for _ in asking]:
-                d0.say(leg, outputs_of(leg, [5, 6]))
-            ids = await asyncio.gather(*asking)
-            assert len(set(ids)) == 2
-            assert all("retriedxxx" in request_id for request_id in ids)
-
-    run(test())
+    ask = by_http if api == "http" else by_grpc
+    async with gateway_with(folder, {}, {"d0": silent}, routing_mode="local") as under_test:
+        d0 = under_test.workers["d0"]
+        asking = [asyncio.create_task(ask(under_test)) for _ in "ab"]
+        for request in [await d0.next_request() for _ in asking]:
+            d0.say(request, outputs_of(request, [5, 6]))
+        ids = await asyncio.gather(*asking)
+        assert len(set(ids)) == 2
+        assert all("retriedxxx" in request_id for request_id in ids)
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])

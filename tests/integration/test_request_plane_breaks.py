@@ -4,7 +4,7 @@ Each break is shorter than the silence that would end a worker anyway, so that i
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,6 @@ from tests.factories.gateway import (
     gateway_with,
     outputs_of,
 )
-from tests.factories.models import make_model_dir
 
 ANSWER = [5, 6, 7, 8]
 BREAK_S = 0.2
@@ -37,24 +36,11 @@ def the_rest(request: EngineRequest) -> list[RequestOutput]:
     return outputs_of(request, ANSWER[2:], start=2)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_model_dir(tmp_path)
-
-
-def run(test: Coroutine[None, None, None]) -> None:
-    async def within_time() -> None:
-        async with asyncio.timeout(30):
-            await test
-
-    asyncio.run(within_time())
-
-
 @asynccontextmanager
 async def worker_behind_a_line(
     folder: Path,
 ) -> AsyncIterator[tuple[GatewayUnderTest, ScriptedWorker, BreakableLine]]:
-    """A gateway that has only d0, which it reaches over a line; d0 computes half of each answer."""
+    """A gateway with only d0, behind a connection that can break; d0 computes half of each answer."""
     d0 = ScriptedWorker("d0", WorkerRole.DECODE, half)
     try:
         async with (
@@ -81,104 +67,89 @@ async def add_healthy_worker(under_test: GatewayUnderTest) -> ScriptedWorker:
     return d1
 
 
-def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
+async def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An output finds no connection, so the worker ends the request; the gateway hears of it when it is back."""
+    """An output finds no connection, so the worker ends the request; the gateway learns of it after reconnecting."""
 
-    async def test() -> None:
-        async with worker_behind_a_line(folder) as (under_test, d0, line):
-            tokens = asyncio.create_task(tokens_of(under_test))
-            leg = await d0.next_leg()
-            await add_healthy_worker(under_test)
-            line.cut()
-            await asyncio.sleep(BREAK_S / 2)
-            d0.say(leg, the_rest(leg))
-            assert (await d0.next_abort()).startswith("client ")
-            line.mend()
-            assert await tokens == ANSWER
-
-    run(test())
+    async with worker_behind_a_line(folder) as (under_test, d0, line):
+        tokens = asyncio.create_task(tokens_of(under_test))
+        request = await d0.next_request()
+        await add_healthy_worker(under_test)
+        line.cut()
+        await asyncio.sleep(BREAK_S / 2)
+        d0.say(request, the_rest(request))
+        assert (await d0.next_abort()).startswith("client ")
+        line.mend()
+        assert await tokens == ANSWER
     assert "lost what worker d0 had: it had lost this gateway" in caplog.text
     assert "silent for" not in caplog.text
 
 
-def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
+async def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The worker sent them and never learned that they did not arrive."""
 
-    async def test() -> None:
-        async with worker_behind_a_line(folder) as (under_test, d0, line):
-            tokens = asyncio.create_task(tokens_of(under_test))
-            leg = await d0.next_leg()
-            await add_healthy_worker(under_test)
-            line.swallows = "to gateway"
-            d0.say(leg, the_rest(leg))
-            await under_test.until(lambda: line.num_swallowed > 0)
-            line.cut()
-            line.mend()
-            assert await tokens == ANSWER
-
-    run(test())
+    async with worker_behind_a_line(folder) as (under_test, d0, line):
+        tokens = asyncio.create_task(tokens_of(under_test))
+        request = await d0.next_request()
+        await add_healthy_worker(under_test)
+        line.swallows = "to gateway"
+        d0.say(request, the_rest(request))
+        await under_test.until(lambda: line.num_swallowed > 0)
+        line.cut()
+        line.mend()
+        assert await tokens == ANSWER
     assert "lost what worker d0 had" in caplog.text
     assert "silent for" not in caplog.text
 
 
-def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        async with worker_behind_a_line(folder) as (under_test, d0, line):
-            line.swallows = "to worker"
-            tokens = asyncio.create_task(tokens_of(under_test))
-            await under_test.until(lambda: under_test.gateway._driver.router.num_sub_requests["d0"] == 1)
-            await add_healthy_worker(under_test)
-            line.cut()
-            line.mend()
-            assert await tokens == ANSWER
-            heard = [d0.heard.get_nowait() for _ in range(d0.heard.qsize())]
-            assert not any(isinstance(news, EngineRequest) for news in heard), "the order was to be lost"
-
-    run(test())
+async def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with worker_behind_a_line(folder) as (under_test, d0, line):
+        line.swallows = "to worker"
+        tokens = asyncio.create_task(tokens_of(under_test))
+        await under_test.until(lambda: under_test.gateway._driver.router.num_sub_requests["d0"] == 1)
+        await add_healthy_worker(under_test)
+        line.cut()
+        line.mend()
+        assert await tokens == ANSWER
+        heard = [d0.received.get_nowait() for _ in range(d0.received.qsize())]
+        assert not any(isinstance(news, EngineRequest) for news in heard), "the order was to be lost"
     assert "lost what worker d0 had" in caplog.text
     assert "silent for" not in caplog.text
 
 
-def test_a_break_ends_no_request_even_where_there_is_nobody_else(folder: Path) -> None:
+async def test_a_break_ends_no_request_even_where_there_is_nobody_else(folder: Path) -> None:
     """The worker was out of reach for a moment, and is asked again."""
 
-    async def test() -> None:
-        async with worker_behind_a_line(folder) as (under_test, d0, line):
-            tokens = asyncio.create_task(tokens_of(under_test))
-            first = await d0.next_leg()
-            line.cut()
-            assert (await d0.next_abort()).startswith("client ")
-            line.mend()
-            assert await d0.next_abort() == first.request_id
-            second = await d0.next_leg()
-            assert second.request_id != first.request_id
-            d0.say(second, the_rest(second))
-            assert await tokens == ANSWER
-
-    run(test())
+    async with worker_behind_a_line(folder) as (under_test, d0, line):
+        tokens = asyncio.create_task(tokens_of(under_test))
+        first = await d0.next_request()
+        line.cut()
+        assert (await d0.next_abort()).startswith("client ")
+        line.mend()
+        assert await d0.next_abort() == first.request_id
+        second = await d0.next_request()
+        assert second.request_id != first.request_id
+        d0.say(second, the_rest(second))
+        assert await tokens == ANSWER
 
 
 def is_in_session(client: WorkerClient, number: int) -> bool:
     return client._session.hello().session == number
 
 
-def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
-    async def test() -> None:
-        async with worker_behind_a_line(folder) as (under_test, d0, line):
-            client = under_test.gateway._driver.fleet.client("d0")
-            assert client is not None
-            for number in (1, 2, 3):
-                await under_test.until(partial(is_in_session, client, number))
-                tokens = asyncio.create_task(tokens_of(under_test))
-                leg = await d0.next_leg()
-                d0.say(leg, the_rest(leg))
-                assert await tokens == ANSWER
-                line.cut()
-                assert (await d0.next_abort()).startswith("client "), "its heartbeat finds no connection"
-                line.mend()
-
-    run(test())
+async def test_after_a_break_the_worker_serves_again(folder: Path) -> None:
+    async with worker_behind_a_line(folder) as (under_test, d0, line):
+        client = under_test.gateway._driver.workers.client("d0")
+        assert client is not None
+        for number in (1, 2, 3):
+            await under_test.until(partial(is_in_session, client, number))
+            tokens = asyncio.create_task(tokens_of(under_test))
+            request = await d0.next_request()
+            d0.say(request, the_rest(request))
+            assert await tokens == ANSWER
+            line.cut()
+            assert (await d0.next_abort()).startswith("client "), "its heartbeat finds no connection"
+            line.mend()

@@ -28,7 +28,7 @@ PROMPT = tuple(range(5, 105))
 
 
 class Listener:
-    """What a gateway hears of one worker."""
+    """What a gateway receives from one worker."""
 
     def __init__(self) -> None:
         self.statuses: asyncio.Queue[WorkerStatus] = asyncio.Queue()
@@ -140,14 +140,14 @@ def test_a_role_changes_under_load_and_the_prefix_cache_stays(tmp_path: Path) ->
             await listener.until(WorkerRole.PREFILL, WorkerState.READY)
             assert ends["late"].error_kind is ErrorKind.OVERLOADED
 
-            await under_test.ask("leg", producer_of="t1")
-            leg = await listener.end_of("leg")
-            assert leg.finish_reason is FinishReason.HANDED_OVER
-            assert leg.num_cached_tokens == 96, "all full blocks of the prompt"
+            await under_test.ask("prefill", producer_of="t1")
+            end = await listener.end_of("prefill")
+            assert end.finish_reason is FinishReason.HANDED_OVER
+            assert end.num_cached_tokens == 96, "all full blocks of the prompt"
             await under_test.ask("whole")
             assert (await listener.end_of("whole")).error_kind is ErrorKind.OVERLOADED
 
-            await under_test.set_role(WorkerRole.DECODE, 0.1)  # once nobody's lease is left
+            await under_test.set_role(WorkerRole.DECODE, 0.1)  # once no lease is left
             assert under_test.host.status().kv_blocks.leased == 0
             await under_test.ask("again")
             again = await listener.end_of("again")
@@ -184,8 +184,8 @@ def test_a_change_that_comes_to_nothing_leaves_the_worker_as_it_was(
         async with worker(tmp_path, lease_s=60.0) as under_test:
             listener = under_test.listener
             await under_test.set_role(WorkerRole.PREFILL, 1.0)
-            await under_test.ask("leg", producer_of="t1")
-            await listener.end_of("leg")
+            await under_test.ask("prefill", producer_of="t1")
+            await listener.end_of("prefill")
             monkeypatch.setattr(under_test.host._parts.loop, "_lease_s", 0.2)
             with pytest.raises(FleetError, match=r"^it did not become .* 7 blocks are leased"):
                 await under_test.set_role(WorkerRole.DECODE, 0.1)

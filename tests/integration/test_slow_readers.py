@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,18 +14,8 @@ from gateway.auth.callers import ANYBODY
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream, Tokenizer
 from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
-from tests.factories.models import make_model_dir
 
 MAX_UNREAD = 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 def generation_of(folder: Path, *stop: str) -> GatewayRequest:
@@ -39,106 +28,91 @@ def num_sub_requests(under_test: GatewayUnderTest) -> int:
     return sum(under_test.gateway._driver.router.num_sub_requests.values())
 
 
-def test_a_worker_is_done_with_a_request_that_nobody_reads(folder: Path) -> None:
+async def test_a_worker_finishes_a_request_that_its_client_does_not_read(folder: Path) -> None:
     """And what waits comes as one."""
 
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
-            w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._driver.generate(generation_of(folder))
-            first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
-            assert (await first).token_ids == (5,)
-            w0.say(leg, outputs_of(leg, [6, 7], start=1, finish=None))
-            w0.say(leg, outputs_of(leg, [8, 9], start=3, finish=FinishReason.LENGTH))
-            await under_test.until(lambda: num_sub_requests(under_test) == 0)
-            rest = [delta async for delta in deltas]
-            assert [delta.token_ids for delta in rest] == [(6, 7, 8, 9)]
-            assert rest[0].finish is not None
-            assert rest[0].finish.num_completion_tokens == 5
-
-    run(test())
+    async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
+        w0 = under_test.workers["w0"]
+        deltas = under_test.gateway._driver.generate(generation_of(folder))
+        first = asyncio.ensure_future(anext(deltas))
+        request = await w0.next_request()
+        w0.say(request, outputs_of(request, [5], finish=None))
+        assert (await first).token_ids == (5,)
+        w0.say(request, outputs_of(request, [6, 7], start=1, finish=None))
+        w0.say(request, outputs_of(request, [8, 9], start=3, finish=FinishReason.LENGTH))
+        await under_test.until(lambda: num_sub_requests(under_test) == 0)
+        rest = [delta async for delta in deltas]
+        assert [delta.token_ids for delta in rest] == [(6, 7, 8, 9)]
+        assert rest[0].finish is not None
+        assert rest[0].finish.num_completion_tokens == 5
 
 
-def test_what_came_while_the_gateway_was_busy_goes_out_together(folder: Path) -> None:
+async def test_outputs_that_arrive_while_the_gateway_is_busy_are_sent_together(folder: Path) -> None:
     """So a gateway that has too much to do has less to do, though every client reads at once."""
     num_messages = 30
 
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-            w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._driver.generate(generation_of(folder))
-            first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
-            await first
-            rest = asyncio.ensure_future(_all(deltas))
-            await asyncio.sleep(0)
-            for position in range(1, num_messages + 1):
-                finish = FinishReason.LENGTH if position == num_messages else None
-                w0.say(leg, outputs_of(leg, [6], position, finish))
-            time.sleep(0.3)  # noqa: ASYNC251 - the gateway's event loop stands still
-            read = await rest
-            assert sum(len(delta.token_ids) for delta in read) == num_messages
-            assert len(read) < num_messages
-
-    run(test())
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        w0 = under_test.workers["w0"]
+        deltas = under_test.gateway._driver.generate(generation_of(folder))
+        first = asyncio.ensure_future(anext(deltas))
+        request = await w0.next_request()
+        w0.say(request, outputs_of(request, [5], finish=None))
+        await first
+        rest = asyncio.ensure_future(_all(deltas))
+        await asyncio.sleep(0)
+        for position in range(1, num_messages + 1):
+            finish = FinishReason.LENGTH if position == num_messages else None
+            w0.say(request, outputs_of(request, [6], position, finish))
+        time.sleep(0.3)  # noqa: ASYNC251 - the gateway's event loop stands still
+        read = await rest
+        assert sum(len(delta.token_ids) for delta in read) == num_messages
+        assert len(read) < num_messages
 
 
 async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-def test_a_stop_string_ends_a_request_that_nobody_reads(folder: Path) -> None:
-    async def test() -> None:
-        stop = Tokenizer(folder).backend.decode([9])
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-            w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._driver.generate(generation_of(folder, stop))
-            first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
-            await first
-            w0.say(leg, outputs_of(leg, [8, 9, 8, 8], start=1, finish=None))
-            assert await w0.next_abort() == leg.request_id
-            assert num_sub_requests(under_test) == 0
-            assert [delta.finish.matched_stop async for delta in deltas if delta.finish] == [stop]
-
-    run(test())
+async def test_a_stop_string_ends_a_request_that_its_client_does_not_read(folder: Path) -> None:
+    stop = Tokenizer(folder).backend.decode([9])
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        w0 = under_test.workers["w0"]
+        deltas = under_test.gateway._driver.generate(generation_of(folder, stop))
+        first = asyncio.ensure_future(anext(deltas))
+        request = await w0.next_request()
+        w0.say(request, outputs_of(request, [5], finish=None))
+        await first
+        w0.say(request, outputs_of(request, [8, 9, 8, 8], start=1, finish=None))
+        assert await w0.next_abort() == request.request_id
+        assert num_sub_requests(under_test) == 0
+        assert [delta.finish.matched_stop async for delta in deltas if delta.finish] == [stop]
 
 
-def test_who_lets_too_much_wait_is_ended_and_nothing_is_kept_for_it(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
-            w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._driver.generate(generation_of(folder))
-            first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
-            await first
-            w0.say(leg, outputs_of(leg, [6] * (MAX_UNREAD + 1), start=1, finish=None))
-            assert await w0.next_abort() == leg.request_id
-            assert num_sub_requests(under_test) == 0
-            with pytest.raises(SlowReader, match=f"{MAX_UNREAD + 1} tokens of its answer wait"):
-                await anext(deltas)
-            assert under_test.gateway._driver.tally.counters["aborted"] == 1
-
-    run(test())
+async def test_a_client_that_reads_too_slowly_is_ended_and_nothing_is_kept_for_it(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}, max_unread_tokens=MAX_UNREAD) as under_test:
+        w0 = under_test.workers["w0"]
+        deltas = under_test.gateway._driver.generate(generation_of(folder))
+        first = asyncio.ensure_future(anext(deltas))
+        request = await w0.next_request()
+        w0.say(request, outputs_of(request, [5], finish=None))
+        await first
+        w0.say(request, outputs_of(request, [6] * (MAX_UNREAD + 1), start=1, finish=None))
+        assert await w0.next_abort() == request.request_id
+        assert num_sub_requests(under_test) == 0
+        with pytest.raises(SlowReader, match=f"{MAX_UNREAD + 1} tokens of its answer wait"):
+            await anext(deltas)
+        assert under_test.gateway._driver.dispatcher.tally.counters["aborted"] == 1
 
 
-def test_who_is_aborted_while_nobody_reads_is_over_at_its_worker(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-            w0 = under_test.workers["w0"]
-            deltas = under_test.gateway._driver.generate(generation_of(folder))
-            first = asyncio.ensure_future(anext(deltas))
-            leg = await w0.next_leg()
-            w0.say(leg, outputs_of(leg, [5], finish=None))
-            await first
-            assert under_test.gateway._driver.abort("slow", ANYBODY)
-            assert await w0.next_abort() == leg.request_id
-            with pytest.raises(RequestAborted, match="request slow was aborted"):
-                await anext(deltas)
-
-    run(test())
+async def test_an_aborted_request_that_its_client_does_not_read_ends_at_its_worker(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        w0 = under_test.workers["w0"]
+        deltas = under_test.gateway._driver.generate(generation_of(folder))
+        first = asyncio.ensure_future(anext(deltas))
+        request = await w0.next_request()
+        w0.say(request, outputs_of(request, [5], finish=None))
+        await first
+        assert under_test.gateway._driver.abort("slow", ANYBODY)
+        assert await w0.next_abort() == request.request_id
+        with pytest.raises(RequestAborted, match="request slow was aborted"):
+            await anext(deltas)

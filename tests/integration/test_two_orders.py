@@ -1,4 +1,4 @@
-"""Prompts that the two ends of their hand-overs take in different orders: nobody waits for whom waits for him.
+"""Prompts that the two ends of their hand-overs take in different orders: no two wait for each other.
 
 Real schedulers, connectors and endpoints of whole workers, in one thread on virtual time; no device.
 """
@@ -83,13 +83,13 @@ class Engine:
 
 
 def hand_over(name: str, producer: Engine, consumer: Engine, num_tokens: int = LONG) -> None:
-    """Both legs, which have not met yet."""
+    """Adds both ends, which have exchanged nothing yet."""
     consumer.add(name, TransferRole.CONSUMER, producer, num_tokens)
     producer.add(name, TransferRole.PRODUCER, consumer, num_tokens)
 
 
 def run(fabric: Fabric, *engines: Engine, seconds: float = LOAD_TIMEOUT_S / 2) -> None:
-    """Well within the time after which a load would fail."""
+    """Runs the engines for well below the time after which a load fails."""
     end = fabric.clock.now() + seconds
     while fabric.clock.now() < end:
         for _ in range(4):
@@ -100,7 +100,7 @@ def run(fabric: Fabric, *engines: Engine, seconds: float = LOAD_TIMEOUT_S / 2) -
 
 
 def assert_all_decoded(fabric: Fabric, producers: list[Engine], consumers: list[Engine], names: str) -> None:
-    """Every prompt was handed over and decoded by the one that it was meant for, and nothing is left behind."""
+    """Every prompt was handed over and decoded by its own consumer, and no block is left in use."""
     ended = {name: reason for engine in consumers for name, reason in engine.ended.items()}
     assert ended == dict.fromkeys(names.split(), FinishReason.LENGTH)
     handed_over = {name: reason for engine in producers for name, reason in engine.ended.items()}
@@ -170,7 +170,7 @@ def test_c31_a_load_that_has_the_last_slot() -> None:
 
 
 def test_c31_others_wait_before_and_behind_those_that_wait_for_each_other() -> None:
-    """G and H come between on both ends, so whoever has to go on is neither the first on P nor the first on D."""
+    """G and H come between on both ends, so the prompt that must continue is first neither on P nor on D."""
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0")), Engine(fabric, fabric.add("d0"))
     d.add("A", TransferRole.CONSUMER, p)
@@ -267,7 +267,7 @@ def test_c39_a_cancel_in_mid_prefill_brings_the_blocks_home_at_once() -> None:
     assert p.scheduler.kv_block_counts().free == NUM_USABLE
 
 
-def test_c39_a_request_that_was_cancelled_before_the_prefill_worker_heard_of_it_is_not_computed() -> None:
+def test_c39_a_request_that_was_cancelled_before_the_prefill_worker_got_it_is_not_computed() -> None:
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0"), max_num_batched_tokens=16), Engine(fabric, fabric.add("d0"))
     d.add("A", TransferRole.CONSUMER, p)
@@ -282,7 +282,7 @@ def test_c39_a_request_that_was_cancelled_before_the_prefill_worker_heard_of_it_
     assert p.scheduler.kv_block_counts().free == NUM_USABLE
 
 
-def test_c39_news_that_nobody_wants_a_request_concerns_no_other() -> None:
+def test_c39_an_unwanted_request_concerns_no_other() -> None:
     """Late, doubled and unknown ones, and those of requests that decode."""
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0")), Engine(fabric, fabric.add("d0"))

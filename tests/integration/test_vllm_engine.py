@@ -1,10 +1,10 @@
-"""The token-level service that routers speak, asked by a client generated from its description."""
+"""vLLM's token-level service for routers, called by a client generated from its description."""
 
 import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,11 @@ from gateway.grpc.generated import common_pb2
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.factories.gateway import GatewayUnderTest, Script, answering, gateway_with, silent
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ANSWER = TOKENIZER.encode("The cache is the baton").ids
 PROMPT = TOKENIZER.encode("Hello").ids
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 @asynccontextmanager
@@ -41,10 +32,11 @@ async def engine_with(
     folder: Path, decode: Script, prefill: Script | None = None, **config: object
 ) -> AsyncIterator[tuple[GatewayUnderTest, Any]]:
     workers = {} if prefill is None else {"p0": prefill}
-    async with gateway_with(folder, workers, {"d0": decode}, **config) as under_test:  # type: ignore[arg-type]
-        target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-        async with grpc.aio.insecure_channel(target) as channel:
-            yield under_test, VllmEngineStub(channel)
+    async with (
+        gateway_with(folder, workers, {"d0": decode}, **config) as under_test,  # type: ignore[arg-type]
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        yield under_test, VllmEngineStub(channel)
 
 
 def request_of(stream: bool = False, **fields: Any) -> pb.GenerateRequest:
@@ -65,77 +57,65 @@ async def refusal(stub: Any, request: pb.GenerateRequest) -> grpc.aio.AioRpcErro
     return caught.value
 
 
-def test_tokens_stream_through_a_pair_and_the_last_response_sums_up(folder: Path) -> None:
-    async def test() -> None:
-        async with engine_with(folder, answering(ANSWER), answering(ANSWER)) as (under_test, stub):
-            *chunks, last = await responses_to(stub, request_of(True, sampling={"max_tokens": len(ANSWER)}))
-            assert [token for chunk in chunks for token in chunk.chunk.token_ids] == ANSWER
-            assert sum(chunk.chunk.completion_tokens for chunk in chunks) == len(ANSWER)
-            assert {chunk.chunk.prompt_tokens for chunk in chunks} == {len(PROMPT)}
-            assert last.WhichOneof("response") == "complete"
-            assert (last.complete.finish_reason, last.complete.prompt_tokens) == ("length", len(PROMPT))
-            assert last.complete.output_ids == chunks[-1].chunk.token_ids
-            to_prefill = await under_test.workers["p0"].next_leg()
-            assert to_prefill.kv_transfer is not None
-            assert to_prefill.prompt_token_ids == tuple(PROMPT)
-
-    run(test())
+async def test_tokens_stream_through_a_pair_and_the_last_response_sums_up(folder: Path) -> None:
+    async with engine_with(folder, answering(ANSWER), answering(ANSWER)) as (under_test, stub):
+        *chunks, last = await responses_to(stub, request_of(True, sampling={"max_tokens": len(ANSWER)}))
+        assert [token for chunk in chunks for token in chunk.chunk.token_ids] == ANSWER
+        assert sum(chunk.chunk.completion_tokens for chunk in chunks) == len(ANSWER)
+        assert {chunk.chunk.prompt_tokens for chunk in chunks} == {len(PROMPT)}
+        assert last.WhichOneof("response") == "complete"
+        assert (last.complete.finish_reason, last.complete.prompt_tokens) == ("length", len(PROMPT))
+        assert last.complete.output_ids == chunks[-1].chunk.token_ids
+        to_prefill = await under_test.workers["p0"].next_request()
+        assert to_prefill.kv_transfer is not None
+        assert to_prefill.prompt_token_ids == tuple(PROMPT)
 
 
-def test_without_streaming_there_is_one_response(folder: Path) -> None:
-    async def test() -> None:
-        async with engine_with(folder, answering(ANSWER)) as (under_test, stub):
-            (only,) = await responses_to(stub, request_of())
-            assert list(only.complete.output_ids) == ANSWER
-            assert only.complete.completion_tokens == len(ANSWER)
-            params = (await under_test.workers["d0"].next_leg()).sampling_params
-            assert (params.temperature, params.top_p, params.repetition_penalty) == (1.0, 1.0, 1.0)
-            assert params.max_tokens == 256 - len(PROMPT), "as many as fit"
-
-    run(test())
+async def test_without_streaming_there_is_one_response(folder: Path) -> None:
+    async with engine_with(folder, answering(ANSWER)) as (under_test, stub):
+        (only,) = await responses_to(stub, request_of())
+        assert list(only.complete.output_ids) == ANSWER
+        assert only.complete.completion_tokens == len(ANSWER)
+        params = (await under_test.workers["d0"].next_request()).sampling_params
+        assert (params.temperature, params.top_p, params.repetition_penalty) == (1.0, 1.0, 1.0)
+        assert params.max_tokens == 256 - len(PROMPT), "as many as fit"
 
 
-def test_stop_strings_and_logprobs_are_vllms(folder: Path) -> None:
-    async def test() -> None:
-        def with_logprobs(request: EngineRequest) -> list[RequestOutput]:
-            logprobs = tuple(TokenLogprobs(t, -0.5, 1, ((t, -0.5), (7, -2.0))) for t in ANSWER)
-            output = RequestOutput(
-                request_id=request.request_id,
-                first_position=0,
-                token_ids=tuple(ANSWER),
-                logprobs=logprobs,
-                finish_reason=FinishReason.LENGTH,
-            )
-            return [output]
+async def test_stop_strings_and_logprobs_are_vllms(folder: Path) -> None:
+    def with_logprobs(request: EngineRequest) -> list[RequestOutput]:
+        logprobs = tuple(TokenLogprobs(t, -0.5, 1, ((t, -0.5), (7, -2.0))) for t in ANSWER)
+        output = RequestOutput(
+            request_id=request.request_id,
+            first_position=0,
+            token_ids=tuple(ANSWER),
+            logprobs=logprobs,
+            finish_reason=FinishReason.LENGTH,
+        )
+        return [output]
 
-        async with engine_with(folder, with_logprobs) as (_, stub):
-            (only,) = await responses_to(stub, request_of(sampling={"logprobs": 2, "stop": [" is"]}))
-            complete = only.complete
-            assert (complete.finish_reason, complete.matched_stop_str) == ("stop", " is")
-            count = len(complete.output_ids)
-            assert list(complete.output_ids) == ANSWER[:count] != ANSWER
-            assert list(complete.output_logprobs.token_ids) == ANSWER[:count]
-            assert list(complete.output_logprobs.token_logprobs) == [-0.5] * count
-            assert list(complete.output_logprobs.top_logprobs[0].token_ids) == [ANSWER[0], 7]
-
-    run(test())
+    async with engine_with(folder, with_logprobs) as (_, stub):
+        (only,) = await responses_to(stub, request_of(sampling={"logprobs": 2, "stop": [" is"]}))
+        complete = only.complete
+        assert (complete.finish_reason, complete.matched_stop_str) == ("stop", " is")
+        count = len(complete.output_ids)
+        assert list(complete.output_ids) == ANSWER[:count] != ANSWER
+        assert list(complete.output_logprobs.token_ids) == ANSWER[:count]
+        assert list(complete.output_logprobs.token_logprobs) == [-0.5] * count
+        assert list(complete.output_logprobs.top_logprobs[0].token_ids) == [ANSWER[0], 7]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_answers_each_have_their_index_and_seed(folder: Path, stream: bool) -> None:
-    async def test() -> None:
-        async with engine_with(folder, answering(ANSWER)) as (under_test, stub):
-            responses = await responses_to(stub, request_of(stream, sampling={"n": 3, "seed": 7}))
-            ends = {r.complete.index: r.complete for r in responses if r.HasField("complete")}
-            assert sorted(ends) == [0, 1, 2]
-            for index, end in ends.items():
-                streamed = [t for r in responses if r.chunk.index == index for t in r.chunk.token_ids]
-                assert (streamed if stream else list(end.output_ids)) == ANSWER
-            seeds = {(await under_test.workers["d0"].next_leg()).sampling_params.seed for _ in range(3)}
-            assert len(seeds) == 3
-            assert 7 in seeds
-
-    run(test())
+async def test_several_answers_each_have_their_index_and_seed(folder: Path, stream: bool) -> None:
+    async with engine_with(folder, answering(ANSWER)) as (under_test, stub):
+        responses = await responses_to(stub, request_of(stream, sampling={"n": 3, "seed": 7}))
+        ends = {r.complete.index: r.complete for r in responses if r.HasField("complete")}
+        assert sorted(ends) == [0, 1, 2]
+        for index, end in ends.items():
+            streamed = [t for r in responses if r.chunk.index == index for t in r.chunk.token_ids]
+            assert (streamed if stream else list(end.output_ids)) == ANSWER
+        seeds = {(await under_test.workers["d0"].next_request()).sampling_params.seed for _ in range(3)}
+        assert len(seeds) == 3
+        assert 7 in seeds
 
 
 CONSTRAINTS: list[tuple[dict[str, Any], GrammarKind, str]] = [
@@ -147,17 +127,14 @@ CONSTRAINTS: list[tuple[dict[str, Any], GrammarKind, str]] = [
 ]
 
 
-def test_constraints_reach_the_worker(folder: Path) -> None:
-    async def test() -> None:
-        async with engine_with(folder, answering(ANSWER)) as (under_test, stub):
-            for constraint, kind, source in CONSTRAINTS:
-                await responses_to(stub, request_of(sampling={**constraint, "seed": -1}))
-                params = (await under_test.workers["d0"].next_leg()).sampling_params
-                assert params.structured_output is not None
-                assert (params.structured_output.kind, params.structured_output.source) == (kind, source)
-                assert params.seed == 2**32 - 1
-
-    run(test())
+async def test_constraints_reach_the_worker(folder: Path) -> None:
+    async with engine_with(folder, answering(ANSWER)) as (under_test, stub):
+        for constraint, kind, source in CONSTRAINTS:
+            await responses_to(stub, request_of(sampling={**constraint, "seed": -1}))
+            params = (await under_test.workers["d0"].next_request()).sampling_params
+            assert params.structured_output is not None
+            assert (params.structured_output.kind, params.structured_output.source) == (kind, source)
+            assert params.seed == 2**32 - 1
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -184,19 +161,16 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_honoured_is_refused_by_name(folder: Path) -> None:
-    async def test() -> None:
-        async with engine_with(folder, silent) as (_, stub):
-            for fields, complaint in REFUSALS:
-                error = await refusal(stub, request_of(**fields))
-                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, complaint
-                assert str(error.details()).startswith(complaint)
-
-    run(test())
+async def test_unsupported_fields_are_refused_by_name(folder: Path) -> None:
+    async with engine_with(folder, silent) as (_, stub):
+        for fields, complaint in REFUSALS:
+            error = await refusal(stub, request_of(**fields))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, complaint
+            assert str(error.details()).startswith(complaint)
 
 
 def test_every_field_of_a_request_is_honoured_or_refused() -> None:
-    """A field that a newer version brings is somebody's decision."""
+    """A field of a newer version needs a decision: honour or refuse it."""
     request, params = pb.GenerateRequest.DESCRIPTOR.fields, pb.SamplingParams.DESCRIPTOR.fields
     assert {field.name for field in request} == {
         *("request_id", "tokenized", "text", "sampling_params", "stream", "kv_transfer_params", "mm_inputs"),
@@ -205,72 +179,61 @@ def test_every_field_of_a_request_is_honoured_or_refused() -> None:
     assert len(params) == 28
 
 
-def test_a_router_learns_what_is_served_and_how_busy_it_is(folder: Path) -> None:
-    async def test() -> None:
-        async with engine_with(folder, silent) as (under_test, stub):
-            health = await stub.HealthCheck(pb.HealthCheckRequest())
-            assert (health.healthy, health.message) == (True, "ready")
-            info = await stub.GetModelInfo(pb.GetModelInfoRequest())
-            assert (info.served_model_name, info.max_context_length, list(info.eos_token_ids)) == (
-                *("tiny", 256),
-                [2],
-            )
-            assert str(folder) not in str(info)
-            reading = asyncio.ensure_future(refusal(stub, request_of(request_id="mine")))
-            leg = await under_test.workers["d0"].next_leg()
-            assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).active_requests == 1
-            (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
-            assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 0)
-            assert (load.max_total_num_tokens, load.num_used_tokens) == (999 * 16, 0)
-            await stub.Abort(pb.AbortRequest(request_ids=["mine", "nobody"]))
-            assert (await reading).code() is grpc.StatusCode.ABORTED
-            assert await under_test.workers["d0"].next_abort() == leg.request_id
-
-    run(test())
+async def test_a_router_learns_what_is_served_and_how_busy_it_is(folder: Path) -> None:
+    async with engine_with(folder, silent) as (under_test, stub):
+        health = await stub.HealthCheck(pb.HealthCheckRequest())
+        assert (health.healthy, health.message) == (True, "ready")
+        info = await stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert (info.served_model_name, info.max_context_length, list(info.eos_token_ids)) == (
+            *("tiny", 256),
+            [2],
+        )
+        assert str(folder) not in str(info)
+        reading = asyncio.ensure_future(refusal(stub, request_of(request_id="mine")))
+        request = await under_test.workers["d0"].next_request()
+        assert (await stub.GetServerInfo(pb.GetServerInfoRequest())).active_requests == 1
+        (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
+        assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 0)
+        assert (load.max_total_num_tokens, load.num_used_tokens) == (999 * 16, 0)
+        await stub.Abort(pb.AbortRequest(request_ids=["mine", "nobody"]))
+        assert (await reading).code() is grpc.StatusCode.ABORTED
+        assert await under_test.workers["d0"].next_abort() == request.request_id
 
 
-def test_an_engine_without_workers_is_not_healthy(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            target = f"127.0.0.1:{under_test.gateway.grpc_port}"
-            async with grpc.aio.insecure_channel(target) as channel:
-                stub: Any = VllmEngineStub(channel)
-                health = await stub.HealthCheck(pb.HealthCheckRequest())
-                assert (health.healthy, health.message) == (False, "no decode worker is reachable")
-
-    run(test())
+async def test_an_engine_without_workers_is_not_healthy(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {}) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        stub: Any = VllmEngineStub(channel)
+        health = await stub.HealthCheck(pb.HealthCheckRequest())
+        assert (health.healthy, health.message) == (False, "no decode worker is reachable")
 
 
-def test_the_tokenizer_arrives_whole(folder: Path, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with engine_with(folder, silent) as (_, stub):
-            chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
-            data = b"".join(chunk.data for chunk in chunks)
-            assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [
-                hashlib.sha256(data).hexdigest()
-            ]
-            with zipfile.ZipFile(io.BytesIO(data)) as files:
-                files.extractall(tmp_path)
-            theirs = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
-            assert theirs.encode("The cache is the baton").ids == ANSWER
-            assert "tokenizer_config.json" in files.namelist()
-
-    run(test())
+async def test_the_whole_tokenizer_arrives(folder: Path, tmp_path: Path) -> None:
+    async with engine_with(folder, silent) as (_, stub):
+        chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+        data = b"".join(chunk.data for chunk in chunks)
+        assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [
+            hashlib.sha256(data).hexdigest()
+        ]
+        with zipfile.ZipFile(io.BytesIO(data)) as files:
+            files.extractall(tmp_path)
+        theirs = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        assert theirs.encode("The cache is the baton").ids == ANSWER
+        assert "tokenizer_config.json" in files.namelist()
 
 
-def test_what_is_not_served_says_why(folder: Path) -> None:
-    async def test() -> None:
-        async with engine_with(folder, silent) as (_, stub):
-            for call in (
-                stub.Embed(pb.EmbedRequest()),
-                stub.FlushCache(common_pb2.FlushCacheRequest()),
-                stub.StartProfile(common_pb2.StartProfileRequest()),
-                stub.StopProfile(common_pb2.StopProfileRequest()),
-                stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call
-                assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-                assert ": " in str(caught.value.details())
-
-    run(test())
+async def test_an_unsupported_call_says_why(folder: Path) -> None:
+    async with engine_with(folder, silent) as (_, stub):
+        for call in (
+            stub.Embed(pb.EmbedRequest()),
+            stub.FlushCache(common_pb2.FlushCacheRequest()),
+            stub.StartProfile(common_pb2.StartProfileRequest()),
+            stub.StopProfile(common_pb2.StopProfileRequest()),
+            stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert ": " in str(caught.value.details())

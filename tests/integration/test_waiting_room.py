@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,8 @@ from tests.factories.gateway import (
     outputs_of,
     silent,
 )
-from tests.factories.models import make_model_dir
 
 ANSWER = [5, 6, 7, 8]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 def ask(under_test: GatewayUnderTest, request_id: str, **options: Any) -> "asyncio.Task[list[Event]]":
@@ -74,167 +63,140 @@ def add(under_test: GatewayUnderTest, name: str, script: Script) -> ScriptedWork
     return worker
 
 
-def test_one_waits_for_the_other_and_is_seen_waiting(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1) as under_test:
-            first = ask(under_test, "first")
-            leg = await under_test.workers["w0"].next_leg()
-            second = ask(under_test, "second")
-            await until_queued(under_test, 1)
-            assert await counted(under_test) == (1, 1)
-            assert under_test.gateway.report().oldest_queued_s > 0.0
-            under_test.workers["w0"].say(leg, outputs_of(leg, ANSWER))
-            assert tokens_of(await first) == ANSWER
-            leg = await under_test.workers["w0"].next_leg()
-            assert await counted(under_test) == (1, 0)
-            under_test.workers["w0"].say(leg, outputs_of(leg, ANSWER))
-            assert tokens_of(await second) == ANSWER
-            assert await counted(under_test) == (0, 0)
-
-    run(test())
+async def test_one_waits_for_the_other_and_is_seen_waiting(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1) as under_test:
+        first = ask(under_test, "first")
+        request = await under_test.workers["w0"].next_request()
+        second = ask(under_test, "second")
+        await until_queued(under_test, 1)
+        assert await counted(under_test) == (1, 1)
+        assert under_test.gateway.report().oldest_queued_s > 0.0
+        under_test.workers["w0"].say(request, outputs_of(request, ANSWER))
+        assert tokens_of(await first) == ANSWER
+        request = await under_test.workers["w0"].next_request()
+        assert await counted(under_test) == (1, 0)
+        under_test.workers["w0"].say(request, outputs_of(request, ANSWER))
+        assert tokens_of(await second) == ANSWER
+        assert await counted(under_test) == (0, 0)
 
 
-def test_a_request_waits_for_a_worker_that_is_yet_to_come(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            call = ask(under_test, "early")
-            await until_queued(under_test, 1)
-            add(under_test, "w0", answering(ANSWER))
-            assert tokens_of(await call) == ANSWER
-
-    run(test())
+async def test_a_request_waits_for_a_worker_that_is_yet_to_come(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test:
+        call = ask(under_test, "early")
+        await until_queued(under_test, 1)
+        add(under_test, "w0", answering(ANSWER))
+        assert tokens_of(await call) == ANSWER
 
 
-def test_who_ran_already_comes_before_who_is_new(folder: Path) -> None:
-    async def test() -> None:
-        def half(request: EngineRequest) -> list[Any]:
-            return outputs_of(request, ANSWER[:2], finish=None)
+async def test_requests_that_ran_already_come_before_new_ones(folder: Path) -> None:
+    def half(request: EngineRequest) -> list[Any]:
+        return outputs_of(request, ANSWER[:2], finish=None)
 
-        async with gateway_with(folder, {}, {"w0": half}, max_in_flight=1) as under_test:
-            calls = [ask(under_test, "old")]
-            await under_test.workers["w0"].next_leg()
-            calls.append(ask(under_test, "new"))
-            await until_queued(under_test, 1)
-            under_test.gateway.remove_worker("w0", "killed by the test")
-            await until_queued(under_test, 2)
-            w1 = add(under_test, "w1", silent)
-            order = []
-            for _ in calls:
-                leg = await w1.next_leg()
-                order.append(len(leg.output_token_ids))
-                start = len(leg.output_token_ids)
-                w1.say(leg, outputs_of(leg, ANSWER[start:], start))
-            assert order == [2, 0]
-            assert [tokens_of(await call) for call in calls] == [ANSWER] * 2
-
-    run(test())
+    async with gateway_with(folder, {}, {"w0": half}, max_in_flight=1) as under_test:
+        calls = [ask(under_test, "old")]
+        await under_test.workers["w0"].next_request()
+        calls.append(ask(under_test, "new"))
+        await until_queued(under_test, 1)
+        under_test.gateway.remove_worker("w0", "killed by the test")
+        await until_queued(under_test, 2)
+        w1 = add(under_test, "w1", silent)
+        order = []
+        for _ in calls:
+            request = await w1.next_request()
+            order.append(len(request.output_token_ids))
+            start = len(request.output_token_ids)
+            w1.say(request, outputs_of(request, ANSWER[start:], start))
+        assert order == [2, 0]
+        assert [tokens_of(await call) for call in calls] == [ANSWER] * 2
 
 
-def test_who_leaves_or_is_aborted_while_waiting_is_gone(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            leaver, aborted, late = (
-                ask(under_test, "a"),
-                ask(under_test, "b"),
-                ask(under_test, "c", timeout_s=3.0),
-            )
-            await until_queued(under_test, 3)
-            leaver.cancel()
-            await until_queued(under_test, 2)
-            assert await under_test.client.abort("b") == 1
-            assert (await refusal(aborted)).code == "ABORTED"
-            assert (await refusal(late)).code == "DEADLINE_EXCEEDED"
-            await until_queued(under_test, 0)
-            assert await counted(under_test) == (0, 0)
-
-    run(test())
+async def test_a_waiting_request_ends_when_its_client_leaves_or_aborts_it(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test:
+        leaver, aborted, late = (
+            ask(under_test, "a"),
+            ask(under_test, "b"),
+            ask(under_test, "c", timeout_s=3.0),
+        )
+        await until_queued(under_test, 3)
+        leaver.cancel()
+        await until_queued(under_test, 2)
+        assert await under_test.client.abort("b") == 1
+        assert (await refusal(aborted)).code == "ABORTED"
+        assert (await refusal(late)).code == "DEADLINE_EXCEEDED"
+        await until_queued(under_test, 0)
+        assert await counted(under_test) == (0, 0)
 
 
-def test_who_finds_no_room_in_time_is_told_to_come_back(folder: Path) -> None:
-    async def test() -> None:
-        workers = {"w0": silent}
-        async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=0.2) as under_test:
-            first = ask(under_test, "first")
-            await under_test.workers["w0"].next_leg()
-            error = await refusal(ask(under_test, "second"))
-            assert error.code == "RESOURCE_EXHAUSTED"
-            assert "no room within 0.2 s: 1 requests are with workers, which is the limit" in str(error)
-            await under_test.client.abort("first")
-            await refusal(first)
-            assert await counted(under_test) == (0, 0)
-
-    run(test())
+async def test_a_request_without_room_in_time_is_refused_with_a_retry_hint(folder: Path) -> None:
+    workers = {"w0": silent}
+    async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=0.2) as under_test:
+        first = ask(under_test, "first")
+        await under_test.workers["w0"].next_request()
+        error = await refusal(ask(under_test, "second"))
+        assert error.code == "RESOURCE_EXHAUSTED"
+        assert "no room within 0.2 s: 1 requests are with workers, which is the limit" in str(error)
+        await under_test.client.abort("first")
+        await refusal(first)
+        assert await counted(under_test) == (0, 0)
 
 
-def test_time_in_which_the_gateway_stood_still_is_not_waited(folder: Path) -> None:
-    async def test() -> None:
-        workers = {"w0": silent}
-        async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=1.0) as under_test:
-            first = ask(under_test, "first")
-            await under_test.workers["w0"].next_leg()
-            second = ask(under_test, "second")
-            await until_queued(under_test, 1)
-            time.sleep(1.5)  # noqa: ASYNC251 - as after SIGSTOP
-            await under_test.client.abort("first")
-            await refusal(first)
-            await under_test.workers["w0"].next_abort()
-            await under_test.workers["w0"].next_leg()
-            await under_test.client.abort("second")
-            await refusal(second)
-
-    run(test())
+async def test_time_in_which_the_gateway_stood_still_is_not_waited(folder: Path) -> None:
+    workers = {"w0": silent}
+    async with gateway_with(folder, {}, workers, max_in_flight=1, placement_timeout_s=1.0) as under_test:
+        first = ask(under_test, "first")
+        await under_test.workers["w0"].next_request()
+        second = ask(under_test, "second")
+        await until_queued(under_test, 1)
+        time.sleep(1.5)  # noqa: ASYNC251 - as after SIGSTOP
+        await under_test.client.abort("first")
+        await refusal(first)
+        await under_test.workers["w0"].next_abort()
+        await under_test.workers["w0"].next_request()
+        await under_test.client.abort("second")
+        await refusal(second)
 
 
-def test_the_line_is_bounded(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=1) as under_test:
-            calls = [ask(under_test, "first")]
-            await under_test.workers["w0"].next_leg()
-            calls.append(ask(under_test, "second"))
-            await until_queued(under_test, 1)
-            error = await refusal(ask(under_test, "third"))
-            assert (error.code, "1 requests wait already" in str(error)) == ("RESOURCE_EXHAUSTED", True)
-            assert await counted(under_test) == (1, 1)
-            assert await under_test.client.abort("second", "first") == 2
-            assert {(await refusal(call)).code for call in calls} == {"ABORTED"}
-
-    run(test())
+async def test_the_queue_is_bounded(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=1) as under_test:
+        calls = [ask(under_test, "first")]
+        await under_test.workers["w0"].next_request()
+        calls.append(ask(under_test, "second"))
+        await until_queued(under_test, 1)
+        error = await refusal(ask(under_test, "third"))
+        assert (error.code, "1 requests wait already" in str(error)) == ("RESOURCE_EXHAUSTED", True)
+        assert await counted(under_test) == (1, 1)
+        assert await under_test.client.abort("second", "first") == 2
+        assert {(await refusal(call)).code for call in calls} == {"ABORTED"}
 
 
-def test_a_flood_of_what_is_not_urgent_keeps_nothing_urgent_out(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=3) as under_test:
-            worker = under_test.workers["w0"]
-            calls = [ask(under_test, "first")]
-            leg = await worker.next_leg()
-            flood = [ask(under_test, f"idle-{number}", priority=5) for number in range(4)]
-            error = await refusal((await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED))[0].pop())
-            assert error.code == "RESOURCE_EXHAUSTED"
-            urgent = ask(under_test, "urgent", priority=-1)
-            await under_test.until(lambda: sum(call.done() for call in flood) == 2)
-            errors = [await refusal(call) for call in flood if call.done()]
-            assert {error.code for error in errors} == {"RESOURCE_EXHAUSTED"}
-            assert all(error.details.retry_after_s for error in errors)
-            assert any("one came that is more urgent" in str(error) for error in errors)
-            worker.say(leg, outputs_of(leg, ANSWER))
-            leg = await worker.next_leg()
-            assert leg.request_id.startswith("urgent")
-            worker.say(leg, outputs_of(leg, ANSWER))
-            assert tokens_of(await urgent) == ANSWER
-            assert await under_test.client.abort(*(f"idle-{number}" for number in range(4))) == 2
-            await asyncio.gather(*calls, *flood, return_exceptions=True)
-
-    run(test())
+async def test_a_flood_of_other_requests_keeps_no_urgent_one_out(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}, max_in_flight=1, max_queued=3) as under_test:
+        worker = under_test.workers["w0"]
+        calls = [ask(under_test, "first")]
+        request = await worker.next_request()
+        flood = [ask(under_test, f"idle-{number}", priority=5) for number in range(4)]
+        error = await refusal((await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED))[0].pop())
+        assert error.code == "RESOURCE_EXHAUSTED"
+        urgent = ask(under_test, "urgent", priority=-1)
+        await under_test.until(lambda: sum(call.done() for call in flood) == 2)
+        errors = [await refusal(call) for call in flood if call.done()]
+        assert {error.code for error in errors} == {"RESOURCE_EXHAUSTED"}
+        assert all(error.details.retry_after_s for error in errors)
+        assert any("a new one is more urgent" in str(error) for error in errors)
+        worker.say(request, outputs_of(request, ANSWER))
+        request = await worker.next_request()
+        assert request.request_id.startswith("urgent")
+        worker.say(request, outputs_of(request, ANSWER))
+        assert tokens_of(await urgent) == ANSWER
+        assert await under_test.client.abort(*(f"idle-{number}" for number in range(4))) == 2
+        await asyncio.gather(*calls, *flood, return_exceptions=True)
 
 
-def test_who_is_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"w0": silent}) as under_test:
-            call = ask(under_test, "a")
-            await under_test.workers["w0"].next_leg()
-            under_test.gateway.remove_worker("w0", "killed by the test")
-            assert under_test.gateway._driver.abort("a", ANYBODY)
-            assert (await asyncio.wait_for(refusal(call), 60)).code == "ABORTED"
-            assert await counted(under_test) == (0, 0)
-
-    run(test())
+async def test_a_request_aborted_as_its_worker_is_lost_does_not_wait_for_another(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        call = ask(under_test, "a")
+        await under_test.workers["w0"].next_request()
+        under_test.gateway.remove_worker("w0", "killed by the test")
+        assert under_test.gateway._driver.abort("a", ANYBODY)
+        assert (await asyncio.wait_for(refusal(call), 60)).code == "ABORTED"
+        assert await counted(under_test) == (0, 0)

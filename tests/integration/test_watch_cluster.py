@@ -1,10 +1,8 @@
 """WatchCluster: the fleet's description now, and whenever it changes."""
 
 import asyncio
-from collections.abc import Coroutine
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -15,117 +13,87 @@ from gateway.auth import callers
 from gateway.grpc import cluster_service
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_model_dir
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+async def test_the_description_comes_at_once_and_again_when_it_has_changed(folder: Path) -> None:
+    control = FakeFleetControl(fleet_of(replica("d0")))
+    async with (
+        gateway_with(folder, {}, {"d0": answering([3])}, control=control) as under_test,
+        aclosing(under_test.client.watch(interval_s=0.1)) as watch,
+    ):
+        first = await anext(watch)
+        assert first == await under_test.client.describe()
+        second = asyncio.ensure_future(anext(watch))
+        await asyncio.sleep(0.5)
+        assert not second.done(), "nothing has changed"
+        under_test.workers["d0"].state = WorkerState.DRAINING
+        assert [worker["state"] for worker in (await second)["workers"]] == ["draining"]
+        control.fleet = fleet_of(replica("d0"), replica("d1"))
+        assert [worker["name"] for worker in (await anext(watch))["workers"]] == ["d0", "d1"]
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
-def test_the_description_comes_at_once_and_again_when_it_has_changed(folder: Path) -> None:
-    async def test() -> None:
-        control = FakeFleetControl(fleet_of(replica("d0")))
-        async with (
-            gateway_with(folder, {}, {"d0": answering([3])}, control=control) as under_test,
-            aclosing(under_test.client.watch(interval_s=0.1)) as watch,
-        ):
-            first = await anext(watch)
-            assert first == await under_test.client.describe()
-            second = asyncio.ensure_future(anext(watch))
-            await asyncio.sleep(0.5)
-            assert not second.done(), "nothing has changed"
-            under_test.workers["d0"].state = WorkerState.DRAINING
-            assert [worker["state"] for worker in (await second)["workers"]] == ["draining"]
-            control.fleet = fleet_of(replica("d0"), replica("d1"))
-            assert [worker["name"] for worker in (await anext(watch))["workers"]] == ["d0", "d1"]
-
-    run(test())
-
-
-def test_what_changes_all_the_time_is_told_once_an_interval(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {"d0": answering([3])}) as under_test:
-            interval_s, told = 0.2, 0
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            async with aclosing(under_test.client.watch(interval_s)) as watch:
-                async for _ in watch:
-                    told += 1
-                    async for _ in under_test.client.generate(text="Hi"):
-                        pass
-                    if told == 4:
-                        break
-            assert loop.time() - began >= 3 * interval_s
-
-    run(test())
+async def test_what_changes_all_the_time_is_told_once_an_interval(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": answering([3])}) as under_test:
+        interval_s, told = 0.2, 0
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        async with aclosing(under_test.client.watch(interval_s)) as watch:
+            async for _ in watch:
+                told += 1
+                async for _ in under_test.client.generate(text="Hi"):
+                    pass
+                if told == 4:
+                    break
+        assert loop.time() - began >= 3 * interval_s
 
 
 @pytest.mark.parametrize("interval_s", [0.0, -1.0, 61.0, float("nan")])
-def test_an_interval_that_cannot_be_is_refused(folder: Path, interval_s: float) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            with pytest.raises(GatewayError) as caught:
-                await anext(under_test.client.watch(interval_s))
-            assert (caught.value.code, caught.value.details.field) == ("INVALID_ARGUMENT", "interval_s")
-
-    run(test())
+async def test_an_interval_that_cannot_be_is_refused(folder: Path, interval_s: float) -> None:
+    async with gateway_with(folder, {}, {}) as under_test:
+        with pytest.raises(GatewayError) as caught:
+            await anext(under_test.client.watch(interval_s))
+        assert (caught.value.code, caught.value.details.field) == ("INVALID_ARGUMENT", "interval_s")
 
 
-def test_a_watch_ends_some_time_so_that_its_key_is_asked_for_again(
+async def test_a_watch_ends_some_time_so_that_its_key_is_asked_for_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callers, "MAX_WATCH_S", 0.1)
 
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            with pytest.raises(
-                GatewayError, match=r"UNAVAILABLE: a watch lasts at most 0\.1 s; start another one"
-            ):
-                [description async for description in under_test.client.watch(interval_s=0.1)]
-            async with (
-                httpx2.AsyncClient(timeout=20) as client,
-                client.stream(
-                    "GET", f"http://127.0.0.1:{under_test.gateway.http_port}/cluster/events"
-                ) as answer,
-            ):
-                lines = [line async for line in answer.aiter_lines()]
-            assert lines[0] == "event: snapshot", "and then it ends"
-
-    run(test())
+    async with gateway_with(folder, {}, {}) as under_test:
+        with pytest.raises(
+            GatewayError, match=r"UNAVAILABLE: a watch lasts at most 0\.1 s; start another one"
+        ):
+            [description async for description in under_test.client.watch(interval_s=0.1)]
+        async with (
+            httpx2.AsyncClient(timeout=20) as client,
+            client.stream("GET", f"http://127.0.0.1:{under_test.gateway.http_port}/cluster/events") as answer,
+        ):
+            lines = [line async for line in answer.aiter_lines()]
+        assert lines[0] == "event: snapshot", "and then it ends"
 
 
-def test_so_many_may_watch_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_so_many_may_watch_and_no_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_service, "MAX_WATCHES", 2)
 
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            client, service = under_test.client, under_test.gateway._cluster
-            for _ in range(2):  # those that have ended do not count
-                async with aclosing(client.watch()) as first, aclosing(client.watch()) as second:
-                    await anext(first)
-                    await anext(second)
-                    with pytest.raises(GatewayError, match="2 calls are watching already") as caught:
-                        await anext(client.watch())
-                    assert caught.value.details.retry_after_s == 10.0
-                await under_test.until(lambda: service._num_watches == 0)
-
-    run(test())
+    async with gateway_with(folder, {}, {}) as under_test:
+        client, service = under_test.client, under_test.gateway._cluster
+        for _ in range(2):  # those that have ended do not count
+            async with aclosing(client.watch()) as first, aclosing(client.watch()) as second:
+                await anext(first)
+                await anext(second)
+                with pytest.raises(GatewayError, match="2 calls are watching already") as caught:
+                    await anext(client.watch())
+                assert caught.value.details.retry_after_s == 10.0
+            await under_test.until(lambda: service._watches.num_taken == 0)
 
 
-def test_a_watch_does_not_hold_up_a_gateway_that_stops(folder: Path) -> None:
-    async def test() -> None:
-        async with gateway_with(folder, {}, {}) as under_test:
-            watch = under_test.client.watch(interval_s=30.0)
-            await anext(watch)
-            end = asyncio.ensure_future(anext(watch))
-            async with asyncio.timeout(60):
-                await under_test.gateway.stop(grace_s=60.0)
-            with pytest.raises(GatewayError, match="shutting down"):
-                await end
-
-    run(test())
+async def test_a_watch_does_not_hold_up_a_gateway_that_stops(folder: Path) -> None:
+    async with gateway_with(folder, {}, {}) as under_test:
+        watch = under_test.client.watch(interval_s=30.0)
+        await anext(watch)
+        end = asyncio.ensure_future(anext(watch))
+        async with asyncio.timeout(60):
+            await under_test.gateway.stop(grace_s=60.0)
+        with pytest.raises(GatewayError, match="shutting down"):
+            await end

@@ -1,6 +1,5 @@
-"""Large answers that are not streamed, as clients of both doors see them."""
+"""Large answers that are not streamed, as clients of both frontends see them."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import grpc.aio
 import httpx2
-import pytest
 
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from gateway.grpc import guard
@@ -17,7 +15,7 @@ from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.http.whole_json import WRITE_CHARACTERS
 from tests.factories.counting_proxy import proxy_to
 from tests.factories.gateway import GatewayUnderTest, gateway_with
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 from tests.factories.openai import openai_for
 
 TEXT = make_tokenizer().encode(" the cache is the baton,").ids
@@ -25,11 +23,6 @@ NUM_TOKENS = 500
 TOKENS_EACH = 50
 N = 8
 TOP = 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def long_answer(request: EngineRequest) -> list[RequestOutput]:
@@ -62,90 +55,71 @@ async def a_gateway(folder: Path) -> AsyncIterator[GatewayUnderTest]:
         yield under_test
 
 
-def test_openais_client_reads_an_answer_that_comes_in_chunks(folder: Path) -> None:
-    async def run() -> None:
-        async with a_gateway(folder) as under_test, openai_for(under_test) as client:
-            raw = await client.chat.completions.with_raw_response.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "Hello"}],
-                n=N,
-                max_tokens=NUM_TOKENS,
-                logprobs=True,
-                top_logprobs=TOP,
-            )
-            assert len(raw.content) > 2 * WRITE_CHARACTERS
-            assert raw.headers["content-type"] == "application/json"
-            answer: Any = raw.parse()
-            assert answer.usage.completion_tokens == N * NUM_TOKENS
-            for choice in answer.choices:
-                content = choice.logprobs.content
-                assert [token.logprob for token in content] == [
-                    -position / 4 for position in range(NUM_TOKENS)
-                ]
-                assert {len(token.top_logprobs) for token in content} == {TOP}
-                assert (
-                    bytes(byte for token in content for byte in token.bytes).decode()
-                    == choice.message.content
-                )
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_openais_client_reads_an_answer_that_comes_in_chunks(folder: Path) -> None:
+    async with a_gateway(folder) as under_test, openai_for(under_test) as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Hello"}],
+            n=N,
+            max_tokens=NUM_TOKENS,
+            logprobs=True,
+            top_logprobs=TOP,
+        )
+        assert len(raw.content) > 2 * WRITE_CHARACTERS
+        assert raw.headers["content-type"] == "application/json"
+        answer: Any = raw.parse()
+        assert answer.usage.completion_tokens == N * NUM_TOKENS
+        for choice in answer.choices:
+            content = choice.logprobs.content
+            assert [token.logprob for token in content] == [-position / 4 for position in range(NUM_TOKENS)]
+            assert {len(token.top_logprobs) for token in content} == {TOP}
+            assert bytes(byte for token in content for byte in token.bytes).decode() == choice.message.content
 
 
-def test_a_client_that_leaves_amid_an_answer_is_forgotten(folder: Path) -> None:
-    async def run() -> None:
-        async with a_gateway(folder) as under_test:
-            body = {"model": "tiny", "prompt": [5], "n": N, "max_tokens": NUM_TOKENS, "logprobs": TOP}
-            url = f"http://127.0.0.1:{under_test.gateway.http_port}/v1/completions"
-            async with httpx2.AsyncClient(timeout=60.0) as http:
-                async with http.stream("POST", url, json=body, timeout=30) as answer:
-                    assert answer.status_code == 200
-                    await anext(answer.aiter_raw(1000))
-                assert (await http.post(url, json=body | {"n": 1}, timeout=30)).status_code == 200
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_a_client_that_leaves_amid_an_answer_is_forgotten(folder: Path) -> None:
+    async with a_gateway(folder) as under_test:
+        body = {"model": "tiny", "prompt": [5], "n": N, "max_tokens": NUM_TOKENS, "logprobs": TOP}
+        url = f"{under_test.http_url}/v1/completions"
+        async with httpx2.AsyncClient(timeout=60.0) as http:
+            async with http.stream("POST", url, json=body, timeout=30) as answer:
+                assert answer.status_code == 200
+                await anext(answer.aiter_raw(1000))
+            assert (await http.post(url, json=body | {"n": 1}, timeout=30)).status_code == 200
 
 
-def test_a_router_reads_one_large_message(folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            a_gateway(folder) as under_test,
-            grpc.aio.insecure_channel(f"127.0.0.1:{under_test.gateway.grpc_port}") as channel,
-        ):
-            stub: Any = VllmEngineStub(channel)
-            responses = stub.Generate(request_of(max_tokens=NUM_TOKENS, n=2))
-            answers = [response.complete async for response in responses]
-            assert sorted(answer.index for answer in answers) == [0, 1]
-            for answer in answers:
-                assert list(answer.output_ids) == [token_at(position) for position in range(NUM_TOKENS)]
-                assert answer.completion_tokens == NUM_TOKENS
-                logprobs = answer.output_logprobs
-                assert list(logprobs.token_logprobs) == [-position / 4 for position in range(NUM_TOKENS)]
-                assert [len(top.values) for top in logprobs.top_logprobs] == [TOP] * NUM_TOKENS
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_a_router_reads_one_large_message(folder: Path) -> None:
+    async with (
+        a_gateway(folder) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        stub: Any = VllmEngineStub(channel)
+        responses = stub.Generate(request_of(max_tokens=NUM_TOKENS, n=2))
+        answers = [response.complete async for response in responses]
+        assert sorted(answer.index for answer in answers) == [0, 1]
+        for answer in answers:
+            assert list(answer.output_ids) == [token_at(position) for position in range(NUM_TOKENS)]
+            assert answer.completion_tokens == NUM_TOKENS
+            logprobs = answer.output_logprobs
+            assert list(logprobs.token_logprobs) == [-position / 4 for position in range(NUM_TOKENS)]
+            assert [len(top.values) for top in logprobs.top_logprobs] == [TOP] * NUM_TOKENS
 
 
-def test_a_message_is_compressed_unless_that_would_take_long(folder: Path) -> None:
+async def test_a_message_is_compressed_unless_that_would_take_long(folder: Path) -> None:
     """In the event loop, that is: there gRPC does it."""
 
-    async def run() -> None:
-        async with (
-            a_gateway(folder) as under_test,
-            proxy_to(under_test.gateway.grpc_port) as proxy,
-            grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
-        ):
-            stub: Any = VllmEngineStub(channel)
-            for max_tokens, is_compressed in ((NUM_TOKENS, True), (3000, False)):
-                before = proxy.bytes_to_client
-                responses = stub.Generate(
-                    request_of(max_tokens=max_tokens), metadata=((guard.ENCODING, "gzip"),)
-                )
-                (response,) = [each async for each in responses]
-                assert response.complete.completion_tokens == max_tokens
-                assert (response.ByteSize() > guard.MAX_COMPRESSED_BYTES) is not is_compressed
-                assert (proxy.bytes_to_client - before < response.ByteSize()) is is_compressed
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+    async with (
+        a_gateway(folder) as under_test,
+        proxy_to(under_test.gateway.grpc_port) as proxy,
+        grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
+    ):
+        stub: Any = VllmEngineStub(channel)
+        for max_tokens, is_compressed in ((NUM_TOKENS, True), (3000, False)):
+            before = proxy.bytes_to_client
+            responses = stub.Generate(request_of(max_tokens=max_tokens), metadata=((guard.ENCODING, "gzip"),))
+            (response,) = [each async for each in responses]
+            assert response.complete.completion_tokens == max_tokens
+            assert (response.ByteSize() > guard.MAX_COMPRESSED_BYTES) is not is_compressed
+            assert (proxy.bytes_to_client - before < response.ByteSize()) is is_compressed
 
 
 def request_of(**params: Any) -> pb.GenerateRequest:

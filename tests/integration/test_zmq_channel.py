@@ -22,34 +22,34 @@ KERNEL_BYTES = 64 * 2**20
 
 
 @pytest.fixture
-def giver() -> Iterator[ZmqChannel]:
+def producer() -> Iterator[ZmqChannel]:
     channel = ZmqChannel("127.0.0.1", LARGE, None, SystemClock())
     yield channel
     channel.close()
 
 
 @pytest.fixture
-def taker() -> Iterator[ZmqChannel]:
+def consumer() -> Iterator[ZmqChannel]:
     channel = ZmqChannel("127.0.0.1", LARGE, None, SystemClock())
     yield channel
     channel.close()
 
 
-def meet(giver: ZmqChannel, taker: ZmqChannel) -> bytes:
+def meet(producer: ZmqChannel, consumer: ZmqChannel) -> bytes:
     """The consumer speaks first; how the producer reaches it from then on."""
-    taker.send(giver.address, b"hello")
-    [arrival] = giver.wait(60.0)
+    consumer.send(producer.address, b"hello")
+    [arrival] = producer.wait(60.0)
     assert isinstance(arrival.peer, bytes)
     return arrival.peer
 
 
-def take(taker: ZmqChannel, num_arrivals: int, unread: tuple[bytes, ...] = ()) -> dict[bytes, list[Bytes]]:
+def take(consumer: ZmqChannel, num_arrivals: int, unread: tuple[bytes, ...] = ()) -> dict[bytes, list[Bytes]]:
     """The next arrivals by header, with the spans of their payloads but for those of `unread`."""
     taken: dict[bytes, list[Bytes]] = {}
     while len(taken) < num_arrivals:
         before = len(taken)
-        for arrival in taker.wait(60.0):
-            taken[arrival.header] = [] if arrival.header in unread else list(taker.read_payload())
+        for arrival in consumer.wait(60.0):
+            taken[arrival.header] = [] if arrival.header in unread else list(consumer.read_payload())
         assert len(taken) > before, f"nothing arrived within 10 s after {list(taken)}"
     return taken
 
@@ -68,70 +68,74 @@ def random_bytes(num_bytes: int) -> Bytes:
     ],
 )
 def test_large_spans_have_frames_of_their_own_and_small_ones_share_one(
-    giver: ZmqChannel, taker: ZmqChannel, sizes: list[int], arriving: list[int]
+    producer: ZmqChannel, consumer: ZmqChannel, sizes: list[int], arriving: list[int]
 ) -> None:
-    peer, pool = meet(giver, taker), random_bytes(sum(sizes))
-    giver.send(peer, b"pieces", np.split(pool, np.cumsum(sizes)[:-1]))
-    spans = take(taker, 1)[b"pieces"]
+    peer, pool = meet(producer, consumer), random_bytes(sum(sizes))
+    producer.send(peer, b"pieces", np.split(pool, np.cumsum(sizes)[:-1]))
+    spans = take(consumer, 1)[b"pieces"]
     assert [len(span) for span in spans] == arriving
     assert (np.concatenate(spans) == pool).all()
 
 
-def test_the_largest_message_that_a_turn_makes_is_not_too_large(giver: ZmqChannel, taker: ZmqChannel) -> None:
-    peer, payload = meet(giver, taker), random_bytes(BYTES_PER_TURN)
-    giver.send(peer, b"full", [payload])
-    [arrived] = take(taker, 1)[b"full"]
+def test_the_largest_message_that_a_turn_makes_is_not_too_large(
+    producer: ZmqChannel, consumer: ZmqChannel
+) -> None:
+    peer, payload = meet(producer, consumer), random_bytes(BYTES_PER_TURN)
+    producer.send(peer, b"full", [payload])
+    [arrived] = take(consumer, 1)[b"full"]
     assert (arrived == payload).all()
 
 
-def test_what_nobody_reads_is_not_in_the_way_of_the_next(giver: ZmqChannel, taker: ZmqChannel) -> None:
-    peer, pool = meet(giver, taker), random_bytes(3 * LARGE)
-    giver.send(peer, b"late", [pool[:LARGE], pool[LARGE : 2 * LARGE]])
-    giver.send(peer, b"wanted", [pool[2 * LARGE :]])
-    giver.send(peer, b"bare")
-    taken = take(taker, 3, unread=(b"late",))
+def test_an_unread_payload_does_not_disturb_the_next_message(
+    producer: ZmqChannel, consumer: ZmqChannel
+) -> None:
+    peer, pool = meet(producer, consumer), random_bytes(3 * LARGE)
+    producer.send(peer, b"late", [pool[:LARGE], pool[LARGE : 2 * LARGE]])
+    producer.send(peer, b"wanted", [pool[2 * LARGE :]])
+    producer.send(peer, b"bare")
+    taken = take(consumer, 3, unread=(b"late",))
     assert (np.concatenate(taken[b"wanted"]) == pool[2 * LARGE :]).all()
     assert taken[b"bare"] == []
 
 
-def test_a_payload_outlives_the_arrival_that_brought_it(giver: ZmqChannel, taker: ZmqChannel) -> None:
-    peer, pieces = meet(giver, taker), random_bytes(8 * LARGE).reshape(8, LARGE)
+def test_a_payload_outlives_the_arrival_that_brought_it(producer: ZmqChannel, consumer: ZmqChannel) -> None:
+    peer, pieces = meet(producer, consumer), random_bytes(8 * LARGE).reshape(8, LARGE)
     for number, piece in enumerate(pieces):
-        giver.send(peer, b"%d" % number, [piece])
-    taken = take(taker, 8)
+        producer.send(peer, b"%d" % number, [piece])
+    taken = take(consumer, 8)
     for number, piece in enumerate(pieces):
         assert (np.concatenate(taken[b"%d" % number]) == piece).all()
 
 
 def test_c33_a_peer_that_reads_nothing_does_not_fill_our_memory() -> None:
-    giver = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), max_queued_bytes=64 * LARGE)
+    producer = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), max_queued_bytes=64 * LARGE)
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt(zmq.RCVHWM, 1)  # else ZMQ reads a lot on its behalf
-        peer.connect(giver.address)
+        peer.connect(producer.address)
         peer.send(b"hello")
-        [arrival] = giver.wait(60.0)
+        [arrival] = producer.wait(60.0)
         pool = random_bytes(2 * LARGE)
         was_sent: list[bool] = []
         while not was_sent or any(
             was_sent[-REFUSED_IN_A_ROW:]
         ):  # what the kernel still takes makes room for a while
-            was_sent.append(giver.send(arrival.peer, b"pieces", np.split(pool, 2)))
+            was_sent.append(producer.send(arrival.peer, b"pieces", np.split(pool, 2)))
             if not was_sent[-1]:
                 time.sleep(0.001)
             assert sum(was_sent) * len(pool) < 64 * LARGE + KERNEL_BYTES
         assert was_sent[0]
-        assert giver.num_dropped == was_sent.count(False)
-        giver.close()  # although ZMQ still has some of it
+        assert producer.num_dropped == was_sent.count(False)
+        producer.close()  # although ZMQ still has some of it
 
 
-def test_c33_a_peer_that_reads_is_sent_all_of_it(giver: ZmqChannel, taker: ZmqChannel) -> None:
-    peer, pool = meet(giver, taker), random_bytes(BYTES_PER_TURN)
+def test_c33_a_peer_that_reads_is_sent_all_of_it(producer: ZmqChannel, consumer: ZmqChannel) -> None:
+    peer, pool = meet(producer, consumer), random_bytes(BYTES_PER_TURN)
     for number in range(64):
-        assert giver.send(peer, b"%d" % number, [pool])
-        [arrived] = take(taker, 1)[b"%d" % number]
+        assert producer.send(peer, b"%d" % number, [pool])
+        [arrived] = take(consumer, 1)[b"%d" % number]
         assert (arrived == pool).all()
-    assert giver.num_dropped == 0
+    assert producer.num_dropped == 0
 
 
 @pytest.fixture
@@ -147,29 +151,29 @@ def headers(channel: ZmqChannel) -> list[bytes]:
 
 
 def test_c42_room_for_another_peer_is_not_made_while_one_is_listened_to(
-    producers: list[ZmqChannel], taker: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+    producers: list[ZmqChannel], consumer: ZmqChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_tcp, "MAX_PEERS", 2)
     first, second, third = producers[:3]
     for producer in (first, second):
-        producer.send(meet(producer, taker), b"pieces")
+        producer.send(meet(producer, consumer), b"pieces")
     time.sleep(1.0)  # both have arrived
-    heard = []
-    for arrival in taker.wait(60.0):
-        heard.append(arrival.peer)
-        taker.send(arrival.peer, b"thanks")
-        taker.send(third.address, b"hello")
-    assert sorted(map(str, heard)) == sorted([first.address, second.address])
+    peers = []
+    for arrival in consumer.wait(60.0):
+        peers.append(arrival.peer)
+        consumer.send(arrival.peer, b"thanks")
+        consumer.send(third.address, b"hello")
+    assert sorted(map(str, peers)) == sorted([first.address, second.address])
     assert [headers(each)[0] for each in (first, second, third)] == [b"thanks", b"thanks", b"hello"]
 
 
 def test_what_was_said_to_more_peers_than_are_kept_still_arrives(
-    producers: list[ZmqChannel], taker: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+    producers: list[ZmqChannel], consumer: ZmqChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_tcp, "MAX_PEERS", 2)
     for producer in producers:
-        taker.send(producer.address, b"hello")
-    assert list(taker.wait(0.0)) == []
+        consumer.send(producer.address, b"hello")
+    assert list(consumer.wait(0.0)) == []
     assert [headers(producer) for producer in producers] == [[b"hello"]] * 5
 
 
@@ -195,52 +199,52 @@ def is_open(connection: socket.socket, timeout_s: float) -> bool:
     return False
 
 
-def test_a_connection_that_nobody_needs_is_closed_and_opened_again_when_one_does() -> None:
+def test_an_unused_connection_is_closed_and_opened_again_when_needed() -> None:
     clock = VirtualClock()
-    taker = ZmqChannel("127.0.0.1", LARGE, None, clock)
+    consumer = ZmqChannel("127.0.0.1", LARGE, None, clock)
     with listen() as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        taker.send(address, b"hello")
+        consumer.send(address, b"hello")
         with accept(server) as connection:
             clock.advance(IDLE_S - 1)
-            list(taker.wait(0.0))
-            taker.send(address, b"still here")
+            list(consumer.wait(0.0))
+            consumer.send(address, b"still here")
             clock.advance(IDLE_S - 1)
-            list(taker.wait(0.0))
+            list(consumer.wait(0.0))
             assert is_open(connection, 0.2)
             clock.advance(1.0)
-            list(taker.wait(0.0))
+            list(consumer.wait(0.0))
             assert not is_open(connection, 10.0)
-        taker.send(address, b"hello again")
+        consumer.send(address, b"hello again")
         accept(server).close()
-    taker.close()
+    consumer.close()
 
 
-def test_c48_an_idle_channel_wakes_to_close_what_nobody_needs_and_then_sleeps() -> None:
-    taker = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), idle_s=0.1)
+def test_c48_an_idle_channel_wakes_to_close_unused_connections_and_then_sleeps() -> None:
+    consumer = ZmqChannel("127.0.0.1", LARGE, None, SystemClock(), idle_s=0.1)
     with listen() as server:
-        taker.send(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"hello")
+        consumer.send(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"hello")
         with accept(server) as connection:
-            assert list(taker.wait(None)) == []
+            assert list(consumer.wait(None)) == []
             began = time.monotonic()
-            assert list(taker.wait(0.3)) == []
+            assert list(consumer.wait(0.3)) == []
             assert time.monotonic() - began >= 0.3
             assert not is_open(connection, 10.0)
-    taker.close()
+    consumer.close()
 
 
 def test_c48_a_peer_that_is_gone_is_tried_again_ever_more_seldom(
-    taker: ZmqChannel, monkeypatch: pytest.MonkeyPatch
+    consumer: ZmqChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq_tcp, "RECONNECT_MS", 10)
     monkeypatch.setattr(zmq_tcp, "MAX_RECONNECT_MS", 80)
     with listen() as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    taker.send(address, b"hello")
-    with taker._connections[address].socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED) as monitor:
+    consumer.send(address, b"hello")
+    with consumer._connections[address].socket.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED) as monitor:
         pauses_ms = []
         for _ in range(6):
             assert monitor.poll(10_000)
             pauses_ms.append(recv_monitor_message(monitor)["value"])
-        taker._connections[address].socket.disable_monitor()
+        consumer._connections[address].socket.disable_monitor()
     assert pauses_ms[-1] >= 80, pauses_ms

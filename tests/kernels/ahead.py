@@ -1,11 +1,11 @@
-"""Rehearses an outline of a model, then the model, and says which kernels the model wanted besides.
+"""Rehearses an outline of a model, then the model, and prints which kernels only the model needed.
 
     python -m tests.kernels.ahead [--architecture NAME] [--fp8] [--fp8-cache] [--num-ranks N] [--compile]
 
-With --compile the outline's kernels are compiled for sm_90 as a worker does it, on two threads; without, Triton is
-only asked. Prints a JSON object: how many kernels the outline wanted, the hashes of those that would be loaded, and the
-names of those that the model, the recording of its graphs or the check of attention wanted after it. Not to be run with
-TRITON_INTERPRET set.
+With --compile the outline's kernels are compiled for sm_90 as in a worker, on two threads; otherwise they are only
+noted. Prints a JSON object: how many kernels the outline needed, the hashes of those that would be loaded, and the
+names of those that the model, the recording of its graphs or the check of attention needed in addition. Do not run it
+with TRITON_INTERPRET set.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from baton.config import ModelConfig
+from engine.batch import StepLimits
 from engine.collectives import SilentRank
 from engine.gpu.attention_check import attention_trials
 from engine.gpu.compile_ahead import CompileAhead, rehearse_outline
@@ -27,7 +28,6 @@ from engine.gpu.graphs import Repeats
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.serving import noting_what_is_wanted
@@ -39,7 +39,7 @@ NUM_MULTIPROCESSORS = 132
 
 
 def rehearse(model: LoadedModel) -> None:
-    """All that a worker does with it before it serves; nothing is compared."""
+    """Everything that a worker does with the model before it serves, without the comparison."""
     pool = KVPool(40, model.kv_block_shape(BLOCK_SIZE), CPU)
     parts = make_device_parts(model, pool, LIMITS, NUM_MULTIPROCESSORS)
     parts.rehearse()

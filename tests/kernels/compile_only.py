@@ -1,11 +1,11 @@
-"""Compiles every kernel for GPUs that need not be there, and says what the compiler made of it.
+"""Compiles every kernel without a GPU, and prints what the compiler made of it.
 
     python -m tests.kernels.compile_only [--arch 90 80 100] [--first] [--share I N] [--json FILE] [NAME ...]
 
 Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
 replaced by compiling, so that what is compiled is what a GPU would get: the same specialisations and the same options.
 Launches with "float8" in their name are left out for GPUs before sm_89, which have no such numbers.
-Not to be run with TRITON_INTERPRET set.
+Do not run it with TRITON_INTERPRET set.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Compiled:
 
 
 class _Target:
-    """A driver of a GPU that is not there."""
+    """A driver of a pretended GPU."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -82,7 +82,7 @@ class _Target:
 
 @contextmanager
 def compiling_for(arch: int) -> Iterator[list[Any]]:
-    """Within the context every launch compiles for `arch` instead, and the list gets what came of it."""
+    """Within the context every launch only compiles for `arch`, and the list receives the kernels."""
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -101,7 +101,7 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
 
 
 def launches() -> dict[str, Callable[[], object]]:
-    """Of all test modules, by `module: name`."""
+    """The launches of all test modules, by `module: name`."""
     found: dict[str, Callable[[], object]] = {}
     for module_info in pkgutil.iter_modules(tests.kernels.__path__):
         if module_info.name.startswith("test_"):
@@ -112,7 +112,7 @@ def launches() -> dict[str, Callable[[], object]]:
 
 
 def compile_launch(name: str, launch: Callable[[], object], arch: int) -> list[Compiled]:
-    """Everything that the launch launches."""
+    """Compiles every kernel of the launch."""
     began = time.perf_counter()
     with compiling_for(arch) as kernels:
         launch()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 MAX_CACHED_BYTES = 2**30
-"""Of the device's memory, that a process keeps from test to test; several share a device."""
+"""Device memory that a process may keep between tests; several processes share a device."""
 
 collect_ignore_glob: list[str] = []
 try:
@@ -37,7 +37,7 @@ def generator() -> torch.Generator:
 
 @pytest.fixture(autouse=True)
 def gives_memory_back() -> Iterator[None]:
-    """What a test had is other processes' to take."""
+    """Returns a test's memory, so that other processes can take it."""
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > MAX_CACHED_BYTES:
         torch.cuda.empty_cache()

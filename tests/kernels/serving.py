@@ -1,10 +1,10 @@
-"""Serves requests of every kind as on a GPU, and says which kernels would have been compiled while they waited.
+"""Serves requests of every kind as on a GPU, and prints which kernels would have been compiled while they waited.
 
     python -m tests.kernels.serving [--no-graphs] [--fp8]
 
-Nothing is compiled, and nothing runs: Triton is asked which kernels it has not got yet, and given something in their
-place. Tokens are whatever was in memory. Prints a JSON object: how many kernels the rehearsal and the recording wanted,
-and the names of those that the check of attention or serving wanted besides. Not to be run with TRITON_INTERPRET set.
+Nothing is compiled, and nothing runs: each kernel that Triton lacks is noted, and replaced by a stand-in. Tokens are
+arbitrary memory. Prints a JSON object: how many kernels the rehearsal and the recording needed, and the names of those
+that only the check of attention or serving needed. Do not run it with TRITON_INTERPRET set.
 """
 
 import argparse
@@ -21,22 +21,18 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from baton.clock import SystemClock
-from baton.config import ModelConfig, SchedulerConfig
+from baton.config import SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
+from engine.batch import StepLimits
 from engine.gpu.attention_check import attention_trials
-from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import Repeats
-from engine.kv_cache import KVPool
-from engine.layers.triton_backend import TritonBackend
-from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
-from engine.step_limits import StepLimits
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
-from tests.factories.models import make_model_dir
 from tests.kernels.compile_only import compiling_for
+from tests.kernels.device_parts import make_parts
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 
@@ -64,7 +60,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def noting_what_is_wanted() -> Iterator[list[str]]:
-    """Within the context, the list gets the name of every kernel that would be compiled."""
+    """Within the context, the list receives the name of every kernel that would be compiled."""
     wanted: list[str] = []
     do_compile = JITFunction._do_compile
 
@@ -79,25 +75,6 @@ def noting_what_is_wanted() -> Iterator[list[str]]:
             yield wanted
     finally:
         JITFunction._do_compile = do_compile
-
-
-def make_parts(folder: Path, quantization: str | None) -> tuple[LoadedModel, DeviceParts, KVPool]:
-    path = make_model_dir(
-        folder / "model",
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
-    config = ModelConfig.model_validate({"dtype": "bfloat16", "quantization": quantization})
-    model = load_model(config, path, CPU, TritonBackend())
-    assert CONFIG.num_blocks is not None
-    assert CONFIG.max_model_len is not None
-    pool = KVPool(CONFIG.num_blocks, model.kv_block_shape(CONFIG.block_size), CPU)
-    limits = StepLimits(CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens, CONFIG.max_model_len)
-    return model, make_device_parts(model, pool, limits, num_multiprocessors=132), pool
 
 
 def serve(runner: ModelRunner) -> None:
@@ -132,7 +109,25 @@ def main() -> int:
     parser.add_argument("--fp8", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, noting_what_is_wanted() as wanted:
-        model, parts, pool = make_parts(Path(folder), "fp8" if options.fp8 else None)
+        assert CONFIG.num_blocks is not None
+        assert CONFIG.max_model_len is not None
+        model, parts, pool = make_parts(
+            Path(folder),
+            CPU,
+            StepLimits(CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens, CONFIG.max_model_len),
+            dtype="bfloat16",
+            quantization="fp8" if options.fp8 else None,
+            num_blocks=CONFIG.num_blocks,
+            block_size=CONFIG.block_size,
+            num_multiprocessors=132,
+            num_hidden_layers=2,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            vocab_size=300,
+        )
         parts.rehearse()
         num_rehearsed = len(wanted)
         for trial in attention_trials(model, parts, pool):

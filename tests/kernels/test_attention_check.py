@@ -11,52 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import BatonConfig, ModelConfig
+from baton.config import SchedulerConfig
 from baton.errors import ConfigError
+from engine.batch import StepLimits
 from engine.build import DeviceEngine
 from engine.capacity import Capacity
 from engine.gpu.attention_check import NUM_RUNS, attention_trials, check_attention
 from engine.gpu.compiler import Compiler
-from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.kernels.paged_attention import paged_attention
-from engine.kv_cache import KVPool
 from engine.layers import triton_attention
-from engine.layers.triton_backend import TritonBackend
-from engine.loading.loader import LoadedModel, load_model
-from engine.step_limits import StepLimits
-from tests.factories.models import make_model_dir
+from tests.kernels.device_parts import make_parts
 
 COMPILER = Compiler("/somewhere/ptxas", "12.8.93", "/cache", is_suspect=True)
-MODEL: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 80,
-}
-
-Worker = tuple[LoadedModel, DeviceParts, KVPool]
-
-
-def make_worker(
-    folder: Path,
-    device: torch.device,
-    *,
-    dtype: str = "float32",
-    fp8_cache: bool = False,
-    block_size: int = 32,
-    num_blocks: int = 12,
-    limits: StepLimits | None = None,
-    architecture: str = "llama",
-    **overrides: Any,
-) -> Worker:
-    path = make_model_dir(folder / "model", architecture, **(MODEL | overrides))
-    config = ModelConfig.model_validate({"dtype": dtype})
-    model = load_model(config, path, device, TritonBackend(), kv_cache_dtype="fp8" if fp8_cache else "auto")
-    pool = KVPool(num_blocks, model.kv_block_shape(block_size), device)
-    limits = limits or StepLimits(max_num_seqs=8, max_num_batched_tokens=48, max_model_len=600)
-    return model, make_device_parts(model, pool, limits, num_multiprocessors=2), pool
+LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=48, max_model_len=600)
+WORKER: dict[str, Any] = {"num_hidden_layers": 2, "block_size": 32, "num_blocks": 12}
+"""Unless a test says otherwise."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +41,7 @@ def make_worker(
     ids=str,
 )
 def test_kernels_that_are_right_pass(tmp_path: Path, device: torch.device, settings: dict[str, Any]) -> None:
-    model, parts, pool = make_worker(tmp_path, device, **settings)
+    model, parts, pool = make_parts(tmp_path, device, LIMITS, **(WORKER | settings))
     check_attention(model, parts, pool, COMPILER)
     assert not pool.blocks_NLKHTD.view(torch.uint8).any(), "the pool reads as zeros, as before"
 
@@ -83,13 +52,13 @@ def test_kernels_that_are_right_pass(tmp_path: Path, device: torch.device, setti
 def test_a_worker_with_little_room_is_checked_too(
     tmp_path: Path, device: torch.device, limits: StepLimits, num_blocks: int
 ) -> None:
-    model, parts, pool = make_worker(tmp_path, device, limits=limits, num_blocks=num_blocks)
+    model, parts, pool = make_parts(tmp_path, device, limits, **(WORKER | {"num_blocks": num_blocks}))
     assert len([trial.name for trial in attention_trials(model, parts, pool)]) == 2
     check_attention(model, parts, pool, COMPILER)
 
 
 def wrong_from(launch: int, spoil: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[..., None]:
-    """The kernel, whose result is spoiled from that launch on."""
+    """The kernel; from launch number `launch` on, its result is spoiled."""
     launches = 0
 
     def launch_kernel(*args: Any) -> None:
@@ -104,7 +73,7 @@ def wrong_from(launch: int, spoil: Callable[[torch.Tensor, torch.Tensor], None])
 
 
 def swap_two_columns(partial_PQD: torch.Tensor, out_TQD: torch.Tensor) -> None:
-    """As where a register was reused: right numbers in wrong places, of one head."""
+    """Like a reused register: right numbers in wrong places, in one head."""
     for rows in (partial_PQD, out_TQD):
         rows[:, 0, :2] = rows[:, 0, :2].flip(-1)
 
@@ -133,7 +102,7 @@ def test_kernels_that_are_wrong_are_refused(
     says: str,
     dtype: str,
 ) -> None:
-    model, parts, pool = make_worker(tmp_path, device, dtype=dtype)
+    model, parts, pool = make_parts(tmp_path, device, LIMITS, dtype=dtype, **WORKER)
     monkeypatch.setattr(triton_attention, "paged_attention", wrong_from(first_wrong, spoil))
     with pytest.raises(ConfigError, match=says) as refused:
         check_attention(model, parts, pool, COMPILER)
@@ -146,20 +115,24 @@ def test_kernels_that_are_wrong_are_refused(
 def test_a_rank_gets_no_runner_of_wrong_kernels(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
 ) -> None:
-    """By the way that a worker's start takes, but for its memory and its connector."""
-    model, _, pool = make_worker(tmp_path, device)
+    """The same calls as in a worker's start, without memory and connector."""
+    model, _, pool = make_parts(tmp_path, device, LIMITS, **WORKER)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2)
     )
     if is_wrong:
         monkeypatch.setattr(triton_attention, "paged_attention", wrong_from(1, swap_two_columns))
-    config = BatonConfig.from_mapping(
-        {
-            "engine": {"device": "cuda", "cuda_graphs": False},
-            "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64},
-        }
-    )
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
     unused: Any = None
-    rank = DeviceEngine(config, model, Capacity(config.scheduler, 32), pool, unused, unused, unused, COMPILER)
+    rank = DeviceEngine(
+        model,
+        Capacity(scheduler, 32),
+        pool,
+        unused,
+        unused,
+        unused,
+        uses_graphs=False,
+        compiler=COMPILER,
+    )
     with pytest.raises(ConfigError, match="attention, prefill") if is_wrong else nullcontext():
         rank._make_device_runner(None)

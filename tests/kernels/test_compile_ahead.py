@@ -1,4 +1,4 @@
-"""What an outline of a model rehearses while the weights load is what the model will want."""
+"""The kernels that an outline rehearses while weights load are those that the model will launch."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ def test_they_are_compiled_kept_and_loaded_once(tmp_path: Path) -> None:
     assert len(said["loaded"]) == len(set(said["loaded"])) == len([*tmp_path.rglob("*.cubin")]) > 20
 
 
-def test_only_the_thread_that_compiles_does_not_run_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_compiling_thread_does_not_run_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[bool] = []
     monkeypatch.setattr(
         JITFunction,
@@ -85,7 +85,7 @@ def test_what_cannot_be_compiled_ahead_is_logged_and_left(caplog: pytest.LogCapt
     assert "no such layout" in str(record.exc_info)
 
 
-def test_a_model_that_cannot_be_loaded_ends_it_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_loaded_ends_it_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     has_failed = threading.Event()
 
     def rehearse() -> None:

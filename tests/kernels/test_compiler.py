@@ -1,4 +1,4 @@
-"""A worker says which ptxas makes its kernels, and does not start with one that is not there."""
+"""A worker logs which ptxas makes its kernels, and does not start with a missing one."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def make_release(folder: Path, version: str, name: str = "ptxas") -> str:
     return make_ptxas(folder, f"Cuda compilation tools, release {release}, V{version}", name)
 
 
-def test_without_any_wish_it_is_the_one_that_triton_brings() -> None:
+def test_the_default_is_tritons_own() -> None:
     compiler = find_compiler(HOPPER)
     assert Path(compiler.ptxas).is_relative_to(Path(triton.__file__).parent)
     assert compiler.version.startswith(get_ptxas(90).version + ".")
@@ -44,7 +44,7 @@ def test_without_any_wish_it_is_the_one_that_triton_brings() -> None:
 def test_the_variable_holds_for_every_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
-    """Whichever of its two variables this Triton reads for it."""
+    """This Triton may read either of the two variables."""
     path = make_release(tmp_path, "13.5.37")
     monkeypatch.setenv("TRITON_PTXAS_PATH", path)
     compiler = find_compiler(capability)

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.copy_blocks import (
-    MAX_HOST_PROGRAMS,
-    VECTORS_PER_CHUNK,
-    copy_blocks,
-    copy_blocks_reference,
-)
+from engine.kernels.copy_blocks import MAX_HOST_PROGRAMS, VECTORS_PER_CHUNK, copy_blocks
+from tests.kernels.references import copy_blocks_reference
 
 
 def empty_launch(block_bytes: int) -> None:

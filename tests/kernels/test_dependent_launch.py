@@ -1,4 +1,4 @@
-"""Which launches may begin before the kernel before them has ended."""
+"""Which launches may begin before the previous kernel has ended."""
 
 import pytest
 import triton
@@ -15,7 +15,7 @@ def test_where_kernels_are_interpreted_there_is_nothing_to_wait_for() -> None:
 
 
 @pytest.mark.parametrize(("arch", "has_it"), [(80, False), (90, True), (100, True)])
-def test_devices_from_hopper_on_launch_so_unless_told_otherwise(
+def test_devices_from_hopper_on_launch_early_unless_switched_off(
     arch: int, has_it: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)

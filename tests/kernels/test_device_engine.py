@@ -1,4 +1,4 @@
-"""The whole engine as it runs on a GPU, kernels and all, gives the tokens of the engine on a CPU.
+"""The whole engine as it runs on a GPU gives the tokens of the engine on a CPU.
 
 Without a GPU the kernels are interpreted; steps that would be recorded as graphs are done anew each time. The rest is
 as on a GPU: staging, padding, tokens that only the device knows, steps launched before their predecessors end.
@@ -15,6 +15,7 @@ from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
+from engine.batch import StepLimits
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
@@ -23,10 +24,10 @@ from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
-from engine.step_limits import StepLimits
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.models import make_model_dir
+from tests.kernels.device_parts import SMALL, make_parts
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 
@@ -38,7 +39,7 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 4
-VOCAB = 80
+VOCAB = SMALL["vocab_size"]
 PROMPTS = [[(7 * i + length) % VOCAB for i in range(length)] for length in (1, 5, 11)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2),
@@ -47,15 +48,6 @@ PARAMS = [
         temperature=0.7, seed=6, repetition_penalty=1.3, min_tokens=NUM_TOKENS, max_tokens=NUM_TOKENS
     ),
 ]
-SMALL: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": VOCAB,
-}
-"""An interpreter takes its time by the program: only the first test has several layers and a whole vocabulary."""
 FLOAT32 = ModelConfig(dtype="float32")
 
 Answers = dict[str, tuple[list[int], list[Any]]]
@@ -73,7 +65,7 @@ def make_config(block_size: int, num_blocks: int, **settings: Any) -> SchedulerC
 
 
 def answers_of(pipeline: Pipeline, config: SchedulerConfig, given: Answers | None = None) -> Answers:
-    """`given`: what every request comes with; it is part of the answer."""
+    """`given`: the output that every request already has, which is part of the answer."""
     core = EngineCore(
         Scheduler(config, KVConnectorScheduler(config.block_size)),
         pipeline,
@@ -170,7 +162,7 @@ def test_the_same_tokens_as_on_a_cpu(
     "overrides", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["without biases", "with biases"]
 )
 @pytest.mark.parametrize("switches", [KernelSwitches(), ALL_OFF], ids=["all fused", "nothing fused"])
-def test_whatever_is_fused(
+def test_the_same_tokens_with_and_without_fusions(
     tmp_path: Path, device: torch.device, switches: KernelSwitches, overrides: dict[str, Any]
 ) -> None:
     path = make_model_dir(tmp_path / "model", **(SMALL | overrides))
@@ -180,7 +172,7 @@ def test_whatever_is_fused(
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_nor_does_preemption_change_them(tmp_path: Path, device: torch.device, preemption: str) -> None:
+def test_preemption_changes_no_token(tmp_path: Path, device: torch.device, preemption: str) -> None:
     """Blocks for one request and a half."""
     path = make_model_dir(tmp_path / "model", **SMALL)
     swap = {"num_swap_blocks": 8} if preemption == "swap" else {}
@@ -188,13 +180,15 @@ def test_nor_does_preemption_change_them(tmp_path: Path, device: torch.device, p
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 
-def test_nor_waiting_for_each_step(tmp_path: Path, device: torch.device) -> None:
+def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device) -> None:
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16, async_scheduling=False)
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 
-def test_c52_nor_that_a_request_moves_here_with_half_its_answer(tmp_path: Path, device: torch.device) -> None:
+def test_c52_a_request_that_moves_with_half_its_answer_keeps_its_tokens(
+    tmp_path: Path, device: torch.device
+) -> None:
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16)
     whole = on_cpu(path, config)
@@ -214,8 +208,6 @@ def test_sizes_of_recorded_steps_cover_what_steps_there_are(max_tokens: int) -> 
 
 
 def test_a_rehearsal_leaves_nothing_behind(tmp_path: Path, device: torch.device) -> None:
-    model = load_model(FLOAT32, make_model_dir(tmp_path / "model", **SMALL), device, TritonBackend())
-    pool = KVPool(4, model.kv_block_shape(16), device)
-    parts = make_device_parts(model, pool, StepLimits(2, 8, 32), num_multiprocessors=2)
+    _, parts, pool = make_parts(tmp_path, device, StepLimits(2, 8, 32))
     parts.rehearse()
     assert not pool.blocks_NLKHTD.any()

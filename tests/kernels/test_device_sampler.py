@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from baton.step import NewRequestData
 from engine.batch import RunnerRequest
 from engine.counter_rng import keys_at, row_keys, seed_states
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.logit_edits import list_edits
 from engine.grammars.compiler import Matcher
 from engine.sampler import sample
+from tests.factories.stepping import make_request_data
 
 VOCAB = 90
 
@@ -38,15 +38,7 @@ def request(
 ) -> RunnerRequest:
     params.setdefault("max_tokens", 1_000)
     state = RunnerRequest(
-        NewRequestData(
-            request_id="r",
-            prompt_token_ids=prompt,
-            output_token_ids=outputs,
-            sampling_params=SamplingParams(**params),
-            stop_token_ids=frozenset((7, 8, 5_000)),
-            block_ids=(1,),
-            num_computed_tokens=0,
-        )
+        make_request_data(prompt, outputs, SamplingParams(**params), stop_token_ids=(7, 8, 5_000))
     )
     if params.get("structured_output"):
         state.matcher = cast("Matcher", AllowsSome())
@@ -106,8 +98,8 @@ def test_equal_logits_give_equal_tokens(seed: int, device: torch.device) -> None
             assert math.isclose(value, wanted, abs_tol=1e-5)
 
 
-def test_steps_of_one_batch_draw_anew_and_tokens_wait_for_whoever_asks_late(device: torch.device) -> None:
-    """The first step's tokens are asked for when the second has been drawn; then the batch changes."""
+def test_steps_of_one_batch_draw_anew_and_tokens_may_be_read_late(device: torch.device) -> None:
+    """The first step's tokens are read after the second is drawn; then the batch changes."""
     logits_RV = torch.zeros(3, VOCAB)
     requests = [request(seed=seed) for seed in range(3)]
     sampler = device_sampler(device)
@@ -158,7 +150,7 @@ class Recorded:
         raise NotImplementedError
 
 
-def test_other_ranks_hear_from_the_first_what_was_sampled(device: torch.device) -> None:
+def test_other_ranks_receive_the_first_ranks_tokens(device: torch.device) -> None:
     logits_RV = torch.zeros(2, VOCAB)
     requests = [request(seed=seed, logprobs=0) for seed in range(2)]
     sent: list[torch.Tensor] = []

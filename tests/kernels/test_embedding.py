@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.embedding import embed, embed_reference
+from engine.kernels.embedding import embed
+from tests.kernels.references import embed_reference
 
 
 def empty_launch(vocab_size: int, first_token: int = 0) -> None:

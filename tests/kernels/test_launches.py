@@ -1,4 +1,4 @@
-"""What a step of decodes launches, kernel by kernel, with all that can be fused and with nothing of it."""
+"""The launches of a decode step, kernel by kernel, with all fusions, with none, and without each."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import ModelConfig
-from engine.gpu.device_parts import make_device_parts
+from engine.batch import StepLimits
 from engine.gpu.graphs import Repeats
 from engine.kernels.embedding import _embed_kernel
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
-from engine.kv_cache import KVPool
-from engine.layers.triton_backend import TritonBackend
-from engine.loading.loader import load_model
-from engine.step_limits import StepLimits
-from tests.factories.models import make_model_dir
-from tests.kernels.test_device_engine import SMALL
+from tests.kernels.device_parts import make_parts
 
 NUM_LAYERS = 2
 
@@ -42,19 +36,18 @@ def counting_launches() -> Iterator[Counter[str]]:
         kind.run = run
 
 
-def launches(path: Path, switches: KernelSwitches, num_tokens: int, device: torch.device) -> Counter[str]:
-    """Of a recorded step of so many decodes."""
+def launches(folder: Path, switches: KernelSwitches, num_tokens: int, device: torch.device) -> Counter[str]:
+    """The launches of a recorded step of `num_tokens` decodes."""
+    limits = StepLimits(16, 16, 64)
     with switched(switches):
-        model = load_model(ModelConfig(dtype="float16"), path, device, TritonBackend())
-        pool = KVPool(4, model.kv_block_shape(16), device)
-        parts = make_device_parts(model, pool, StepLimits(16, 16, 64), num_multiprocessors=2)
+        _, parts, _ = make_parts(folder, device, limits, dtype="float16", num_hidden_layers=NUM_LAYERS)
         with counting_launches() as counts:
             parts.forward.record([num_tokens], Repeats(), has_chunks=False)
     return counts
 
 
 def in_layers(**counts: int) -> Counter[str]:
-    """Of all layers, from those of one."""
+    """The launches of all layers, from those of one."""
     return Counter({name: NUM_LAYERS * count for name, count in counts.items()})
 
 
@@ -63,26 +56,22 @@ def in_layers(**counts: int) -> Counter[str]:
 class TestLaunches:
     """docs/kernels.md, "Launches of a decode step"."""
 
-    @pytest.fixture
-    def path(self, tmp_path: Path) -> Path:
-        return make_model_dir(tmp_path / "model", **{**SMALL, "num_hidden_layers": NUM_LAYERS})
-
-    def test_of_up_to_4_tokens(self, path: Path, device: torch.device) -> None:
+    def test_of_up_to_4_tokens(self, tmp_path: Path, device: torch.device) -> None:
         expected = in_layers(skinny_linear_fma=4, rope_store=1, paged_attention=1)
         expected += Counter(embed=1, skinny_linear_fma=1)
-        assert launches(path, KernelSwitches(), 1, device) == expected
+        assert launches(tmp_path, KernelSwitches(), 1, device) == expected
 
-    def test_of_up_to_16_tokens(self, path: Path, device: torch.device) -> None:
+    def test_of_up_to_16_tokens(self, tmp_path: Path, device: torch.device) -> None:
         expected = in_layers(rms_norm=2, skinny_linear_dot=4, rope_store=1, paged_attention=1)
         expected += Counter(embed=1, rms_norm=1, skinny_linear_dot=1)
-        assert launches(path, KernelSwitches(), 8, device) == expected
+        assert launches(tmp_path, KernelSwitches(), 8, device) == expected
 
-    def test_with_nothing_fused(self, path: Path, device: torch.device) -> None:
+    def test_with_nothing_fused(self, tmp_path: Path, device: torch.device) -> None:
         expected = in_layers(
             rms_norm=2, skinny_linear_fma=4, rope_store=1, paged_attention=1, merge_partials=1, silu_mul=1
         )
         expected += Counter(embed=1, rms_norm=1, skinny_linear_fma=1)
-        assert launches(path, ALL_OFF, 1, device) == expected
+        assert launches(tmp_path, ALL_OFF, 1, device) == expected
 
     @pytest.mark.parametrize(
         ("switch", "more"),
@@ -95,10 +84,10 @@ class TestLaunches:
         ],
     )
     def test_without_one_of_them(
-        self, switch: str, more: dict[str, int], path: Path, device: torch.device
+        self, switch: str, more: dict[str, int], tmp_path: Path, device: torch.device
     ) -> None:
-        """The last sum of all is not normed where it is made: the norm belongs to the logits."""
-        with_all = launches(path, KernelSwitches(), 1, device)
-        without = launches(path, KernelSwitches(**{switch: False}), 1, device)
+        """The last sum is not normed in the same launch: its norm belongs to the logits."""
+        with_all = launches(tmp_path, KernelSwitches(), 1, device)
+        without = launches(tmp_path, KernelSwitches(**{switch: False}), 1, device)
         assert without - with_all == Counter(more)
         assert with_all - without == Counter()

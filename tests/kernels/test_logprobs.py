@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.logprobs import token_logprobs, token_logprobs_reference
+from engine.kernels.logprobs import token_logprobs
+from tests.kernels.references import token_logprobs_reference
 
 
 def compile_launch(vocab_size: int, dtype: torch.dtype) -> None:

@@ -12,18 +12,28 @@ import torch.nn.functional as F
 
 from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefill_tuning
 from engine.kernels.copy_blocks import copy_blocks
-from engine.kernels.embedding import embed, embed_reference
-from engine.kernels.logprobs import token_logprobs, token_logprobs_reference
+from engine.kernels.embedding import embed
+from engine.kernels.logprobs import token_logprobs
 from engine.kernels.paged_attention import Softmax
-from engine.kernels.quantize_fp8 import quantize_fp8, quantize_fp8_reference
-from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_reference_, rms_norm, rms_norm_reference
-from engine.kernels.rope_store import rope_store, rope_store_reference
-from engine.kernels.sample import sample, sample_reference
+from engine.kernels.quantize_fp8 import quantize_fp8
+from engine.kernels.rms_norm import add_rms_norm_, rms_norm
+from engine.kernels.rope_store import rope_store
+from engine.kernels.sample import sample
 from engine.kernels.sampling_parts import allocate_workspace
-from engine.kernels.silu_mul import silu_mul, silu_mul_reference
+from engine.kernels.silu_mul import silu_mul
 from engine.kernels.skinny_epilogue import InputNorm
 from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
+from engine.layers.fp8 import quantize_rows
 from tests.kernels.float8 import assert_same_float8
+from tests.kernels.references import (
+    add_rms_norm_reference_,
+    embed_reference,
+    rms_norm_reference,
+    rope_store_reference,
+    sample_reference,
+    silu_mul_reference,
+    token_logprobs_reference,
+)
 from tests.kernels.test_paged_attention import Case, Step
 from tests.kernels.test_sample import params
 
@@ -150,7 +160,7 @@ SHAPES: Shapes = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     few, many = SHAPES[metafunc.function.__name__]
-    # The option is there where this folder is what pytest was asked for.
+    # The option exists only if pytest was called with this folder.
     shapes = many if metafunc.config.getoption("--shapes", default="few") == "many" else few
     metafunc.parametrize("shape", shapes, ids=[_name(shape) for shape in shapes])
 
@@ -181,7 +191,7 @@ def test_quantize_fp8(shape: Any, device: torch.device, generator: torch.Generat
     tokens, width, dtype = shape
     x_TE = _randn(generator, device, dtype, tokens, width)
     q_TE, scales_T1 = quantize_fp8(x_TE)
-    expected_TE, expected_scales_T1 = quantize_fp8_reference(x_TE)
+    expected_TE, expected_scales_T1 = quantize_rows(x_TE)
     torch.testing.assert_close(scales_T1, expected_scales_T1, rtol=0, atol=0)
     assert_same_float8(q_TE, expected_TE)
 
@@ -252,7 +262,7 @@ def test_greedy_rows(shape: Any, device: torch.device, generator: torch.Generato
 
 
 def test_random_rows(shape: Any, device: torch.device, generator: torch.Generator) -> None:
-    """By filters of all kinds. Logarithms differ by units in the last place, which may tip one row in many hundreds."""
+    """With filters of all kinds. Logarithms differ in the last place, which may change one row in many hundreds."""
     rows, vocab, dtype = shape
     logits_RV = 3 * _randn(generator, device, dtype, rows, vocab)
     filters: list[dict[str, Any]] = [
@@ -293,7 +303,7 @@ def test_skinny_linear(shape: Any, device: torch.device, generator: torch.Genera
 
 
 def test_fused_products(shape: Any, device: torch.device, generator: torch.Generator) -> None:
-    """Activated in pairs, normed where x is in registers; and added to what is there."""
+    """Products that activate pairs, norm x if it is in registers, or add to the output."""
     tokens, inputs, outputs, dtype = shape
     x_TI = _randn(generator, device, dtype, tokens, inputs)
     weight_OI = _randn(generator, device, dtype, outputs, inputs) * inputs**-0.5

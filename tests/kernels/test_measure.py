@@ -1,4 +1,4 @@
-"""What is found out when a worker starts: bytes of its graphs, by the real forward pass, and the size of its chunks."""
+"""A worker's measurements at start: bytes of its graphs, by the real forward pass, and the size of its chunks."""
 
 import logging
 import weakref
@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import ModelConfig
-from engine.gpu.device_parts import DeviceParts, make_device_parts
+from engine.batch import StepLimits
+from engine.gpu.device_parts import DeviceParts
 from engine.gpu.graphs import Replay, decode_sizes, mixed_sizes
 from engine.gpu.measure import CHUNKS, chosen_chunk, graphs_bytes
-from engine.kv_cache import KVPool
-from engine.layers.triton_backend import TritonBackend
-from engine.loading.loader import load_model
-from engine.step_limits import StepLimits
-from tests.factories.models import make_model_dir
+from tests.kernels.device_parts import make_parts
 
 LIMITS = StepLimits(max_num_seqs=20, max_num_batched_tokens=40, max_model_len=64)
 NUM_MIXED, NUM_DECODES = 3, 6
@@ -25,10 +21,10 @@ FREE = 10_000
 
 
 class Costs:
-    """A recorder of graphs that take so many bytes each, from when they are recorded until nobody has them any more."""
+    """A recorder of graphs that take given numbers of bytes, from their recording until they are freed."""
 
     def __init__(self, *num_bytes: int) -> None:
-        """The last goes for all that follow."""
+        """The last number also applies to all later graphs."""
         self._num_bytes = chain(num_bytes[:-1], repeat(num_bytes[-1]))
         self.free = FREE
 
@@ -48,15 +44,11 @@ class Costs:
 
 @pytest.fixture
 def parts(tmp_path: Path, device: torch.device) -> DeviceParts:
-    path = make_model_dir(
-        tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2
-    )
-    model = load_model(ModelConfig(dtype="float32"), path, device, TritonBackend())
-    pool = KVPool(8, model.kv_block_shape(16), device)
-    return make_device_parts(model, pool, LIMITS, num_multiprocessors=2)
+    _, parts, _ = make_parts(tmp_path, device, LIMITS)
+    return parts
 
 
-def test_all_graphs_are_reckoned_by_two_of_each_kind(parts: DeviceParts) -> None:
+def test_two_graphs_of_each_kind_estimate_all(parts: DeviceParts) -> None:
     assert len(mixed_sizes(LIMITS.max_num_batched_tokens)) == NUM_MIXED
     assert len(decode_sizes(LIMITS.max_num_seqs)) == NUM_DECODES
     costs = Costs(1000, 30, 200, 7)
@@ -64,8 +56,8 @@ def test_all_graphs_are_reckoned_by_two_of_each_kind(parts: DeviceParts) -> None
     assert reckoned == 1000 + (NUM_MIXED - 1) * 30 + 200 + (NUM_DECODES - 1) * 7
 
 
-def test_which_is_what_they_take_when_all_are_recorded(parts: DeviceParts) -> None:
-    """Where all of a kind cost alike, and the largest one more."""
+def test_the_estimate_is_what_all_graphs_take(parts: DeviceParts) -> None:
+    """If the largest graph of a kind costs more, and the others cost the same."""
     costs = Costs(1000, *[30] * (NUM_MIXED - 1), 200, 7)
     parts.record(costs)
     taken = FREE - costs.free
@@ -73,7 +65,7 @@ def test_which_is_what_they_take_when_all_are_recorded(parts: DeviceParts) -> No
     assert graphs_bytes(parts, measured, lambda: measured.free) == taken
 
 
-def test_a_graph_for_which_there_was_room_already_counts_as_nothing(parts: DeviceParts) -> None:
+def test_a_graph_without_new_memory_counts_as_nothing(parts: DeviceParts) -> None:
     costs = Costs(1000, -50, 200, 7)
     assert graphs_bytes(parts, costs, lambda: costs.free) == 1000 + 200 + (NUM_DECODES - 1) * 7
 
@@ -86,7 +78,7 @@ def test_a_graph_for_which_there_was_room_already_counts_as_nothing(parts: Devic
         ({512: 1.0, 1024: 2.0, 2048: 4.0, 4096: 8.0, 8192: 16.0}, 8192),
     ],
 )
-def test_the_smallest_chunk_that_is_fast_enough_is_chosen_and_the_log_says_by_what(
+def test_the_smallest_chunk_that_is_fast_enough_is_chosen_and_the_log_shows_why(
     rates: dict[int, float], chosen: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):

@@ -1,8 +1,9 @@
-"""Partial results of a long context, put together by their weights."""
+"""Partial results of a long context, merged by their weights."""
 
 import torch
 
-from engine.kernels.merge_partials import BLOCK_PARTS, merge_partials, merge_partials_reference
+from engine.kernels.merge_partials import BLOCK_PARTS, merge_partials
+from tests.kernels.references import merge_partials_reference
 
 NUM_HEADS, HEAD_DIM = 3, 24
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from engine.kernels.process_logits import process_logits, process_logits_reference
+from engine.kernels.process_logits import process_logits
+from tests.kernels.references import process_logits_reference
 
 
 def edit(

@@ -3,16 +3,9 @@
 import pytest
 import torch
 
-from engine.kernels.rms_norm import (
-    add_rms_norm_,
-    add_rms_norm_fp8_,
-    add_rms_norm_reference_,
-    rms_norm,
-    rms_norm_fp8,
-    rms_norm_fp8_reference,
-    rms_norm_reference,
-)
+from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from tests.kernels.float8 import assert_same_float8
+from tests.kernels.references import add_rms_norm_reference_, rms_norm_fp8_reference, rms_norm_reference
 
 EPS = 1e-2
 
@@ -24,7 +17,6 @@ def rows(width: int, num_tokens: int = 2) -> torch.Tensor:
 LAUNCHES = {
     "Llama-3.1-8B": lambda: rms_norm(rows(4096), rows(4096)[0], 1e-5),
     "Llama-3.1-8B, add": lambda: add_rms_norm_(rows(4096), rows(4096), rows(4096)[0], 1e-5),
-    "Llama-3.1-8B, float8": lambda: rms_norm_fp8(rows(4096), rows(4096)[0], 1e-5),
     "Llama-3.1-8B, add, float8": lambda: add_rms_norm_fp8_(rows(4096), rows(4096), rows(4096)[0], 1e-5),
     "width 5120, add": lambda: add_rms_norm_(rows(5120), rows(5120), rows(5120)[0], 1e-5),
     "width 16384, add": lambda: add_rms_norm_(rows(16384), rows(16384), rows(16384)[0], 1e-5),
@@ -50,11 +42,6 @@ def test_quantises_in_the_same_pass(
     dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     x_TE, residual_TE, weight_E = random_inputs(generator, 3, 300, dtype, device)
-    q_TE, scales_T1 = rms_norm_fp8(x_TE, weight_E, EPS)
-    expected_TE, expected_scales_T1 = rms_norm_fp8_reference(x_TE, weight_E, EPS)
-    torch.testing.assert_close(scales_T1, expected_scales_T1)
-    assert_same_float8(q_TE, expected_TE, max_share=0.01)
-
     expected_residual_TE = residual_TE.clone()
     add_rms_norm_reference_(x_TE, expected_residual_TE, weight_E, EPS)
     q_TE, scales_T1 = add_rms_norm_fp8_(x_TE, residual_TE, weight_E, EPS)

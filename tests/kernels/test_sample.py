@@ -1,4 +1,4 @@
-"""Sampling: every filter, alone and together, against a sort; the distribution; rows that are hardly distributions."""
+"""Sampling: every filter, alone and together, against a sort; the distribution; degenerate rows."""
 
 import math
 from collections import Counter
@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from engine.counter_rng import row_keys
-from engine.kernels.sample import sample, sample_reference
+from engine.kernels.sample import sample
 from engine.kernels.sampling_parts import NUM_FIELDS, allocate_workspace
+from tests.kernels.references import sample_reference
 
 VOCAB = 150
 
 
 def params(num_rows: int, **columns: Any) -> torch.Tensor:
-    """Parameters of rows, packed; each a value for all rows or one a row. The seed of row r is r."""
+    """Packed parameters of rows: a value for all rows or one per row. The seed of row r is r."""
     rows = np.zeros((num_rows, NUM_FIELDS), dtype=np.int32)
     floats = rows.view(np.float32)
     floats[:, 0] = columns.pop("temperature", 1.0)

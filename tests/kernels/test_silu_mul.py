@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.silu_mul import silu_mul, silu_mul_reference
+from engine.kernels.silu_mul import silu_mul
+from tests.kernels.references import silu_mul_reference
 
 LAUNCHES = {
     "Llama-3.1-8B": lambda: silu_mul(torch.empty(1, 2 * 14336, dtype=torch.bfloat16)),

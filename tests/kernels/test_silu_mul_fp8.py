@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine.kernels.silu_mul_fp8 import silu_mul_fp8, silu_mul_fp8_reference
+from engine.kernels.silu_mul import silu_mul_fp8
 from tests.kernels.float8 import assert_same_float8
+from tests.kernels.references import silu_mul_fp8_reference
 
 LAUNCHES = {
     "Llama-3.1-8B, float8": lambda: silu_mul_fp8(torch.empty(2, 2 * 14336, dtype=torch.bfloat16)),

@@ -14,197 +14,164 @@ from engine.kernels.skinny_linear import (
     norms_input,
     skinny_add_,
     skinny_linear,
-    skinny_linear_reference,
     skinny_silu_mul,
 )
 from engine.kernels.skinny_linear_dot import DotLaunch
 from engine.kernels.skinny_linear_fma import FmaLaunch
+from tests.kernels.references import skinny_linear_reference
 
-SHAPES = {
-    "Llama-3.1-8B qkv": (6144, 4096),
-    "Llama-3.1-8B o": (4096, 4096),
-    "Llama-3.1-8B down": (4096, 14336),
-    "Llama-3.1-8B gate_up": (28672, 4096),
-    "Llama-3.1-8B tp8 o": (4096, 512),
-    "Qwen3-8B down": (4096, 12288),
-}
+Shape = tuple[int, int, int]
+
+F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
 
-def empty_launch(num_tokens: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> None:
-    weight_OI = torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta")
-    scales_O = torch.empty(num_outputs, device="meta") if dtype is torch.float8_e4m3fn else None
-    x_dtype = torch.float32 if dtype is torch.float32 else torch.bfloat16
-    skinny_linear(
-        torch.empty(num_tokens, num_inputs, dtype=x_dtype, device="meta"), weight_OI, None, scales_O
-    )
-
-
-LAUNCHES = {
-    f"{name}, {num_tokens}{', float8' if dtype is torch.float8_e4m3fn else ''}": partial(
-        empty_launch, num_tokens, *shape, dtype
-    )
-    for name, shape in SHAPES.items()
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-    for num_tokens in (1, 2, 4, 16)
-} | {
-    f"float32, {num_tokens}": partial(empty_launch, num_tokens, 4096, 4096, torch.float32)
-    for num_tokens in (4, 8)
-}
-
-
-def empty_fused_launch(
-    fused: str, num_tokens: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+def empty_launch(
+    num_tokens: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, fused: str = ""
 ) -> None:
-    """`fused`: what the product is fused with in a decoder layer."""
+    """`dtype`: of the weights; `fused`: what the product is fused with in a decoder layer."""
     weight_OI = torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta")
-    scales_O = torch.empty(num_outputs, device="meta") if dtype is torch.float8_e4m3fn else None
-    x_TI = torch.empty(num_tokens, num_inputs, dtype=torch.bfloat16, device="meta")
+    scales_O = torch.empty(num_outputs, device="meta") if dtype is FP8 else None
+    x_TI = torch.empty(num_tokens, num_inputs, dtype=F32 if dtype is F32 else BF16, device="meta")
     has_norm = "norm" in fused and norms_input(num_tokens, num_inputs, dtype.itemsize)
-    norm = InputNorm(torch.empty(num_inputs, dtype=torch.bfloat16, device="meta"), 1e-5) if has_norm else None
+    norm = InputNorm(torch.empty(num_inputs, dtype=BF16, device="meta"), 1e-5) if has_norm else None
     if "silu" in fused:
         skinny_silu_mul(x_TI, weight_OI, None, scales_O, norm=norm)
     elif "add" in fused:
-        y_TO = torch.empty(num_tokens, num_outputs, dtype=torch.bfloat16, device="meta")
+        y_TO = torch.empty(num_tokens, num_outputs, dtype=BF16, device="meta")
         skinny_add_(y_TO, x_TI, weight_OI, None, scales_O)
     else:
         skinny_linear(x_TI, weight_OI, None, scales_O, norm=norm)
 
 
-FUSED: dict[str, tuple[str, int, int]] = {
-    "Llama-3.1-8B qkv": ("norm", 6144, 4096),
-    "Llama-3.1-8B o": ("add", 4096, 4096),
-    "Llama-3.1-8B gate_up": ("norm and silu", 28672, 4096),
-    "Llama-3.1-8B down": ("add", 4096, 14336),
-    "Llama-3.1-70B tp4 gate_up": ("norm and silu", 14336, 8192),
-    "Qwen3-14B gate_up": ("norm and silu", 34816, 5120),
+PRODUCTS: dict[str, tuple[int, int, str]] = {
+    "Llama-3.1-8B qkv": (6144, 4096, ""),
+    "Llama-3.1-8B o": (4096, 4096, ""),
+    "Llama-3.1-8B down": (4096, 14336, ""),
+    "Llama-3.1-8B gate_up": (28672, 4096, ""),
+    "Llama-3.1-8B tp8 o": (4096, 512, ""),
+    "Qwen3-8B down": (4096, 12288, ""),
+    "fused Llama-3.1-8B qkv": (6144, 4096, "norm"),
+    "fused Llama-3.1-8B o": (4096, 4096, "add"),
+    "fused Llama-3.1-8B gate_up": (28672, 4096, "norm and silu"),
+    "fused Llama-3.1-8B down": (4096, 14336, "add"),
+    "fused Llama-3.1-70B tp4 gate_up": (14336, 8192, "norm and silu"),
+    "fused Qwen3-14B gate_up": (34816, 5120, "norm and silu"),
 }
-LAUNCHES |= {
-    f"fused {name}, {num_tokens}{', float8' if dtype is torch.float8_e4m3fn else ''}": partial(
-        empty_fused_launch, fused, num_tokens, num_outputs, num_inputs, dtype
+LAUNCHES = {
+    f"{name}, {num_tokens}{', float8' if dtype is FP8 else ''}": partial(
+        empty_launch, num_tokens, num_outputs, num_inputs, dtype, fused
     )
-    for name, (fused, num_outputs, num_inputs) in FUSED.items()
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    for name, (num_outputs, num_inputs, fused) in PRODUCTS.items()
+    for dtype in (BF16, FP8)
     for num_tokens in (1, 2, 4, 16)
-}
+} | {f"float32, {num_tokens}": partial(empty_launch, num_tokens, 4096, 4096, F32) for num_tokens in (4, 8)}
+FEW = [(1, 10, 48), (2, 6, 1030), (3, 40, 300)]
+MORE = [(5, 70, 300), (16, 34, 512)]
+"""Tokens, outputs, inputs."""
+EITHER_KERNEL = pytest.mark.parametrize(
+    "launch", [FmaLaunch(rows=4, num_warps=1, max_programs=3), DotLaunch(16, 64, num_warps=1, num_stages=2)]
+)
+DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("num_tokens", "num_outputs", "num_inputs"), [(1, 5, 48), (2, 3, 1030), (3, 40, 300)]
-)
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 5, 48), (2, 3, 1030), (3, 40, 300)], ids=str)
 def test_few_rows_are_what_torch_computes(
     has_bias: bool,
     dtype: torch.dtype,
-    num_tokens: int,
-    num_outputs: int,
-    num_inputs: int,
+    shape: Shape,
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
-    x_TI, weight_OI, bias_O = inputs(generator, num_tokens, num_outputs, num_inputs, dtype, device)
+    x_TI, weight_OI, bias_O = inputs(generator, shape, dtype, device)
     bias = bias_O if has_bias else None
     assert_close(skinny_linear(x_TI, weight_OI, bias), skinny_linear_reference(x_TI, weight_OI, bias))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_inputs"), [(5, 70, 300), (16, 33, 512)])
+@DTYPES
+@pytest.mark.parametrize("shape", [(5, 70, 300), (16, 33, 512)], ids=str)
 def test_more_rows_are_what_torch_computes(
     dtype: torch.dtype,
-    num_tokens: int,
-    num_outputs: int,
-    num_inputs: int,
+    shape: Shape,
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
-    if dtype is torch.bfloat16 and device.type == "cpu":
-        pytest.skip("Triton's interpreter multiplies matrices of bfloat16 wrongly")
-    arguments = inputs(generator, num_tokens, num_outputs, num_inputs, dtype, device)
+    skip_what_cannot_be_interpreted(shape, dtype, device)
+    arguments = inputs(generator, shape, dtype, device)
     assert_close(skinny_linear(*arguments), skinny_linear_reference(*arguments))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 9])
 def test_weights_may_be_float8(num_tokens: int, device: torch.device, generator: torch.Generator) -> None:
-    x_TI, weight_OI, bias_O = inputs(generator, num_tokens, 34, 272, torch.float16, device)
+    x_TI, weight_OI, bias_O = inputs(generator, (num_tokens, 34, 272), torch.float16, device)
     scales_O = (0.5 + torch.rand(34, generator=generator)).to(device)
     weight_OI = weight_OI.to(torch.float8_e4m3fn)
     expected_TO = skinny_linear_reference(x_TI, weight_OI, bias_O, scales_O)
     assert_close(skinny_linear(x_TI, weight_OI, bias_O, scales_O), expected_TO)
 
 
-@pytest.mark.parametrize(
-    "launch", [FmaLaunch(rows=2, num_warps=1, max_programs=3), DotLaunch(16, 64, num_warps=1, num_stages=2)]
-)
+@EITHER_KERNEL
 def test_any_launch_gives_the_same(
     launch: FmaLaunch | DotLaunch, device: torch.device, generator: torch.Generator
 ) -> None:
     """Programs take several tiles each, and the last ones are ragged."""
-    x_TI, weight_OI, bias_O = inputs(generator, 3, 21, 80, torch.float32, device)
+    x_TI, weight_OI, bias_O = inputs(generator, (3, 21, 80), torch.float32, device)
     actual_TO = skinny_linear(x_TI, weight_OI, bias_O, launch=launch)
     assert_close(actual_TO, skinny_linear_reference(x_TI, weight_OI, bias_O))
 
 
-FEW = [(1, 10, 48), (2, 6, 1030), (3, 40, 300)]
-MORE = [(5, 70, 300), (16, 34, 512)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_inputs"), [*FEW, *MORE])
-def test_pairs_are_activated_bit_for_bit_as_by_a_kernel_of_its_own(
+@DTYPES
+@pytest.mark.parametrize("shape", [*FEW, *MORE], ids=str)
+def test_the_activation_equals_a_separate_kernels_bit_for_bit(
     dtype: torch.dtype,
-    num_tokens: int,
-    num_outputs: int,
-    num_inputs: int,
+    shape: Shape,
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
     """In float32 the interpreter's sums depend on where a row lies."""
-    arguments = inputs(generator, num_tokens, num_outputs, num_inputs, dtype, device)
-    skip_what_cannot_be_interpreted(num_tokens, dtype, device)
+    arguments = inputs(generator, shape, dtype, device)
+    skip_what_cannot_be_interpreted(shape, dtype, device)
     expected_TP = silu_mul(skinny_linear(*arguments))
-    error = 1e-4 if num_tokens > MAX_FMA_TOKENS and dtype is torch.float32 else 0
+    error = 1e-4 if shape[0] > MAX_FMA_TOKENS and dtype is torch.float32 else 0
     torch.testing.assert_close(skinny_silu_mul(*arguments), expected_TP, rtol=error, atol=error)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_inputs"), [*FEW, *MORE])
-def test_adds_bit_for_bit_as_a_kernel_of_its_own_does(
+@DTYPES
+@pytest.mark.parametrize("shape", [*FEW, *MORE], ids=str)
+def test_the_sum_equals_a_separate_kernels_bit_for_bit(
     dtype: torch.dtype,
-    num_tokens: int,
-    num_outputs: int,
-    num_inputs: int,
+    shape: Shape,
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
-    arguments = inputs(generator, num_tokens, num_outputs, num_inputs, dtype, device)
-    skip_what_cannot_be_interpreted(num_tokens, dtype, device)
-    residual_TO = torch.randn(num_tokens, num_outputs, generator=generator).to(dtype).to(device)
+    arguments = inputs(generator, shape, dtype, device)
+    skip_what_cannot_be_interpreted(shape, dtype, device)
+    residual_TO = torch.randn(*shape[:2], generator=generator).to(dtype).to(device)
     expected_TO = residual_TO.clone()
     add_rms_norm_(skinny_linear(*arguments), expected_TO, torch.ones_like(expected_TO[0]), 1e-5)
     skinny_add_(residual_TO, *arguments)
     torch.testing.assert_close(residual_TO, expected_TO, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "num_outputs", "num_inputs"), FEW)
-def test_norms_what_it_takes(
+@DTYPES
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_the_norm_equals_a_separate_kernels(
     dtype: torch.dtype,
-    num_tokens: int,
-    num_outputs: int,
-    num_inputs: int,
+    shape: Shape,
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
-    x_TI, *weights = inputs(generator, num_tokens, num_outputs, num_inputs, dtype, device)
-    weight_I = torch.randn(num_inputs, generator=generator).to(dtype).to(device)
+    x_TI, *weights = inputs(generator, shape, dtype, device)
+    weight_I = torch.randn(shape[2], generator=generator).to(dtype).to(device)
     normed_TI = rms_norm(x_TI, weight_I, 1e-2)
     for product in (skinny_linear, skinny_silu_mul):
         assert_close(product(x_TI, *weights, norm=InputNorm(weight_I, 1e-2)), product(normed_TI, *weights))
 
 
-def test_all_that_is_fused_takes_float8_weights(device: torch.device, generator: torch.Generator) -> None:
+def test_fused_products_take_float8_weights(device: torch.device, generator: torch.Generator) -> None:
     for num_tokens in (2, 9):
-        x_TI, weight_OI, bias_O = inputs(generator, num_tokens, 34, 272, torch.float16, device)
+        x_TI, weight_OI, bias_O = inputs(generator, (num_tokens, 34, 272), torch.float16, device)
         scales_O = (0.5 + torch.rand(34, generator=generator)).to(device)
         arguments = (x_TI, weight_OI.to(torch.float8_e4m3fn), bias_O, scales_O)
         y_TO = skinny_linear(*arguments)
@@ -214,13 +181,11 @@ def test_all_that_is_fused_takes_float8_weights(device: torch.device, generator:
         torch.testing.assert_close(residual_TO, 1 + y_TO)
 
 
-@pytest.mark.parametrize(
-    "launch", [FmaLaunch(rows=4, num_warps=1, max_programs=3), DotLaunch(16, 64, num_warps=1, num_stages=2)]
-)
-def test_any_launch_fuses_alike(
+@EITHER_KERNEL
+def test_any_launch_fuses_the_same(
     launch: FmaLaunch | DotLaunch, device: torch.device, generator: torch.Generator
 ) -> None:
-    arguments = inputs(generator, 3, 42, 80, torch.float32, device)
+    arguments = inputs(generator, (3, 42, 80), torch.float32, device)
     y_TO = skinny_linear(*arguments, launch=launch)
     assert_close(skinny_silu_mul(*arguments, launch=launch), silu_mul(y_TO))
     residual_TO = y_TO.clone()
@@ -237,7 +202,7 @@ def test_norms_where_all_of_x_is_in_registers() -> None:
 
 
 def test_rows_may_lie_within_longer_ones(device: torch.device, generator: torch.Generator) -> None:
-    wide_TX, weight_OI, _ = inputs(generator, 3, 4, 32, torch.float32, device)
+    wide_TX, weight_OI, _ = inputs(generator, (3, 4, 32), torch.float32, device)
     x_TI, weight_OI = wide_TX[:, 8:24], weight_OI[:, :16].contiguous()
     assert_close(skinny_linear(x_TI, weight_OI), skinny_linear_reference(x_TI, weight_OI))
 
@@ -268,19 +233,15 @@ def test_refuses_many_rows_and_weights_without_their_scales(device: torch.device
         skinny_linear(torch.zeros(1, 8, device=device).half(), weight_OI.to(torch.float8_e4m3fn))
 
 
-def skip_what_cannot_be_interpreted(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    if num_tokens > MAX_FMA_TOKENS and dtype is torch.bfloat16 and device.type == "cpu":
+def skip_what_cannot_be_interpreted(shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    if shape[0] > MAX_FMA_TOKENS and dtype is torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies matrices of bfloat16 wrongly")
 
 
 def inputs(
-    generator: torch.Generator,
-    num_tokens: int,
-    num_outputs: int,
-    num_inputs: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    generator: torch.Generator, shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_tokens, num_outputs, num_inputs = shape
     x_TI = torch.randn(num_tokens, num_inputs, generator=generator)
     weight_OI = torch.randn(num_outputs, num_inputs, generator=generator)
     bias_O = 10 * torch.randn(num_outputs, generator=generator)

@@ -7,23 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.config import ModelConfig
-from engine.gpu.device_parts import DeviceParts, make_device_parts
-from engine.kernels.skinny_linear import skinny_linear_reference
+from engine.batch import StepLimits
+from engine.gpu.device_parts import DeviceParts
 from engine.kernels.switches import switched
-from engine.kv_cache import KVPool
 from engine.layers.timed_products import Work
 from engine.layers.triton_backend import TritonBackend
-from engine.loading.loader import load_model
-from engine.step_limits import StepLimits
-from tests.factories.models import make_model_dir
+from tests.kernels.device_parts import make_parts
+from tests.kernels.references import skinny_linear_reference
 from tests.kernels.test_launches import counting_launches
 
 NUM_LAYERS = 3
 
 
 class FakeTimer:
-    """Says what it is told: our kernel's time first, then the library's; computes each work once."""
+    """Returns given times: our kernel's first, then the library's; computes each work once."""
 
     def __init__(self, *times_s: float) -> None:
         self._times_s = list(times_s)
@@ -35,7 +32,7 @@ class FakeTimer:
 
 
 def linears(backend: TritonBackend, generator: torch.Generator, device: torch.device) -> list[torch.Tensor]:
-    """The weights of a product that each layer has, and with which the backend has made it."""
+    """Makes a product in each layer; returns their weights."""
     weights = [torch.randn(6, 32, generator=generator).to(device) for _ in range(NUM_LAYERS)]
     made = [backend.linear(weight_OI, None) for weight_OI in weights]
     x_TI = torch.zeros(3, 32, device=device)
@@ -44,7 +41,7 @@ def linears(backend: TritonBackend, generator: torch.Generator, device: torch.de
 
 
 @pytest.mark.parametrize(("librarys_s", "is_library"), [(0.89, True), (0.91, False), (2.0, False)])
-def test_the_library_computes_what_it_is_clearly_faster_at(
+def test_the_library_computes_products_at_which_it_is_clearly_faster(
     librarys_s: float,
     is_library: bool,
     device: torch.device,
@@ -73,7 +70,7 @@ def test_the_library_computes_what_it_is_clearly_faster_at(
         torch.testing.assert_close(y_TO, skinny_linear_reference(x_TI, weights[0]), rtol=1e-5, atol=1e-4)
 
 
-def test_what_is_chosen_is_not_timed_again(device: torch.device, generator: torch.Generator) -> None:
+def test_a_choice_is_not_timed_again(device: torch.device, generator: torch.Generator) -> None:
     backend = TritonBackend()
     weights = linears(backend, generator, device)
     backend.timed_products.choose(FakeTimer(1.0, 0.5))
@@ -93,7 +90,7 @@ def test_a_switch_leaves_all_to_our_kernels(device: torch.device, generator: tor
     assert launches == {"skinny_linear_fma": 1}
 
 
-def test_weights_in_8_bits_are_never_the_librarys(device: torch.device, generator: torch.Generator) -> None:
+def test_the_library_never_multiplies_8_bit_weights(device: torch.device, generator: torch.Generator) -> None:
     backend = TritonBackend()
     linear = backend.fp8_linear(torch.randn(6, 32, generator=generator).half().to(device), None)
     linear(torch.zeros(3, 32, dtype=torch.float16, device=device))
@@ -101,36 +98,29 @@ def test_weights_in_8_bits_are_never_the_librarys(device: torch.device, generato
 
 
 @pytest.fixture
-def parts(tmp_path: Path, device: torch.device) -> tuple[DeviceParts, TritonBackend]:
-    path = make_model_dir(
-        tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1, num_attention_heads=2
-    )
-    backend = TritonBackend()
-    model = load_model(ModelConfig(dtype="float32"), path, device, backend)
-    pool = KVPool(8, model.kv_block_shape(16), device)
-    return make_device_parts(model, pool, StepLimits(8, 16, 64), num_multiprocessors=2), backend
+def parts(tmp_path: Path, device: torch.device) -> DeviceParts:
+    _, parts, _ = make_parts(tmp_path, device, StepLimits(8, 16, 64))
+    return parts
 
 
-def test_only_what_steps_fuse_with_nothing_is_timed(parts: tuple[DeviceParts, TritonBackend]) -> None:
-    """Of eight decodes the projection to queries, keys and values, and that to logits; of one none."""
-    device_parts, backend = parts
-    device_parts.forward.rehearse(1, 1)
-    backend.timed_products.choose(FakeTimer())
-    device_parts.forward.rehearse(8, 1)
+def test_only_unfused_products_of_steps_are_timed(parts: DeviceParts) -> None:
+    """Eight decodes: the projections to queries, keys and values and to logits. One decode: none."""
+    parts.forward.rehearse(1, 1)
+    parts.timed_products.choose(FakeTimer())
+    parts.forward.rehearse(8, 1)
     timer = FakeTimer(1.0, 2.0, 1.0, 2.0)
-    backend.timed_products.choose(timer)
+    parts.timed_products.choose(timer)
     assert len(timer.results) == 4
 
 
 def test_without_a_gpu_nothing_is_timed(
-    parts: tuple[DeviceParts, TritonBackend], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    parts: DeviceParts, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device_parts, _ = parts
-    device_parts.forward.rehearse(8, 1)
+    parts.forward.rehearse(8, 1)
     timer = FakeTimer(1.0, 2.0, 1.0, 2.0)
     monkeypatch.setattr("engine.gpu.device_parts.GpuTimer", lambda: timer)
     with switched(timed_products=False):
-        device_parts.choose_products()
+        parts.choose_products()
     assert timer.results == []
-    device_parts.choose_products()
+    parts.choose_products()
     assert len(timer.results) == (4 if device.type == "cuda" else 0)

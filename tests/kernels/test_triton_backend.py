@@ -1,13 +1,12 @@
-"""What goes into 8-bit products is brought to 8 bits where it is computed, and nowhere else."""
+"""The kernels that compute inputs of 8-bit products quantise them, and nothing else does."""
 
 import pytest
 import torch
 
-from engine.kernels.rms_norm import add_rms_norm_reference_
-from engine.kernels.silu_mul import silu_mul_reference
 from engine.kernels.skinny_linear import MAX_TOKENS
 from engine.layers.backend import QuantizedRows
 from engine.layers.triton_backend import TritonBackend
+from tests.kernels.references import add_rms_norm_reference_, silu_mul_reference
 
 WIDTH, OUTPUTS, EPS = 64, 32, 1e-5
 

@@ -67,7 +67,7 @@ async def load(under_test: GatewayUnderTest, requests_per_s: float) -> AsyncIter
 
 
 async def try_one(page: Page, prompt: str = PROMPT) -> None:
-    """Types a prompt and runs it, as somebody would who has only a keyboard."""
+    """Types a prompt and runs it with the keyboard alone."""
     await page.evaluate(
         "document.querySelector('#prompt').focus(), document.querySelector('#prompt').select()"
     )

@@ -1,6 +1,5 @@
-"""The live page in a real browser: what somebody sees who types a prompt. Skipped where no browser is installed."""
+"""The live page in a real browser, as a user sees it. Skipped if no browser is installed."""
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from gateway import Tokenizer
 from tests.factories.api_keys import ALICE, API_KEYS, AS_ADMIN, WATCHER
 from tests.factories.browser import browser, find_browser
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_model_dir
 from tests.factories.paced_fleet import Pace, PacedFleet
 
 pytestmark = pytest.mark.skipif(
@@ -23,124 +21,104 @@ HOSTILE = (
 WORKER = "w<b>1"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
+async def test_a_prompt_is_typed_and_its_stages_and_tokens_are_seen_as_text(folder: Path) -> None:
+    fleet = PacedFleet(folder, HOSTILE, Pace(prefill_s=0.3, step_s=0.01))
+    prefill, decode = fleet.scripts("w0"), fleet.scripts(WORKER)
+    async with gateway_with(folder, prefill, decode) as under_test, browser() as running:
+        fleet.workers = under_test.workers
+        page = await running.open(f"{under_test.http_url}/")
+        await page.until("document.querySelectorAll('.worker').length === 2")
+        assert WORKER in await page.text("#decode")
+        assert "● ready" in await page.text("#prefill")
+        assert "999 free of 999 blocks" in await page.text("#prefill")
+
+        await page.evaluate("document.querySelector('#prompt').focus()")
+        await page.type("Hello")
+        await page.press("Enter", 13, modifiers=2)
+        await page.until("document.querySelector('[data-stage=prefill]').dataset.state === 'active'")
+        assert "on w0" in await page.text("[data-stage=prefill]")
+        await page.until("document.querySelector('[data-stage=decode]').dataset.state === 'active'")
+        await page.until("document.querySelector('#run').innerText === 'Run'")
+
+        assert (await page.text("#answer")).startswith(HOSTILE)
+        assert await page.evaluate("document.querySelectorAll('.worker b b').length") == 0
+        assert await page.evaluate("document.title") == "Baton"
+        states = "[...document.querySelectorAll('.stage-row')].map((row) => row.dataset.state)"
+        assert await page.evaluate(states) == ["done"] * 4
+        assert "shared memory" in await page.text("[data-stage=transfer]")
+        assert f"128 tokens on {WORKER}" in await page.text("[data-stage=decode]")
+        assert "First token after" in await page.text("#summary")
+        assert re.search(r"first token .* = .*prefill", await page.text("#sums"))
+        bars = "[...document.querySelectorAll('.stage-row .solid')].every((bar) => bar.clientWidth > 0)"
+        assert await page.evaluate(bars)
+
+        await page.until("document.querySelectorAll('.link.busy').length === 1")
+        await page.until("document.querySelector('#paths dd').innerText.trim() === '1'")
+        await page.evaluate("document.querySelector('details').open = true")
+        await page.until("document.querySelector('#pairs').innerText.includes('1 hand-over')")
+        assert page.complaints == []
 
 
-def test_a_prompt_is_typed_and_its_stages_and_tokens_are_seen_as_text(folder: Path) -> None:
-    async def run() -> None:
-        fleet = PacedFleet(folder, HOSTILE, Pace(prefill_s=0.3, step_s=0.01))
-        prefill, decode = fleet.scripts("w0"), fleet.scripts(WORKER)
-        async with gateway_with(folder, prefill, decode) as under_test, browser() as running:
-            fleet.workers = under_test.workers
-            page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
-            await page.until("document.querySelectorAll('.worker').length === 2")
-            assert WORKER in await page.text("#decode")
-            assert "● ready" in await page.text("#prefill")
-            assert "999 free of 999 blocks" in await page.text("#prefill")
-
-            await page.evaluate("document.querySelector('#prompt').focus()")
-            await page.type("Hello")
-            await page.press("Enter", 13, modifiers=2)
-            await page.until("document.querySelector('[data-stage=prefill]').dataset.state === 'active'")
-            assert "on w0" in await page.text("[data-stage=prefill]")
-            await page.until("document.querySelector('[data-stage=decode]').dataset.state === 'active'")
-            await page.until("document.querySelector('#run').innerText === 'Run'")
-
-            assert (await page.text("#answer")).startswith(HOSTILE)
-            assert await page.evaluate("document.querySelectorAll('.worker b b').length") == 0
-            assert await page.evaluate("document.title") == "Baton"
-            states = "[...document.querySelectorAll('.stage-row')].map((row) => row.dataset.state)"
-            assert await page.evaluate(states) == ["done"] * 4
-            assert "shared memory" in await page.text("[data-stage=transfer]")
-            assert f"128 tokens on {WORKER}" in await page.text("[data-stage=decode]")
-            assert "First token after" in await page.text("#summary")
-            assert re.search(r"first token .* = .*prefill", await page.text("#sums"))
-            bars = "[...document.querySelectorAll('.stage-row .solid')].every((bar) => bar.clientWidth > 0)"
-            assert await page.evaluate(bars)
-
-            await page.until("document.querySelectorAll('.link.busy').length === 1")
-            await page.until("document.querySelector('#paths dd').innerText.trim() === '1'")
-            await page.evaluate("document.querySelector('details').open = true")
-            await page.until("document.querySelector('#pairs').innerText.includes('1 hand-over')")
-            assert page.complaints == []
-
-    asyncio.run(run())
-
-
-def test_markup_that_comes_at_once_stays_text(folder: Path) -> None:
+async def test_markup_that_comes_at_once_stays_text(folder: Path) -> None:
     answer = list(Tokenizer(folder).encode(HOSTILE))
 
-    async def run() -> None:
-        async with gateway_with(folder, {}, {WORKER: answering(answer)}) as under_test, browser() as running:
-            page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
-            await page.evaluate(f"document.querySelector('[name=max_tokens]').value = {len(answer)}")
+    async with gateway_with(folder, {}, {WORKER: answering(answer)}) as under_test, browser() as running:
+        page = await running.open(f"{under_test.http_url}/")
+        await page.evaluate(f"document.querySelector('[name=max_tokens]').value = {len(answer)}")
+        await page.evaluate("document.querySelector('#prompt').focus()")
+        await page.type("Hello")
+        await page.press("Enter", 13, modifiers=2)
+        await page.until("document.querySelector('#summary').innerText.includes('ended by length')")
+        assert await page.text("#answer") == HOSTILE
+        assert await page.evaluate("document.querySelectorAll('#answer *').length") == 0
+        assert page.complaints == []
+
+
+async def test_a_page_that_lost_its_gateway_says_so_and_an_error_is_shown(folder: Path) -> None:
+    async with browser() as running:
+        async with gateway_with(folder, {}, {}, placement_timeout_s=0.2) as under_test:
+            page = await running.open(f"{under_test.http_url}/")
+            await page.until("document.querySelector('#connection').innerText === '● live'")
             await page.evaluate("document.querySelector('#prompt').focus()")
             await page.type("Hello")
             await page.press("Enter", 13, modifiers=2)
-            await page.until("document.querySelector('#summary').innerText.includes('ended by length')")
-            assert await page.text("#answer") == HOSTILE
-            assert await page.evaluate("document.querySelectorAll('#answer *').length") == 0
-            assert page.complaints == []
-
-    asyncio.run(run())
-
-
-def test_a_page_that_lost_its_gateway_says_so_and_an_error_is_shown(folder: Path) -> None:
-    async def run() -> None:
-        async with browser() as running:
-            async with gateway_with(folder, {}, {}, placement_timeout_s=0.2) as under_test:
-                page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
-                await page.until("document.querySelector('#connection').innerText === '● live'")
-                await page.evaluate("document.querySelector('#prompt').focus()")
-                await page.type("Hello")
-                await page.press("Enter", 13, modifiers=2)
-                await page.until("document.querySelector('#summary').innerText.startsWith('✕')")
-                assert "decode worker" in await page.text("#summary")
-                assert (
-                    await page.evaluate("document.querySelector('[data-stage=queue]').dataset.state")
-                    == "failed"
-                )
-            await page.until("document.querySelector('#connection').innerText.includes('no connection')")
-
-    asyncio.run(run())
+            await page.until("document.querySelector('#summary').innerText.startsWith('✕')")
+            assert "decode worker" in await page.text("#summary")
+            assert (
+                await page.evaluate("document.querySelector('[data-stage=queue]').dataset.state") == "failed"
+            )
+        await page.until("document.querySelector('#connection').innerText.includes('no connection')")
 
 
-def test_a_page_asks_for_a_key_where_one_is_needed_and_keeps_it_in_its_tab(folder: Path) -> None:
-    async def run() -> None:
-        async with (
-            gateway_with(
-                folder, {}, {"w0": answering([7, 8])}, api_keys=API_KEYS, credentials=AS_ADMIN
-            ) as under_test,
-            browser() as running,
-        ):
-            page = await running.open(f"http://127.0.0.1:{under_test.gateway.http_port}/")
-            for key, shown in (("baton-wrong", "unknown or revoked"), (WATCHER, "")):
-                await page.until("document.querySelector('#key-dialog').open")
-                await page.evaluate("document.querySelector('#key-input').select()")
-                await page.type(key)
-                await page.press("Enter", 13)
-                await page.until(f"document.querySelector('#key-reason').innerText.includes('{shown}')")
-            await page.until("document.querySelector('#connection').innerText === '● live'")
-            assert not await page.evaluate("document.querySelector('#key-dialog').open")
-            assert await page.evaluate("localStorage.getItem('baton-api-key')") is None
-            assert WATCHER not in await page.evaluate("document.cookie + location.href")
+async def test_a_page_asks_for_a_key_where_one_is_needed_and_keeps_it_in_its_tab(folder: Path) -> None:
+    async with (
+        gateway_with(
+            folder, {}, {"w0": answering([7, 8])}, api_keys=API_KEYS, credentials=AS_ADMIN
+        ) as under_test,
+        browser() as running,
+    ):
+        page = await running.open(f"{under_test.http_url}/")
+        for key, shown in (("baton-wrong", "unknown or revoked"), (WATCHER, "")):
+            await page.until("document.querySelector('#key-dialog').open")
+            await page.evaluate("document.querySelector('#key-input').select()")
+            await page.type(key)
+            await page.press("Enter", 13)
+            await page.until(f"document.querySelector('#key-reason').innerText.includes('{shown}')")
+        await page.until("document.querySelector('#connection').innerText === '● live'")
+        assert not await page.evaluate("document.querySelector('#key-dialog').open")
+        assert await page.evaluate("localStorage.getItem('baton-api-key')") is None
+        assert WATCHER not in await page.evaluate("document.cookie + location.href")
 
-            await page.evaluate("document.querySelector('#prompt').focus()")  # that key may look, and no more
-            await page.type("Hello")
-            await page.press("Enter", 13, modifiers=2)
-            await page.until("document.querySelector('#summary').innerText.includes('generate')")
+        await page.evaluate("document.querySelector('#prompt').focus()")  # that key may look, and no more
+        await page.type("Hello")
+        await page.press("Enter", 13, modifiers=2)
+        await page.until("document.querySelector('#summary').innerText.includes('generate')")
 
-            await page.evaluate(f"sessionStorage.setItem('baton-api-key', '{ALICE}')")
-            await page.call("Page.reload")
-            await page.until("document.querySelector('#refusal')?.innerText.includes('observe')")
-            await page.evaluate(
-                "document.querySelector('#prompt').focus()"
-            )  # and that one may ask, but not look
-            await page.type("Hello")
-            await page.evaluate("document.querySelector('[name=max_tokens]').value = 2")
-            await page.press("Enter", 13, modifiers=2)
-            await page.until("document.querySelector('#summary').innerText.includes('ended by length')")
-
-    asyncio.run(run())
+        await page.evaluate(f"sessionStorage.setItem('baton-api-key', '{ALICE}')")
+        await page.call("Page.reload")
+        await page.until("document.querySelector('#refusal')?.innerText.includes('observe')")
+        await page.evaluate("document.querySelector('#prompt').focus()")  # and that one may ask, but not look
+        await page.type("Hello")
+        await page.evaluate("document.querySelector('[name=max_tokens]').value = 2")
+        await page.press("Enter", 13, modifiers=2)
+        await page.until("document.querySelector('#summary').innerText.includes('ended by length')")

@@ -17,7 +17,7 @@ from tests.factories.schemathesis import schemathesis
 
 ANSWER = [70, 71, 72]
 EACH = 50
-"""After so many malformed requests a good one must be answered."""
+"""After this many malformed requests, a good one must be answered."""
 PROPER = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNIMPLEMENTED,
@@ -58,7 +58,7 @@ async def fuzz(num_http: int, num_grpc: int, seed: int) -> tuple[Counter[str], l
 
 
 async def check_good(under_test: GatewayUnderTest, channel: grpc.aio.Channel) -> None:
-    """A good request at each door is answered."""
+    """A good request is answered at each frontend."""
     assert (await http_answer(under_test, good_http_request())).startswith("200")
     good = good_grpc_message().SerializeToString()
     code, details = await grpc_status(channel, "baton.v1.GenerationService/Generate", good)

@@ -1,4 +1,4 @@
-"""BlockPool against a model of three plain containers: who refers to what, the eviction order, what can be hit."""
+"""BlockPool against a model of three plain containers: references, the eviction order, and possible hits."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -38,7 +38,7 @@ from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from tests.factories.silent_text import SilentText
+from simulator.driver import SilentText
 
 WORKERS = ("p0", "p1", "d0", "d1")
 MAX_QUEUED, MAX_IN_FLIGHT, PATIENCE_S = 4, 6, 10.0
@@ -132,14 +132,14 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(WORKERS),
-        life=st.integers(1, 2),
+        incarnation=st.integers(1, 2),
         is_draining=st.sampled_from([False, False, False, True]),
         free=st.sampled_from([0, 3, 9]),
     )
-    def report(self, name: str, life: int, is_draining: bool, free: int) -> None:
+    def report(self, name: str, incarnation: int, is_draining: bool, free: int) -> None:
         role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
         state = WorkerState.DRAINING if is_draining else WorkerState.READY
-        ref = WorkerRef(name, f"{name}-{life}", (f"tcp://{name}",), 16)
+        ref = WorkerRef(name, f"{name}-{incarnation}", (f"tcp://{name}",), 16)
         (self.ready.discard if is_draining else self.ready.add)(name)
         blocks, requests = KVBlockCounts(9, free, 0, 0), RequestCounts(0, 0, 0)
         self.handle(WorkerReported(WorkerStatus(ref, role, state, blocks, requests, {})))

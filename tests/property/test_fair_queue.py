@@ -1,4 +1,4 @@
-"""The queue is fair: nobody starves, room is never left while someone waits for it, and callers' shares are bounded."""
+"""The queue is fair: no caller starves, no room stays free while a request waits for it, and shares are bounded."""
 
 from collections import Counter
 
@@ -107,7 +107,7 @@ def test_room_is_not_left_while_one_in_sight_would_fit(steps: list[QueueEntry[in
 
 @given(stream=st.lists(st.tuples(CALLERS, TOKENS, st.integers(1, 2)), min_size=600, max_size=600))
 @settings(max_examples=15, deadline=None)
-def test_nobody_starves(stream: list[tuple[str, int, int]]) -> None:
+def test_no_caller_starves(stream: list[tuple[str, int, int]]) -> None:
     """A large one gets its room, though smaller ones of everybody keep coming, and each finds some."""
     room = Room()
     large = room.join(request("a", MAX_TOKENS, size=3))

@@ -13,7 +13,7 @@ NUM_BLOCKS = 14
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """A model remembers what was last computed into every block, and who holds it."""
+    """A model remembers the last content computed into every block, and the holders of each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Block id to salt and all tokens up to the block's end, for full blocks that were computed."""
         self.open: list[Request] = []
         self.loading: list[tuple[Request, int]] = []
-        """Requests whose blocks, after so many hits, are written by a transfer."""
+        """Requests whose blocks are written by a transfer, with the number of hits before those."""
         self.held: dict[str, str] = {}
         """Request id to `leased` or `quarantined`."""
         self.num_requests = 0

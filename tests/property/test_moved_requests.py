@@ -1,4 +1,4 @@
-"""Behaviour 52: wherever a request is cut, and whoever goes on with it, tokens and log-probabilities are the same."""
+"""Behaviour 52: a request may be cut anywhere and continue on any worker: tokens and log-probabilities are the same."""
 
 import random
 from collections.abc import Iterator
@@ -9,8 +9,7 @@ import pytest
 
 from baton.request import EngineRequest, ErrorKind, FinishReason
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from tests.factories.models import make_model_dir
-from tests.factories.whole_engines import EnginesOf, Told, WholeEngine, legs
+from tests.factories.whole_engines import EnginesOf, Told, WholeEngine, hand_over
 
 NUM_WORKLOADS = 6
 MAX_TOKENS = 24
@@ -23,7 +22,7 @@ GRAMMARS = (
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One request, and what an engine that nobody disturbed said to it."""
+    """One request, and its outputs from an undisturbed engine."""
 
     name: str
     prompt: tuple[int, ...]
@@ -78,7 +77,7 @@ def undisturbed(engines: EnginesOf, engine: WholeEngine, rng: random.Random, num
 
 
 def assert_goes_on(spec: Spec, cut: int, told: Told) -> None:
-    """`told` is all there is from position `cut` on."""
+    """`told` has everything from position `cut` on."""
     what = f"{spec.name} cut at {cut}: {spec.params}"
     assert told.first_position == cut, what
     assert told.token_ids == spec.whole.token_ids[cut:], what
@@ -94,11 +93,6 @@ def assert_goes_on(spec: Spec, cut: int, told: Told) -> None:
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4), what
         assert [i for i, _ in ours.top] == [i for i, _ in theirs.top], what
         assert [v for _, v in ours.top] == pytest.approx([v for _, v in theirs.top], abs=1e-4), what
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -124,8 +118,7 @@ def test_c52_a_request_that_moves_goes_on_as_if_it_had_not(engines: EnginesOf) -
                     target.add(request := replace(request, request_id=f"{request_id} again"))
                     moves.append((spec, cut, [(target, request.request_id)]))
                 else:
-                    for engine, leg in zip((p, d), legs(p.ref, d.ref, request_id), strict=True):
-                        engine.add(replace(request, kv_transfer=leg))
+                    hand_over(p, d, request)
                     moves.append((spec, cut, [(p, request_id), (d, request_id)]))
         engines.run()
         for spec, cut, owners in moves:
@@ -138,7 +131,7 @@ def test_c52_a_request_that_moves_goes_on_as_if_it_had_not(engines: EnginesOf) -
 
 
 def joined(told: list[Told]) -> Told:
-    """What a client hears: of a hand-over, the first new token from both legs but once, and then the decode leg."""
+    """What the client receives: the first new token of a hand-over once, and then what the decode request adds."""
     if len(told) == 1:
         return told[0]
     producer, consumer = told
@@ -155,7 +148,7 @@ def joined(told: list[Told]) -> Told:
 
 
 def test_c52_a_request_that_moves_again_and_again_says_every_token_once(engines: EnginesOf) -> None:
-    """After every few tokens it is given back, wherever it is, and goes on elsewhere with what was told so far."""
+    """After every few tokens the request is given back, and continues elsewhere with its outputs so far."""
     pool = [engines.start(name, num_blocks=24) for name in ("a", "b", "c")]
     rng = random.Random(1)
     specs = undisturbed(engines, pool[0], rng, 0)
@@ -171,8 +164,7 @@ def test_c52_a_request_that_moves_again_and_again_says_every_token_once(engines:
                 d.add(request)
                 moves[spec.name] = [d.told[request_id]]
             else:
-                for engine, leg in zip((p, d), legs(p.ref, d.ref, request_id), strict=True):
-                    engine.add(replace(request, kv_transfer=leg))
+                hand_over(p, d, request)
                 moves[spec.name] = [p.told[request_id], d.told[request_id]]
             num_moves += 1
         for _ in range(rng.randrange(2, 10)):
@@ -183,7 +175,7 @@ def test_c52_a_request_that_moves_again_and_again_says_every_token_once(engines:
         for name, told in moves.items():
             said[name] += max(told, key=lambda each: len(each.token_ids)).token_ids
             ends = [each.end for each in told if each.end is not None]
-            assert len(ends) == len(told), "each leg has ended"
+            assert len(ends) == len(told), "each request has ended"
             if any(end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for end in ends):
                 del left[name]
     assert {spec.name: spec.whole.token_ids for spec in specs} == said
@@ -200,8 +192,7 @@ def test_c52_workers_of_several_ranks_go_on_with_a_request_too(engines: EnginesO
         cuts[spec.name] = spec, cut
         d.add(spec.cut(cut, f"{spec.name} alone", cache_salt="alone"))
         request = spec.cut(cut, spec.name, cache_salt="handed over")
-        for engine, leg in zip((p, d), legs(p.ref, d.ref, spec.name), strict=True):
-            engine.add(replace(request, kv_transfer=leg))
+        hand_over(p, d, request)
     engines.run()
     for name, (spec, cut) in cuts.items():
         assert_goes_on(spec, cut, d.told[f"{name} alone"])
@@ -227,8 +218,7 @@ def test_c13_outputs_that_contradict_their_grammar_end_only_their_own_request(en
         if is_alone:
             d.add(request)
         else:
-            for engine, leg in zip((p, d), legs(p.ref, d.ref, request.request_id), strict=True):
-                engine.add(replace(request, kv_transfer=leg))
+            hand_over(p, d, request)
     d.add(replace(good, request_id="right", output_token_ids=outputs[:4]))
     engines.run()
     assert d.told["right"].token_ids == list(outputs[4:])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from baton.fleet import ReplicaState
 from baton.worker import WorkerRole
-from benchmarks.autoscaling_fleet import Load, Moment, Timing, VirtualFleet, play
 from cluster.controller.planner import RoleChange, ScaleDecision
+from simulator.queueing_fleet import Load, Moment, QueueingFleet, Timing
 from tests.factories.observed_fleet import autoscaling_config
 
 BOUNDS = {"min_prefill": 1, "max_prefill": 5, "min_decode": 1, "max_decode": 6}
@@ -36,7 +36,7 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
     rates: list[float], num_placeable: int, may_change_roles: bool, seed: int
 ) -> None:
     config = autoscaling_config(prefill=2, decode=2, may_change_roles=may_change_roles, **BOUNDS)
-    fleet, faults = VirtualFleet(config, QUICK, num_placeable), random.Random(seed)
+    fleet, faults = QueueingFleet(config, QUICK, seed, num_placeable), random.Random(seed)
     changed_at: dict[WorkerRole, list[tuple[float, int]]] = {role: [] for role in WorkerRole}
 
     def check(moment: Moment) -> None:
@@ -56,7 +56,7 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
             if name:
                 fleet.kill(name, comes_back_after_s=faults.choice([15.0, None]))
 
-    play(fleet, steps(rates, 300.0), 300.0 * len(rates), seed, check)
+    fleet.play(steps(rates, 300.0), 300.0 * len(rates), check)
     for orders in changed_at.values():
         for (before, _), (after, _) in pairwise(orders):
             assert after - before >= config.autoscaling.grow_cooldown_s
@@ -67,7 +67,7 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
 def test_under_a_constant_load_it_settles(rate: float, seed: int) -> None:
     """Once it has found its size it may try one worker fewer, of each role, when it has forgotten why not: hourly."""
     config = autoscaling_config(**BOUNDS, shrink_after_s=120.0, shrink_cooldown_s=60.0)
-    fleet = VirtualFleet(config, QUICK)
+    fleet = QueueingFleet(config, QUICK, seed)
     late, missed = Counter[str](), Counter[bool]()
 
     def note(moment: Moment) -> None:
@@ -76,7 +76,7 @@ def test_under_a_constant_load_it_settles(rate: float, seed: int) -> None:
             if moment.decision.change is not None:
                 late[type(moment.decision.change).__name__] += 1
 
-    play(fleet, steps([rate], 9000.0), 9000.0, seed, note)
+    fleet.play(steps([rate], 9000.0), 9000.0, note)
     assert late.total() <= 8, fleet.autoscaler.decisions
     assert missed[True] <= 0.1 * missed.total()
 
@@ -84,13 +84,11 @@ def test_under_a_constant_load_it_settles(rate: float, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_when_nothing_comes_any_more_the_minimum_is_left(seed: int) -> None:
     config = autoscaling_config(prefill=2, decode=2, **BOUNDS)
-    fleet = VirtualFleet(config, QUICK)
+    fleet = QueueingFleet(config, QUICK, seed)
     counts: list[tuple[int, int]] = []
-    play(
-        fleet,
+    fleet.play(
         steps([25.0, 0.0, 0.0, 0.0], 600.0),
         2400.0,
-        seed,
         lambda moment: counts.append((moment.num_prefill, moment.num_decode)),
     )
     assert max(counts) >= (4, 5)
@@ -99,7 +97,7 @@ def test_when_nothing_comes_any_more_the_minimum_is_left(seed: int) -> None:
 
 def test_a_dry_run_sees_everything_and_changes_nothing() -> None:
     config = autoscaling_config(**BOUNDS, mode="dry_run")
-    fleet = VirtualFleet(config, QUICK)
-    play(fleet, steps([12.0], 300.0), 300.0, 1)
+    fleet = QueueingFleet(config, QUICK, seed=1)
+    fleet.play(steps([12.0], 300.0), 300.0)
     assert [replica.name for replica in fleet.replicas()] == ["w0", "w1"]
     assert any(sentence.startswith("would do: decode +") for sentence in fleet.autoscaler.decisions)

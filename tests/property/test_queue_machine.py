@@ -22,7 +22,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.order = make_order(config)
         self.queue = WaitingQueue()
         self.waiting: list[Request] = []
-        """In FCFS the order itself; under priority only who is there."""
+        """In FCFS, the order itself; under priority, only the members."""
         self.running: list[Request] = []
         self.num_requests = 0
 

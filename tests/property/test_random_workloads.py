@@ -133,7 +133,7 @@ def test_c36_requests_that_small_pools_give_back_go_on_elsewhere_and_lose_no_tok
 
 
 def give_back_and_go_on(seed: int, mode: Mode) -> int:
-    """Two engines: whoever is given back by one goes on at either, with what was told so far. How often that was."""
+    """Two engines: requests given back by one continue on either, with their outputs so far. Returns how many did."""
     rng, workload = random.Random(seed), make_workload(seed)
     settings = settings_for(workload, mode) | {"num_blocks": 12, "max_num_seqs": 16}
     drivers = [

@@ -107,7 +107,7 @@ def test_the_costliest_shapes_cost_no_more_than_their_size(codec: Any, shape: An
 @codecs
 def test_a_frame_over_the_limit_is_refused_unread(codec: Any) -> None:
     limit = MAX_HEADER_BYTES if isinstance(codec, SealedCodec) else codec.max_bytes
-    if limit > MAX_MESSAGE_BYTES:  # of memory that nobody touches there may be any amount
+    if limit > MAX_MESSAGE_BYTES:  # untouched memory may be of any size
         with pytest.raises(WireError, match="exceeds the limit"):
             codec.decode(memoryview(mmap.mmap(-1, limit + 1)))
         return

@@ -3,7 +3,7 @@
     python -m tests.property.wire_fuzz --seconds 600 [--seed N]
 
 Decoders raise WireError and nothing else, take little memory and time, and what they accept encodes back to an equal
-value. An endpoint raises nothing, whatever it is told. A failure names the seed that replays it.
+value. An endpoint raises nothing, whatever it receives. A failure names the seed that replays it.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def fuzz_decoders(seed: int) -> Counter[str]:
 
 
 def fuzz_endpoint(seed: int) -> Counter[str]:
-    """The life of an endpoint among liars, to its end."""
+    """Runs an endpoint among hostile peers, to its end."""
     under_fire = EndpointUnderFire(random.Random(seed))
     for _ in range(ROUNDS_PER_ENDPOINT):
         under_fire.round()

@@ -138,7 +138,7 @@ def play(workload: Workload, mode: Mode) -> Driver:
 
 
 def check(seed: int) -> Counter[str]:
-    """One workload in every mode: whoever was not aborted has the same tokens everywhere, namely its own.
+    """One workload in every mode: each request that was not aborted has its own tokens, the same everywhere.
 
     What happened on the way, counted.
     """

@@ -1,4 +1,4 @@
-"""The command: one seed with its log, or many on all cores with a summary of what they went through."""
+"""The command: plays one seed with its log, or many on all cores with a summary."""
 
 import argparse
 import os
@@ -6,8 +6,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.simulation.run import Result, play
-from tests.simulation.runs import results
+from tests.simulation.run import Result, play, results
 
 SECONDS_PER_REPORT = 30.0
 

@@ -1,36 +1,31 @@
-"""Carries out what the scenario has in store for the workers: pauses, crashes, partitions, cuts, failing devices."""
+"""Faults: carries out the scenario's pauses, crashes, partitions, cuts, drains and device failures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-from tests.simulation.gateway import SimGateway
-from tests.simulation.scenario import Fault, RequestSpec, WorkerSpec
-from tests.simulation.worker import Site, Worker
-from tests.simulation.worker_links import WorkerLinks
+from simulator.fleet import Fleet
+from simulator.gateway import SimGateway
+from simulator.worker import Site, Worker
+from tests.simulation.scenario import Fault, Scenario
 
 MAX_HEARTBEAT_S = 0.05
-"""Until a gateway hears of a change."""
+"""Until a gateway learns of a change."""
 MAX_RETRY_S = 0.2
-"""Until a client that has lost its gateway asks another one."""
+"""Until a client whose gateway died asks another one."""
 
 
-class Fleet:
-    """The workers as they are at present, each in the latest of its lives."""
+class Faults:
+    """Plans the faults of a fleet."""
 
-    def __init__(self, site: Site, gateways: Sequence[SimGateway]) -> None:
+    def __init__(self, site: Site, scenario: Scenario, fleet: Fleet) -> None:
         self._site = site
         self._world = site.world
-        self._gateways = gateways
-        self._outboxes = {gateway.name: gateway.links.outbox for gateway in gateways}
-        self._specs = {spec.name: spec for spec in site.scenario.workers}
-        self._peer_timeout_s = site.scenario.transfer.peer_timeout_s
-        self.lives: list[Worker] = []
-        self.workers: dict[str, Worker] = {}
-        for spec in site.scenario.workers:
-            self._start(spec)
+        self._fleet = fleet
+        self._specs = {spec.name: spec for spec in scenario.workers}
+        self._peer_timeout_s = scenario.transfer.peer_timeout_s
 
     def plan(self, fault: Fault) -> None:
-        """It will happen when its time comes; never within a step of an engine."""
+        """The fault happens at its time, but never within a step of an engine."""
         actions: dict[str, Callable[[Fault], None]] = {
             "pause": self._pause,
             "crash": self._crash,
@@ -43,12 +38,7 @@ class Fleet:
         }
         self._world.at(fault.at, lambda: self._do(fault, actions[fault.kind]), is_plane=False)
 
-    def arrive(self, spec: RequestSpec, number: int) -> None:
-        """A client asks one of the gateways that are there."""
-        there = [gateway for gateway in self._gateways if not gateway.links.is_dead]
-        there[number % len(there)].arrive(spec)
-
-    def plan_gateways_death(self, at: float, gateway: SimGateway) -> None:
+    def plan_gateway_death(self, at: float, gateway: SimGateway) -> None:
         self._world.at(at, lambda: self._end_gateway(gateway), is_plane=False)
 
     def _do(self, fault: Fault, action: Callable[[Fault], None]) -> None:
@@ -56,15 +46,9 @@ class Fleet:
         self._world.log("fault", f"{fault.kind} {fault.worker}", lambda: fault)
         action(fault)
 
-    def _start(self, spec: WorkerSpec) -> None:
-        worker = Worker(self._site, spec, len(self.lives) + 1, self._outboxes)
-        self.lives.append(worker)
-        self.workers[spec.name] = worker
-        self._at_gateways(lambda links: links.add(worker))
-
     def _pause(self, fault: Fault) -> None:
-        """As SIGSTOP does: its clock runs on, and what arrives meanwhile waits."""
-        worker, name = self.workers[fault.worker], fault.worker
+        """As SIGSTOP does: the clock runs on, and messages wait."""
+        worker, name = self._fleet.workers[fault.worker], fault.worker
         if worker.is_dead:
             return
         until = max(worker.paused_until, self._world.now + fault.duration_s)
@@ -72,35 +56,33 @@ class Fleet:
         worker.paused_until = until
         if fault.duration_s > self._peer_timeout_s:
             self._later(
-                self._peer_timeout_s, lambda: self._at_gateways(lambda links: links.note_silence(name))
+                self._peer_timeout_s, lambda: self._fleet.at_gateways(lambda links: links.note_silence(name))
             )
-            self._later(fault.duration_s, lambda: self._at_gateways(lambda links: links.hear_again(name)))
+            self._later(
+                fault.duration_s, lambda: self._fleet.at_gateways(lambda links: links.end_silence(name))
+            )
 
     def _crash(self, fault: Fault) -> None:
-        """As SIGKILL does; it comes back at the same address as somebody else."""
-        worker = self.workers[fault.worker]
+        """As SIGKILL does; another incarnation starts at the same address."""
+        worker = self._fleet.workers[fault.worker]
         if worker.is_dead:
             return
-        self._end(worker)
+        self._fleet.end(worker)
         noticed_s = self._world.between(0.0, self._peer_timeout_s)
         self._later(
             min(noticed_s, fault.duration_s),
-            lambda: self._at_gateways(lambda links: links.lose(fault.worker, "killed")),
+            lambda: self._fleet.at_gateways(lambda links: links.lose(fault.worker, "killed")),
         )
-        self._later(fault.duration_s, lambda: self._start(self._specs[fault.worker]))
-
-    def _end(self, worker: Worker) -> None:
-        worker.is_dead, worker.died_at = True, self._world.now
-        self._site.pools.tell_of_the_end_of(worker)
+        self._later(fault.duration_s, lambda: self._fleet.start(self._specs[fault.worker]))
 
     def _drain(self, fault: Fault) -> None:
-        """It takes nothing new, gives back what has not ended in time, and is restarted, or takes requests again."""
-        worker = self.workers[fault.worker]
+        """The worker refuses requests, gives back those that do not end in time, and is restarted, or serves again."""
+        worker = self._fleet.workers[fault.worker]
         if worker.is_dead or worker.is_draining:
             return
         worker.is_draining = True
-        heard_s = self._world.between(0.0, MAX_HEARTBEAT_S)
-        self._later(heard_s, lambda: self._at_gateways(lambda links: links.hear(worker)))
+        noticed_s = self._world.between(0.0, MAX_HEARTBEAT_S)
+        self._later(noticed_s, lambda: self._fleet.at_gateways(lambda links: links.take_heartbeat(worker)))
         self._later(fault.duration_s / 2, worker.give_back)
         self._later(fault.duration_s, lambda: self._end_drain(worker, is_restart=fault.is_mutual))
 
@@ -109,11 +91,11 @@ class Fleet:
             return
         worker.is_draining = False
         if not is_restart:
-            self._at_gateways(lambda links: links.hear(worker))
+            self._fleet.at_gateways(lambda links: links.take_heartbeat(worker))
         elif worker.paused_until <= self._world.now:
             self._world.counts["fault restarted"] += 1
-            self._end(worker)
-            self._start(self._specs[worker.name])
+            self._fleet.end(worker)
+            self._fleet.start(self._specs[worker.name])
 
     def _part(self, fault: Fault) -> None:
         until = self._world.now + fault.duration_s
@@ -123,11 +105,10 @@ class Fleet:
             partitions[fault.peer, fault.worker] = until
 
     def _disconnect(self, fault: Fault) -> None:
-        """What a gateway and a worker say to each other is lost. Each end may notice, or not: only long silence is
-        sure. Other gateways are none the wiser."""
+        """Messages between a gateway and a worker are lost. Each end may notice at once, or after long silence."""
         worker, gateway = (
-            self.workers[fault.worker],
-            self._gateways[int(fault.at * 1024) % len(self._gateways)],
+            self._fleet.workers[fault.worker],
+            self._fleet.gateways[int(fault.at * 1024) % len(self._fleet.gateways)],
         )
         name, links = worker.name, gateway.links
         links.cut_off(name)
@@ -139,8 +120,7 @@ class Fleet:
         self._later(fault.duration_s, lambda: links.reconnect(name))
 
     def _end_gateway(self, gateway: SimGateway) -> None:
-        """As SIGKILL does. Workers notice when they next speak to it, or when it was silent for too long; clients ask
-        another one."""
+        """As SIGKILL does. Workers notice at their next message, or after long silence; clients ask another gateway."""
         self._world.counts["fault gateway died"] += 1
         self._world.log("fault", f"{gateway.name} dies")
         workers, lost = gateway.die()
@@ -149,22 +129,18 @@ class Fleet:
             self._later(noticed_s, partial(worker.lose_gateway, gateway.name))
         for spec in lost:
             self._world.counts["path asked another gateway"] += 1
-            self._later(self._world.between(0.0, MAX_RETRY_S), partial(self._gateways[0].arrive, spec))
-
-    def _at_gateways(self, action: Callable[[WorkerLinks], None]) -> None:
-        for gateway in self._gateways:
-            action(gateway.links)
+            self._later(self._world.between(0.0, MAX_RETRY_S), partial(self._fleet.gateways[0].arrive, spec))
 
     def _fail_device(self, fault: Fault) -> None:
-        self.workers[fault.worker].runner.must_fail = True
+        self._fleet.workers[fault.worker].runner.must_fail = True
 
     def _reset(self, fault: Fault) -> None:
-        """Preempts everybody who runs, and forgets what could be hit."""
-        self.workers[fault.worker].reset_prefix_cache()
+        """Preempts every running request, and empties the prefix cache."""
+        self._fleet.workers[fault.worker].reset_prefix_cache()
 
     def _break_reads(self, fault: Fault) -> None:
-        """Some of the reads that are under way fail, and the others go on."""
-        for reader in self.workers[fault.worker].readers.values():
+        """Some of the reads under way fail, the others go on."""
+        for reader in self._fleet.workers[fault.worker].readers.values():
             reader.break_reads()
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:

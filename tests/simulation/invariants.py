@@ -1,72 +1,68 @@
-"""What must hold after every event, and what at rest. A breach is a `Violation` that names the promise."""
-
-from collections.abc import Sequence
+"""Invariants: what must hold after every event, and what at rest. A `Violation` names the broken promise."""
 
 from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
-from tests.simulation.faults import Fleet
-from tests.simulation.gateway import End, SimGateway
+from simulator.fleet import Fleet
+from simulator.gateway import End, SimGateway
+from simulator.worker import Worker
+from simulator.world import Violation, World
 from tests.simulation.scenario import Scenario
-from tests.simulation.worker import Worker
-from tests.simulation.world import Violation, World
 
-EVENTS_PER_DEAR_CHECK = 8
-TURNS_PER_DEAR_CHECK = 4
+EVENTS_PER_COSTLY_CHECK = 8
+TURNS_PER_COSTLY_CHECK = 4
 SLACK_S = 1.0
-"""For steps, wake-ups and ordinary delays between a cause and its effect."""
+"""For steps, wake-ups and ordinary delays between cause and effect."""
 MAX_STANDSTILL_S = 4.0
-"""In a crowded scenario: many times what a prompt takes to compute, and several heartbeats."""
+"""In a crowded scenario: many times the computing time of a prompt, and several heartbeats."""
 
 
 class Invariants:
     """Call it after every event; `check_rest` when everything is over."""
 
-    def __init__(
-        self, world: World, scenario: Scenario, fleet: Fleet, gateways: Sequence[SimGateway]
-    ) -> None:
+    def __init__(self, world: World, scenario: Scenario, fleet: Fleet) -> None:
         self._world = world
         self._fleet = fleet
-        self._gateways = gateways
+        self._gateways = fleet.gateways
         self._transfer = scenario.transfer
         self._max_lateness_s = scenario.network.max_lateness_s
         self._unread_since: dict[tuple[str, str], float] = {}
-        """Since when nobody keeps a lease alive any more."""
+        """Since when no consumer keeps a lease alive."""
         self._is_crowded = scenario.is_crowded
-        self._tells_of_ends = scenario.tells_of_ends
+        self._tells_of_ends = scenario.reports_exits
         self._standstills: dict[str, tuple[frozenset[str], float]] = {}
-        """By prefill worker, the complete prompts that nobody takes, and since when they are these."""
-        self._dead_after = scenario.gateway_dies_at
-        """Until then, the last gateway lives."""
+        """By prefill worker: the complete prompts that no consumer takes, and since when they are the same."""
+        self._gateway_dies_at = scenario.gateway_dies_at
+        """When the last gateway dies, if ever."""
         self._num_calls = 0
         self._num_turns: dict[str, int] = {}
-        """Turns of each engine that were looked at: nothing else changes a scheduler."""
+        """The checked turns of each engine: nothing else changes a scheduler."""
 
     def __call__(self) -> None:
         self._num_calls += 1
         for gateway in self._gateways:
             _check_gateway(gateway)
-        is_dear = self._num_calls % EVENTS_PER_DEAR_CHECK == 0
+        is_costly = self._num_calls % EVENTS_PER_COSTLY_CHECK == 0
         for worker in self._fleet.workers.values():
             if worker.is_dead:
                 continue
             if self._num_turns.get(worker.incarnation) != worker.num_turns:
                 self._num_turns[worker.incarnation] = worker.num_turns
-                _check_scheduler(worker, is_dear=worker.num_turns % TURNS_PER_DEAR_CHECK == 0)
-            if is_dear:
+                _check_scheduler(worker, is_costly=worker.num_turns % TURNS_PER_COSTLY_CHECK == 0)
+            if is_costly:
                 self._check_transfers(worker)
-            if is_dear and self._tells_of_ends:
+            if is_costly and self._tells_of_ends:
                 self._check_maps(worker)
-            if is_dear and self._dead_after is not None:
-                self._check_nothing_is_for_the_dead(worker)
-            if is_dear and self._is_crowded and not worker.is_decode:
+            if is_costly and self._gateway_dies_at is not None:
+                self._check_no_work_for_ended_gateways(worker)
+            if is_costly and self._is_crowded and not worker.is_decode:
                 self._check_standstill(worker)
 
     def check_rest(self) -> None:
-        """Faults have stopped, time has run on: nobody waits, nothing is held, every block is free."""
+        """Faults are over and time has passed: no request waits, nothing is held, every block is free."""
         for gateway in self._gateways:
             self._check_gateway_at_rest(gateway)
         for worker in self._fleet.workers.values():
-            _check_scheduler(worker, is_dear=True)
+            _check_scheduler(worker, is_costly=True)
             self._check_transfers(worker)
             blocks, name = worker.scheduler.kv_block_counts(), worker.incarnation
             expect("rest: no request is left", not worker.scheduler.has_requests(), name)
@@ -80,7 +76,7 @@ class Invariants:
                 expect("rest: connectors are empty", not maps, f"{name}: {maps}")
 
     def check_idle(self) -> None:
-        """A while later: nobody maps anybody's memory, and no timer is left."""
+        """A while later: no pool of a peer is open, and no timer is left."""
         for worker in self._fleet.workers.values():
             for reader in worker.readers.values():
                 expect(
@@ -96,7 +92,7 @@ class Invariants:
             if client.end is None:
                 raise Violation("every request ends", f"{client.spec.request_id} has not")
             if self._is_crowded and client.end is End.ERROR:
-                raise Violation("room is found for everybody", f"{client.spec.request_id}: {client.error}")
+                raise Violation("every request finds room", f"{client.spec.request_id}: {client.error}")
         expect("rest: no timer is set", gateway.dispatcher.next_deadline() is None, gateway.name)
         counted = {name: number for name, number in gateway.router.num_sub_requests.items() if number}
         expect(
@@ -112,16 +108,18 @@ class Invariants:
             self._check_hold(worker, request_id)
 
     def _check_maps(self, worker: Worker) -> None:
-        """Nobody keeps the memory of the dead, but for reads that may still be under way."""
+        """Pools of ended workers are closed, unless a read is still under way."""
         for pool in (pool for reader in worker.readers.values() for pool in reader.mapped):
             read_s = READ_TIMEOUT_S if pool.under_way else 0.0
             noticed_by = pool.owner.died_at + read_s + worker.paused_s + SLACK_S
             if pool.owner.is_dead and self._world.now > noticed_by:
                 left = f"{worker.incarnation} maps {pool.owner.incarnation}"
-                raise Violation("the dead keep no memory", f"{left}, dead since {pool.owner.died_at:.3f} s")
+                raise Violation(
+                    "pools of ended workers are closed", f"{left}, which ended at {pool.owner.died_at:.3f} s"
+                )
 
     def _check_hold(self, worker: Worker, request_id: str) -> None:
-        """Nothing is held for longer than its cause lasts, and what may pass until that is noticed."""
+        """Nothing is held for longer than its cause lasts, plus the time to notice."""
         hold, now = worker.connector.holds[request_id], self._world.now
         extra_s = worker.paused_s + SLACK_S
         if hold.kind == "leased":
@@ -144,7 +142,7 @@ class Invariants:
             raise Violation("nothing is held too long", held)
 
     def _check_standstill(self, producer: Worker) -> None:
-        """No consumer keeps room for what a producer cannot compute while complete prompts there wait for room."""
+        """No consumer keeps room for a prompt whose producer cannot compute it while complete prompts there wait."""
         now, transfers = (
             self._world.now,
             producer.connector.endpoint._producer_end._producer._transfers.values(),
@@ -159,17 +157,17 @@ class Invariants:
             for transfer in transfers:
                 if transfer.is_awaited:
                     waits = f"{transfer.key.transfer_id} for {sorted(held)} on {producer.name}"
-                    raise Violation("nobody waits in a circle", f"{waits}, for {now - since:.3f} s")
+                    raise Violation("no circular wait", f"{waits}, for {now - since:.3f} s")
 
-    def _check_nothing_is_for_the_dead(self, worker: Worker) -> None:
-        """No worker goes on for a gateway that died, once it could notice."""
-        assert self._dead_after is not None
-        noticed_by = self._dead_after + self._transfer.peer_timeout_s + worker.paused_s + SLACK_S
+    def _check_no_work_for_ended_gateways(self, worker: Worker) -> None:
+        """No worker serves a gateway that died, once the worker could notice."""
+        assert self._gateway_dies_at is not None
+        noticed_by = self._gateway_dies_at + self._transfer.peer_timeout_s + worker.paused_s + SLACK_S
         if self._world.now > noticed_by and (left := worker.requests_of(self._gateways[-1].name)):
-            raise Violation("nothing is done for the dead", f"{worker.incarnation}: {left}")
+            raise Violation("no work for an ended gateway", f"{worker.incarnation}: {left}")
 
     def _has_reader(self, producer: Worker, request_id: str) -> bool:
-        """Whether a consumer that lives still takes part in this hand-over."""
+        """Whether a running consumer still takes part in this hand-over."""
         transfer = producer.connector.holds[request_id].transfer
         consumer = self._fleet.workers[transfer.peer.name]
         if consumer.is_dead or consumer.incarnation != transfer.peer.incarnation:
@@ -196,15 +194,15 @@ def _check_gateway(gateway: SimGateway) -> None:
         raise Violation(f"conservation at the {gateway.name}", known)
 
 
-def _check_scheduler(worker: Worker, *, is_dear: bool) -> None:
-    """Blocks and requests are conserved; dearly, each of them is accounted for."""
+def _check_scheduler(worker: Worker, *, is_costly: bool) -> None:
+    """Blocks and requests are conserved; a costly check accounts for each of them."""
     blocks = worker.scheduler.kv_block_counts()
     if min(blocks.referenced, blocks.free, blocks.leased, blocks.quarantined) < 0:
         raise Violation("conservation of blocks", f"{worker.incarnation}: {blocks}")
     known = worker.scheduler.request_ids
     if len(known) != len(worker.request_ids) or not worker.request_ids.keys() >= set(known):
         raise Violation("conservation at a worker", f"{worker.incarnation}: {known} != {worker.request_ids}")
-    if is_dear:
+    if is_costly:
         try:
             worker.scheduler.check_integrity()
         except AssertionError as error:

@@ -1,4 +1,4 @@
-"""Bugs put in on purpose, one at a time: the simulation has to find each within a minute, or it proves nothing.
+"""Bugs planted one at a time: the simulation has to find each within a minute, or it proves nothing.
 
 python -m tests.simulation.planted          # a table; exit code 1 if one survives
 """
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from baton.messages.session import GatewaySession, WorkerSessions
 from baton.request import EngineRequest, FirstToken
 from baton.system.standstill import Standstill
 from gateway.requests import request_state
-from gateway.requests.attempt import Attempt, AttemptFailure, sub_requests
+from gateway.requests.attempt import Attempt, AttemptFailure
 from kv_transfer.commands import WithdrawBlocks
 from kv_transfer.consumer import endpoint as consumer_endpoint
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
@@ -32,263 +33,211 @@ from kv_transfer.protocol.outgoing import OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
-from tests.simulation.connector import SimConnector
-from tests.simulation.run import Result
-from tests.simulation.runs import results
+from simulator.connector import SimConnector
+from tests.simulation.run import Result, results
 from worker.kv_connector import KVConnectorScheduler
 
 TIME_LIMIT_S = 60.0
 
-Patch = AbstractContextManager[Any]
-Plant = Callable[[], Patch]
+Plant = Callable[[], AbstractContextManager[Any]]
+"""Puts a bug in for as long as its context lasts."""
+
+PLANTED: dict[str, Plant] = {}
+"""By the bug's name in words."""
 
 
-def free_consumers_blocks_on_abort() -> Patch:
-    """The scheduler does not wait until a load that was given up is quiet."""
-    original = KVConnectorScheduler.request_finished
+def bug(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
+    """The decorated function replaces `owner.name`; its first argument is the original."""
 
-    def request_finished(self: KVConnectorScheduler, request: Any, block_ids: tuple[int, ...]) -> bool:
-        return original(self, request, block_ids) and bool(request.is_producer)
+    def make_plant(broken: Callable[..., Any]) -> Plant:
+        original = getattr(owner, name)
 
-    return patch.object(KVConnectorScheduler, "request_finished", request_finished)
+        @wraps(broken)
+        def plant() -> AbstractContextManager[Any]:
+            return patch.object(owner, name, lambda *args, **options: broken(original, *args, **options))
+
+        return plant
+
+    return make_plant
 
 
-def free_producers_blocks_at_the_end() -> Patch:
+def planted(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """A `bug` of the list."""
+
+    def add(broken: Callable[..., Any]) -> None:
+        PLANTED[broken.__name__.replace("_", " ")] = bug(owner, name)(broken)
+
+    return add
+
+
+@planted(KVConnectorScheduler, "request_finished")
+def free_consumers_blocks_on_abort(original: Any, self: Any, request: Request, block_ids: Any) -> bool:
+    """The scheduler does not wait until an aborted load is quiet."""
+    return original(self, request, block_ids) and bool(request.is_producer)
+
+
+@planted(KVConnectorScheduler, "request_finished")
+def free_producers_blocks_at_the_end(original: Any, self: Any, request: Request, block_ids: Any) -> bool:
     """The scheduler does not wait until the blocks are read."""
-    original = KVConnectorScheduler.request_finished
-
-    def request_finished(self: KVConnectorScheduler, request: Any, block_ids: tuple[int, ...]) -> bool:
-        return original(self, request, block_ids) and not request.is_producer
-
-    return patch.object(KVConnectorScheduler, "request_finished", request_finished)
+    return original(self, request, block_ids) and not request.is_producer
 
 
-def ignore_incarnations() -> Patch:
-    """A pool that is open is taken for that of whoever has the same name now."""
-
-    def pool_key(key: TransferKey, transport: str) -> PoolKey:
-        return key.producer.partition("-life")[0], key.producer_rank, transport
-
-    return patch.object(consumer_endpoint, "_pool_key", pool_key)
+@planted(consumer_endpoint, "_pool_key")
+def ignore_incarnations(_original: Any, key: TransferKey, transport: str) -> PoolKey:
+    """An open pool is taken for that of the worker that has the same name now."""
+    return key.producer.partition("-life")[0], key.producer_rank, transport
 
 
-def skip_the_checksum() -> Patch:
-    return patch.object(Consumer, "wants_checksums", lambda _self, _key: False)
+@planted(Consumer, "wants_checksums")
+def skip_the_checksum(_original: Any, _self: Any, _key: Any) -> bool:
+    """Damaged blocks are used."""
+    return False
 
 
-def let_no_lease_end() -> Patch:
-    original = Producer.__init__
-
-    def init(self: Producer, identity: Any, lease_s: float, *args: Any) -> None:
-        original(self, identity, lease_s * 1_000, *args)
-
-    return patch.object(Producer, "__init__", init)
+@planted(Producer, "__init__")
+def let_no_lease_end(original: Any, self: Any, identity: Any, lease_s: float, *args: Any) -> None:
+    """Blocks that no consumer will read are kept."""
+    original(self, identity, lease_s * 1_000, *args)
 
 
-def complete_twice() -> Patch:
+@planted(Consumer, "_complete")
+def complete_twice(original: Any, self: Consumer, transfer: IncomingTransfer, now: float) -> list[Effect]:
     """A load that has arrived is not forgotten."""
-    original = Consumer._complete
-
-    def complete(self: Consumer, transfer: IncomingTransfer, now: float) -> list[Effect]:
-        effects = original(self, transfer, now)
-        if effects:
-            self._transfers.add(transfer)
-            self._transfers.bind(transfer)
-            self._silence.begin(transfer.key, now)
-        return effects
-
-    return patch.object(Consumer, "_complete", complete)
+    effects: list[Effect] = original(self, transfer, now)
+    if effects:
+        self._transfers.add(transfer)
+        self._transfers.bind(transfer)
+        self._silence.begin(transfer.key, now)
+    return effects
 
 
-def offer_withdrawn_blocks() -> Patch:
-    def withdraw(self: OutgoingTransfer) -> None:
-        self.version += 1
-
-    return patch.object(OutgoingTransfer, "withdraw", withdraw)
-
-
-def keep_the_pools_of_the_dead() -> Patch:
-    """Until nothing has come from them for a while."""
-    return patch.object(RemotePools, "close_orphaned", lambda _self, _is_read: None)
+@planted(OutgoingTransfer, "withdraw")
+def offer_withdrawn_blocks(_original: Any, self: OutgoingTransfer) -> None:
+    """Blocks that were taken back can still be sent."""
+    self.version += 1
 
 
-def trust_acks_of_older_versions() -> Patch:
-    original = Producer._on_ack
-
-    def on_ack(self: Producer, transfer: OutgoingTransfer, message: Ack) -> list[Effect]:
-        return original(self, transfer, replace(message, version=transfer.version))
-
-    return patch.object(Producer, "_on_ack", on_ack)
-
-
-def trust_opens_of_older_versions() -> Patch:
-    original = OutgoingTransfer.reopen
-
-    def reopen(self: OutgoingTransfer, message: Open, peer: Any, transport: str) -> None:
-        versions = (self.version,) * len(message.received)
-        original(self, replace(message, received_versions=versions), peer, transport)
-
-    return patch.object(OutgoingTransfer, "reopen", reopen)
+@planted(Producer, "_on_ack")
+def trust_acks_of_older_versions(
+    original: Any, self: Any, transfer: OutgoingTransfer, message: Ack
+) -> list[Effect]:
+    """Blocks count as received that were withdrawn since."""
+    return original(self, transfer, replace(message, version=transfer.version))  # type: ignore[no-any-return]
 
 
-def say_end_before_the_last_ack() -> Patch:
-    """Nobody knows yet whether the pool was read in time."""
-
-    def end(self: Producer, transfer: OutgoingTransfer) -> list[Effect]:
-        if transfer.first_token is None or transfer.is_end_sent:
-            return []
-        transfer.is_end_sent = True
-        return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
-
-    return patch.object(Producer, "_end", end)
+@planted(OutgoingTransfer, "reopen")
+def trust_opens_of_older_versions(
+    original: Any, self: OutgoingTransfer, message: Open, peer: Any, transport: str
+) -> None:
+    """Blocks count as received that were withdrawn since."""
+    versions = (self.version,) * len(message.received)
+    original(self, replace(message, received_versions=versions), peer, transport)
 
 
-def hand_over_another_token() -> Patch:
+@planted(Producer, "_end")
+def say_end_before_the_last_ack(_original: Any, _self: Any, transfer: OutgoingTransfer) -> list[Effect]:
+    """It is not known yet whether the pool was read in time."""
+    if transfer.first_token is None or transfer.is_end_sent:
+        return []
+    transfer.is_end_sent = True
+    return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
+
+
+@planted(Producer, "finish")
+def hand_over_another_token(
+    original: Any, self: Any, transfer: Any, first_token: FirstToken, now: float
+) -> list[Effect]:
     """Token 0 is not the one that was sampled."""
-    original = Producer.finish
-
-    def finish(self: Producer, leg: Any, first_token: FirstToken, now: float) -> list[Effect]:
-        return original(self, leg, FirstToken(first_token.token_id + 1, None), now)
-
-    return patch.object(Producer, "finish", finish)
+    return original(self, transfer, FirstToken(first_token.token_id + 1, None), now)  # type: ignore[no-any-return]
 
 
-def hit_blocks_before_they_arrive() -> Patch:
-    original = KVCache.open_table
-
-    def open_table(self: KVCache, request: Request, num_tokens: int, *args: Any, **options: Any) -> bool:
-        return original(self, request, num_tokens, *args, **{**options, "cache_up_to": None})
-
-    return patch.object(KVCache, "open_table", open_table)
+@planted(KVCache, "open_table")
+def hit_blocks_before_they_arrive(original: Any, *args: Any, **options: Any) -> bool:
+    """The prefix cache offers blocks whose load has only begun."""
+    return bool(original(*args, **{**options, "cache_up_to": None}))
 
 
-def end_a_lease_twice() -> Patch:
-    def end_hold(self: KVCache, request_id: str) -> bool:
-        blocks = self._leased.get(request_id) or self._quarantined.pop(request_id, None)
-        if blocks is None:
-            return False
-        self._pool.free(reversed(blocks))
-        return True
-
-    return patch.object(KVCache, "end_hold", end_hold)
-
-
-def go_on_before_blocks_are_given_back() -> Patch:
-    """The engine does not wait until withdrawn blocks are not sent any more."""
-
-    def post(self: SimConnector, commands: Sequence[Any]) -> None:
-        self._commands += commands
-        is_withdrawn = any(isinstance(command, WithdrawBlocks) for command in self._commands)
-        self._world.after(0.05 if is_withdrawn else 0.0, self._execute, self._process)
-
-    return patch.object(SimConnector, "_post", post)
-
-
-def overlook_lost_sessions() -> Patch:
-    """The gateway goes on waiting for what a worker has ended."""
-    original = GatewaySession.note_heartbeat
-
-    def note_heartbeat(self: GatewaySession, heartbeat: Heartbeat) -> None:
-        original(self, heartbeat)
-
-    return patch.object(GatewaySession, "note_heartbeat", note_heartbeat)
-
-
-def overlook_lost_orders() -> Patch:
-    return patch.object(session, "_gap", lambda _session, _hello: None)
-
-
-def never_say_that_we_are_stuck() -> Patch:
-    """Prompts wait on the one end for those that wait for their room on the other."""
-    return patch.object(Producer, "_is_stuck", lambda _self: False)
-
-
-def keep_room_for_what_is_stuck() -> Patch:
-    return patch.object(Consumer, "_postpone", lambda *_args: [])
-
-
-def go_on_behind_too_few_tokens() -> Patch:
-    """A request that moves is computed from its last token but one."""
-
-    def forgetful(request: EngineRequest, *args: Any) -> list[tuple[str, EngineRequest]]:
-        return sub_requests(replace(request, output_token_ids=request.output_token_ids[:-1]), *args)
-
-    return patch.object(request_state, "sub_requests", forgetful)
-
-
-def overlook_losses_while_it_moves() -> Patch:
-    """A request is placed on workers, and hears of their losses only once they have said something."""
-    original = Attempt.on_lost
-
-    def on_lost(self: Attempt, worker: str, reason: str, **options: bool) -> AttemptFailure | None:
-        return original(self, worker, reason, **options) if self._is_decoding else None
-
-    return patch.object(Attempt, "on_lost", on_lost)
-
-
-def count_sub_requests_of_ended_attempts() -> Patch:
-    """The router takes workers for busy with what they were relieved of."""
-
-    def close(self: Attempt) -> list[str]:
-        left = sorted(self.open_workers)
-        self._uncounted.clear()
-        return left
-
-    return patch.object(Attempt, "close", close)
-
-
-def work_on_for_a_gateway_that_died() -> Patch:
-    """Nobody takes what its requests bring, and nobody ends them."""
-    original = WorkerSessions.end
-
-    def end(self: WorkerSessions, peer: bytes) -> bool:
-        original(self, peer)
+@planted(KVCache, "end_hold")
+def end_a_lease_twice(_original: Any, self: KVCache, request_id: str) -> bool:
+    """The blocks of a lease are freed, and leased on."""
+    blocks = self._leased.get(request_id) or self._quarantined.pop(request_id, None)
+    if blocks is None:
         return False
-
-    return patch.object(WorkerSessions, "end", end)
-
-
-def count_a_standstill_as_silence() -> Patch:
-    """A worker that was stopped takes the time for its readers' silence, and frees what they are about to read."""
-    original = Standstill.look
-
-    def look(self: Standstill, now: float) -> float:
-        original(self, now)
-        self.total_s = 0.0
-        return 0.0
-
-    return patch.object(Standstill, "look", look)
+    self._pool.free(reversed(blocks))
+    return True
 
 
-PLANTED: dict[str, Plant] = {
-    plant.__name__.replace("_", " "): plant
-    for plant in (
-        free_consumers_blocks_on_abort,
-        free_producers_blocks_at_the_end,
-        ignore_incarnations,
-        skip_the_checksum,
-        let_no_lease_end,
-        complete_twice,
-        offer_withdrawn_blocks,
-        trust_acks_of_older_versions,
-        trust_opens_of_older_versions,
-        say_end_before_the_last_ack,
-        hand_over_another_token,
-        hit_blocks_before_they_arrive,
-        end_a_lease_twice,
-        go_on_before_blocks_are_given_back,
-        overlook_lost_sessions,
-        overlook_lost_orders,
-        never_say_that_we_are_stuck,
-        keep_room_for_what_is_stuck,
-        go_on_behind_too_few_tokens,
-        overlook_losses_while_it_moves,
-        count_sub_requests_of_ended_attempts,
-        work_on_for_a_gateway_that_died,
-        count_a_standstill_as_silence,
-        keep_the_pools_of_the_dead,
-    )
-}
+@planted(SimConnector, "_post")
+def go_on_before_blocks_are_given_back(_original: Any, self: SimConnector, commands: Sequence[Any]) -> None:
+    """The engine does not wait until withdrawn blocks are no longer sent."""
+    self._commands += commands
+    is_withdrawn = any(isinstance(command, WithdrawBlocks) for command in self._commands)
+    self._world.after(0.05 if is_withdrawn else 0.0, self._execute, self._process)
+
+
+@planted(GatewaySession, "note_heartbeat")
+def overlook_lost_sessions(original: Any, self: GatewaySession, heartbeat: Heartbeat) -> None:
+    """The gateway goes on waiting for what a worker has ended."""
+    original(self, heartbeat)
+
+
+@planted(session, "_gap")
+def overlook_lost_commands(_original: Any, _session: Any, _hello: Any) -> None:
+    """The worker does not notice that a command is missing."""
+
+
+@planted(Producer, "_is_stuck")
+def never_report_being_stuck(_original: Any, _self: Any) -> bool:
+    """Prompts on one end wait for those that wait for their room on the other."""
+    return False
+
+
+@planted(Consumer, "_postpone")
+def keep_room_for_what_is_stuck(_original: Any, *_args: Any) -> list[Effect]:
+    """A consumer does not give back the room of a prompt that its producer cannot compute."""
+    return []
+
+
+@planted(request_state, "sub_requests")
+def go_on_behind_too_few_tokens(original: Any, request: EngineRequest, *args: Any) -> Any:
+    """A request that moves is computed from its last token but one."""
+    return original(replace(request, output_token_ids=request.output_token_ids[:-1]), *args)
+
+
+@planted(Attempt, "on_lost")
+def overlook_losses_while_it_moves(
+    original: Any, self: Attempt, *args: str, **options: bool
+) -> AttemptFailure | None:
+    """A placed request notices the loss of a worker only once its decode worker has sent something."""
+    return original(self, *args, **options) if self._is_decoding else None
+
+
+@planted(Attempt, "close")
+def count_sub_requests_of_ended_attempts(_original: Any, self: Attempt) -> list[str]:
+    """The router takes workers for busy whose requests have ended."""
+    left = sorted(self.open_workers)
+    self._uncounted.clear()
+    return left
+
+
+@planted(WorkerSessions, "end")
+def work_on_for_an_ended_gateway(original: Any, self: WorkerSessions, peer: bytes) -> bool:
+    """The requests of a gateway that has ended are never ended themselves."""
+    original(self, peer)
+    return False
+
+
+@planted(Standstill, "look")
+def count_a_standstill_as_silence(original: Any, self: Standstill, now: float) -> float:
+    """A worker that was stopped takes that time for its readers' silence, and frees what they are about to read."""
+    original(self, now)
+    self.total_s = 0.0
+    return 0.0
+
+
+@planted(RemotePools, "close_orphaned")
+def keep_the_pools_of_ended_workers(_original: Any, *_args: Any) -> None:
+    """They stay open until nothing has come from them for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +274,7 @@ def main() -> int:
             continue
         outcome = hunt(plant, args.jobs, args.limit)
         violation = outcome.found.violation if outcome.found else None
-        found_by = violation.invariant if violation else "NOBODY"
+        found_by = violation.invariant if violation else "nothing"
         print(f"{name:<38} | {outcome.num_seeds:>6} | {outcome.elapsed_s:>7.1f} | {found_by}", flush=True)
         num_survivors += violation is None
     return 1 if num_survivors else 0

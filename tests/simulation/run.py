@@ -2,29 +2,36 @@
 
 import logging
 import math
+import multiprocessing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
-from tests.simulation.faults import Fleet
-from tests.simulation.gateway import SimGateway
+from simulator.fleet import Fleet
+from simulator.gateway import SimGateway
+from simulator.network import Network
+from simulator.pools import SharedPools
+from simulator.worker import Site
+from simulator.world import Violation, World
+from tests.simulation.faults import Faults
 from tests.simulation.invariants import Invariants
-from tests.simulation.network import Network
-from tests.simulation.reading import SharedPools
-from tests.simulation.scenario import Scenario, make_scenario
-from tests.simulation.worker import Site
-from tests.simulation.world import Violation, World
+from tests.simulation.scenario import MAX_MODEL_LEN, Scenario, make_scenario
+
+SEEDS_PER_JOB = 8
+JOBS_AHEAD = 4
+"""For each process: few, so that little is played in vain when a run stops early."""
 
 MAX_CALM_S = 120.0
-"""Time enough for every deadline to pass, one after the other."""
+"""Enough for every deadline to pass, one after the other."""
 CALM_STEP_S = 1.0
 IDLE_S = 32.0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a seed; `violation` is None if every promise was kept."""
+    """The outcome of a seed; `violation` is None if every promise was kept."""
 
     seed: int
     digest: str
@@ -50,19 +57,37 @@ def play(seed: int, *, is_verbose: bool = False) -> Result:
     return Result(seed, world.digest(), world.num_events, world.counts, violation)
 
 
+def results(seeds: Iterable[int], num_jobs: int) -> Generator[Result, None, None]:
+    """Every seed's result, in order. Processes are forked, so patches of this process apply there, too."""
+    if num_jobs == 1:
+        yield from map(play, seeds)
+        return
+    waiting, chunk = iter(seeds), SEEDS_PER_JOB * JOBS_AHEAD * num_jobs
+    with multiprocessing.get_context("fork").Pool(num_jobs) as pool:
+        ahead = pool.imap(play, list(islice(waiting, chunk)), SEEDS_PER_JOB)
+        while batch := list(islice(waiting, chunk)):
+            behind, ahead = ahead, pool.imap(play, batch, SEEDS_PER_JOB)
+            yield from behind
+        yield from ahead
+
+
 def _play(scenario: Scenario, world: World) -> None:
-    pools = SharedPools(world, scenario.read_faults, scenario.tells_of_ends)
-    site = Site(world, scenario, Network(world, scenario.network), pools)
+    pools = SharedPools(world, scenario.read_faults, scenario.reports_exits)
+    network = Network(world, scenario.network)
+    site = Site(world, scenario.transfer, network, pools, may_damage_reads=scenario.is_checked)
     names = ["gateway", "second gateway"][: scenario.num_gateways]
     knows_room = not scenario.is_crowded or len(names) > 1
-    gateways = [SimGateway(world, scenario.policy, name=name, knows_room=knows_room) for name in names]
-    fleet = Fleet(site, gateways)
-    invariants = Invariants(world, scenario, fleet, gateways)
+    gateways = [
+        SimGateway(world, scenario.policy, MAX_MODEL_LEN, name=name, knows_room=knows_room) for name in names
+    ]
+    fleet = Fleet(site, scenario.workers, gateways)
+    faults = Faults(site, scenario, fleet)
+    invariants = Invariants(world, scenario, fleet)
     world.after_event = invariants
     for fault in scenario.faults:
-        fleet.plan(fault)
+        faults.plan(fault)
     if scenario.gateway_dies_at is not None:
-        fleet.plan_gateways_death(scenario.gateway_dies_at, gateways[-1])
+        faults.plan_gateway_death(scenario.gateway_dies_at, gateways[-1])
     for number, spec in enumerate(scenario.requests):
         world.at(spec.arrives_at, partial(fleet.arrive, spec, number), is_plane=False)
         if spec.leaves_after_s is not None:
@@ -75,36 +100,36 @@ def _play(scenario: Scenario, world: World) -> None:
         )
         world.run(until=faults_end)
         world.is_calm = True
-        _come_to_rest(world, scenario, fleet, gateways)
+        _come_to_rest(world, scenario, fleet)
         invariants.check_rest()
         world.run(until=world.now + IDLE_S)
         invariants.check_rest()
         invariants.check_idle()
     finally:
-        _count(world, fleet, gateways)
+        _count(world, fleet)
 
 
-def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet, gateways: Sequence[SimGateway]) -> None:
+def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet) -> None:
     end = world.now + MAX_CALM_S
-    while world.now < end and not _is_quiet(fleet, gateways):
+    while world.now < end and not _is_quiet(fleet):
         world.run(until=world.now + CALM_STEP_S)
-    # What is still on its way may open a leg for one lease more.
+    # A message still on its way may begin a rank transfer, for one more lease.
     world.run(until=world.now + scenario.network.max_lateness_s + scenario.transfer.lease_s + CALM_STEP_S)
 
 
-def _is_quiet(fleet: Fleet, gateways: Sequence[SimGateway]) -> bool:
-    return not any(gateway.num_open for gateway in gateways) and all(
+def _is_quiet(fleet: Fleet) -> bool:
+    return not any(gateway.num_open for gateway in fleet.gateways) and all(
         len(worker.connector.endpoint) == 0 and not worker.connector.holds and not worker.request_ids
         for worker in fleet.workers.values()
     )
 
 
-def _count(world: World, fleet: Fleet, gateways: Sequence[SimGateway]) -> None:
-    """What really happened, of all lives."""
-    for worker in fleet.lives:
+def _count(world: World, fleet: Fleet) -> None:
+    """What happened to all incarnations."""
+    for worker in fleet.incarnations:
         for name, count in worker.core.counters().items():
             if count and not name.endswith(("_us", "_bytes")):
                 world.counts[f"counter {name}"] += count
-    for gateway in gateways:
+    for gateway in fleet.gateways:
         for end, count in gateway.ended.items():
             world.counts[f"request {end.value}"] += count

@@ -1,58 +1,30 @@
-"""What a seed is: workers, requests, a network, and which faults come when. Drawn once, then a value."""
+"""Scenario: a seed's workers, requests, network and faults. Drawn once, then a value."""
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from baton.config import KVTransferConfig, SchedulerConfig
+from baton.worker import WorkerRole
+from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from kv_transfer.protocol.transports import NIXL, SHARED_MEMORY, ZMQ_TCP
-from tests.simulation.device import random_prompt
-from tests.simulation.network import NetworkFaults
-from tests.simulation.reading import ReadFaults
+from simulator.device import random_prompt
+from simulator.gateway import RequestSpec
+from simulator.network import NetworkFaults
+from simulator.pools import ReadFaults
+from simulator.worker import WorkerSpec
 
 MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 
-Policy = Literal["retry", "recompute", "fail"]
 CROWDED_EVERY = 8
-"""One seed in so many is a crowded one."""
+"""One seed in so many is crowded."""
 
 TWO_GATEWAYS_EVERY = 5
 
 FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break", "drain"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """One worker, whatever becomes of its lives."""
-
-    name: str
-    scheduler: SchedulerConfig
-    host: str
-    transports: tuple[str, ...]
-    window_bytes: int
-    model: str
-    step_s: tuple[float, float]
-    max_order_delay_s: float
-    max_waiting: int
-    clock_offset_s: float
-    reads_at_once: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSpec:
-    """A client's request, and when the client leaves, if it does."""
-
-    request_id: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    arrives_at: float
-    mode: Mode | None
-    timeout_s: float | None
-    leaves_after_s: float | None
-    cache_salt: str | None
-    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +41,37 @@ class Fault:
 class Scenario:
     seed: int
     transfer: KVTransferConfig
-    policy: Policy
+    policy: LoadFailurePolicy
     workers: tuple[WorkerSpec, ...]
     requests: tuple[RequestSpec, ...]
     faults: tuple[Fault, ...]
     network: NetworkFaults
     read_faults: ReadFaults
     calm_from: float
-    """When faults stop, and partitions, pauses and crashes are over."""
+    """When faults stop; partitions, pauses and crashes are over by then."""
     is_crowded: bool = False
-    """See `_crowded`: without a fault, and in no hurry, so that whoever waits for long waits for ever."""
+    """See `_crowded`: no fault and long timeouts, so that a request that waits long waits for ever."""
     num_gateways: int = 1
     gateway_dies_at: float | None = None
-    """The last one does."""
-    tells_of_ends: bool = True
-    """The kernel tells who watches it when a process has ended; else its pools are open until they are idle."""
+    """When the last gateway dies."""
+    reports_exits: bool = True
+    """The kernel notifies watchers of a process's end; else its pools stay open until they are idle."""
 
     @property
     def is_checked(self) -> bool:
-        """Checksums are compared wherever bytes go: what is damaged must be noticed."""
+        """Checksums are compared wherever bytes go, so that damage must be noticed."""
         has_one_host = len({worker.host for worker in self.workers}) == 1
         return self.transfer.checksum == "on" or (self.transfer.checksum == "auto" and not has_one_host)
 
 
 def make_scenario(seed: int) -> Scenario:
-    """One seed in five has two gateways, and in half of these one dies in the midst of it.
+    """One seed in five has two gateways, and in half of these seeds one dies meanwhile.
 
-    In half of all seeds the kernel tells of no process that it has ended. Both are drawn apart from the rest, so that
-    seeds of one gateway are what they would be if there were none of two.
+    In half of all seeds the kernel does not report exits. Both are drawn apart from the rest, so that seeds with one
+    gateway do not depend on them.
     """
-    tells_of_ends = random.Random(f"kernel of {seed}").random() < 0.5
-    scenario = replace(_with_one_gateway(seed), tells_of_ends=tells_of_ends)
+    reports_exits = random.Random(f"kernel of {seed}").random() < 0.5
+    scenario = replace(_with_one_gateway(seed), reports_exits=reports_exits)
     if seed % TWO_GATEWAYS_EVERY != 3:
         return scenario
     rng = random.Random(f"gateways of {seed}")
@@ -109,10 +81,10 @@ def make_scenario(seed: int) -> Scenario:
 
 
 def _with_one_gateway(seed: int) -> Scenario:
-    """One seed in eight has no fault at all; in the others each kind is there or not.
+    """One seed in eight has no fault; in the others each kind of fault may be present.
 
-    In tight ones, long prompts crowd the prefill workers' small pools, so that they preempt one another; in stale ones
-    of these, consumers also read slowly and compare nothing, which is where the protocol has to be most careful.
+    In tight seeds, long prompts crowd the prefill workers' small pools and preempt one another. In stale ones of
+    these, consumers also read slowly and compare no checksums: the hardest case for the protocol.
     """
     rng = random.Random(seed)
     if seed % CROWDED_EVERY == 3:
@@ -149,7 +121,7 @@ def _with_one_gateway(seed: int) -> Scenario:
 
 
 def _crowded(rng: random.Random, seed: int) -> Scenario:
-    """Pools with room for little more than one prompt on both ends, which do not agree on who comes first."""
+    """Pools with room for little more than one prompt on both ends, which disagree on the order of requests."""
     transports = rng.choice([(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP), (NIXL,)])
     workers = []
     for spec in _workers(rng, transports, has_one_host=True, is_tight=True):
@@ -183,6 +155,7 @@ def _workers(
         specs.append(
             WorkerSpec(
                 name,
+                WorkerRole.DECODE if name in DECODE else WorkerRole.PREFILL,
                 _scheduler(rng, block_size, is_tight, is_prefill=name in PREFILL),
                 "host" if has_one_host else name,
                 transports,
@@ -275,10 +248,7 @@ def _fault(rng: random.Random, kind: FaultKind, duration_s: float, lease_s: floa
 def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host: bool) -> NetworkFaults:
     """Bytes are damaged only where checksums are promised: always, or between hosts."""
     is_checked = transfer.checksum == "on" or (transfer.checksum == "auto" and not has_one_host)
-
-    def some(highest: float) -> float:
-        return rng.choice([0.0, 0.0, highest / 4, highest])
-
+    some = partial(_some, rng)
     return NetworkFaults(
         loss=some(0.2),
         doubling=some(0.2),
@@ -292,9 +262,7 @@ def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host
 
 
 def _read_faults(rng: random.Random, lease_s: float, is_stale: bool) -> ReadFaults:
-    def some(highest: float) -> float:
-        return rng.choice([0.0, 0.0, highest / 4, highest])
-
+    some = partial(_some, rng)
     return ReadFaults(
         failure=rng.choice([0.0, 0.02]) if is_stale else some(0.1),
         hang=some(0.05),
@@ -304,3 +272,8 @@ def _read_faults(rng: random.Random, lease_s: float, is_stale: bool) -> ReadFaul
         slowness=0.6 if is_stale else some(0.6),
         max_slow_s=rng.choice([lease_s / 4, lease_s, lease_s * 3]),
     )
+
+
+def _some(rng: random.Random, highest: float) -> float:
+    """A fault's likelihood: none in half of all seeds."""
+    return rng.choice([0.0, 0.0, highest / 4, highest])

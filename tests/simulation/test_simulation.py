@@ -1,4 +1,4 @@
-"""A few thousand accidents, the same each time: every promise is kept, and every kind of accident really happened."""
+"""A few thousand faults, the same each time: every promise is kept, and every kind of fault occurred."""
 
 import os
 import subprocess
@@ -8,10 +8,9 @@ from collections import Counter
 import pytest
 
 from kv_transfer.protocol import messages
-from tests.simulation.planted import PLANTED, hunt
-from tests.simulation.run import play
-from tests.simulation.runs import results
-from tests.simulation.unmended import UNMENDED, Unmended
+from tests.simulation.planted import PLANTED, Plant, hunt
+from tests.simulation.run import play, results
+from tests.simulation.unmended import UNMENDED
 
 NUM_SEEDS = 600
 NUM_JOBS = min(2, os.cpu_count() or 1)
@@ -27,7 +26,7 @@ PATHS = (
     "attempt 1 disaggregated", "attempt 1 local", "attempt 2 disaggregated", "attempt 3 disaggregated",
     "attempt 3 local", "attempt 4 disaggregated", "attempt failed", "lost", "failed", "given_back", "refused",
     "resumed", "waited", "deadline passed", "ended with token 0", "handed over", "recomputed on decode",
-    "Overloaded", "session lost", "order missed", "order of another session", "gateway lost",
+    "Overloaded", "session lost", "command missed", "command of another session", "gateway lost",
     "asked another gateway",
 )  # fmt: skip
 COUNTERS = (
@@ -56,17 +55,19 @@ def test_every_promise_is_kept_and_everything_happened() -> None:
     assert [what for what in expected if not counts[what]] == [], "the simulation is blind there"
 
 
-@pytest.mark.parametrize("bug", UNMENDED, ids=lambda bug: bug.plant.__name__)
-def test_what_was_found_once_would_be_found_again(bug: Unmended) -> None:
+@pytest.mark.parametrize(
+    ("plant", "seed"), UNMENDED.items(), ids=lambda value: getattr(value, "__name__", "")
+)
+def test_bugs_found_once_would_be_found_again(plant: Plant, seed: int) -> None:
     """`python -m tests.simulation.unmended` finds other seeds when scenarios have changed."""
-    with bug.plant():
-        assert play(bug.seed).violation is not None, bug.plant.__doc__
-    result = play(bug.seed)
-    assert result.violation is None, f"{bug.plant.__doc__}: {result.violation}\nreplay: {result.replay}"
+    with plant():
+        assert play(seed).violation is not None, plant.__doc__
+    result = play(seed)
+    assert result.violation is None, f"{plant.__doc__}: {result.violation}\nreplay: {result.replay}"
 
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
-    """Sets of strings are in another order in each process, which nothing may depend on."""
+    """Sets of strings have another order in each process; nothing may depend on it."""
     seeds = range(20)
     here = [play(seed).digest for seed in seeds]
     assert here == [play(seed).digest for seed in seeds]
@@ -91,8 +92,8 @@ QUICK = (
     "hit blocks before they arrive",
     "end a lease twice",
     "overlook lost sessions",
-    "overlook lost orders",
-    "never say that we are stuck",
+    "overlook lost commands",
+    "never report being stuck",
     "keep room for what is stuck",
     "go on behind too few tokens",
     "overlook losses while it moves",
@@ -101,7 +102,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_bug_that_is_planted_is_found(name: str) -> None:
-    """Those that take few seeds; `python -m tests.simulation.planted` hunts all of them."""
+def test_a_planted_bug_is_found(name: str) -> None:
+    """Bugs that few seeds find; `python -m tests.simulation.planted` hunts all of them."""
     outcome = hunt(PLANTED[name], num_jobs=1)
     assert outcome.found is not None, f"not found in {outcome.num_seeds} seeds"

@@ -1,13 +1,12 @@
-"""Bugs that the simulation found in this code, put back one at a time: the seed that showed each shows it still.
+"""Bugs that the simulation found in this code, put back one at a time: the seed that showed each still shows it.
 
 python -m tests.simulation.unmended         # seeds for the table, when scenarios have changed
 """
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
-from unittest.mock import patch
 
 from gateway.requests.attempt import Attempt, AttemptFailure
 from kv_transfer.consumer.endpoint import ConsumerEndpoint
@@ -15,82 +14,80 @@ from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import Pieces
 from kv_transfer.protocol.outgoing import OutgoingState, OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
-from tests.simulation.planted import Patch, Plant, hunt
+from tests.simulation.planted import Plant, bug, hunt
 
 
-def go_on_without_any_worker() -> Patch:
-    """A prefill worker that is lost after the decode request has ended left the client waiting for ever."""
-
-    original = Attempt.on_lost
-
-    def on_lost(self: Attempt, worker: str, reason: str, **options: bool) -> AttemptFailure | None:
-        if worker == self.placement.prefill and self.decode_recomputes:
-            self.open_workers.discard(worker)
-            return None
-        return original(self, worker, reason, **options)
-
-    return patch.multiple(Attempt, on_lost=on_lost, abandoned=lambda _self: None)
+@bug(Attempt, "on_lost")
+def lose_a_prefill_worker(
+    original: Any, self: Attempt, worker: str, reason: str, **options: bool
+) -> AttemptFailure | None:
+    if worker == self.placement.prefill and self.decode_recomputes:
+        self.open_workers.discard(worker)
+        return None
+    return original(self, worker, reason, **options)  # type: ignore[no-any-return]
 
 
-def count_what_never_began() -> Patch:
-    """A doubled Release, which came after a late Hold, counted as another hand-over that was done."""
-
-    def count_end(self: Producer, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
-        transfer.end_reason = transfer.end_reason or reason
-        if transfer.state is not OutgoingState.CANCELLED:
-            self._counters[counter] += 1
-
-    return patch.object(Producer, "_count_end", count_end)
+@bug(Attempt, "abandoned")
+def never_abandoned(_original: Any, _self: Attempt) -> None:
+    """No failure, though no worker runs the request."""
 
 
-def count_ends_twice() -> Patch:
-    """A hand-over that was cancelled by the one end and then ended by the other counted twice."""
-
-    def count_end(self: Producer, transfer: OutgoingTransfer, counter: str, reason: str = "") -> None:
-        transfer.end_reason = transfer.end_reason or reason
-        if transfer.rank_transfer is not None:
-            self._counters[counter] += 1
-
-    return patch.object(Producer, "_count_end", count_end)
+def go_on_without_any_worker() -> AbstractContextManager[Any]:
+    """A client waited for ever if its prefill worker was lost after its decode request had ended."""
+    with ExitStack() as patches:
+        patches.enter_context(lose_a_prefill_worker())
+        patches.enter_context(never_abandoned())
+        return patches.pop_all()
 
 
-def ask_late_how_a_piece_came() -> Patch:
-    """A read that ended after its transport had been given up ended the transfer thread."""
-    original = ConsumerEndpoint._arrived
-
-    def arrived(
-        self: ConsumerEndpoint,
-        message: Pieces,
-        wanted: WantedPieces,
-        missing: Iterable[int],
-        _transport: str,
-        checksums: Mapping[int, int],
-    ) -> Any:
-        return original(self, message, wanted, missing, self._consumer.transport_of(message.key), checksums)
-
-    return patch.object(ConsumerEndpoint, "_arrived", arrived)
+@bug(Producer, "_count_end")
+def count_what_never_began(
+    _original: Any, self: Producer, transfer: OutgoingTransfer, counter: str, reason: str = ""
+) -> None:
+    """A doubled Release behind a late Hold counted as another hand-over that was done."""
+    transfer.end_reason = transfer.end_reason or reason
+    if transfer.state is not OutgoingState.CANCELLED:
+        self._counters[counter] += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Unmended:
-    """How to put a bug back, and a seed that finds it."""
+@bug(Producer, "_count_end")
+def count_ends_twice(
+    _original: Any, self: Producer, transfer: OutgoingTransfer, counter: str, reason: str = ""
+) -> None:
+    """A hand-over that one end cancelled and the other ended counted twice."""
+    transfer.end_reason = transfer.end_reason or reason
+    if transfer.rank_transfer is not None:
+        self._counters[counter] += 1
 
-    plant: Plant
-    seed: int
+
+@bug(ConsumerEndpoint, "_arrived")
+def ask_late_how_a_piece_came(
+    original: Any,
+    self: ConsumerEndpoint,
+    message: Pieces,
+    wanted: WantedPieces,
+    missing: Iterable[int],
+    _transport: str,
+    checksums: Mapping[int, int],
+) -> Any:
+    """A read that ended after its transport was given up ended the transfer thread."""
+    transport = self._consumer.transport_of(message.key)
+    return original(self, message, wanted, missing, transport, checksums)
 
 
-UNMENDED = (
-    Unmended(go_on_without_any_worker, 114),
-    Unmended(count_what_never_began, 4),
-    Unmended(count_ends_twice, 1),
-    Unmended(ask_late_how_a_piece_came, 8),
-)
+UNMENDED: dict[Plant, int] = {
+    go_on_without_any_worker: 114,
+    count_what_never_began: 4,
+    count_ends_twice: 1,
+    ask_late_how_a_piece_came: 8,
+}
+"""A seed that finds each bug."""
 
 
 def main() -> int:
-    for bug in UNMENDED:
-        found = hunt(bug.plant, num_jobs=2).found
-        print(f"{bug.plant.__name__:<30} {found.seed if found else 'NOBODY'}", flush=True)
+    for plant in UNMENDED:
+        found = hunt(plant, num_jobs=2).found
+        print(f"{plant.__name__:<30} {found.seed if found else 'none'}", flush=True)
     return 0
 
 

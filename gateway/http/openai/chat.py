@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from gateway.http.openai.answers import Usage
-from gateway.http.openai.choices import Collected
+from gateway.http.openai.choices import Collected, whole_answer
 from gateway.http.openai.events import EventWriter, Head
 from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
-from gateway.http.openai.whole import whole_answer
 from gateway.requests.request import Delta
 
 ROLE = '"delta":{"role":"assistant","content":""}'

@@ -99,6 +99,6 @@ class ChatCompletionRequest(GenerationFields):
         return [message.as_chat_message() for message in self.messages]
 
     def sampling(self, room: int) -> SamplingParams:
-        """Sampling for a conversation that leaves room for so many tokens."""
+        """Sampling for a conversation that leaves room for `room` tokens."""
         wanted = self.max_completion_tokens or self.max_tokens or room
         return self.sampling_params(min(wanted, room), (self.top_logprobs or 0) if self.logprobs else None)

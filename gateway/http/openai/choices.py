@@ -1,11 +1,14 @@
-"""The results of all answers to one client request: their texts and their usage."""
+"""The results of all answers to one client request: their texts, their usage, and the whole as JSON in pieces."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 
+from pydantic_core import to_json
+
 from baton.request import FinishReason as Reason
 from gateway.http.openai.answers import FinishReason, PromptTokensDetails, Usage
+from gateway.http.openai.events import Head, usage_json
 from gateway.http.openai.logprobs import LogprobColumns
 from gateway.http.whole_json import string_pieces
 from gateway.requests.request import Delta, Finish
@@ -58,3 +61,15 @@ class Collected:
     def finish_reason(self) -> FinishReason:
         assert self.finish is not None
         return "stop" if self.finish.reason is Reason.STOP else "length"
+
+
+def whole_answer(
+    head: Head, object_name: str, choices: Iterable[Iterator[str]], usage: Usage
+) -> Iterator[str]:
+    """Choices in order, each in pieces of its own."""
+    start = {"id": head.id, "object": object_name, "created": head.created, "model": head.model}
+    yield f'{to_json(start).decode()[:-1]},"choices":['
+    for index, choice in enumerate(choices):
+        yield f'{"," if index else ""}{{"index":{index},'
+        yield from choice
+    yield f'],"usage":{usage_json(usage)}}}'

@@ -87,5 +87,5 @@ class CompletionRequest(GenerationFields):
         ]
 
     def sampling(self, room: int) -> SamplingParams:
-        """Sampling for a prompt that leaves room for so many tokens."""
+        """Sampling for a prompt that leaves room for `room` tokens."""
         return self.sampling_params(min(self.max_tokens or DEFAULT_MAX_TOKENS, room), self.logprobs)

@@ -4,10 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 
 from gateway.http.openai.answers import Usage
-from gateway.http.openai.choices import Collected
+from gateway.http.openai.choices import Collected, whole_answer
 from gateway.http.openai.events import EventWriter, Head
 from gateway.http.openai.logprobs import CompletionLogprobsStream, LogprobColumns
-from gateway.http.openai.whole import whole_answer
 from gateway.http.whole_json import string_pieces
 from gateway.requests.request import Delta
 

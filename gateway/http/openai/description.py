@@ -1,4 +1,4 @@
-"""What /openapi.json says of the routes beyond their bodies: streams, headers and errors."""
+"""The parts of /openapi.json beyond request bodies: streams, headers and errors."""
 
 from typing import Any
 

@@ -5,16 +5,16 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, DeadlinePassed, InvalidRequest
+from baton.errors import DeadlinePassed, InvalidRequest
 from gateway.choices import ChoiceDelta, batches_of, in_turns
-from gateway.http.connection import while_connected
-from gateway.http.errors import INTERNAL, body_of, error_body
-from gateway.http.event_stream import EventStream, Write
+from gateway.error_codes import codes_of
+from gateway.http.errors import body_of
+from gateway.http.event_stream import EventStream, Write, while_connected
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.events import DONE, EventWriter, error_event
@@ -129,8 +129,6 @@ def in_terms_of(names: Mapping[str, str], error: InvalidRequest) -> InvalidReque
 
 
 def _last_words(error: Exception) -> bytes:
-    if isinstance(error, BatonError):
-        return error_event(body_of(error))
-    logger.error("a stream failed", exc_info=error)
-    body: dict[str, Any] = error_body(500, INTERNAL)
-    return error_event(body)
+    if codes_of(error).is_internal:
+        logger.error("a stream failed", exc_info=error)
+    return error_event(body_of(error))

@@ -31,8 +31,8 @@ from gateway.http.openai.events import Head
 from gateway.http.openai.fields import GenerationFields, StreamOptions
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.http.openai.respond import Generated, OpenAIAnswer, in_terms_of
+from gateway.http.request_ids import trace_of
 from gateway.http.strict_json import JsonRoute
-from gateway.http.trace_headers import trace_of
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt, SamplingInRoom
 from gateway.requests.driver import RequestDriver
@@ -64,7 +64,7 @@ class HttpCall:
 
     @classmethod
     def of(cls, request: Request, body: GenerationFields, api: str, timeout_ms: int | None) -> Self:
-        """An id in the body is what the client wants its request to be called; one in a header is not."""
+        """An id in the body becomes the request's id; one in a header does not."""
         if body.request_id is not None:
             request.state.request_id = body.request_id
         return cls(
@@ -153,7 +153,7 @@ class OpenAIRoutes:
             )
         if not body.stream:
             check_whole_answer(gateway_requests, names)
-        # Tokenising later prompts used up time of the first ones, too.
+        # Tokenising later prompts also used up the first ones' time.
         return [replace(gateway_request, timeout_s=call.time_left_s) for gateway_request in gateway_requests]
 
     def _head(self, kind: str, call: HttpCall) -> Head:

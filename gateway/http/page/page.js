@@ -56,7 +56,7 @@ function drawGateway(gateway) {
   setText(byId("queued"), count(gateway.queued));
   setText(byId("failed"), count(gateway.outcomes.failed));
   setText(byId("refused"), count(gateway.outcomes.rejected));
-  setText(byId("oldest"), gateway.queued ? `the oldest waits for ${duration(gateway.oldest_queued_s)}` : "nobody waits");
+  setText(byId("oldest"), gateway.queued ? `the oldest waits for ${duration(gateway.oldest_queued_s)}` : "none waits");
   const total = PATHS.reduce((sum, name) => sum + (gateway.paths[name] ?? 0), 0);
   for (const name of PATHS) {
     const number = gateway.paths[name] ?? 0;
@@ -74,10 +74,10 @@ function pathRow(name) {
 
 // The connection, and its key if it needs one.
 
-const follower = new Follower("/cluster/events", draw, tell);
+const follower = new Follower("/cluster/events", draw, report);
 new Trial({ refused: askForKey, runsOn: (names) => cluster.mark(names) });
 
-function tell(state, error) {
+function report(state, error) {
   const words = { live: "● live", away: "✕ no connection, trying again", refused: "✕ not allowed to watch" };
   setText(byId("connection"), words[state]);
   byId("connection").dataset.state = state;

@@ -45,12 +45,12 @@ function parse(part) {
   return [fields.event, JSON.parse(fields.data)];
 }
 
-// Follows snapshots while the page is visible. `tell` receives "live", "away" and "refused".
+// Follows snapshots while the page is visible. `report` receives "live", "away" and "refused".
 export class Follower {
-  constructor(path, take, tell) {
+  constructor(path, take, report) {
     this.path = path;
     this.take = take;
-    this.tell = tell;
+    this.report = report;
     this.controller = null;
     this.retry = null;
     this.numFailures = 0;
@@ -62,8 +62,8 @@ export class Follower {
     const controller = new AbortController();
     this.controller = controller;
     this.#follow(controller.signal).catch((error) => {
-      if (this.controller !== controller) return; // somebody stopped it
-      this.tell(isFinal(error) ? "refused" : "away", error);
+      if (this.controller !== controller) return; // it was stopped
+      this.report(isFinal(error) ? "refused" : "away", error);
     });
   }
 
@@ -80,7 +80,7 @@ export class Follower {
         clearTimeout(silence);
         if (name === "snapshot") {
           this.numFailures = 0;
-          this.tell("live");
+          this.report("live");
           this.take(data);
         }
         silence = this.#watchdog();
@@ -96,7 +96,7 @@ export class Follower {
 
   #watchdog() {
     return setTimeout(() => {
-      this.tell("away", new Error("no data for a while"));
+      this.report("away", new Error("no data for a while"));
       this.start();
     }, SILENCE_MS);
   }

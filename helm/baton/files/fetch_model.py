@@ -1,8 +1,8 @@
-"""Fetches a model's files, and proves that they are what was named: fetch_model.py FILES.json FOLDER [--skip PATTERN].
+"""Downloads a model's files and verifies their hashes: fetch_model.py FILES.json FOLDER [--skip PATTERN].
 
-FILES.json holds a list of {"url", "sha256", "name"}; without a name it is the URL's last part. A file that is there
-with the right hash is left alone. Files appear whole or not at all, and of several pods that want the same file on one
-volume, one fetches it while the others wait. Exit code 1 if a file could not be had or is another one.
+FILES.json holds a list of {"url", "sha256", "name"}; the default name is the URL's last part. A file with the right
+hash is not downloaded again. Files appear only when complete. Of several pods with the same volume, one downloads a
+file while the others wait. Exit code 1 if a download fails or has another hash.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def sole(path: Path) -> Iterator[None]:
 
 
 def sweep(path: Path) -> None:
-    """Removes what a fetch left that was killed: nobody else writes a draft of this file now."""
+    """Removes the partial files of killed downloads; the lock excludes other writers."""
     for draft in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         draft.unlink()
 

@@ -92,7 +92,7 @@ CERTIFICATE = {"cert_file": "a", "key_file": "b"}
     ],
 )
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "node-1"])
-def test_a_door_that_others_can_reach_is_locked(
+def test_a_gateway_that_others_can_reach_needs_access_control(
     host: str, gateway: dict[str, Any], complaint: str | None
 ) -> None:
     BatonConfig.from_mapping({"gateway": {**gateway, "host": "127.0.0.1"}})
@@ -122,7 +122,7 @@ def test_keys_that_cannot_be_used_are_named_and_not_shown(keys: list[Any], compl
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*"])
-def test_nobody_can_connect_to_every_interface(host: str) -> None:
+def test_a_wildcard_address_cannot_be_advertised(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"advertise_host '{re.escape(host)}' cannot be connected to"):
         BatonConfig.from_mapping({"network": {"advertise_host": host}})
 
@@ -173,7 +173,7 @@ def test_each_role_may_have_ranks_of_its_own() -> None:
     assert (unequal.num_ranks(WorkerRole.PREFILL), unequal.num_ranks(WorkerRole.DECODE)) == (2, 8)
 
 
-def test_ranks_that_cannot_hand_kv_over_are_refused_unless_nobody_does() -> None:
+def test_ranks_that_cannot_hand_kv_over_are_refused_unless_there_is_no_hand_over() -> None:
     ranks = {"prefill_tensor_parallel": 2, "decode_tensor_parallel": 3}
     with pytest.raises(
         ConfigError, match="prefill workers of 2 ranks cannot hand KV over to decode workers of 3"

@@ -68,7 +68,7 @@ def test_the_object_of_an_answer() -> None:
     assert value["placement"] == {"mode": "disaggregated", "prefill": "p0", "decode": "d0", "attempts": 1}
 
 
-def test_nobody_prefilled_a_local_answer() -> None:
+def test_a_local_answer_has_no_prefill_worker() -> None:
     assert to_json(answer("local", ""))["placement"]["prefill"] is None
 
 

@@ -46,7 +46,9 @@ def test_an_unknown_model_is_refused_before_anything_starts(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", ["status", "drain w0", "role w0 decode", "rollout"])
-def test_nobody_there_is_a_refusal_with_advice(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_gateway_is_a_refusal_with_advice(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*command.split(), "--target", "127.0.0.1:9"]) == REFUSED
     message = capsys.readouterr().err
     assert "127.0.0.1:9" in message

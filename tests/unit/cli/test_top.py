@@ -81,7 +81,7 @@ def test_eighty_columns_hold_what_matters_of_every_worker() -> None:
     assert row(shown, "w4") == "w4 decode placing"
 
 
-def test_a_wide_terminal_adds_nodes_queues_and_lives() -> None:
+def test_a_wide_terminal_adds_nodes_queues_and_starts() -> None:
     shown = screen(160)
     assert shown[5].split()[3:5] == ["node", "blocks"]
     assert shown[5].split()[-7:] == ["queued", "tok", "oldest", "s", "hits", "host", "starts"]
@@ -168,7 +168,7 @@ def test_transports_of_one_pair_add_up_and_the_busiest_pair_is_first() -> None:
     assert (second.num_bytes, second.transports) == (3 * 2**20, ("shared_memory", "zmq_tcp"))
 
 
-def test_hits_are_those_of_late_or_of_all_time_if_nobody_asked() -> None:
+def test_hits_are_recent_ones_or_all_without_recent_requests() -> None:
     def asked(queries: int, hits: int) -> dict[str, Any]:
         return worker("w0", counters={"prefix_cache_queries": queries, "prefix_cache_hits": hits})
 

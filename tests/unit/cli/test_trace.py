@@ -1,7 +1,6 @@
-"""`baton trace`: pictures to the terminal and to a file, and what it says when there is nothing to draw."""
+"""`baton trace`: the printed picture, and the messages when there is nothing to draw."""
 
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -29,21 +28,16 @@ def test_it_prints_the_picture(file: str, capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "w0  decode worker, 100 tokens a step, 50 blocks of 16"
     assert "two          70        [40] [30]  1    1   ■ length" in lines
-    assert not any("\x1b" in line for line in lines), "no colours where nobody sees them"
+    assert not any("\x1b" in line for line in lines), "no colours in a file"
 
 
-def test_it_draws_several_workers_and_writes_svg_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_draws_several_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefill, decode = HANDED_OVER
     files = [
         write(tmp_path / "p0.jsonl", prefill),
         write(tmp_path / "d0.jsonl", make_trace(decode.steps, "d0")),
     ]
-    picture = tmp_path / "steps.svg"
-    assert main(["trace", *files, "--svg", str(picture)]) == DONE
-    root = ET.parse(picture).getroot()
-    assert root.findtext("{*}title") == "Steps of p0, d0"
+    assert main(["trace", *files]) == DONE
     out = capsys.readouterr().out
     assert out.index("p0  prefill worker") < out.index("d0  decode worker")
 
@@ -95,7 +89,6 @@ def test_a_file_that_is_no_trace_is_a_refusal(
     ("arguments", "message"),
     [
         (["no-such-file"], "No such file or directory: 'no-such-file'"),
-        (["FILE", "--svg", "/no/such/folder/x.svg"], "/no/such/folder/x.svg"),
         (["FILE", "--steps", "one"], "--steps: got 'one'"),
         (["FILE", "--steps", "3:2"], "--steps: got '3:2'; the last step must not be before the first"),
         (["FILE", "--max-columns", "0"], "--max-columns: got 0"),

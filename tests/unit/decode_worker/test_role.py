@@ -1,4 +1,4 @@
-"""The decode role takes consuming legs and whole requests, and leaves when nothing runs or may be written."""
+"""The decode role takes consuming and whole requests, and is drained when nothing runs or may be written."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from decode_worker import DecodeWorker
 IDLE = RequestCounts(0, 0, 0)
 
 
-def make_leg(role: TransferRole | None) -> EngineRequest:
+def make_request(role: TransferRole | None) -> EngineRequest:
     peer = WorkerRef("p0", "i", ("tcp://127.0.0.1:1",), 16)
     transfer = KVTransferParams(role, "t", 0, peer) if role else None
     return EngineRequest(
@@ -22,17 +22,17 @@ def make_leg(role: TransferRole | None) -> EngineRequest:
 
 @pytest.mark.parametrize("role", [TransferRole.CONSUMER, None])
 def test_takes_consuming_legs_and_whole_requests(role: TransferRole | None) -> None:
-    DecodeWorker(max_waiting=1).admit(make_leg(role), IDLE)
+    DecodeWorker(max_waiting=1).admit(make_request(role), IDLE)
 
 
 def test_a_prompt_for_others_may_find_its_worker_elsewhere() -> None:
     with pytest.raises(Overloaded, match="a decode worker at present"):
-        DecodeWorker(max_waiting=1).admit(make_leg(TransferRole.PRODUCER), IDLE)
+        DecodeWorker(max_waiting=1).admit(make_request(TransferRole.PRODUCER), IDLE)
 
 
 def test_requests_that_wait_for_blocks_count_as_waiting() -> None:
     with pytest.raises(Overloaded, match="2 requests wait"):
-        DecodeWorker(max_waiting=2).admit(make_leg(None), RequestCounts(5, 1, 1))
+        DecodeWorker(max_waiting=2).admit(make_request(None), RequestCounts(5, 1, 1))
 
 
 def test_c50_is_not_drained_while_blocks_may_still_be_written() -> None:

@@ -1,13 +1,13 @@
-"""What the runner remembers, and how a plan becomes tensors."""
+"""The runner's state of requests, and how a plan becomes arrays."""
 
 import numpy as np
 import pytest
 import torch
 
-from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.batch import GrowingArray, RequestBatch, RunnerRequest, StepBatch
 from engine.layers.decode_groups import MIN_GROUP_BLOCKS, decode_groups
+from tests.factories.stepping import make_request_data
 
 BLOCK_SIZE = 4
 
@@ -15,14 +15,8 @@ BLOCK_SIZE = 4
 def new(
     request_id: str, prompt: list[int], blocks: list[int], *, computed: int = 0, outputs: tuple[int, ...] = ()
 ) -> NewRequestData:
-    return NewRequestData(
-        request_id=request_id,
-        prompt_token_ids=tuple(prompt),
-        output_token_ids=outputs,
-        sampling_params=SamplingParams(),
-        stop_token_ids=frozenset(),
-        block_ids=tuple(blocks),
-        num_computed_tokens=computed,
+    return make_request_data(
+        prompt, outputs, request_id=request_id, block_ids=blocks, num_computed_tokens=computed
     )
 
 
@@ -191,7 +185,7 @@ def test_a_token_that_only_the_device_knows_is_named_by_its_row() -> None:
     assert (built.input_ids_T.tolist(), built.sources_T.tolist()) == ([71, 60], [-1, -1])
 
 
-def test_a_token_for_a_request_that_is_gone_changes_nobody_elses() -> None:
+def test_a_token_for_a_finished_request_changes_no_other_request() -> None:
     batch = RequestBatch(BLOCK_SIZE)
     first = plan({"a": 1}, new=(new("a", [1], [3]),))
     batch.update(first)
@@ -223,7 +217,7 @@ def test_hundreds_of_requests_come_and_go() -> None:
     assert len(batch) == 150
 
 
-def test_a_prompts_last_but_one_token_is_not_its_last() -> None:
+def test_only_a_prompts_last_token_samples() -> None:
     batch = RequestBatch(BLOCK_SIZE)
     step = plan({"a": 1}, new=(new("a", [5, 6, 7], [3], computed=1),))
     batch.update(step)
@@ -248,7 +242,7 @@ def test_growing_array_keeps_what_it_was_given() -> None:
     assert GrowingArray(()).values.tolist() == []
 
 
-def test_what_was_counted_of_tokens_goes_with_them() -> None:
+def test_counts_of_truncated_tokens_are_dropped() -> None:
     """Set back by one token and on by another, a request is as long as before."""
     request = RunnerRequest(new("a", [1, 2], [3], outputs=(5, 6)))
     request.token_counts.follow(request.token_ids)

@@ -1,4 +1,4 @@
-"""What a rank has room for: what was asked, what the device wants, what the model allows."""
+"""A rank's capacity, by configuration, device and model."""
 
 import json
 import logging
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import BatonConfig, SchedulerConfig
+from baton.config import BatonConfig, ModelConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine import capacity
+from engine.batch import StepLimits
 from engine.capacity import largest_steps, reckon, with_defaults_of
 from engine.gpu.memory import GIB, DeviceMemory
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
-from engine.step_limits import StepLimits
 from tests.factories.models import make_model_dir
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -31,7 +31,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def reckoned(model: LoadedModel, **sections: dict[str, Any]) -> SchedulerConfig:
-    return reckon(BatonConfig.from_mapping(sections), model).scheduler_config
+    return capacity_of(model, **sections).scheduler_config
+
+
+def capacity_of(model: LoadedModel, **sections: dict[str, Any]) -> capacity.Capacity:
+    config = BatonConfig.from_mapping(sections)
+    return reckon(config.engine, config.scheduler, model)
 
 
 def test_a_cpu_takes_what_is_asked_and_the_models_own_length(model: LoadedModel) -> None:
@@ -75,14 +80,12 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
 
 
 def test_what_a_gpu_rehearses_is_known_before_its_model_is_loaded(tmp_path: Path) -> None:
-    config = BatonConfig.from_mapping({"scheduler": {"max_num_seqs": 7}})
     path = make_model_dir(tmp_path / "model", max_position_embeddings=256)
-    outline = outline_model(config.model, path, TorchBackend())
+    outline = outline_model(ModelConfig(), path, TorchBackend())
     assert outline.device.type == "meta"
-    assert largest_steps(config, outline) == StepLimits(7, 8192, 256)
-    too_long = BatonConfig.from_mapping({"scheduler": {"max_model_len": 257}})
+    assert largest_steps(SchedulerConfig(max_num_seqs=7), outline) == StepLimits(7, 8192, 256)
     with pytest.raises(ConfigError, match="supports at most 256"):
-        largest_steps(too_long, outline)
+        largest_steps(SchedulerConfig(max_model_len=257), outline)
 
 
 @pytest.mark.parametrize(("chunk", "budget"), [(512, 1024), (2048, 2048), (8192, 8192)])
@@ -96,12 +99,11 @@ def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
     monkeypatch.setattr(
         capacity, "_measure", lambda *_, wants_chunk: SimpleNamespace(chunk=chunk if wants_chunk else None)
     )
-    asked = BatonConfig.from_mapping({"scheduler": {"max_num_seqs": 1024, "num_blocks": 9}})
     with caplog.at_level(logging.INFO, logger="engine.capacity"):
-        reckoned = reckon(asked, replace(model, device=CUDA))
-    assert reckoned.scheduler_config.max_num_batched_tokens == budget
+        found = capacity_of(replace(model, device=CUDA), scheduler={"max_num_seqs": 1024, "num_blocks": 9})
+    assert found.scheduler_config.max_num_batched_tokens == budget
     assert f"scheduler.max_num_batched_tokens is {budget};" in caplog.text, "what to set, to have it again"
-    assert reckoned.max_num_batched_tokens == 8192
+    assert found.max_num_batched_tokens == 8192
 
 
 @pytest.mark.parametrize(
@@ -126,8 +128,7 @@ def test_a_chunk_that_is_pinned_or_means_nothing_is_not_chosen(
         return SimpleNamespace(memory=memory, chunk=2048 if wants_chunk else None)
 
     monkeypatch.setattr(capacity, "_measure", measured)
-    asked = BatonConfig.from_mapping({"scheduler": settings | {"max_num_seqs": 8}})
-    config = reckon(asked, replace(model, device=CUDA)).scheduler_config
+    config = reckoned(replace(model, device=CUDA), scheduler=settings | {"max_num_seqs": 8})
     assert wanted == [False]
     assert config.max_num_batched_tokens == settings.get("max_num_batched_tokens", 8192)
 
@@ -140,7 +141,7 @@ def test_a_chunk_that_is_pinned_or_means_nothing_is_not_chosen(
     ],
     ids=["to an actor", "to a rank"],
 )
-def test_what_nobody_has_set_stays_unset_on_its_way_to_the_worker(travel: Any, tmp_path: Path) -> None:
+def test_unset_keys_stay_unset_on_the_way_to_the_worker(travel: Any, tmp_path: Path) -> None:
     config = BatonConfig.from_mapping({"scheduler": {"block_size": 16}})
     scheduler = with_defaults_of(CUDA, travel(config).scheduler)
     assert scheduler.block_size == 16, "set, if to the default"

@@ -1,4 +1,4 @@
-"""Collectives of one rank, and of ranks that do not find each other; those that do: tests/integration/test_ranks.py."""
+"""Collectives of one rank, and of ranks that cannot connect; connected ones: tests/integration/test_ranks.py."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ collectives.close()
 
 
 @pytest.mark.slow
-def test_a_rank_that_nobody_joins_says_so_in_time() -> None:
+def test_a_rank_without_peers_fails_in_time() -> None:
     """In a process of its own: torch counts its attempts, and ranks that meet must have made equally many."""
     done = subprocess.run([sys.executable, "-c", LONELY], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

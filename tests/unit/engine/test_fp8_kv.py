@@ -70,22 +70,22 @@ def test_a_first_chunk_attends_to_what_is_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_prompt_whose_blocks_were_copied_goes_on_with_the_same_tokens(tmp_path: Path, dtype: str) -> None:
+def test_a_prompt_whose_blocks_were_copied_continues_with_the_same_tokens(tmp_path: Path, dtype: str) -> None:
     """What a hand-over does: block bytes from one pool into another, and token 0."""
     model = load(make_model_dir(tmp_path), dtype)
     expected = StepDriver(model).generate({"a": PROMPTS["a"]}, 10)["a"]
-    giver, taker = StepDriver(model, seed=1), StepDriver(model, seed=2)
-    given, taken = (driver.add("a", PROMPTS["a"]) for driver in (giver, taker))
-    giver.step({"a": len(PROMPTS["a"])})
-    taken.block_ids = [taker.free_blocks.pop() for _ in given.block_ids]
-    block_array(taker.pool)[taken.block_ids] = block_array(giver.pool)[given.block_ids]
-    taken.num_computed, taken.outputs = given.num_computed, list(given.outputs)
-    while len(taken.outputs) < 10:
-        taker.step({"a": 1})
-    assert taken.outputs == expected
+    producer, consumer = StepDriver(model, seed=1), StepDriver(model, seed=2)
+    sent, received = (driver.add("a", PROMPTS["a"]) for driver in (producer, consumer))
+    producer.step({"a": len(PROMPTS["a"])})
+    received.block_ids = [consumer.free_blocks.pop() for _ in sent.block_ids]
+    block_array(consumer.pool)[received.block_ids] = block_array(producer.pool)[sent.block_ids]
+    received.num_computed, received.outputs = sent.num_computed, list(sent.outputs)
+    while len(received.outputs) < 10:
+        consumer.step({"a": 1})
+    assert received.outputs == expected
 
 
-def test_fingerprints_tell_the_dtypes_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_by_dtype(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path)
     eight = load(path, "bfloat16")
     sixteen = load_model(ModelConfig(dtype="bfloat16"), path, CPU)

@@ -24,7 +24,7 @@ from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from scheduler import RequestStatus, Scheduler
 from tests.factories.engine import FakeConnectorWorker
-from tests.factories.models import EOS_TOKEN_ID, make_model_dir, make_tokenizer
+from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 from tests.factories.scheduling import make_config
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
@@ -36,18 +36,13 @@ POINT = StructuredOutput(
 )
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("model"))
-
-
 class Compiler:
     """A GrammarCompiler that is waited for."""
 
-    def __init__(self, model_dir: Path, eos_token_ids: tuple[int, ...] = (EOS_TOKEN_ID,)) -> None:
+    def __init__(self, folder: Path, eos_token_ids: tuple[int, ...] = (EOS_TOKEN_ID,)) -> None:
         self._has_news = threading.Event()
         self.vocab_size = make_tokenizer().get_vocab_size()
-        self.compiler = GrammarCompiler(model_dir, self.vocab_size, eos_token_ids, self._has_news.set)
+        self.compiler = GrammarCompiler(folder, self.vocab_size, eos_token_ids, self._has_news.set)
 
     def error_of(self, output: StructuredOutput) -> str | None:
         self._has_news.clear()
@@ -59,8 +54,8 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(model_dir: Path) -> Iterator[Compiler]:
-    compiler = Compiler(model_dir)
+def compiler(folder: Path) -> Iterator[Compiler]:
+    compiler = Compiler(folder)
     yield compiler
     compiler.compiler.close()
 
@@ -107,8 +102,8 @@ def test_c13_what_does_not_compile_says_why_and_the_next_one_is_served(
     assert compiler.error_of(YES_OR_NO) is None
 
 
-def test_without_an_end_or_a_tokenizer_there_is_no_structured_output(model_dir: Path, tmp_path: Path) -> None:
-    endless, mute = Compiler(model_dir, eos_token_ids=()), Compiler(tmp_path)
+def test_without_an_end_or_a_tokenizer_there_is_no_structured_output(folder: Path, tmp_path: Path) -> None:
+    endless, mute = Compiler(folder, eos_token_ids=()), Compiler(tmp_path)
     assert "no end-of-sequence token" in (endless.error_of(YES_OR_NO) or "")
     assert "cannot read this model's tokenizer" in (mute.error_of(YES_OR_NO) or "")
     for compiler in (endless, mute):
@@ -178,8 +173,8 @@ def test_a_chain_of_rules_that_ends_a_usual_stack_compiles_and_matches(compiler:
 class SlowCompiler(GrammarCompiler):
     """Starts to compile when it may, and notes what it did."""
 
-    def __init__(self, model_dir: Path) -> None:
-        super().__init__(model_dir, 8, (0,), on_news=lambda: None)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 8, (0,), on_news=lambda: None)
         self.may_compile = threading.Event()
         self.compiled: list[str] = []
 
@@ -192,8 +187,8 @@ def regex(source: str) -> StructuredOutput:
     return StructuredOutput(GrammarKind.REGEX, source)
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled(model_dir: Path) -> None:
-    compiler = SlowCompiler(model_dir)
+def test_unneeded_grammars_are_not_compiled(folder: Path) -> None:
+    compiler = SlowCompiler(folder)
     for source in "abcb":
         compiler.compile(regex(source))
     compiler.keep_only(frozenset({regex("c")}))
@@ -205,8 +200,8 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(model_dir: Path) -> None
     compiler.close()
 
 
-def test_closing_waits_for_no_queue(model_dir: Path) -> None:
-    compiler = SlowCompiler(model_dir)
+def test_closing_waits_for_no_queue(folder: Path) -> None:
+    compiler = SlowCompiler(folder)
     for source in "abc":
         compiler.compile(regex(source))
     closing = threading.Thread(target=compiler.close)
@@ -220,7 +215,7 @@ def test_closing_waits_for_no_queue(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"ignore_eos": True}, {"min_tokens": 2}])
-def test_settings_that_would_go_on_past_the_end_are_refused(settings: dict[str, int]) -> None:
+def test_settings_that_would_continue_past_the_end_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match="with a structured output"):
         SamplingParams(structured_output=YES_OR_NO, **settings)  # type: ignore[arg-type]
 
@@ -228,14 +223,14 @@ def test_settings_that_would_go_on_past_the_end_are_refused(settings: dict[str, 
 class Engine:
     """A whole engine over a tiny random model, which left alone says nothing that matches anything."""
 
-    def __init__(self, model_dir: Path, **settings: object) -> None:
-        model = load_model(ModelConfig(dtype="float32"), model_dir, torch.device("cpu"))
+    def __init__(self, folder: Path, **settings: object) -> None:
+        model = load_model(ModelConfig(dtype="float32"), folder, torch.device("cpu"))
         config = make_config(**{"max_model_len": 256, **settings})
         assert config.num_blocks is not None
         pool = KVPool(config.num_blocks, model.kv_block_shape(16), model.device)
         self._has_news = threading.Event()
         self.grammars = GrammarCompiler(
-            model_dir, model.vocab_size, model.eos_token_ids, on_news=self._has_news.set
+            folder, model.vocab_size, model.eos_token_ids, on_news=self._has_news.set
         )
         self.core = EngineCore(
             Scheduler(config, KVConnectorScheduler(16)),
@@ -274,9 +269,9 @@ def text_of(outputs: list[RequestOutput]) -> str:
 @pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_whatever_the_model_would_say_the_output_matches(
-    model_dir: Path, async_scheduling: bool, temperature: float
+    folder: Path, async_scheduling: bool, temperature: float
 ) -> None:
-    engine = Engine(model_dir, async_scheduling=async_scheduling)
+    engine = Engine(folder, async_scheduling=async_scheduling)
     engine.add("json", POINT, temperature=temperature, seed=3)
     engine.add("regex", YES_OR_NO, temperature=temperature, seed=4)
     engine.add("free", None, ignore_eos=True)
@@ -287,8 +282,8 @@ def test_whatever_the_model_would_say_the_output_matches(
     assert outputs["free"][-1].finish_reason is FinishReason.LENGTH
 
 
-def test_c13_a_broken_grammar_fails_its_request_alone_as_the_clients_mistake(model_dir: Path) -> None:
-    engine = Engine(model_dir)
+def test_c13_a_broken_grammar_fails_its_request_alone_as_the_clients_mistake(folder: Path) -> None:
+    engine = Engine(folder)
     engine.add("broken", StructuredOutput(GrammarKind.REGEX, "(yes"))
     engine.add("good", YES_OR_NO)
     outputs = engine.run()
@@ -297,8 +292,8 @@ def test_c13_a_broken_grammar_fails_its_request_alone_as_the_clients_mistake(mod
     assert text_of(outputs["good"]) in ("yes", "no")
 
 
-def test_a_preempted_request_goes_on_where_its_grammar_was(model_dir: Path) -> None:
-    engine = Engine(model_dir, num_blocks=4, enable_prefix_caching=False, max_num_batched_tokens=64)
+def test_a_preempted_request_continues_where_its_grammar_was(folder: Path) -> None:
+    engine = Engine(folder, num_blocks=4, enable_prefix_caching=False, max_num_batched_tokens=64)
     lists = StructuredOutput(GrammarKind.REGEX, "(no, ){9}no")
     for name in ("a", "b"):
         engine.add(name, lists, max_tokens=45)
@@ -310,9 +305,9 @@ def test_a_preempted_request_goes_on_where_its_grammar_was(model_dir: Path) -> N
 @pytest.mark.parametrize("first", [regex("(no, )no"), regex("(yes"), None])
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_an_id_that_is_used_again_has_its_own_grammar(
-    model_dir: Path, first: StructuredOutput | None, num_steps: int
+    folder: Path, first: StructuredOutput | None, num_steps: int
 ) -> None:
-    engine = Engine(model_dir)
+    engine = Engine(folder)
     engine.add("r", first)
     for _ in range(num_steps):
         engine.core.step()

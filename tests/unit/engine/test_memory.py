@@ -16,7 +16,7 @@ def test_what_is_left_becomes_blocks() -> None:
     assert memory().num_blocks(GIB, min_tokens=64 * 69, block_size=64) == 70
 
 
-def test_one_block_too_few_says_how_it_was_reckoned() -> None:
+def test_one_block_too_few_shows_the_calculation() -> None:
     with pytest.raises(ConfigError) as refused:
         memory().num_blocks(GIB, min_tokens=64 * 69 + 1, block_size=64)
     text = str(refused.value)
@@ -26,6 +26,6 @@ def test_one_block_too_few_says_how_it_was_reckoned() -> None:
     assert "scheduler.max_model_len" in text
 
 
-def test_a_model_that_does_not_even_fit_says_so_too() -> None:
+def test_a_model_that_does_not_fit_shows_it_too() -> None:
     with pytest.raises(ConfigError, match=r"leaves -\d+.00 GiB"):
         memory(weights=100).num_blocks(GIB, min_tokens=1, block_size=64)

@@ -1,4 +1,4 @@
-"""A start that finds a GPU's memory taken: it waits for others to give it back, if there are others."""
+"""A start that finds too little GPU memory waits, if other processes hold some."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ TOTAL = 80 * GIB
 
 
 class Gpu:
-    """A GPU on which another process has memory until a time, on a clock that only sleeping moves."""
+    """A GPU on which another process holds memory until a given time, on a clock that only sleeping advances."""
 
     def __init__(self, used_by_others: int, until_s: float) -> None:
         self.clock = VirtualClock()
@@ -61,11 +61,11 @@ def test_a_start_outlives_the_worker_that_it_replaces(
     assert record.getMessage() == "waiting up to 60 s: 40.1 GiB of the GPU are in use by others"
 
 
-def test_where_nobody_else_has_memory_there_is_nothing_to_wait_for() -> None:
+def test_without_memory_held_by_others_it_fails_at_once() -> None:
     gpu = Gpu(used_by_others=GIB, until_s=1000.0)
     with pytest.raises(ConfigError, match="out of GPU memory") as refused:
         gpu.wait().until_it_fits(gpu.take(81 * GIB))
-    assert type(refused.value) is ConfigError, "whoever starts ranks knows an error by its name"
+    assert type(refused.value) is ConfigError, "ranks report an error by the name of its class"
     assert gpu.clock.now() == 0.0
 
 

@@ -9,10 +9,9 @@ import torch
 
 from engine.batch import StepBatch
 from engine.kv_cache import KVBlockShape, KVPool
-from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention
+from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention, Workspace
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.rope import RotaryEmbedding, rotate_
-from engine.layers.workspace import Workspace
 from engine.model_config import ModelArchitecture, RopeConfig
 
 CPU = torch.device("cpu")

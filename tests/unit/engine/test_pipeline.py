@@ -1,4 +1,4 @@
-"""Steps under way: their order, what the connector is told when, and what a device's failure leaves behind."""
+"""Steps under way: their order, when the connector gets its commands, and what a device's failure leaves behind."""
 
 import queue
 import threading
@@ -28,7 +28,7 @@ def make_plan(step: int) -> SchedulerOutput:
 
 
 class Echo:
-    """Says which step it computed, and fails where it is told to."""
+    """Returns which step it computed, and fails at given steps."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         if plan.step < 0:
@@ -51,7 +51,7 @@ def test_results_come_in_the_order_of_the_plans_and_errors_in_their_place(make: 
 
 
 class RankCommands:
-    """A device that takes orders, and has done nothing before somebody waits for it."""
+    """An asynchronous device, which computes a step only when a test waits for it."""
 
     def __init__(self) -> None:
         self.ordered: list[int] = []
@@ -59,7 +59,7 @@ class RankCommands:
 
     def launch(self, plan: SchedulerOutput) -> "Order":
         if plan.step == 0:
-            raise ValueError("no room for orders")
+            raise ValueError("no room in the queue")
         self.ordered.append(plan.step)
         return Order(self, plan.step)
 
@@ -80,7 +80,7 @@ class Order:
         return ModelRunnerOutput({"step": [self._step]})
 
 
-def test_a_device_that_works_by_itself_has_its_orders_before_anybody_waits() -> None:
+def test_an_asynchronous_device_gets_its_commands_before_anything_waits() -> None:
     device = RankCommands()
     pipeline = StreamPipeline(device)
     for step in (1, -1, 0, 2):
@@ -88,7 +88,7 @@ def test_a_device_that_works_by_itself_has_its_orders_before_anybody_waits() -> 
     assert (device.ordered, device.done) == ([1, -1, 2], [])
     results = [pipeline.take() for _ in range(3)]
     assert [result.output is None for result in results] == [False, True, True]
-    assert [str(result.error) for result in results[1:]] == ["the device is on fire", "no room for orders"]
+    assert [str(result.error) for result in results[1:]] == ["the device is on fire", "no room in the queue"]
     assert device.done == [1, -1]
     pipeline.close()
     assert device.done == [1, -1, 2], "memory of a step under way must not be given away"
@@ -96,7 +96,7 @@ def test_a_device_that_works_by_itself_has_its_orders_before_anybody_waits() -> 
 
 @pytest.mark.parametrize("kind", [InlinePipeline, StreamPipeline])
 def test_a_closed_pipeline_lets_go_of_the_device(kind: type[InlinePipeline | StreamPipeline]) -> None:
-    """Its CUDA graphs are to end before NCCL does, which waits for them."""
+    """Its CUDA graphs must be freed before NCCL can end."""
     runner = FakeLaunchingRunner()
     is_held = weakref.ref(runner)
     pipeline = kind(runner)
@@ -106,7 +106,7 @@ def test_a_closed_pipeline_lets_go_of_the_device(kind: type[InlinePipeline | Str
 
 
 class Diary(FakeConnectorWorker):
-    """A connector and a device that write down, in one list, when each was called for which step."""
+    """A connector that records its calls, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,16 +114,18 @@ class Diary(FakeConnectorWorker):
 
     def send_commands(self, metadata: Any) -> None:
         self.entries.append(
-            ("orders", [type(order).__name__ for order in metadata.at_once] if metadata else [])
+            ("commands", [type(command).__name__ for command in metadata.at_once] if metadata else [])
         )
 
     def start_load_kv(self, metadata: Any) -> None:
         if metadata and metadata.loads:
-            self.entries.append(("load", [order.request_id for order in metadata.loads]))
+            self.entries.append(("load", [command.request_id for command in metadata.loads]))
 
     def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
         filled = (
-            [order.request_id for order in metadata.after if order.request_id not in lost] if metadata else []
+            [command.request_id for command in metadata.after if command.request_id not in lost]
+            if metadata
+            else []
         )
         self.entries.append(("save", filled))
 
@@ -169,7 +171,7 @@ def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
     core.close()
 
 
-def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_orders_go_at_once() -> None:
+def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_commands_go_at_once() -> None:
     diary = Diary()
     core = make_core(connector=diary)
     core.add_request(make_engine_request("local", max_tokens=9), "gateway")
@@ -178,7 +180,7 @@ def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_orders_go_a
     core.add_request(make_engine_request("load", kv_transfer=transfer), "gateway")
     diary.entries.clear()
     step(core)
-    assert diary.entries == [("orders", ["BeginLoad"]), ("save", []), ("load", ["load"])]
+    assert diary.entries == [("commands", ["BeginLoad"]), ("save", []), ("load", ["load"])]
     received = ReceivedKV("load", FirstToken(7, None), 1, 0.1, 0.1)
     diary.news.append(KVConnectorOutput(finished_recving=(received,)))
     run_until_idle(core)
@@ -195,7 +197,7 @@ def test_c46_blocks_of_a_request_that_was_preempted_meanwhile_do_not_leave() -> 
     diary.entries.clear()
     for _ in range(3):
         step(core)
-    index = diary.entries.index(("orders", ["WithdrawBlocks", "NoteStarvation"]))
+    index = diary.entries.index(("commands", ["WithdrawBlocks", "NoteStarvation"]))
     assert diary.entries[index + 1] == ("save", []), "the step under way was to fill blocks of the victim"
     core.finish_requests(["old", "young"], RequestStatus.FINISHED_ABORTED)
     core.close()

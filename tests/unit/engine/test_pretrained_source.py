@@ -1,4 +1,4 @@
-"""Fetching and converting as separate processes: what is passed on, and what becomes of their failures."""
+"""Fetching and converting as separate processes: their progress and their failures."""
 
 import sys
 from pathlib import Path

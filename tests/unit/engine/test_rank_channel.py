@@ -1,4 +1,4 @@
-"""The line between two ranks: order, sizes, and what each end learns of the other's end."""
+"""The connection between two ranks: order, sizes, and how each end notices the other's close."""
 
 import socket
 import struct
@@ -96,7 +96,7 @@ def test_each_end_learns_that_the_other_is_gone(ends: tuple[RankZeroEnd, RankEnd
     zero, rank = ends
     rank.send(Ready())
     rank.close()
-    assert zero.receive() == Ready(), "what was said before counts"
+    assert zero.receive() == Ready(), "messages sent before still arrive"
     assert zero.receive() is None
     with pytest.raises(BrokenPipeError):
         zero.send(Join())

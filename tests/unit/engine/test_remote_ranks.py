@@ -1,4 +1,4 @@
-"""What the engine makes of other ranks that fail; ranks in processes of their own: tests/integration/test_ranks.py."""
+"""How the engine handles failing ranks; ranks as processes: tests/integration/test_ranks.py."""
 
 from typing import cast
 
@@ -16,7 +16,7 @@ class Group:
     has_failed = False
 
     def send(self, message: object) -> None:
-        """Nobody is there."""
+        """There are no processes."""
 
     def check(self) -> None:
         if self.has_failed:

@@ -1,6 +1,7 @@
 """However a request's tokens are cut into steps, the same ones come out."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from engine.loading.loader import LoadedModel, load_model
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 from tests.factories.kv_blocks import block_array
-from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
 PROMPTS = {f"r{length}": [(7 * i + length) % 300 for i in range(length)] for length in (1, 3, 4, 5, 9, 30)}
@@ -22,9 +22,8 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11, repetition_penalt
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    path = make_model_dir(tmp_path_factory.mktemp("model"), "llama")
-    return load_model(ModelConfig(dtype="float32"), path, torch.device("cpu"))
+def model(folder: Path) -> LoadedModel:
+    return load_model(ModelConfig(dtype="float32"), folder, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def test_block_size_and_block_order_change_nothing(model: LoadedModel, alone: di
         assert driver.generate(PROMPTS, 10, params=SAMPLED) == alone
 
 
-def test_a_preempted_request_goes_on_where_it_was(model: LoadedModel, alone: dict[str, list[int]]) -> None:
+def test_a_preempted_request_continues_where_it_was(model: LoadedModel, alone: dict[str, list[int]]) -> None:
     driver = StepDriver(model)
     name = "r9"
     driver.add(name, PROMPTS[name], SAMPLED)
@@ -57,13 +56,13 @@ def test_a_preempted_request_goes_on_where_it_was(model: LoadedModel, alone: dic
     driver.step({name: 1})
     driver.preempt(name)
     driver.step({})
-    while len(driver.legs[name].outputs) < 10:
-        leg = driver.legs[name]
-        driver.step({name: min(4, leg.num_tokens - leg.num_computed)})
-    assert driver.legs[name].outputs == alone[name]
+    while len(driver.requests[name].outputs) < 10:
+        request = driver.requests[name]
+        driver.step({name: min(4, request.num_tokens - request.num_computed)})
+    assert driver.requests[name].outputs == alone[name]
 
 
-def test_a_handed_over_request_goes_on_from_its_blocks(
+def test_a_handed_over_request_continues_from_its_blocks(
     model: LoadedModel, alone: dict[str, list[int]]
 ) -> None:
     """The blocks travel as bytes, the first token in the plan; nothing is computed twice."""
@@ -71,18 +70,18 @@ def test_a_handed_over_request_goes_on_from_its_blocks(
     producer, consumer = StepDriver(model, seed=1), StepDriver(model, seed=2)
     producer.add(name, prompt, SAMPLED)
     producer.step({name: len(prompt)})
-    leg = consumer.add(name, prompt, SAMPLED)
-    leg.outputs = list(producer.legs[name].outputs)
-    leg.num_computed = len(prompt)
-    source = producer.legs[name].block_ids
-    leg.block_ids = [consumer.free_blocks.pop(0) for _ in source]
-    block_array(consumer.pool)[leg.block_ids] = block_array(producer.pool)[source]
-    while len(leg.outputs) < 10:
+    request = consumer.add(name, prompt, SAMPLED)
+    request.outputs = list(producer.requests[name].outputs)
+    request.num_computed = len(prompt)
+    source = producer.requests[name].block_ids
+    request.block_ids = [consumer.free_blocks.pop(0) for _ in source]
+    block_array(consumer.pool)[request.block_ids] = block_array(producer.pool)[source]
+    while len(request.outputs) < 10:
         consumer.step({name: 1})
-    assert leg.outputs == alone[name]
+    assert request.outputs == alone[name]
 
 
-def test_garbage_in_free_blocks_reaches_nobody(model: LoadedModel, alone: dict[str, list[int]]) -> None:
+def test_garbage_in_free_blocks_changes_no_request(model: LoadedModel, alone: dict[str, list[int]]) -> None:
     driver = StepDriver(model)
     driver.pool.blocks_NLKHTD[1:] = torch.nan
     assert driver.generate(PROMPTS, 10, chunk=4, params=SAMPLED) == alone
@@ -118,7 +117,7 @@ def test_a_plan_without_tokens_only_forgets(model: LoadedModel) -> None:
 
 
 class BusyDevice:
-    """A device that works by itself, and is done with what it was told once somebody waits for it."""
+    """An asynchronous device, which computes only when a test waits for it."""
 
     def __init__(self) -> None:
         self.num_waits = 0
@@ -130,7 +129,7 @@ class BusyDevice:
         self.num_waits += 1
 
 
-def test_a_step_that_samples_nothing_is_computed_all_the_same_when_it_was_waited_for(
+def test_a_step_that_samples_nothing_is_computed_when_wait_returns(
     model: LoadedModel,
 ) -> None:
     """The blocks that a chunk of a prompt fills are handed over next, and those of swapped requests overwritten."""
@@ -150,6 +149,6 @@ def test_a_step_that_samples_nothing_is_computed_all_the_same_when_it_was_waited
     assert device.num_waits == 1
     runner.launch(replace(driver.plan({}), swap_out=((1, 0),))).wait()
     assert device.num_waits == 2
-    driver.legs["a"].num_computed = 4
+    driver.requests["a"].num_computed = 4
     assert list(runner.launch(driver.plan({"a": 6})).wait().sampled_token_ids) == ["a"]
     assert device.num_waits == 2, "its token is known, so it is computed"

@@ -8,26 +8,18 @@ import pytest
 import torch
 
 from baton.sampling import SamplingParams
-from baton.step import NewRequestData
 from engine.batch import RunnerRequest
 from engine.sampler import sample
+from tests.factories.stepping import make_request_data
 
 VOCAB = 50
 
 
 def request(prompt: tuple[int, ...] = (1,), outputs: tuple[int, ...] = (), **params: Any) -> RunnerRequest:
-    stop_token_ids = frozenset(params.pop("eos", ()))
+    stop_token_ids = params.pop("eos", ())
     params.setdefault("max_tokens", 10_000)
     return RunnerRequest(
-        NewRequestData(
-            request_id="r",
-            prompt_token_ids=prompt,
-            output_token_ids=outputs,
-            sampling_params=SamplingParams(**params),
-            stop_token_ids=stop_token_ids,
-            block_ids=(1,),
-            num_computed_tokens=0,
-        )
+        make_request_data(prompt, outputs, SamplingParams(**params), stop_token_ids=stop_token_ids)
     )
 
 

@@ -1,4 +1,4 @@
-"""A model read through the stream is the same model, and what is asked for is checked before anything is read."""
+"""A model read through the stream is the same model, and all tensors are checked before anything is read."""
 
 from pathlib import Path
 
@@ -10,15 +10,16 @@ from baton.errors import ModelError
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import takes_of
 from engine.loading.streamed_weights import StreamedWeights
-from engine.loading.weight_stream import CudaCopies, HostCopies
+from engine.loading.weight_stream import CudaCopies
 from engine.loading.weights import CheckpointWeights, Shard, Take, WeightSource
 from engine.model_config import read_architecture
 from engine.models.llama import LlamaForCausalLM
 from tests.factories.models import make_model_dir
+from tests.unit.engine.test_weight_stream import HostCopies
 
 
 class Kept:
-    """Passes takes on, and keeps what came."""
+    """Forwards takes, and keeps the tensors."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source

@@ -1,17 +1,14 @@
-"""Which ways of saving launches are taken."""
+"""The switches of kernel optimisations."""
 
 import pytest
 
 from baton.errors import ConfigError
-from engine.kernels import switches
-from engine.kernels.switches import ALL_OFF, VARIABLE, KernelSwitches, kernel_switches, switched
+from engine.kernels.switches import ALL_OFF, KernelSwitches, kernel_switches, switched
 
 
-def test_all_are_on_unless_the_environment_leaves_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_on_unless_some_are_left_out() -> None:
     for text, off in (("", ()), (" no-fused-merge ,", ("no-fused-merge",))):
-        monkeypatch.setenv(VARIABLE, text)
-        monkeypatch.setattr(switches, "_current", None)
-        assert kernel_switches().off == off
+        assert KernelSwitches.parse(text).off == off
 
 
 def test_each_can_be_left_out_by_its_name() -> None:
@@ -21,12 +18,12 @@ def test_each_can_be_left_out_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["fused-merge", "no-such", "no_fused_merge", "no-fused-merge no-such"])
-def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(text: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(text: str) -> None:
     with pytest.raises(ConfigError, match=r"BATON_KERNELS: got .*no-fused-merge"):
         KernelSwitches.parse(text)
 
 
-def test_those_of_the_process_return_after_a_comparison() -> None:
+def test_the_process_switches_return_after_a_comparison() -> None:
     before = kernel_switches()
     with switched(ALL_OFF, fused_merge=True) as within:
         assert kernel_switches() is within

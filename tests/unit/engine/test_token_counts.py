@@ -8,7 +8,7 @@ from engine.token_counts import TokenCounts
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=20), max_size=12), st.integers(0, 40))
-def test_however_it_grows(pieces: list[list[int]], cut: int) -> None:
+def test_counts_are_those_of_the_sequence(pieces: list[list[int]], cut: int) -> None:
     counts, sequence = TokenCounts(), np.empty(0, np.int64)
     for piece in pieces:
         sequence = np.concatenate([sequence, np.array(piece, np.int64)])

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from baton.errors import ModelError
-from engine.loading.weight_stream import FilePart, HostCopies, WeightStream
+from engine.loading.weight_stream import Copied, FilePart, WeightStream
 
 
 class LateCopy:
-    """Happens when somebody waits for it: whatever is written to the source before would be seen."""
+    """Happens only in `synchronize`: it would copy anything that is written to the source before."""
 
     def __init__(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self._to, self._source = to, source
@@ -24,27 +24,37 @@ class LateCopy:
         self._to.copy_(self._source)
 
 
-class LateCopies:
+class HostCopies:
+    """Copies within host memory, which are done when `start` returns."""
+
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def start(self, to: torch.Tensor, source: torch.Tensor) -> Copied | None:
+        to.copy_(source)
+        return None
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+class LateCopies(HostCopies):
     """Copies as on a GPU's own stream, as late as possible, and a count of the memory that was asked for."""
 
     def __init__(self) -> None:
         self.num_allocated_bytes = 0
         self._lock = threading.Lock()
-        self._host = HostCopies()
-
-    def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        return self._host.make_buffer(num_bytes)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         with self._lock:
             self.num_allocated_bytes += num_bytes
-        return self._host.allocate(num_bytes)
+        return super().allocate(num_bytes)
 
     def start(self, to: torch.Tensor, source: torch.Tensor) -> LateCopy:
         return LateCopy(to, source)
-
-    def hand_over(self, tensor: torch.Tensor) -> None:
-        pass
 
 
 @pytest.fixture

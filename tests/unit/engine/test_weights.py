@@ -180,7 +180,7 @@ def test_progress_counts_what_is_loaded(tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_the_digest_tells_fine_tunes_apart_and_copies_not(tmp_path: Path) -> None:
+def test_the_digest_differs_for_fine_tunes_and_not_for_copies(tmp_path: Path) -> None:
     paths = [
         make_model_dir(tmp_path / "a", seed=1),
         make_model_dir(tmp_path / "copy", seed=1),

@@ -36,13 +36,13 @@ def test_as_much_as_fits_is_allowed_and_no_token_more(num_answers: int, logprobs
     assert caught.value.field == "max_tokens"
 
 
-def test_what_fills_a_long_context_is_allowed() -> None:
+def test_an_answer_that_fills_a_long_context_is_allowed() -> None:
     check_whole_answer(asked(1, 1_000_000))
     check_whole_answer(asked(24, 131_072))
     check_whole_answer(asked(1, 131_072, 20))
 
 
-def test_what_is_too_much_is_told_with_the_numbers_and_a_way_out_in_the_clients_words() -> None:
+def test_too_large_an_answer_is_refused_with_numbers_and_remedies_in_the_clients_terms() -> None:
     names = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
     with pytest.raises(InvalidRequest) as caught:
         check_whole_answer(asked(128, 1_500, 20), names)

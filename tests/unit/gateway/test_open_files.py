@@ -61,7 +61,7 @@ def test_a_system_that_allows_less_than_it_says_is_asked_for_what_is_needed(
     assert "cannot raise the limit of open files to 1048576" in caplog.text
 
 
-def test_connections_that_do_not_fit_are_an_error_that_says_what_would(
+def test_too_many_connections_are_an_error_that_names_a_number_that_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = Limits(1024, 4096)

@@ -17,15 +17,14 @@ from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
 from gateway.text import ChatMessage, Tokenizer
-from tests.factories.models import make_model_dir, make_tokenizer
+from tests.factories.models import make_tokenizer
 
 VOCAB_SIZE = make_tokenizer().get_vocab_size()
 MAX_MODEL_LEN = 100
 
 
 @pytest.fixture(scope="module")
-def preprocessor(tmp_path_factory: pytest.TempPathFactory) -> Preprocessor:
-    folder: Path = make_model_dir(tmp_path_factory.mktemp("model"))
+def preprocessor(folder: Path) -> Preprocessor:
     model = ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,))
     grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock())
     return Preprocessor(Tokenizer(folder), model, grammars)
@@ -89,24 +88,21 @@ def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_toke
         take_in(preprocessor, "x" * 100 * MAX_MODEL_LEN)
 
 
-def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocessor: Preprocessor) -> None:
+async def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocessor: Preprocessor) -> None:
     def slow(turns: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
         time.sleep(0.2)
         return "hi"
 
-    async def run() -> None:
-        with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
-            generation = await preprocessor.preprocess(
-                [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=30.0
+    with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
+        generation = await preprocessor.preprocess(
+            [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=30.0
+        )
+        assert generation.timeout_s is not None
+        assert 0.0 < generation.timeout_s <= 29.8
+        with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
+            await preprocessor.preprocess(
+                [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=0.05
             )
-            assert generation.timeout_s is not None
-            assert 0.0 < generation.timeout_s <= 29.8
-            with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
-                await preprocessor.preprocess(
-                    [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=0.05
-                )
-
-    asyncio.run(run())
 
 
 def test_a_conversation_is_rendered_with_the_models_own_template(preprocessor: Preprocessor) -> None:

@@ -2,32 +2,26 @@
 
 import pytest
 
-from baton.kv import KVTransferParams, TransferRole
 from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
-    BeginLoad,
-    BeginSend,
     FinishSend,
-    LoadBlocks,
     SendBlocks,
     WithdrawBlocks,
 )
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
 from kv_transfer.protocol.transports import CUDA_IPC, ZMQ_TCP
 from tests.factories.endpoints import TOKEN, Fabric, Worker
+from tests.factories.hand_overs import begin
 
 NUM_TOKENS = 64
 
 
-def begin(transport: str) -> tuple[Fabric, Worker, Worker]:
-    """Both ends know of a prompt of four blocks, and it has its place on the decode worker."""
+def started(transport: str) -> tuple[Fabric, Worker, Worker]:
+    """A hand-over of four blocks that both ends know of, and that the decode worker has room for."""
     fabric = Fabric(transport, on_device=True)
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "r", 0, decode.ref), NUM_TOKENS))
-    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "r", 0, prefill.ref), NUM_TOKENS))
-    decode.load(LoadBlocks("r", 0, decode.blocks_for(NUM_TOKENS)))
-    fabric.deliver()
+    begin(fabric, prefill, decode, NUM_TOKENS)
     return fabric, prefill, decode
 
 
@@ -42,7 +36,7 @@ def finish(prefill: Worker) -> None:
 
 def num_offered(fabric: Fabric) -> int:
     """Messages that announce pieces."""
-    headers = [header for address, header in fabric.sent if address.startswith("d0")]
+    headers = [header for address, header in fabric.network.sent if address.startswith("sim://d0")]
     return sum(isinstance(TO_CONSUMER.decode(header), Pieces) for header in headers)
 
 
@@ -50,7 +44,7 @@ def num_offered(fabric: Fabric) -> int:
 def test_nothing_is_offered_before_its_bytes_are_out_nor_acknowledged_before_they_are_in(
     transport: str,
 ) -> None:
-    fabric, prefill, decode = begin(transport)
+    fabric, prefill, decode = started(transport)
     p_driver, d_driver = fabric.drivers
     p_driver.is_slow = d_driver.is_slow = True
     give(prefill)
@@ -75,7 +69,7 @@ def test_nothing_is_offered_before_its_bytes_are_out_nor_acknowledged_before_the
 @pytest.mark.parametrize("transport", [ZMQ_TCP, CUDA_IPC])
 def test_c41_blocks_taken_back_while_they_are_copied_out_are_not_vouched_for(transport: str) -> None:
     """A checksum of what others wrote into them would make the wrong bytes right."""
-    fabric, prefill, decode = begin(transport)
+    fabric, prefill, decode = started(transport)
     fabric.drivers[0].is_slow = True
     give(prefill)
     fabric.advance(0.01)
@@ -95,7 +89,7 @@ def test_c41_blocks_taken_back_while_they_are_copied_out_are_not_vouched_for(tra
 
 
 def test_c33_a_hand_over_that_ends_while_it_is_copied_out_is_never_sent() -> None:
-    fabric, prefill, decode = begin(ZMQ_TCP)
+    fabric, prefill, decode = started(ZMQ_TCP)
     fabric.drivers[0].is_slow = True
     give(prefill)
     fabric.advance(0.01)
@@ -109,7 +103,7 @@ def test_c33_a_hand_over_that_ends_while_it_is_copied_out_is_never_sent() -> Non
 
 
 def test_c32_a_load_that_is_given_up_is_quiet_only_when_nothing_writes_its_blocks() -> None:
-    fabric, prefill, decode = begin(ZMQ_TCP)
+    fabric, prefill, decode = started(ZMQ_TCP)
     driver = fabric.drivers[1]
     driver.is_slow = True
     give(prefill)
@@ -128,12 +122,13 @@ def test_c32_a_load_that_is_given_up_is_quiet_only_when_nothing_writes_its_block
 
 @pytest.mark.parametrize("end", [0, 1], ids=["producer", "consumer"])
 def test_a_copy_that_is_refused_is_tried_again(end: int) -> None:
-    fabric, prefill, decode = begin(ZMQ_TCP)
+    fabric, prefill, decode = started(ZMQ_TCP)
     driver = fabric.drivers[end]
     driver.room = 0
+    fabric.network.delay_s = 0.001  # a consumer asks at once, and gives up after 16 pieces that did not come
     give(prefill)
     finish(prefill)
-    fabric.advance(0.001)  # a consumer asks at once, and gives up after 16 pieces that did not come
+    fabric.advance(0.005)
     assert not decode.news().finished_recving
     driver.room = None
     fabric.advance(1.0)

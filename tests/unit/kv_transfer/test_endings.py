@@ -1,10 +1,11 @@
-"""How a hand-over ends on both sides: deadlines, leases, aborts, and what latecomers are told."""
+"""How a hand-over ends on both sides: deadlines, leases, aborts, and answers to late messages."""
 
 import pytest
 
 from kv_transfer.protocol.effects import Failed, Freed, Quiesced, RankTransfer, Received
 from kv_transfer.protocol.messages import Cancel, End, Hold, Pieces, Release
 from kv_transfer.protocol.producer import ENDS, MAX_EARLY_LEASES
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
     HEARTBEAT_S,
     KEY,
@@ -130,7 +131,7 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_handed_over(is_loading
     wire.assert_at_rest()
 
 
-def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_told_so() -> None:
+def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_notified() -> None:
     wire = Wire()
     wire.begin_send(KEY, 16)
     wire.at_producer(wire.producer.abort(RankTransfer("r"), "the request ended", True))
@@ -152,15 +153,13 @@ def test_c34_a_consumer_whose_producer_never_took_the_request_learns_it_in_the_e
 
 
 def test_c38_a_consumer_that_beats_waits_for_a_producer_in_a_long_step() -> None:
-    """Longer than a lease, before its engine hears of the request at all."""
+    """The step lasts longer than a lease, and only then does the engine learn of the request."""
     wire = Wire()
     wire.begin_load(KEY, 48)
     wire.load(0, 3)
     wire.advance(2.5 * LEASE_S)
     wire.begin_send(KEY, 48)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert [type(news) for news in wire.news] == [Received, Freed]
     wire.assert_at_rest()
 
@@ -174,7 +173,7 @@ def test_c38_a_consumer_that_died_early_is_forgotten_within_a_lease() -> None:
     assert len(wire.producer) == 0
 
 
-def test_c39_a_prompt_whose_consumer_was_told_no_is_not_wanted_when_it_begins() -> None:
+def test_c39_a_prompt_whose_consumer_was_refused_is_unwanted_when_it_begins() -> None:
     wire = Wire()
     wire.begin_load(KEY, 48)
     wire.advance(MAX_EARLY_LEASES * LEASE_S)
@@ -212,20 +211,18 @@ def test_c39_a_cancel_of_a_complete_prompt_only_frees() -> None:
     assert wire.news == [Freed(RankTransfer("r"))]
 
 
-def test_c38_a_consumer_that_lives_after_all_learns_that_the_lease_is_over() -> None:
+def test_c38_a_consumer_that_is_alive_after_all_is_notified_of_the_expired_lease() -> None:
     wire = Wire()
     wire.begin_send(KEY, 16)
     wire.begin_load(KEY, 16)
-    wire.ready(0, 1)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 1)
     wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
     wire.advance(LEASE_S + HEARTBEAT_S)
     wire.load(0, 1)
     assert [type(news) for news in wire.news] == [Freed, Failed]
 
 
-def test_two_requests_that_claim_one_transfer_harm_nobody_else() -> None:
+def test_a_second_claim_to_a_transfer_fails_alone() -> None:
     wire = Wire()
     start(wire)
     wire.begin_send(KEY, 48, "second")
@@ -233,9 +230,7 @@ def test_two_requests_that_claim_one_transfer_harm_nobody_else() -> None:
     wire.ready(0, 1, "second")
     wire.load(0, 3, "second")
     wire.finish_send("second")
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert {type(news) for news in wire.news if news.rank_transfer.request_id == "second"} == {Failed, Freed}
     assert {type(news) for news in wire.news if news.rank_transfer.request_id == "r"} == {Received, Freed}
     wire.assert_at_rest()
@@ -267,12 +262,10 @@ def test_a_hand_over_that_was_cancelled_before_it_began_counts_once() -> None:
 
 
 def test_late_messages_of_a_hand_over_that_is_done_end_no_other() -> None:
-    """A Hold that was overtaken announces the leg once more, and a doubled Release finds it."""
+    """A Hold that was overtaken announces the rank transfer again, and a repeated Release finds it."""
     wire = Wire()
     start(wire, num_blocks=1)
-    wire.ready(0, 1)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 1)
     for message in (Hold(KEY), Release(KEY)):
         wire.at_producer(wire.producer.on_message(b"consumer", message, 0.0))
     wire.advance(2 * LEASE_S)

@@ -1,17 +1,16 @@
-"""Reads that fail, or of which nobody hears again: loads end, their blocks are quiet, and the next try is fair."""
-
-from collections.abc import Sequence
+"""Reads that fail, or never report their end: loads end, their blocks are quiet, and the next try is fair."""
 
 import pytest
 
-from baton.kv import KVFingerprint, KVTransferParams, TransferRole
-from kv_transfer.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from baton.kv import KVFingerprint
+from kv_transfer.commands import AbortLoad
 from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
 from kv_transfer.consumer.remote_pools import RemotePools
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.transports import CUDA_IPC, RETRY_S, SHARED_MEMORY, ZMQ_TCP
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
-from tests.factories.endpoints import TOKEN, Fabric, Worker
+from tests.factories.endpoints import Fabric
+from tests.factories.hand_overs import begin, prefill_at_once
 from tests.factories.pool_readers import make_runs
 
 NUM_TOKENS = 64
@@ -49,7 +48,7 @@ class FragilePool:
 
 
 class FragileReader:
-    """A SharedMemoryReader some of whose reads fail, or are never heard of again."""
+    """A SharedMemoryReader with reads that fail, or that never report their end."""
 
     name = SHARED_MEMORY
     poll_interval_s: float | None = None
@@ -100,30 +99,14 @@ class FragileFabric(Fabric):
         return blocks, pool, {SHARED_MEMORY: self.readers[-1]}
 
 
-def begin(prefill: Worker, decode: Worker, name: str, block_ids: Sequence[int]) -> None:
-    """Both ends know of the request, and its blocks are reserved."""
-    to_prefill = KVTransferParams(TransferRole.PRODUCER, name, 0, decode.ref)
-    to_decode = KVTransferParams(TransferRole.CONSUMER, name, 0, prefill.ref)
-    prefill.command(BeginSend(name, to_prefill, NUM_TOKENS))
-    decode.command(BeginLoad(name, to_decode, NUM_TOKENS))
-    decode.load(LoadBlocks(name, 0, tuple(block_ids)))
-
-
-def give(prefill: Worker, name: str) -> None:
-    prefill.compute(NUM_TOKENS)
-    prefill.save(SendBlocks(name, 0, prefill.blocks_for(NUM_TOKENS)))
-    prefill.command(FinishSend(name, 4, (), TOKEN))
-
-
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_c46_no_copy_that_was_queued_writes_blocks_whose_load_has_failed(room: int) -> None:
     fabric = Fabric(CUDA_IPC)
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    begin(prefill, decode, "r", SCATTERED)
-    fabric.deliver()
+    begin(fabric, prefill, decode, NUM_TOKENS, "r", SCATTERED)
     driver = fabric.drivers[1]
     driver.is_slow, driver.room, driver.takes_rows = True, room, False
-    give(prefill, "r")
+    prefill_at_once(prefill, NUM_TOKENS)
     fabric.advance(0.01)
     [failed] = decode.news().failed_recving
     assert "out of memory" in failed.reason
@@ -135,10 +118,9 @@ def test_c46_no_copy_that_was_queued_writes_blocks_whose_load_has_failed(room: i
 def test_c32_a_device_that_is_lost_ends_the_loads_that_it_was_copying() -> None:
     fabric = Fabric(CUDA_IPC)
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    begin(prefill, decode, "r", SCATTERED)
-    fabric.deliver()
+    begin(fabric, prefill, decode, NUM_TOKENS, "r", SCATTERED)
     fabric.drivers[1].is_slow = True
-    give(prefill, "r")
+    prefill_at_once(prefill, NUM_TOKENS)
     fabric.advance(0.01)
     decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
@@ -150,13 +132,12 @@ def test_c32_a_device_that_is_lost_ends_the_loads_that_it_was_copying() -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
-def test_c48_a_read_of_which_nobody_hears_again_is_given_up_with_its_pool(is_aborted: bool) -> None:
+def test_c48_a_read_that_never_reports_its_end_is_given_up_with_its_pool(is_aborted: bool) -> None:
     fabric = FragileFabric()
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    begin(prefill, decode, "r", SCATTERED)
-    fabric.deliver()
+    begin(fabric, prefill, decode, NUM_TOKENS, "r", SCATTERED)
     fabric.readers[1].is_silent = True
-    give(prefill, "r")
+    prefill_at_once(prefill, NUM_TOKENS)
     fabric.deliver()
     if is_aborted:
         decode.command(AbortLoad("r", "the client left"))
@@ -166,7 +147,7 @@ def test_c48_a_read_of_which_nobody_hears_again_is_given_up_with_its_pool(is_abo
     news = decode.news()
     assert [*news.quiesced, *(failed.request_id for failed in news.failed_recving)] == ["r"]
     assert fabric.readers[1].closed == ["pool"]
-    fabric.readers[1].is_silent = False  # now it says so, to nobody
+    fabric.readers[1].is_silent = False  # its late report has no reader any more
     fabric.advance(1.0)
     assert not decode.news()
     fabric.assert_at_rest()
@@ -175,10 +156,9 @@ def test_c48_a_read_of_which_nobody_hears_again_is_given_up_with_its_pool(is_abo
 def test_c48_a_read_that_ended_while_this_rank_stood_still_has_not_failed() -> None:
     fabric = FragileFabric()
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    begin(prefill, decode, "r", SCATTERED)
-    fabric.deliver()
+    begin(fabric, prefill, decode, NUM_TOKENS, "r", SCATTERED)
     fabric.readers[1].is_silent = True
-    give(prefill, "r")
+    prefill_at_once(prefill, NUM_TOKENS)
     fabric.deliver()
     fabric.clock.advance(10 * READ_TIMEOUT_S)
     fabric.advance(0.0)
@@ -196,9 +176,8 @@ def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
     choices = []
     for number in range(4):
         name = f"r{number}"
-        begin(prefill, decode, name, decode.blocks_for(NUM_TOKENS))
-        fabric.deliver()
-        give(prefill, name)
+        begin(fabric, prefill, decode, NUM_TOKENS, name)
+        prefill_at_once(prefill, NUM_TOKENS, name)
         fabric.deliver()
         fabric.advance(1.0)
         [received] = decode.news().finished_recving
@@ -212,8 +191,8 @@ def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
 def test_an_endpoint_that_is_closed_closes_its_pools_and_then_its_readers(cannot_close: bool) -> None:
     fabric = FragileFabric()
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    begin(prefill, decode, "r", SCATTERED)
-    give(prefill, "r")
+    begin(fabric, prefill, decode, NUM_TOKENS, "r", SCATTERED)
+    prefill_at_once(prefill, NUM_TOKENS)
     fabric.deliver()
     for reader in fabric.readers:
         reader.cannot_close = cannot_close
@@ -239,17 +218,15 @@ def test_a_pool_that_failed_and_is_out_of_reach_by_now_is_not_read() -> None:
     assert reader.closed == ["pool"]
 
 
-def test_c42_a_way_that_failed_is_tried_again_after_a_while_though_there_are_always_hand_overs() -> None:
+def test_c42_a_failed_transport_is_tried_again_later_even_under_constant_traffic() -> None:
     fabric = FragileFabric()
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     fabric.readers[1].num_failures = 1
-    begin(prefill, decode, "r0", decode.blocks_for(NUM_TOKENS))
+    begin(fabric, prefill, decode, NUM_TOKENS, "r0")
     choices: list[str] = []
     for number in range(20):  # one begins before the last one ends
-        fabric.deliver()
-        begin(prefill, decode, f"r{number + 1}", decode.blocks_for(NUM_TOKENS))
-        fabric.deliver()
-        give(prefill, f"r{number}")
+        begin(fabric, prefill, decode, NUM_TOKENS, f"r{number + 1}")
+        prefill_at_once(prefill, NUM_TOKENS, f"r{number}")
         fabric.advance(RETRY_S / 10)
         choices += [received.transport for received in decode.news().finished_recving]
     assert choices == [ZMQ_TCP] * 11 + [SHARED_MEMORY] * 9

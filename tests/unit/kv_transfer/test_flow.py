@@ -3,11 +3,12 @@
 from kv_transfer.protocol.effects import Freed, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, Hold, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, start
 
 
 def test_c33_an_ack_counts_for_a_piece_that_was_about_to_be_offered_again() -> None:
-    """A heartbeat asks for it while it is being read, and another leg has taken its place in the window."""
+    """A heartbeat asks for the piece during its read, while another rank transfer fills the window."""
     wire = Wire(transport=SHARED_MEMORY, window_blocks=2)
     wire.reads_at_once = False
     for name, first_block in (("a", 200), ("b", 300)):
@@ -51,9 +52,7 @@ def test_c33_a_late_hold_does_not_take_the_window_elsewhere() -> None:
 def test_an_ack_that_comes_twice_is_counted_and_changes_nothing() -> None:
     wire = Wire(lambda frame: [frame, frame] if isinstance(frame.message, Ack) else [frame])
     start(wire)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert isinstance(wire.news[0], Received)
     assert wire.producer_counters["kv_duplicate_messages"] > 0
     wire.assert_at_rest()

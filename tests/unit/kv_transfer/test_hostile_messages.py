@@ -97,7 +97,7 @@ def test_blocks_come_home_after_an_open_that_could_not_be_refused() -> None:
     assert end.collect_news().finished_sending == ("r",)
 
 
-def test_two_who_cannot_read_each_other_do_not_say_so_for_ever() -> None:
+def test_two_peers_that_cannot_read_each_other_do_not_report_it_for_ever() -> None:
     channel, clock = RecordingChannel(), VirtualClock()
     end = make_end(channel, clock)
     end.take(Arrival("tcp://producer", True, b"of another version"))
@@ -208,7 +208,7 @@ def test_an_idle_pool_is_closed_at_its_deadline_and_not_a_rounding_error_later()
 def test_a_peer_that_cannot_be_is_refused_where_it_is_read(
     addresses: tuple[str, ...], block_size: int, incarnation: str
 ) -> None:
-    """In a leg that a gateway sends; the order to exchange KV with it ended the transfer thread."""
+    """In a request of a gateway; the command to exchange KV with such a peer ended the transfer thread."""
     with pytest.raises(WireError):
         WorkerRef("d0", incarnation, addresses, block_size)
 

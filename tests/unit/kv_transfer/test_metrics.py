@@ -9,32 +9,22 @@ from baton.worker import KVPeerCounts
 from kv_transfer.commands import (
     AbortLoad,
     AbortSend,
-    BeginLoad,
     BeginSend,
     FinishSend,
-    LoadBlocks,
     SendBlocks,
 )
 from kv_transfer.metrics import MAX_ROWS, OTHERS, PeerMetrics
 from kv_transfer.protocol.messages import Pieces
 from tests.factories.endpoints import LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
+from tests.factories.hand_overs import begin
 from tests.factories.transfer import HEARTBEAT_S, Wire, honest, sent, start
-
-
-def begin(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) -> None:
-    to_prefill = KVTransferParams(TransferRole.PRODUCER, request_id, 0, decode.ref)
-    to_decode = KVTransferParams(TransferRole.CONSUMER, request_id, 0, prefill.ref)
-    decode.command(BeginLoad(request_id, to_decode, 32))
-    decode.load(LoadBlocks(request_id, 0, (1, 2)))
-    prefill.command(BeginSend(request_id, to_prefill, 32))
-    fabric.deliver()
 
 
 def test_hand_overs_are_counted_by_peer_and_transport_with_their_times() -> None:
     fabric = Fabric("shared_memory")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(32)
-    begin(fabric, prefill, decode, "r")
+    begin(fabric, prefill, decode, 32)
     fabric.clock.advance(0.5)
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
@@ -51,11 +41,11 @@ def test_hand_overs_are_counted_by_peer_and_transport_with_their_times() -> None
     )
 
 
-def test_a_worker_counts_the_legs_of_all_its_ranks_together() -> None:
+def test_a_worker_sums_the_rank_transfers_of_all_its_ranks() -> None:
     fabric = Fabric("shared_memory")
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 1)
     prefill.compute(32)
-    begin(fabric, prefill, decode, "r")
+    begin(fabric, prefill, decode, 32)
     prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
     fabric.deliver()
     (gave,), (took,) = prefill.connector.peers(), decode.connector.peers()
@@ -71,23 +61,23 @@ def ends(worker: Worker) -> list[tuple[int, int, int]]:
 def test_what_did_not_arrive_counts_as_failed_on_both_ends() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    begin(fabric, prefill, decode, "r")
+    begin(fabric, prefill, decode, 32)
     prefill.command(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
     fabric.deliver()
     assert ends(prefill) == ends(decode) == [(0, 1, 0)]
-    begin(fabric, prefill, decode, "late")
-    fabric.cut("p0/0")
+    begin(fabric, prefill, decode, 32, "late")
+    fabric.network.cut("sim://p0/0")
     fabric.advance(LOAD_TIMEOUT_S)
     prefill.command(AbortSend("late", "the prefill failed", is_cancelled=False, is_held=True))
     assert ends(prefill) == ends(decode) == [(0, 2, 0)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_c40_what_the_prefill_worker_answered_alone_was_not_needed_and_is_no_failure(num_ranks: int) -> None:
+def test_c40_a_prompt_that_the_prefill_worker_answered_alone_is_no_failed_hand_over(num_ranks: int) -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0")
     prefill.compute(32)
-    begin(fabric, prefill, decode, "r")
+    begin(fabric, prefill, decode, 32)
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
     prefill.command(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
@@ -112,7 +102,7 @@ def test_a_request_whose_client_left_was_not_needed_on_both_ends() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(32)
-    begin(fabric, prefill, decode, "r")
+    begin(fabric, prefill, decode, 32)
     decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
     prefill.command(FinishSend("r", 2, (2,), TOKEN))
@@ -123,8 +113,8 @@ def test_bytes_that_were_lost_on_the_way_do_not_count_as_received() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     prefill.compute(32)
-    begin(fabric, prefill, decode, "r")
-    fabric.num_payloads_to_lose = 1
+    begin(fabric, prefill, decode, 32)
+    fabric.network.num_payloads_to_lose = 1
     prefill.save(SendBlocks("r", 0, (1,)))
     fabric.deliver()
     assert decode.connector.counters()["kv_checksum_failures"] == 1

@@ -1,4 +1,4 @@
-"""NixlReader when its reading agent has to be ended: what becomes of reads, also where no new agent can be had.
+"""NixlReader when its reading agent must be ended: how reads end, also if no new agent can be created.
 
 Needs no NIXL: the library's agent is a fake here.
 """
@@ -130,15 +130,15 @@ def test_c42_where_no_new_agent_can_be_had_reads_end_with_an_error_and_no_other_
     assert ucx.num_alive == 0
 
 
-def test_reading_begins_anew_as_soon_as_it_can(ucx: Ucx, reader: NixlReader) -> None:
+def test_reading_begins_again_as_soon_as_it_can(ucx: Ucx, reader: NixlReader) -> None:
     pool = reader.open(reader.describe())
     ucx.is_exhausted = ucx.is_broken = True
     assert errors_of(reader) == {}
     number = pool.read(RUN)
     assert errors_of(reader).keys() == {number}
     ucx.is_exhausted = ucx.is_broken = False
-    anew = reader.open(reader.describe())
-    number = anew.read(RUN)
+    reopened = reader.open(reader.describe())
+    number = reopened.read(RUN)
     assert errors_of(reader) == {number: None}
     assert ucx.num_alive == 2
     with pytest.raises(TransportError, match="backend error"):

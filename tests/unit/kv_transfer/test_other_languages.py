@@ -8,8 +8,8 @@ import msgpack
 import pytest
 
 from baton.errors import WireError
-from baton.kv import PROTOCOL_VERSION, KVTransferParams, TransferRole
-from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks
+from baton.kv import PROTOCOL_VERSION
+from kv_transfer.commands import BeginLoad, FinishSend, LoadBlocks
 from kv_transfer.protocol.messages import (
     PREFIX_BYTES,
     SEAL_BYTES,
@@ -24,18 +24,11 @@ from kv_transfer.protocol.messages import (
     seal,
 )
 from tests.factories.endpoints import FINGERPRINT, TOKEN, Fabric, Worker
+from tests.factories.hand_overs import begin, both_ends
 
 NUM_TOKENS = 64
 KEY = TransferKey("t", 0, "p0-life", "d0-life")
 Alter = Callable[[str, bytes], bytes]
-
-
-def start(fabric: Fabric, prefill: Worker, decode: Worker) -> None:
-    """Both ends know of the prompt, and have said what they say at once; no time has passed."""
-    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, decode.ref), NUM_TOKENS))
-    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, prefill.ref), NUM_TOKENS))
-    decode.load(LoadBlocks("r", 0, decode.blocks_for(NUM_TOKENS)))
-    fabric.deliver()
 
 
 def counters(*workers: Worker) -> dict[str, int]:
@@ -74,7 +67,7 @@ def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
     prefill = fabric.add("p0")
     decode = fabric.add("d0", fingerprint=replace(FINGERPRINT, **{field: value}))
     prefill.compute(NUM_TOKENS)
-    start(fabric, prefill, decode)
+    begin(fabric, prefill, decode, NUM_TOKENS)
     (failed,) = decode.news().failed_recving
     assert f"{field}: {getattr(FINGERPRINT, field)} != {value}" in failed.reason
     prefill.command(FinishSend("r", 4, prefill.blocks_for(NUM_TOKENS), TOKEN))
@@ -90,10 +83,10 @@ def test_c43_workers_of_two_versions_say_so_on_the_first_message() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     (consumer,) = decode.ref.kv_addresses
-    fabric.alter = lambda source, header: of_version(
+    fabric.network.alter = lambda source, header: of_version(
         PROTOCOL_VERSION + (1 if source == consumer else -1), header
     )
-    start(fabric, prefill, decode)
+    begin(fabric, prefill, decode, NUM_TOKENS)
     (failed,) = decode.news().failed_recving
     assert failed.reason.endswith(
         f"protocol mismatch with the prefill worker: protocol_version: {PROTOCOL_VERSION} != {PROTOCOL_VERSION - 1}"
@@ -107,17 +100,17 @@ def test_c43_a_producer_names_both_versions() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     (consumer,) = decode.ref.kv_addresses
-    fabric.alter = lambda source, header: of_version(9, header) if source == consumer else header
-    start(fabric, prefill, decode)
+    fabric.network.alter = lambda source, header: of_version(9, header) if source == consumer else header
+    begin(fabric, prefill, decode, NUM_TOKENS)
     (failed,) = decode.news().failed_recving
     assert f"protocol_version: {PROTOCOL_VERSION} != 9" in failed.reason
 
 
-def test_a_message_that_nobody_understands_fails_its_load_at_once() -> None:
+def test_an_unintelligible_message_fails_its_load_at_once() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    fabric.alter = with_changed("Open", lambda parts: parts.append(0))
-    start(fabric, prefill, decode)
+    fabric.network.alter = with_changed("Open", lambda parts: parts.append(0))
+    begin(fabric, prefill, decode, NUM_TOKENS)
     (failed,) = decode.news().failed_recving
     assert "protocol mismatch with the prefill worker: Open: expected 9 fields" in failed.reason
     assert counters(decode)["kv_version_mismatches"] == 0
@@ -127,9 +120,9 @@ def test_only_loads_from_that_producer_fail() -> None:
     fabric = Fabric("zmq_tcp")
     stranger, prefill, decode = fabric.add("p1"), fabric.add("p0"), fabric.add("d0")
     (address,) = stranger.ref.kv_addresses
-    decode.command(BeginLoad("s", KVTransferParams(TransferRole.CONSUMER, "s", 0, stranger.ref), NUM_TOKENS))
-    fabric.alter = lambda source, header: of_version(9, header) if source == address else header
-    start(fabric, prefill, decode)
+    decode.command(BeginLoad("s", both_ends(stranger.ref, decode.ref, "s")[1], NUM_TOKENS))
+    fabric.network.alter = lambda source, header: of_version(9, header) if source == address else header
+    begin(fabric, prefill, decode, NUM_TOKENS)
     assert decode.news().failed_recving == ()
     decode.load(LoadBlocks("s", 0, decode.blocks_for(NUM_TOKENS)))
     fabric.deliver()
@@ -139,9 +132,9 @@ def test_only_loads_from_that_producer_fail() -> None:
 def test_a_damaged_message_is_repeated_and_fails_nothing() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
-    fabric.alter = lambda _, header: header[:-1] + bytes([header[-1] ^ 1])
-    start(fabric, prefill, decode)
-    fabric.alter = lambda _, header: header
+    fabric.network.alter = lambda _, header: header[:-1] + bytes([header[-1] ^ 1])
+    begin(fabric, prefill, decode, NUM_TOKENS)
+    fabric.network.alter = lambda _, header: header
     fabric.advance(0.6)  # a heartbeat
     assert decode.news().failed_recving == ()
     assert counters(prefill)["kv_bad_messages"] > 0
@@ -158,9 +151,7 @@ def test_a_damaged_message_is_repeated_and_fails_nothing() -> None:
         (seal(b"", PROTOCOL_VERSION), WireError, "not msgpack"),
     ],
 )
-def test_what_is_wrong_with_a_frame_is_told_apart(
-    frame: bytes, kind: type[WireError], complaint: str
-) -> None:
+def test_the_faults_of_a_frame_are_told_apart(frame: bytes, kind: type[WireError], complaint: str) -> None:
     codecs: tuple[SealedCodec[Any], ...] = (TO_PRODUCER, TO_CONSUMER)
     for codec in codecs:
         with pytest.raises(WireError, match=complaint) as caught:

@@ -1,4 +1,4 @@
-"""Pools of processes that end: let go at once, since as long as one is open its memory is nobody else's."""
+"""Pools of processes that end are closed at once: while one is open, no other process can use its memory."""
 
 import os
 import select
@@ -20,20 +20,21 @@ from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 from tests.factories.endpoints import TOKEN, Fabric, Worker
+from tests.factories.hand_overs import begin, prefill_at_once
 from tests.factories.pool_readers import Owner, make_runs
 
 NUM_TOKENS = 64
 
 
 class Mortal:
-    """A process that does nothing, and dies when it is to."""
+    """A process that does nothing until it is killed."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(["sleep", "300"])
         self.pid = self._process.pid
 
     def kill(self) -> None:
-        """It is gone when this returns."""
+        """The process has ended when this returns."""
         self._process.kill()
         self._process.wait()
 
@@ -53,23 +54,15 @@ def mortals() -> Iterator[list[Mortal]]:
 
 @contextmanager
 def pids(mortals: list[Mortal]) -> Iterator[None]:
-    """Pools that are described meanwhile belong to these processes, one to each."""
+    """Descriptions of pools name these processes, one each."""
     with patch("os.getpid", side_effect=[mortal.pid for mortal in mortals]):
         yield
 
 
 def hand_over(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str) -> None:
     """The decode worker has asked for a prompt, and the prefill worker has computed it."""
-    to_decode = KVTransferParams(TransferRole.PRODUCER, request_id, 0, decode.ref)
-    to_prefill = KVTransferParams(TransferRole.CONSUMER, request_id, 0, prefill.ref)
-    prefill.command(BeginSend(request_id, to_decode, NUM_TOKENS))
-    decode.command(BeginLoad(request_id, to_prefill, NUM_TOKENS))
-    decode.load(LoadBlocks(request_id, 0, decode.blocks_for(NUM_TOKENS)))
-    fabric.deliver()
-    prefill.compute(NUM_TOKENS)
-    blocks = prefill.blocks_for(NUM_TOKENS)
-    prefill.save(SendBlocks(request_id, 0, blocks))
-    prefill.command(FinishSend(request_id, len(blocks), (), TOKEN))
+    begin(fabric, prefill, decode, NUM_TOKENS, request_id)
+    prefill_at_once(prefill, NUM_TOKENS, request_id)
     fabric.deliver()
 
 
@@ -106,7 +99,7 @@ def test_reads_under_way_end_before_their_pool_is_unmapped(mortals: list[Mortal]
     assert driver.opened == []
 
 
-def test_only_the_rank_that_died_is_let_go(mortals: list[Mortal]) -> None:
+def test_only_the_dead_ranks_pool_is_closed(mortals: list[Mortal]) -> None:
     fabric = Fabric(CUDA_IPC)
     with pids(mortals):
         prefill = fabric.add("p0", num_ranks=2)
@@ -124,7 +117,7 @@ def test_only_the_rank_that_died_is_let_go(mortals: list[Mortal]) -> None:
 
 
 def test_what_the_dead_had_announced_is_not_read_and_harms_nothing(mortals: list[Mortal]) -> None:
-    """Pieces may lie unread in a socket when their sender dies. Here it goes on to speak, and so is heard by TCP."""
+    """Pieces may be unread in a socket when their sender dies. Here it still sends, as TCP would deliver them."""
     fabric = Fabric(CUDA_IPC, ZMQ_TCP)
     with pids(mortals[:1]):
         prefill = fabric.add("p0")
@@ -151,7 +144,7 @@ def test_what_the_dead_had_announced_is_not_read_and_harms_nothing(mortals: list
 
 
 def test_a_producer_that_is_silent_but_alive_keeps_its_pool_open(mortals: list[Mortal]) -> None:
-    """Its memory is its own as long as it lives; when it goes on, nothing has to be opened again."""
+    """A stopped process keeps its memory; when it continues, no pool has to be opened again."""
     fabric = Fabric(CUDA_IPC)
     with pids(mortals[:1]):
         prefill = fabric.add("p0")
@@ -167,7 +160,7 @@ def test_a_producer_that_is_silent_but_alive_keeps_its_pool_open(mortals: list[M
     assert [load.request_id for load in decode.news().finished_recving] == ["again"]
 
 
-def test_where_the_system_tells_of_no_end_a_pool_is_let_go_when_it_is_idle(mortals: list[Mortal]) -> None:
+def test_without_reports_of_ends_a_pool_is_closed_when_it_is_idle(mortals: list[Mortal]) -> None:
     fabric = Fabric(CUDA_IPC)
     with pids(mortals[:1]):
         prefill = fabric.add("p0")
@@ -212,7 +205,7 @@ def test_shared_memory_of_the_dead_is_unmapped_at_once() -> None:
         owner.kill()
         pools.close_orphaned(lambda _: True)
         assert len(mapped()) == len(before) + 1, "something is read from it"
-        assert not select.select([pools], [], [], 0.0)[0], "who sleeps on it would not sleep any more"
+        assert not select.select([pools], [], [], 0.0)[0], "a sleep on it would end at once, again and again"
         pools.close_orphaned(lambda _: False)
         assert mapped() == before
     with pytest.raises(TransportError, match="not open"):
@@ -236,7 +229,7 @@ def test_a_pool_that_waits_for_its_reads_is_opened_anew_and_not_read_on(mortals:
     pools.close()
 
 
-def test_every_end_is_told_once_and_no_other(mortals: list[Mortal]) -> None:
+def test_every_end_is_reported_once_and_nothing_else(mortals: list[Mortal]) -> None:
     exits = ProcessExits()
     first, second = (exits.watch(mortal.pid) for mortal in mortals)
     assert first is not None
@@ -256,7 +249,7 @@ def test_every_end_is_told_once_and_no_other(mortals: list[Mortal]) -> None:
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 2**40])
-def test_nobody_can_tell_of_the_end_of_what_is_no_process(pid: int) -> None:
+def test_an_impossible_process_id_cannot_be_watched(pid: int) -> None:
     exits = ProcessExits()
     assert exits.watch(pid) is None
     exits.close()

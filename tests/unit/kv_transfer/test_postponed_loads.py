@@ -1,8 +1,9 @@
-"""Loads that are put off: a producer that is stuck says so, the room is given back, and the load comes later."""
+"""Postponed loads: a stuck producer reports it, the room is given back, and the load comes later."""
 
 from kv_transfer.protocol.effects import CanLoad, Failed, Freed, Quiesced, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, Cancel, End, Hold, Opened, Pieces, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
     HEARTBEAT_S,
     KEY,
@@ -188,7 +189,7 @@ def test_c33_being_stuck_is_no_news_for_a_leg_that_holds_or_is_gone() -> None:
 
 
 def test_c31_a_load_whose_prompt_is_not_even_begun_is_put_off_too() -> None:
-    """The Open came before the producer's engine heard of the request, and that is starved when it does."""
+    """The Open came before the producer's engine knew of the request; the engine is starved by then."""
     wire = Wire()
     wire.begin_send(OTHER, 16, "other")
     wire.ready(0, 1, "other")
@@ -209,9 +210,7 @@ def test_a_prompt_that_was_preempted_after_its_load_was_put_off_comes_whole() ->
     wire.deliver()
     wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     starve(wire, is_starved=False)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     wire.load(0, 3)
     wire.deliver()
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}

@@ -7,6 +7,7 @@ import pytest
 from kv_transfer.protocol.effects import Failed, Freed, RankTransfer, Received
 from kv_transfer.protocol.messages import Aborted, Cancel, End, Opened, Pieces, Refused, Release
 from kv_transfer.protocol.transports import SHARED_MEMORY, ZMQ_TCP
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
     FINGERPRINT,
     FIRST_TOKEN,
@@ -46,9 +47,7 @@ def test_blocks_computed_before_the_consumer_had_room_are_sent_when_it_has() -> 
     wire = Wire()
     wire.begin_send(KEY, 48)
     wire.begin_load(KEY, 48)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert sent(wire, Pieces) == []
     wire.load(0, 3)
     wire.deliver()
@@ -57,7 +56,7 @@ def test_blocks_computed_before_the_consumer_had_room_are_sent_when_it_has() -> 
 
 
 @pytest.mark.parametrize("first", ["Hold", "Open"])
-def test_a_consumer_that_speaks_before_the_producer_knows_of_the_request_is_heard(first: str) -> None:
+def test_a_consumers_message_may_come_before_the_producer_knows_of_the_request(first: str) -> None:
     wire = Wire()
     wire.begin_load(KEY, 32)
     if first == "Open":
@@ -78,9 +77,7 @@ def test_only_blocks_that_the_consumer_lacks_are_sent() -> None:
     wire.begin_send(KEY, 64)
     wire.begin_load(KEY, 64)
     wire.load(2, 2)
-    wire.ready(0, 4)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 4)
     assert [index for pieces in sent(wire, Pieces) for index in pieces.indices] == [2, 3]
     assert wire.news[0] == Received(RankTransfer("r"), FIRST_TOKEN, 2, ZMQ_TCP, 0.0, 0.0)
 
@@ -107,9 +104,7 @@ def test_no_more_blocks_are_under_way_to_a_peer_than_its_window_and_transfers_ta
 def test_c33_late_double_and_unknown_messages_are_counted_and_change_nothing() -> None:
     wire = Wire(lambda frame: [frame, frame])
     start(wire)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert [type(news) for news in wire.news] == [Received, Freed]
     assert wire.consumer_counters["kv_duplicate_messages"] + wire.consumer_counters["kv_late_messages"] > 0
     assert wire.producer_counters["kv_late_messages"] > 0
@@ -154,7 +149,7 @@ def test_c43_prompts_of_different_lengths_are_refused() -> None:
     assert "48 != 47" in wire.news[0].reason
 
 
-def test_c44_what_is_meant_for_an_earlier_life_of_the_producer_is_refused() -> None:
+def test_c44_a_message_for_an_earlier_incarnation_of_the_producer_is_refused() -> None:
     wire = Wire()
     old = make_key(producer="p-0")
     wire.begin_load(old, 16)
@@ -166,7 +161,7 @@ def test_c44_what_is_meant_for_an_earlier_life_of_the_producer_is_refused() -> N
     wire.assert_at_rest()
 
 
-def test_c44_another_life_of_the_consumer_has_no_claim_on_a_transfer() -> None:
+def test_c44_another_incarnation_of_the_consumer_has_no_claim_on_a_transfer() -> None:
     wire = Wire()
     start(wire)
     wire.ready(0, 3)
@@ -189,9 +184,7 @@ def test_c45_a_damaged_block_is_found_and_sent_again() -> None:
 
     wire = Wire(damage_once)
     start(wire)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
     assert isinstance(wire.news[0], Received)
     assert (wire.consumer_counters["kv_checksum_failures"], wire.producer_counters["kv_pieces_resent"]) == (
@@ -264,9 +257,7 @@ def test_c49_no_message_carries_a_time_of_day() -> None:
     wire = Wire()
     wire.clock.advance(123_456.789)
     start(wire)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert "123456" not in repr(wire.sent)
 
 
@@ -280,9 +271,7 @@ def test_c41_a_preempted_producers_blocks_are_not_read_until_they_are_computed_a
     wire.load(0, 3)
     wire.deliver()
     assert sent(wire, Pieces) == []
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
     assert isinstance(wire.news[0], Received)
     wire.assert_at_rest()
@@ -294,9 +283,7 @@ def test_c41_what_arrived_before_a_preemption_is_not_sent_again() -> None:
     wire.ready(0, 2)
     wire.deliver()
     wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert [index for pieces in sent(wire, Pieces) for index in pieces.indices] == [0, 1, 2]
     assert isinstance(wire.news[0], Received)
 

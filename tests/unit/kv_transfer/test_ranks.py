@@ -1,4 +1,4 @@
-"""Behaviour 47: many legs and ranks, one hand-over: it is over when all of them are, and failed when one is."""
+"""Behaviour 47: a hand-over of several rank transfers is over when all of them are, and failed when one is."""
 
 import pytest
 
@@ -6,33 +6,13 @@ from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.step import KVConnectorOutput
 from kv_transfer.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
-from tests.factories.endpoints import CONFIG, LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
+from tests.factories.endpoints import CONFIG, LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric
+from tests.factories.hand_overs import begin, finish
 
 NUM_TOKENS = 80
 RANKS = [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)]
 BLOCK_SIZES = [(16, 16), (16, 32), (32, 16)]
 TRANSPORTS = [("shared_memory", False), ("zmq_tcp", False), ("cuda_ipc", True), ("zmq_tcp", True)]
-
-
-def start(fabric: Fabric, prefill: Worker, decode: Worker, request_id: str = "r") -> None:
-    """Both ends know of a prompt, and the consumer has room for it in its blocks 1, 2, ..."""
-    to_prefill = KVTransferParams(TransferRole.PRODUCER, request_id, 0, decode.ref)
-    to_decode = KVTransferParams(TransferRole.CONSUMER, request_id, 0, prefill.ref)
-    prefill.command(BeginSend(request_id, to_prefill, NUM_TOKENS))
-    decode.command(BeginLoad(request_id, to_decode, NUM_TOKENS))
-    decode.load(LoadBlocks(request_id, 0, decode.blocks_for(NUM_TOKENS)))
-    fabric.deliver()
-
-
-def finish(fabric: Fabric, prefill: Worker, request_id: str = "r") -> None:
-    """The prompt is computed, block by block, and its last block may be partly filled."""
-    block_ids = prefill.blocks_for(NUM_TOKENS)
-    num_full = NUM_TOKENS // prefill.ref.block_size
-    for index in range(num_full):
-        prefill.save(SendBlocks(request_id, index, (block_ids[index],)))
-        fabric.deliver()
-    prefill.command(FinishSend(request_id, len(block_ids), block_ids[num_full:], TOKEN))
-    fabric.advance(0.01)  # reads that a device does are looked after now and then
 
 
 @pytest.mark.parametrize(("transport", "on_device"), TRANSPORTS)
@@ -50,9 +30,9 @@ def test_c47_a_prompt_arrives_whole_whatever_the_ranks_and_blocks(
     prefill = fabric.add("p0", num_producers, producer_block)
     decode = fabric.add("d0", num_consumers, consumer_block)
     prefill.compute(NUM_TOKENS)
-    start(fabric, prefill, decode)
+    begin(fabric, prefill, decode, NUM_TOKENS)
     assert decode.news() == KVConnectorOutput()
-    finish(fabric, prefill)
+    finish(fabric, prefill, NUM_TOKENS)
     (received,) = decode.news().finished_recving
     assert (received.request_id, received.first_token) == ("r", TOKEN)
     assert decode.holds(NUM_TOKENS)
@@ -64,12 +44,12 @@ def test_c47_while_one_rank_has_not_reported_nothing_has_arrived_and_nothing_is_
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 2)
     prefill.compute(NUM_TOKENS)
-    start(fabric, prefill, decode)
-    fabric.cut(decode.ref.kv_addresses[1])
-    finish(fabric, prefill)
+    begin(fabric, prefill, decode, NUM_TOKENS)
+    fabric.network.cut(decode.ref.kv_addresses[1])
+    finish(fabric, prefill, NUM_TOKENS)
     assert decode.news() == KVConnectorOutput()
     assert prefill.news() == KVConnectorOutput()
-    fabric.mend()
+    fabric.network.mend()
     fabric.advance(1.0)
     assert [load.request_id for load in decode.news().finished_recving] == ["r"]
     assert prefill.news().finished_sending == ("r",)
@@ -83,16 +63,16 @@ def test_c47_a_failure_on_one_rank_is_one_failure_and_keeps_what_all_have(
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", num_producers), fabric.add("d0", num_consumers)
     prefill.compute(NUM_TOKENS)
-    start(fabric, prefill, decode)
+    begin(fabric, prefill, decode, NUM_TOKENS)
     block_ids = prefill.blocks_for(NUM_TOKENS)
     prefill.save(SendBlocks("r", 0, block_ids[:2]))
     fabric.deliver()
-    fabric.cut(decode.ref.kv_addresses[-1])
+    fabric.network.cut(decode.ref.kv_addresses[-1])
     prefill.save(SendBlocks("r", 2, block_ids[2:4]))
     fabric.advance(LOAD_TIMEOUT_S)
     (failed,) = decode.news().failed_recving
     assert (failed.request_id, failed.num_valid_blocks) == ("r", 2)
-    fabric.mend()
+    fabric.network.mend()
     prefill.command(FinishSend("r", 5, block_ids[4:], TOKEN))
     fabric.advance(LEASE_S + 1)
     assert prefill.news().finished_sending == ("r",)
@@ -104,11 +84,11 @@ def test_c47_an_abort_ends_on_every_rank() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 4)
     prefill.compute(NUM_TOKENS)
-    start(fabric, prefill, decode)
+    begin(fabric, prefill, decode, NUM_TOKENS)
     decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
     assert decode.news().quiesced == ("r",)
-    finish(fabric, prefill)
+    finish(fabric, prefill, NUM_TOKENS)
     assert prefill.news().finished_sending == ("r",)
     fabric.assert_at_rest()
 
@@ -117,7 +97,7 @@ def test_c35_ranks_that_have_different_parts_keep_the_least() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", 1), fabric.add("d0", 2)
     prefill.compute(NUM_TOKENS)
-    start(fabric, prefill, decode)
+    begin(fabric, prefill, decode, NUM_TOKENS)
     second = decode.ref.kv_addresses[1]
 
     def lose_the_third_piece(address: str, frame: bytes) -> bool:
@@ -126,7 +106,7 @@ def test_c35_ranks_that_have_different_parts_keep_the_least() -> None:
         message = TO_CONSUMER.decode(frame)
         return isinstance(message, Pieces) and 2 in message.indices
 
-    fabric.lose = lose_the_third_piece
+    fabric.network.lose = lose_the_third_piece
     for index, block_id in enumerate(prefill.blocks_for(NUM_TOKENS)[:4]):
         prefill.save(SendBlocks("r", index, (block_id,)))
         fabric.deliver()
@@ -148,7 +128,7 @@ def test_c43_workers_that_cannot_exchange_kv_say_so_and_hold_nothing(
     (failed,) = decode.news().failed_recving
     assert reason in failed.reason
     prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, stranger), NUM_TOKENS))
-    finish(fabric, prefill)
+    finish(fabric, prefill, NUM_TOKENS)
     assert prefill.news().finished_sending == ("r",)
     fabric.assert_at_rest()
 
@@ -157,8 +137,8 @@ def test_c34_a_rank_that_is_gone_is_missed_while_the_others_talk_on() -> None:
     """As when a prefill worker loses a rank: the engine ends, and rank 0's transfer thread goes on."""
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 1)
-    start(fabric, prefill, decode)
-    fabric.cut("p0/1")
+    begin(fabric, prefill, decode, NUM_TOKENS)
+    fabric.network.cut("sim://p0/1")
     fabric.advance(2 * CONFIG.peer_timeout_s)
     assert 2 * CONFIG.peer_timeout_s < LOAD_TIMEOUT_S
     (failed,) = decode.news().failed_recving

@@ -6,6 +6,7 @@ from kv_transfer.protocol.consumer import MAX_BAD_PIECES
 from kv_transfer.protocol.effects import Failed, Freed, Quiesced, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, ChecksumPolicy, End, Open, Pieces
 from kv_transfer.protocol.transports import CUDA_IPC, NIXL, SHARED_MEMORY, ZMQ_TCP, TransportOffer
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
     HEARTBEAT_S,
     KEY,
@@ -29,9 +30,7 @@ def make_wire(checksums: ChecksumPolicy = ChecksumPolicy.OFF, *, reads_at_once: 
 def test_the_pool_is_opened_before_it_is_read_and_no_bytes_are_sent() -> None:
     wire = make_wire()
     start(wire)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert [(pool.transport, pool.description) for pool in wire.opened_pools] == [(SHARED_MEMORY, b"pool")]
     assert not any(frame.payload for frame in wire.sent)
     assert wire.received_blocks() == TRUTH
@@ -42,9 +41,7 @@ def test_the_pool_is_opened_before_it_is_read_and_no_bytes_are_sent() -> None:
 def test_the_end_waits_for_the_last_acknowledgement() -> None:
     wire = make_wire(reads_at_once=False)
     start(wire)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert sent(wire, End) == []
     wire.finish_reads()
     wire.deliver()
@@ -52,7 +49,7 @@ def test_the_end_waits_for_the_last_acknowledgement() -> None:
     assert isinstance(wire.news[0], Received)
 
 
-def test_c46_what_is_read_while_a_preemption_takes_the_blocks_away_is_read_again() -> None:
+def test_c46_blocks_withdrawn_during_their_read_are_read_again() -> None:
     wire = make_wire(reads_at_once=False)
     start(wire)
     wire.ready(0, 2)
@@ -63,9 +60,7 @@ def test_c46_what_is_read_while_a_preemption_takes_the_blocks_away_is_read_again
     wire.deliver()
     assert {ack.version for ack in sent(wire, Ack)} == {0}
     wire.reads_at_once = True
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert wire.received_blocks() == TRUTH
     assert [pieces.version for pieces in sent(wire, Pieces)][-1] == 1
     assert [type(news) for news in wire.news] == [Received, Freed]
@@ -83,9 +78,7 @@ def test_c46_after_a_preemption_only_what_was_acknowledged_in_time_is_believed(i
     wire.tamper = lambda frame: [frame]
     wire.advance(2 * HEARTBEAT_S)  # it says what it has, in its next Open
     assert sent(wire, Open)[-1].received == (0, 1)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     again = [index for pieces in sent(wire, Pieces) if pieces.version == 1 for index in pieces.indices]
     assert again == ([2] if is_acknowledged else [0, 1, 2])
     assert isinstance(wire.news[0], Received)
@@ -115,7 +108,7 @@ def test_c32_a_load_is_over_only_when_nothing_is_being_read_any_more(how: str) -
     assert len(wire.consumer) == 0
 
 
-def test_c33_an_abort_while_a_failed_load_drains_is_told_as_quiet() -> None:
+def test_c33_an_abort_while_a_failed_load_drains_is_reported_as_quiet() -> None:
     wire = make_wire(reads_at_once=False)
     start(wire)
     wire.ready(0, 1)
@@ -147,7 +140,7 @@ def test_c35_without_checksums_nothing_that_was_read_is_kept_of_a_failed_load(
     )
 
 
-def test_c45_what_was_overwritten_while_it_was_read_fails_its_checksum() -> None:
+def test_c45_a_piece_overwritten_during_its_read_fails_its_checksum() -> None:
     wire = make_wire(ChecksumPolicy.ON, reads_at_once=False)
     start(wire)
     wire.ready(0, 1)
@@ -179,34 +172,28 @@ def test_c45_a_preemption_under_many_reads_is_no_broken_path() -> None:
     wire.finish_reads()
     wire.reads_at_once = True
     wire.deliver()
-    wire.ready(0, num_blocks)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, num_blocks)
     wire.advance(HEARTBEAT_S)
     assert isinstance(wire.news[0], Received)
     assert wire.consumer_counters["kv_checksum_failures"] == 0
 
 
-def test_a_pool_that_cannot_be_reached_is_tried_in_the_next_best_way() -> None:
+def test_an_unreachable_pool_is_tried_over_the_next_best_transport() -> None:
     wire = make_wire()
     start(wire)
     wire.at_consumer(wire.consumer.on_unreachable(KEY, SHARED_MEMORY, "no such memory", wire.clock.now()))
     wire.deliver()
     assert sent(wire, Open)[-1].transports == (ZMQ_TCP,)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     assert wire.received_blocks() == TRUTH
     assert wire.consumer_counters["kv_unreachable_pools"] == 1
     wire.assert_at_rest()
 
 
-def test_a_read_that_fails_is_tried_in_the_next_best_way() -> None:
+def test_a_failed_read_is_tried_over_the_next_best_transport() -> None:
     wire = make_wire(reads_at_once=False)
     start(wire)
-    wire.ready(0, 3)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 3)
     for message, wanted in wire.reads:
         key, now = message.key, wire.clock.now()
         wire.at_consumer(wire.consumer.on_unread(key, SHARED_MEMORY, wanted.indices, "it is gone", now))
@@ -218,7 +205,7 @@ def test_a_read_that_fails_is_tried_in_the_next_best_way() -> None:
     assert isinstance(wire.news[0], Received)
 
 
-def test_c34_where_no_way_is_left_the_load_fails_and_both_ends_are_free() -> None:
+def test_c34_without_a_transport_left_the_load_fails_and_both_ends_are_free() -> None:
     wire = make_wire()
     start(wire)
     for transport in (SHARED_MEMORY, ZMQ_TCP):
@@ -250,7 +237,7 @@ def test_the_consumers_best_way_that_the_producer_can_serve_is_taken(
     assert TransportOffer("here", (SHARED_MEMORY, NIXL, ZMQ_TCP), pools).choose(host, wanted) == chosen
 
 
-def test_a_pool_that_nobody_can_map_is_not_offered() -> None:
+def test_a_pool_that_no_peer_can_map_is_not_offered() -> None:
     assert (
         TransportOffer("here", (SHARED_MEMORY, ZMQ_TCP)).choose("here", (SHARED_MEMORY, ZMQ_TCP)) == ZMQ_TCP
     )

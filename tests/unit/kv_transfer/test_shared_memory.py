@@ -1,4 +1,4 @@
-"""SharedMemory: taken at once, and let go with its last user."""
+"""SharedMemory: allocated at once, and freed with its last user."""
 
 import gc
 import os

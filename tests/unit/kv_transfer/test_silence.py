@@ -46,14 +46,14 @@ def test_c34_the_silence_of_an_earlier_leg_is_not_held_against_a_new_one() -> No
     assert any(isinstance(news, Received) and news.rank_transfer == RankTransfer("b") for news in wire.news)
 
 
-def test_c34_time_in_which_the_consumer_itself_stood_still_is_nobodys_silence() -> None:
+def test_c34_a_standstill_of_the_consumer_itself_is_no_silence_of_the_producer() -> None:
     wire = Wire()
     start(wire, num_blocks=3)
     wire.ready(0, 1)
     wire.deliver()
     wire.clock.advance(3 * PEER_TIMEOUT_S)  # SIGSTOP, a suspended laptop
     wire.at_consumer(wire.consumer.on_time(wire.clock.now()))
-    assert wire.news == [], "nobody could answer"
+    assert wire.news == [], "no producer could answer"
     wire.deliver()
     wire.ready(1, 2)
     wire.finish_send()

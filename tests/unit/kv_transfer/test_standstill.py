@@ -6,6 +6,7 @@ from baton.system.standstill import Standstill
 from kv_transfer.protocol.effects import Failed, Freed, RankTransfer, Received
 from kv_transfer.protocol.producer import MAX_EARLY_LEASES
 from kv_transfer.protocol.timers import Timers
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import HEARTBEAT_S, KEY, LEASE_S, LOAD_TIMEOUT_S, Frame, Wire, start
 
 STOOD_S = 10 * LEASE_S
@@ -24,9 +25,7 @@ def hold_a_lease(wire: Wire) -> None:
     wire.begin_send(KEY, 16)
     wire.begin_load(KEY, 16)
     wire.deliver()
-    wire.ready(0, 1)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 1)
 
 
 def wake_producer(wire: Wire) -> None:

@@ -1,8 +1,8 @@
-"""What each end tells of a hand-over when it is over: from real hand-overs on virtual time."""
+"""The record that each end reports when a hand-over has ended: real hand-overs on virtual time."""
 
 import pytest
 
-from baton.kv import KVTransferParams, TransferRole
+from baton.kv import TransferRole
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from kv_transfer.commands import (
     AbortLoad,
@@ -15,14 +15,16 @@ from kv_transfer.commands import (
 )
 from kv_transfer.timelines import combine
 from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
+from tests.factories.hand_overs import both_ends
 
 ATTEMPT = 3
 
 
 def begin(fabric: Fabric, prefill: Worker, decode: Worker) -> None:
     """Both ends know of a prompt of 32 tokens; the decode worker has room a second later."""
-    prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", ATTEMPT, decode.ref), 32))
-    decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", ATTEMPT, prefill.ref), 32))
+    to_producer, to_consumer = both_ends(prefill.ref, decode.ref, attempt=ATTEMPT)
+    prefill.command(BeginSend("r", to_producer, 32))
+    decode.command(BeginLoad("r", to_consumer, 32))
     fabric.deliver()
     fabric.clock.advance(1.0)
     decode.load(LoadBlocks("r", 0, decode.blocks_for(32)))
@@ -56,12 +58,12 @@ def events(record: TransferRecord) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("transport", ["zmq_tcp", "shared_memory"])
-@pytest.mark.parametrize(("num_giving", "num_taking"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("num_producing", "num_consuming"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_both_ends_of_a_hand_over_tell_when_what_happened(
-    transport: str, num_giving: int, num_taking: int
+    transport: str, num_producing: int, num_consuming: int
 ) -> None:
     fabric = Fabric(transport)
-    prefill, decode = fabric.add("p0", num_giving), fabric.add("d0", num_taking)
+    prefill, decode = fabric.add("p0", num_producing), fabric.add("d0", num_consuming)
     begin(fabric, prefill, decode)
     hand_over(fabric, prefill)
     given, taken = told(prefill), told(decode)
@@ -96,7 +98,7 @@ def test_c38_a_lease_that_ended_says_so() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode)
-    fabric.cut("p0/0")
+    fabric.network.cut("sim://p0/0")
     hand_over(fabric, prefill)
     fabric.advance(LEASE_S)
     given = told(prefill)
@@ -104,7 +106,7 @@ def test_c38_a_lease_that_ended_says_so() -> None:
     assert given.reason == f"the decode worker was silent for {LEASE_S:g} s"
 
 
-def test_c40_what_the_prefill_worker_answered_alone_was_not_needed() -> None:
+def test_c40_a_prompt_that_the_prefill_worker_answered_alone_was_not_needed() -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     begin(fabric, prefill, decode)
@@ -119,7 +121,7 @@ def test_c40_what_the_prefill_worker_answered_alone_was_not_needed() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_nobody_waits_for_is_not_told(num_ranks: int) -> None:
+def test_an_aborted_hand_over_has_no_record(num_ranks: int) -> None:
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", num_ranks), fabric.add("d0", num_ranks)
     begin(fabric, prefill, decode)
@@ -129,8 +131,8 @@ def test_what_nobody_waits_for_is_not_told(num_ranks: int) -> None:
     assert not prefill.news().transfers
     assert not decode.news().transfers
     fabric.assert_at_rest()
-    for endpoint in fabric.endpoints.values():
-        endpoint.check_integrity()
+    for connector in fabric.connectors:
+        connector.endpoint.check_integrity()
 
 
 def test_workers_that_do_not_match_say_so_in_their_records() -> None:

@@ -1,8 +1,9 @@
-"""Reads of a pool whose blocks may be taken back meanwhile: without checksums, only the protocol can tell."""
+"""Reads of blocks that may be withdrawn meanwhile: without checksums, only the protocol notices."""
 
 from kv_transfer.protocol.effects import Failed, RankTransfer, Received
 from kv_transfer.protocol.messages import ChecksumPolicy
 from kv_transfer.protocol.transports import SHARED_MEMORY
+from tests.factories.hand_overs import send_all
 from tests.factories.transfer import HEARTBEAT_S, KEY, LOAD_TIMEOUT_S, Wire, start
 
 FOREIGN = 666
@@ -22,7 +23,7 @@ def begin_two_reads() -> Wire:
 
 
 def fail_read(wire: Wire, index: int) -> None:
-    """So that the rest of the leg comes another way: as bytes over the channel."""
+    """Moves the rest of the rank transfer to another transport: bytes over the channel."""
     message, wanted = wire.reads.pop(index)
     key, now = message.key, wire.clock.now()
     wire.at_consumer(wire.consumer.on_unread(key, SHARED_MEMORY, wanted.indices, "broken", now))
@@ -34,7 +35,7 @@ def preempt(wire: Wire, block_id: int) -> None:
 
 
 def test_c35_a_torn_read_is_not_kept_because_another_one_failed() -> None:
-    """Pieces that nothing vouches for stay so when the leg goes on in a way that vouches for its own."""
+    """Pieces without a proof stay unproven when the rank transfer continues with checksums."""
     wire = begin_two_reads()
     preempt(wire, 100)
     broken = wire.reads.pop(1)
@@ -49,14 +50,12 @@ def test_c35_a_torn_read_is_not_kept_because_another_one_failed() -> None:
 
 
 def test_c45_a_torn_read_is_not_accepted_because_the_rest_came_as_bytes() -> None:
-    """The producer's End waits for every read that was ever begun, whatever way the leg goes by then."""
+    """The producer's End waits for every read that was begun, also after a change of transport."""
     wire = begin_two_reads()
     fail_read(wire, 0)
     wire.deliver()
     preempt(wire, 101)
-    wire.ready(0, 2)
-    wire.finish_send()
-    wire.deliver()
+    send_all(wire, 2)
     wire.source_blocks[101] = FOREIGN  # where the slow read looks; the block was computed again elsewhere
     wire.finish_reads()
     wire.source_blocks[101] = 101_000

@@ -1,4 +1,4 @@
-"""The prefill role takes producing legs only, and leaves when its leases are gone."""
+"""The prefill role takes producing requests only, and is drained when its leases are gone."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from prefill_worker import PrefillWorker
 IDLE = RequestCounts(0, 0, 0)
 
 
-def make_leg(role: TransferRole | None) -> EngineRequest:
+def make_request(role: TransferRole | None) -> EngineRequest:
     peer = WorkerRef("d0", "i", ("tcp://127.0.0.1:1",), 16)
     transfer = KVTransferParams(role, "t", 0, peer) if role else None
     return EngineRequest(
@@ -20,19 +20,19 @@ def make_leg(role: TransferRole | None) -> EngineRequest:
     )
 
 
-def test_takes_a_producing_leg() -> None:
-    PrefillWorker(max_waiting=1).admit(make_leg(TransferRole.PRODUCER), IDLE)
+def test_takes_a_producing_request() -> None:
+    PrefillWorker(max_waiting=1).admit(make_request(TransferRole.PRODUCER), IDLE)
 
 
 @pytest.mark.parametrize("role", [TransferRole.CONSUMER, None])
 def test_another_leg_may_find_its_worker_elsewhere(role: TransferRole | None) -> None:
     with pytest.raises(Overloaded, match="a prefill worker at present"):
-        PrefillWorker(max_waiting=1).admit(make_leg(role), IDLE)
+        PrefillWorker(max_waiting=1).admit(make_request(role), IDLE)
 
 
 def test_refuses_when_its_queue_is_full_and_says_when_to_come_back() -> None:
     with pytest.raises(Overloaded, match="the limit is 3") as caught:
-        PrefillWorker(max_waiting=3).admit(make_leg(TransferRole.PRODUCER), RequestCounts(1, 3, 0))
+        PrefillWorker(max_waiting=3).admit(make_request(TransferRole.PRODUCER), RequestCounts(1, 3, 0))
     assert caught.value.retry_after_s > 0
 
 

@@ -55,7 +55,7 @@ def test_c11_no_step_is_planned_past_the_longest_context() -> None:
     assert len(driver.run_to_end()[request.request_id]) == 4
 
 
-def test_c11_a_stop_that_nobody_could_foresee_costs_one_step_and_delivers_nothing_more() -> None:
+def test_c11_an_unforeseeable_stop_costs_one_step_and_delivers_nothing_more() -> None:
     driver = Driver(make_scheduler(), eos_at(2), num_ahead=1)
     request = make_request(10, max_tokens=50)
     driver.add(request)
@@ -137,7 +137,7 @@ def test_an_id_may_return_while_the_step_of_its_former_owner_is_under_way() -> N
     driver.tokens.clear()
     driver.add(make_request(5, request_id="same", max_tokens=2))
     driver.step()
-    assert driver.tokens["same"] == [], "the token of the former owner is nobody's"
+    assert driver.tokens["same"] == [], "the former owner's token is dropped"
     while driver.scheduler.has_requests():
         driver.step()
     assert len(driver.tokens["same"]) == 2

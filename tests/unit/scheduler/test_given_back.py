@@ -1,4 +1,4 @@
-"""Requests that are to go on elsewhere when they lose their blocks: behaviours 9, 36 and 51."""
+"""Requests that continue elsewhere after they lose their blocks: behaviours 9, 36 and 51."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +87,7 @@ def test_a_token_under_way_that_ends_its_victim_wins() -> None:
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
-def test_c20_who_can_be_swapped_out_stays_and_who_finds_no_host_block_is_given_back(num_ahead: int) -> None:
+def test_c20_a_victim_that_fits_host_memory_stays_and_any_other_is_given_back(num_ahead: int) -> None:
     for num_swap_blocks, stays in ((8, True), (1, False)):
         driver = make_driver(num_ahead, preemption="swap", num_swap_blocks=num_swap_blocks)
         old, young = make_request(20, max_tokens=30), make_request(30, max_tokens=30, on_preemption=GIVE_BACK)
@@ -114,7 +114,7 @@ def test_c41_a_producer_that_is_given_back_hands_nothing_over(num_ahead: int) ->
     assert driver.connector.leased == {}
 
 
-def test_c09_a_producers_token_under_way_is_told_before_it_is_given_back() -> None:
+def test_c09_a_producers_token_in_flight_is_reported_before_it_is_given_back() -> None:
     driver = make_driver(1, enable_prefix_caching=False)
     old = make_request(32, max_tokens=30)
     young = make_request(32, max_tokens=30, role=PRODUCER, on_preemption=GIVE_BACK)
@@ -169,7 +169,7 @@ def test_a_load_that_fails_or_is_put_off_is_no_preemption() -> None:
     assert (fails.status, waits.is_finished) == (RequestStatus.RUNNING, False)
 
 
-def test_c25_a_forced_reset_gives_nobody_back_for_there_is_room() -> None:
+def test_c25_a_forced_reset_gives_no_request_back_since_there_is_room() -> None:
     driver = make_driver()
     request = make_request(20, max_tokens=5, on_preemption=GIVE_BACK)
     driver.add(request)

@@ -25,7 +25,7 @@ def with_grammar(num_tokens: int = 10, **options: object) -> Request:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_c12_a_request_whose_grammar_is_compiled_blocks_nobody_and_keeps_its_place(policy: str) -> None:
+def test_c12_a_request_whose_grammar_is_compiled_blocks_no_other_and_keeps_its_place(policy: str) -> None:
     driver = Driver(make_scheduler(policy=policy, max_num_seqs=1))
     blocked, second, third = (
         with_grammar(arrival_time=0.0, max_tokens=1),
@@ -44,7 +44,7 @@ def test_c12_a_request_whose_grammar_is_compiled_blocks_nobody_and_keeps_its_pla
     driver.run_to_end()
 
 
-def test_c12_a_grammar_frees_everybody_who_waits_for_it_and_nobody_else() -> None:
+def test_c12_a_grammar_frees_exactly_the_requests_that_wait_for_it() -> None:
     driver = Driver(make_scheduler())
     other = StructuredOutput(GrammarKind.REGEX, "maybe")
     first, second = with_grammar(max_tokens=1), with_grammar(max_tokens=1)

@@ -71,7 +71,7 @@ def test_equals_do_not_preempt_each_other_in_turn_for_ever() -> None:
     assert driver.scheduler.counters()["preemptions"] > MAX_FUTILE_PREEMPTIONS
 
 
-def test_among_equals_those_who_never_get_on_are_spared() -> None:
+def test_among_equals_requests_without_progress_are_spared() -> None:
     first, second = make_request(request_id="a"), make_request(request_id="b")
     order = Priority()
     for request in (first, second):

@@ -74,7 +74,7 @@ def test_c31_the_one_that_can_load_is_asked_about_however_many_others_cannot() -
     assert scheduler.loading_ids == (requests[2].request_id,)
 
 
-def test_c30_it_keeps_nobody_behind_it_from_loading() -> None:
+def test_c30_it_does_not_keep_later_requests_from_loading() -> None:
     scheduler = make_scheduler(num_blocks=5)
     first = start_load(scheduler)
     scheduler.update_connector_output(postponed(first))

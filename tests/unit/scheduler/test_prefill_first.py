@@ -29,7 +29,7 @@ def steps_of(driver: Driver, num_steps: int) -> list[dict[str, int]]:
     return [dict(driver.step().num_scheduled_tokens) for _ in range(num_steps)]
 
 
-def test_c19_continuous_batching_prefills_whoever_comes_before_anybody_decodes() -> None:
+def test_c19_continuous_batching_prefills_every_new_request_before_any_decodes() -> None:
     driver = make_driver(max_num_seqs=3, max_model_len=1024)
     a, b = make_request(512, request_id="A", max_tokens=4), make_request(256, request_id="B", max_tokens=50)
     c, d = make_request(128, request_id="C", max_tokens=50), make_request(200, request_id="D", max_tokens=50)
@@ -82,7 +82,7 @@ def test_c19_decode_preempts_from_the_back_and_the_victim_is_prefilled_next() ->
     assert len(driver.run_to_end()["young"]) == 16
 
 
-def test_c19_a_received_prompt_joins_the_decodes_after_those_who_wait_for_their_prefill() -> None:
+def test_c19_a_received_prompt_joins_the_decodes_after_waiting_prefills() -> None:
     connector = FakeConnector()
     scheduler = make_scheduler(connector, batching="prefill_first")
     driver = Driver(scheduler, FakeRunner(memory=connector.memory), 0, connector)

@@ -3,7 +3,6 @@
 import pytest
 
 from scheduler import RequestStatus
-from scheduler.block_hash import BlockHasher
 from scheduler.block_pool import BlockPool
 from scheduler.kv_cache import KVCache
 from tests.factories.scheduling import (
@@ -72,20 +71,20 @@ def test_c22_an_equal_block_after_a_different_prefix_is_not_the_same_block() -> 
 
 def test_c22_hashes_depend_on_a_secret_key() -> None:
     one, two = make_request(prompt=range(16)), make_request(prompt=range(16))
-    BlockHasher(SIZE, b"a" * 16).extend(one)
-    BlockHasher(SIZE, b"b" * 16).extend(two)
+    KVCache(8, SIZE, True, b"a" * 16).tokens_arrived(one)
+    KVCache(8, SIZE, True, b"b" * 16).tokens_arrived(two)
     assert one.block_hashes != two.block_hashes
 
 
 def test_each_block_is_hashed_once_as_tokens_arrive() -> None:
-    hasher, request = BlockHasher(SIZE, b"a" * 16), make_request(15)
-    hasher.extend(request)
+    kv, request = make_kv(), make_request(15)
+    kv.tokens_arrived(request)
     assert request.block_hashes == []
     request.all_token_ids.append(1)
-    hasher.extend(request)
+    kv.tokens_arrived(request)
     first = request.block_hashes[0]
     request.all_token_ids.extend(range(16))
-    hasher.extend(request)
+    kv.tokens_arrived(request)
     assert len(request.block_hashes) == 2
     assert request.block_hashes[0] is first
 

@@ -124,7 +124,7 @@ def test_c30_however_many_are_not_known_yet_a_step_asks_about_few_and_serves_the
     for request in consumers:
         scheduler.add_request(request)
     scheduler.add_request(make_request(max_tokens=30))
-    assert len(run_step(scheduler, runner)[0].num_scheduled_tokens) == 1, "they block nobody"
+    assert len(run_step(scheduler, runner)[0].num_scheduled_tokens) == 1, "they block no other request"
     num_asked = connector.num_questions
     for _ in range(13):
         run_step(scheduler, runner)
@@ -183,7 +183,7 @@ def test_c31_loads_do_not_pile_up_beyond_the_slots_and_keep_their_place() -> Non
         scheduler.add_request(request)
     plan, _ = run_step(scheduler, runner)
     assert list(connector.started) == [request.request_id for request in consumers[:2]]
-    assert list(plan.num_scheduled_tokens) == [local.request_id], "a slot is free, so nobody blocks it"
+    assert list(plan.num_scheduled_tokens) == [local.request_id], "a slot is free, so no request blocks it"
     for request in consumers[:2]:
         scheduler.update_connector_output(received(request))
     run_step(scheduler, runner)
@@ -339,7 +339,7 @@ def test_c36_a_preempted_consumer_recomputes_here_and_loses_no_token() -> None:
     assert len(connector.started) == 1
 
 
-def test_the_connector_hears_of_every_transfer_and_of_nothing_else() -> None:
+def test_the_connector_is_notified_of_every_transfer_and_of_nothing_else() -> None:
     connector = FakeConnector()
     scheduler = make_scheduler(connector)
     local, consumer = make_request(), make_request(role=CONSUMER)

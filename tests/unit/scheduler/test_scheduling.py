@@ -1,4 +1,4 @@
-"""Behaviours 1 to 10, 12, 14, 15: who runs when, and how requests end."""
+"""Behaviours 1 to 10, 12, 14, 15: which request runs when, and how requests end."""
 
 import pytest
 
@@ -83,7 +83,7 @@ def test_c05_budget_and_slots_hold_in_every_step() -> None:
         scheduler.update_from_output(plan, runner.execute(plan))
 
 
-def test_c06_fcfs_preempts_the_youngest_and_admits_nobody_in_that_step() -> None:
+def test_c06_fcfs_preempts_the_youngest_and_admits_no_request_in_that_step() -> None:
     scheduler, runner = make_scheduler(num_blocks=5), FakeRunner()
     old, young, waiting = make_request(32), make_request(31), make_request(1)
     for request in (old, young, waiting):
@@ -108,7 +108,7 @@ def test_c06_priority_preempts_the_worst_wherever_it_stands() -> None:
     assert list(plan.num_scheduled_tokens) == [better.request_id, middle.request_id]
 
 
-def test_c07_a_priority_victim_gives_its_budget_back_and_nobody_is_skipped() -> None:
+def test_c07_a_priority_victim_gives_its_budget_back_and_no_request_is_skipped() -> None:
     scheduler, runner = (
         make_scheduler(num_blocks=5, policy="priority", max_num_batched_tokens=18),
         FakeRunner(),
@@ -253,7 +253,7 @@ def test_c10_a_full_context_ends_a_request_whatever_it_asked_for() -> None:
     assert len(tokens[request.request_id]) == 2
 
 
-def test_c12_a_request_waiting_for_remote_kvs_blocks_nobody_and_keeps_its_place() -> None:
+def test_c12_a_request_waiting_for_remote_kvs_blocks_no_other_and_keeps_its_place() -> None:
     connector = FakeConnector(is_unknown=True)
     scheduler = make_scheduler(connector)
     blocked, local = make_request(role=TransferRole.CONSUMER), make_request()

@@ -129,7 +129,7 @@ def test_a_status_comes_at_once_when_the_worker_ends(pipes: Pipes) -> None:
     asyncio.run(scenario())
 
 
-def test_a_long_call_keeps_nobody_waiting(pipes: Pipes) -> None:
+def test_a_long_call_delays_no_other(pipes: Pipes) -> None:
     async def scenario() -> None:
         drains = [asyncio.create_task(pipes.client.call(Drain(seconds))) for seconds in (5.0, 0.5)]
         await pipes.client.call(SetRole(WorkerRole.DECODE, 2.0))

@@ -7,7 +7,7 @@ from tests.factories.engine import FakeConnectorWorker, make_core, make_engine_r
 from tests.factories.scheduling import PEER
 
 
-def test_prompts_are_counted_by_the_scheduler_and_legs_by_the_connector_under_other_names() -> None:
+def test_prompts_are_counted_by_the_scheduler_and_rank_transfers_by_the_connector_under_other_names() -> None:
     connector = FakeConnectorWorker()
     core = make_core(connector=connector)
     for request_id in ("arrives", "fails", "ends elsewhere"):

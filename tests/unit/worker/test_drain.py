@@ -32,7 +32,7 @@ def test_requests_are_given_back_and_then_leases_may_end() -> None:
     assert way.next_deadline() is None
 
 
-def test_whoever_has_given_up_waiting_finds_the_role_unchanged() -> None:
+def test_after_a_given_up_wait_the_role_is_unchanged() -> None:
     """The engine was busy with one step for longer than the whole change might take."""
     way, late = drain_state(is_for_good=False), 115.0 + ANSWER_TIMEOUT_S
     assert way.look(late, has_left=True) is DrainStage.ENDING

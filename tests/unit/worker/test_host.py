@@ -12,7 +12,6 @@ from baton.kv import TransferRole
 from baton.system.curve import derive_keys
 from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
-from tests.factories.models import make_model_dir
 from tests.factories.security import KEYS
 from worker.host import EngineHost
 from worker.step_trace import TraceEnd, read_trace
@@ -41,24 +40,24 @@ from worker.step_trace import TraceEnd, read_trace
         ({"engine": {"trace_dir": "/dev/null/traces"}}, "engine.trace_dir: got '/dev/null/traces'"),
         (
             {"engine": {"kv_cache_memory_mib": 2**30}},
-            "the KV pool wants 1,073,741,8.. MiB, and .* MiB are free",
+            "the KV pool needs 1,073,741,8.. MiB, and .* MiB are free",
         ),
     ],
 )
 def test_a_configuration_that_this_model_or_machine_cannot_serve(
-    tmp_path: Path, values: dict[str, dict[str, object]], complaint: str
+    folder: Path, values: dict[str, dict[str, object]], complaint: str
 ) -> None:
     config = BatonConfig.from_mapping({"model": {"load_format": "dummy", "dtype": "float32"}} | values)
-    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
     with pytest.raises(ConfigError, match=complaint):
         host.start()
 
 
-def test_a_host_starts_reports_and_stops_cleanly(tmp_path: Path) -> None:
+def test_a_host_starts_reports_and_stops_cleanly(folder: Path) -> None:
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32"}, "engine": {"num_threads": 1}, "scheduler": {"num_blocks": 20}}
     )
-    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
     endpoint = host.start()
     status = host.status()
     assert status.ref == endpoint.ref
@@ -69,11 +68,11 @@ def test_a_host_starts_reports_and_stops_cleanly(tmp_path: Path) -> None:
     assert host.status().state.value == "stopped"
 
 
-def test_a_host_counts_strangers_on_both_planes_even_while_it_is_idle(tmp_path: Path) -> None:
+def test_a_host_counts_strangers_on_both_planes_even_while_it_is_idle(folder: Path) -> None:
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
     )
-    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
     endpoint = host.start()
     names = ("kv_denied_peers", "request_denied_peers")
     assert [host.status().counters[name] for name in names] == [0, 0]
@@ -88,13 +87,13 @@ def test_a_host_counts_strangers_on_both_planes_even_while_it_is_idle(tmp_path: 
 
 
 def test_a_host_says_what_its_ranks_have_handed_over_even_while_it_is_idle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks report after the engine's last step."""
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
     )
-    host = EngineHost(config, KEYS, make_model_dir(tmp_path), DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
     host.start()
     assert host.status().kv_peers == ()
     counts = KVPeerCounts(TransferRole.CONSUMER, "p0", "zmq_tcp", 1, 0, 0, 10, 0.0, 0.0, 0.0)
@@ -111,7 +110,7 @@ def test_a_host_does_not_leave_a_plane_open_that_should_be_closed(tmp_path: Path
         EngineHost(config, keys, tmp_path, DecodeWorker(1), "d0")
 
 
-def test_a_host_writes_its_steps_where_it_is_told_to(tmp_path: Path) -> None:
+def test_a_host_writes_its_steps_into_the_trace_folder(folder: Path, tmp_path: Path) -> None:
     config = BatonConfig.from_mapping(
         {
             "model": {"dtype": "float32", "load_format": "dummy"},
@@ -119,7 +118,7 @@ def test_a_host_writes_its_steps_where_it_is_told_to(tmp_path: Path) -> None:
             "scheduler": {"num_blocks": 20},
         }
     )
-    host = EngineHost(config, KEYS, make_model_dir(tmp_path / "model"), DecodeWorker(1), "d0")
+    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
     endpoint = host.start()
     host.stop()
     trace = read_trace(tmp_path / "traces" / f"d0-{endpoint.ref.incarnation}.jsonl")

@@ -28,7 +28,7 @@ from worker.kv_events import KVChange
 T = TypeVar("T")
 
 
-def test_a_request_runs_to_its_end_and_its_client_hears_every_token() -> None:
+def test_a_request_runs_to_its_end_and_its_client_gets_every_token() -> None:
     with RunningLoop() as running:
         running.loop.submit("gateway", make_engine_request(max_tokens=3))
         news = [running.next_output() for _ in range(3)]
@@ -310,7 +310,7 @@ def test_an_engine_that_ends_ends_every_wait_and_its_hand_overs() -> None:
         running.loop.set_role(DecodeWorker(9), 30.0)
 
 
-def test_whoever_follows_the_prefix_cache_hears_an_account_and_then_what_changes() -> None:
+def test_a_follower_of_the_prefix_cache_gets_a_listing_and_then_changes() -> None:
     with RunningLoop() as running:
         running.loop.submit("gateway", make_engine_request("before", 40))
         running.until_finished("before")

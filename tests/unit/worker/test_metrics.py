@@ -54,7 +54,7 @@ def value(family: Metric, **labels: str) -> float:
     return sample.value
 
 
-def test_a_worker_tells_how_it_stands_and_what_it_did() -> None:
+def test_a_worker_exports_its_state_and_its_counters() -> None:
     steps = StepCounts()
     steps.done(num_prompt_tokens=100, num_decode_tokens=3, time_s=0.04)
     steps.done(num_prompt_tokens=0, num_decode_tokens=4, time_s=0.01)
@@ -119,7 +119,7 @@ def test_metrics_are_served_there_and_nothing_else_is() -> None:
             assert refused.value.code == 404
 
 
-def test_a_reader_that_says_nothing_leaves_or_finds_an_error_keeps_nobody_else_from_reading(
+def test_a_silent_leaving_or_failing_reader_delays_no_other_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.metrics_server.PATIENCE_S", 0.2)
@@ -201,7 +201,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_the_key() -> None:
             listen_tcp("127.0.0.1", None, port, "network.metrics_port")
 
 
-def test_others_are_told_the_advertised_host_and_the_real_port() -> None:
+def test_the_advertised_host_and_the_real_port_are_published() -> None:
     listener, address = listen_tcp("127.0.0.1", "here.example", 0, "network.metrics_port")
     with listener:
         assert address == f"here.example:{listener.getsockname()[1]}"

@@ -140,7 +140,7 @@ def test_c34_the_time_of_a_transfer_that_failed_is_the_transfers_and_not_the_que
     assert output.stage_times.transfers[0].ended_s == 101.0
 
 
-def test_a_release_that_comes_after_the_prefills_end_is_told_once_more_and_then_forgotten() -> None:
+def test_a_release_after_the_prefills_end_is_reported_once_more_and_then_dropped() -> None:
     clock, connector = VirtualClock(), FakeConnectorWorker()
     core = make_core(StepHook(lambda _: clock.advance(0.5)), connector, clock, async_scheduling=False)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)
@@ -159,7 +159,7 @@ def test_a_release_that_comes_after_the_prefills_end_is_told_once_more_and_then_
     assert core.step() == {}
 
 
-def test_what_the_prefill_worker_answered_alone_is_not_told_again() -> None:
+def test_a_prompt_answered_by_the_prefill_worker_alone_is_not_reported_again() -> None:
     connector = FakeConnectorWorker()
     core = make_core(connector=connector, async_scheduling=False)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)

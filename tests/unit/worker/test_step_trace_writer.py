@@ -291,7 +291,7 @@ def test_a_full_disk_is_said_once_and_ends_only_the_trace(
     assert "ends here" in caplog.text
 
 
-def test_results_that_nobody_planned_are_ignored(tmp_path: Path) -> None:
+def test_results_without_a_plan_are_ignored(tmp_path: Path) -> None:
     writer = open_step_trace(str(tmp_path), HEADER, VirtualClock(), PLENTY)
     writer.done(7, {}, {})
     writer.close()

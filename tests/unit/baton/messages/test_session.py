@@ -31,7 +31,7 @@ class Line:
 
     def greet(self, now: float = 0.0) -> tuple[str | None, str | None]:
         """One Hello and its answer: what the worker finds missing, and what the gateway finds lost."""
-        gap = self.worker.hear(GATEWAY, self.gateway.hello(), now)
+        gap = self.worker.on_hello(GATEWAY, self.gateway.hello(), now)
         return gap, self.gateway.note_heartbeat(self.worker.heartbeat(GATEWAY, STATUS))
 
     def submit(self, *, is_lost: bool = False) -> None:
@@ -46,7 +46,7 @@ class Line:
             self.gateway.note_outputs()
 
 
-def test_a_session_goes_on_while_everything_arrives() -> None:
+def test_a_session_continues_while_everything_arrives() -> None:
     line = Line()
     for _ in range(3):
         line.submit()
@@ -54,7 +54,7 @@ def test_a_session_goes_on_while_everything_arrives() -> None:
         assert line.greet() == (None, None)
 
 
-def test_a_lost_order_ends_the_session_on_both_ends_once() -> None:
+def test_a_lost_command_ends_the_session_on_both_ends_once() -> None:
     line = Line()
     line.submit()
     line.submit(is_lost=True)
@@ -83,12 +83,12 @@ def test_a_gateway_learns_that_it_was_forgotten() -> None:
     assert line.greet() == (None, "it had lost this gateway and ended its requests")
 
 
-def test_orders_of_a_session_that_is_over_are_refused_and_not_counted() -> None:
+def test_commands_of_an_ended_session_are_refused_and_not_counted() -> None:
     line = Line()
     line.worker.end(GATEWAY)
     with pytest.raises(WireError, match="has not said Hello"):
         line.submit()
-    line.worker.hear(GATEWAY, line.gateway.hello(), 0.0)
+    line.worker.on_hello(GATEWAY, line.gateway.hello(), 0.0)
     with pytest.raises(WireError, match="SubmitRequest belongs to session 1, but the current session is 2"):
         line.submit()
     assert line.greet()[1] is not None
@@ -107,21 +107,21 @@ def test_a_gateway_that_connects_anew_gets_a_session_of_its_own() -> None:
 def test_hellos_on_their_way_when_the_first_answer_comes_change_nothing() -> None:
     worker, gateway = WorkerSessions("life"), GatewaySession("life")
     early = [gateway.hello() for _ in range(2)]
-    assert [worker.hear(GATEWAY, hello, 0.0) for hello in early] == [None, None]
+    assert [worker.on_hello(GATEWAY, hello, 0.0) for hello in early] == [None, None]
     assert gateway.note_heartbeat(worker.heartbeat(GATEWAY, STATUS)) is None
     assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, 1, 0)
 
 
 def test_silence_is_each_gateways_own() -> None:
     line = Line()
-    line.worker.hear(OTHER, GatewaySession("life").hello(), 5.0)
+    line.worker.on_hello(OTHER, GatewaySession("life").hello(), 5.0)
     assert line.worker.silent_for(3.0, now=6.0) == [GATEWAY]
     line.greet(now=6.0)
     assert line.worker.silent_for(3.0, now=6.0) == []
 
 
-def test_a_hello_for_another_life_opens_nothing() -> None:
+def test_a_hello_for_another_incarnation_opens_no_session() -> None:
     worker = WorkerSessions("life")
-    worker.hear(GATEWAY, GatewaySession("an older life").hello(), 0.0)
+    worker.on_hello(GATEWAY, GatewaySession("an older life").hello(), 0.0)
     assert worker.peers == []
     assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, None, 0)

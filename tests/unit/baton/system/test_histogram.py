@@ -13,7 +13,7 @@ BOUNDS = (0.001, 0.5, 1.0, 20.0)
 
 
 @given(st.lists(st.one_of(st.sampled_from(BOUNDS), st.floats(0.0, 100.0))))
-def test_it_counts_and_tells_what_prometheus_own_would(values: list[float]) -> None:
+def test_it_counts_and_exports_like_the_prometheus_client(values: list[float]) -> None:
     theirs = CollectorRegistry()
     model = PrometheusHistogram("baton_x", "meaning", ["a"], registry=theirs, buckets=BOUNDS).labels("b")
     ours = Histogram(BOUNDS)

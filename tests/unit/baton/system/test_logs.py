@@ -88,7 +88,7 @@ def test_less_than_the_level_is_not_written() -> None:
     assert "bad" in written(stream)
 
 
-def test_what_a_library_adds_to_every_record_is_no_news() -> None:
+def test_fields_that_a_library_adds_to_every_record_are_left_out() -> None:
     """As Ray does, once it is imported."""
     former = logging.getLogRecordFactory()
 

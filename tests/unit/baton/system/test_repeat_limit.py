@@ -75,7 +75,7 @@ def test_kinds_without_end_take_no_memory_without_end_and_lose_no_count() -> Non
     assert len(limit._windows) == MAX_KINDS
 
 
-def test_what_was_left_out_is_told_at_the_end() -> None:
+def test_suppressed_lines_are_reported_at_the_end() -> None:
     limit = RepeatLimit()
     for _ in range(MAX_PER_WINDOW + 2):
         limit.admits(record("first"), 0.0)

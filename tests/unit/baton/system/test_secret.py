@@ -87,7 +87,7 @@ def test_two_processes_that_race_get_the_same_one(tmp_path: Path) -> None:
     assert len(set(one)) == NUM_RACES
 
 
-def test_nobody_but_serve_makes_one(tmp_path: Path) -> None:
+def test_only_serve_creates_a_secret(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{tmp_path}/cluster\.secret does not exist; copy it"):
         read(tmp_path / "cluster.secret")
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +101,7 @@ def test_a_file_that_others_can_use_is_refused(file: Path, mode: int) -> None:
     assert TEXT not in str(caught.value)
 
 
-def test_a_file_of_somebody_else_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     with pytest.raises(

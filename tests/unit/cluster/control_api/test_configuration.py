@@ -38,7 +38,7 @@ def test_a_configuration_that_cannot_be_read_says_so(sections: str) -> None:
         unpack_configuration(FleetConfiguration(sections, "/m", ""))
 
 
-def test_a_digest_tells_secrets_apart_and_holds_no_key() -> None:
+def test_digests_of_different_secrets_differ_and_hold_no_key() -> None:
     keys = derive_keys(SECRET)
     assert keys_digest(keys) == keys_digest(derive_keys(SECRET))
     assert (

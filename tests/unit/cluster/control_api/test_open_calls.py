@@ -42,7 +42,7 @@ def test_one_connection_has_so_many_calls_and_others_have_theirs() -> None:
     calls = OpenCalls()
     for number in range(module.MAX_CALLS_OF_ONE):
         assert isinstance(calls.open_call(PEER, [frame(number)]), CallFrame)
-    assert "too many calls" in str(refusal(calls.open_call(PEER, [frame(1000)])))
+    assert "too many open calls" in str(refusal(calls.open_call(PEER, [frame(1000)])))
     assert isinstance(calls.open_call(OTHER, [frame(1)]), CallFrame)
     calls.close_call(PEER, 0)
     assert isinstance(calls.open_call(PEER, [frame(1001)]), CallFrame)

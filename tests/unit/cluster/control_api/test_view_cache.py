@@ -1,8 +1,6 @@
-"""One question to the controller answers every gateway's; its silence changes nothing, its end is told to all."""
+"""One WaitView at the controller serves all gateways; its silence changes nothing, and its end reaches all callers."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
 from typing import Any, TypeVar
 
 import pytest
@@ -14,14 +12,6 @@ from cluster.control_api.view_cache import ViewCache
 from cluster.controller import follower
 
 R = TypeVar("R")
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*arguments: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments), 20.0))
-
-    return run
 
 
 class Controller:
@@ -50,7 +40,6 @@ def view(version: int) -> FleetView:
     return FleetView("life", version, ())
 
 
-@in_loop
 async def test_many_readers_are_one_question() -> None:
     controller = Controller()
     cache = ViewCache(controller)
@@ -69,8 +58,7 @@ async def test_many_readers_are_one_question() -> None:
     running.cancel()
 
 
-@in_loop
-async def test_who_waits_long_enough_hears_that_there_is_no_news() -> None:
+async def test_a_wait_without_a_change_returns_the_same_view() -> None:
     controller = Controller()
     cache = ViewCache(controller)
     running = asyncio.create_task(cache.run())
@@ -82,26 +70,21 @@ async def test_who_waits_long_enough_hears_that_there_is_no_news() -> None:
     running.cancel()
 
 
-def test_a_controller_that_is_away_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_controller_that_is_away_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "RETRY_S", 0.0)
 
-    @in_loop
-    async def test() -> None:
-        controller = Controller()
-        cache = ViewCache(controller)
-        running = asyncio.create_task(cache.run())
-        for said in (view(1), ClusterError("away"), ClusterError("away")):
-            controller.says.put_nowait(said)
-        assert await cache.wait_view(WaitView("", -1, 10.0)) == view(1)
-        controller.says.put_nowait(view(2))
-        assert await cache.wait_view(WaitView("life", 1, 10.0)) == view(2)
-        running.cancel()
-
-    test()
+    controller = Controller()
+    cache = ViewCache(controller)
+    running = asyncio.create_task(cache.run())
+    for said in (view(1), ClusterError("away"), ClusterError("away")):
+        controller.says.put_nowait(said)
+    assert await cache.wait_view(WaitView("", -1, 10.0)) == view(1)
+    controller.says.put_nowait(view(2))
+    assert await cache.wait_view(WaitView("life", 1, 10.0)) == view(2)
+    running.cancel()
 
 
-@in_loop
-async def test_the_end_of_a_fleet_is_told_to_all_who_wait_and_who_ask_later() -> None:
+async def test_present_and_later_callers_get_the_end_of_a_fleet() -> None:
     controller = Controller()
     cache = ViewCache(controller)
     running = asyncio.create_task(cache.run())

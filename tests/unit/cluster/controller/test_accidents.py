@@ -1,4 +1,4 @@
-"""What goes wrong between two awaits of a controller: deaths, orders and restarts that cross each other."""
+"""Races in a controller: deaths, commands and restarts that happen at the same time."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from baton.messages.control import WaitStart, WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
-from tests.unit.cluster.controller.test_controller import in_loop, state_becomes
+from tests.unit.cluster.controller.test_controller import state_becomes
 
 DECODE = WorkerRole.DECODE
 
@@ -24,8 +24,7 @@ async def cut_off(tested: FleetUnderTest) -> None:
     tested.store.save(content)
 
 
-@in_loop
-async def test_a_controller_that_dies_while_a_worker_drains_comes_back_and_goes_on_with_it() -> None:
+async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
@@ -48,8 +47,7 @@ async def test_a_controller_that_dies_while_a_worker_drains_comes_back_and_goes_
                 assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w2"]
 
 
-@in_loop
-async def test_a_worker_that_nobody_wants_any_more_is_ended_when_it_is_found() -> None:
+async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)
@@ -60,9 +58,8 @@ async def test_a_worker_that_nobody_wants_any_more_is_ended_when_it_is_found() -
             assert stranger.orders == ["stop 0"]
 
 
-@in_loop
-async def test_who_dies_while_its_next_life_is_made_ready_leaves_none_that_nobody_owns() -> None:
-    """The slot's own replacement is on its way when the one that the rollout made is ready."""
+async def test_a_worker_that_dies_while_its_next_incarnation_starts_leaves_no_orphan() -> None:
+    """The replica already starts a replacement when the rollout's new incarnation is ready."""
     launcher = FakeLauncher()
     async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
         before = (await tested.all_serve(1))["w0"].ref.incarnation
@@ -82,8 +79,7 @@ async def test_who_dies_while_its_next_life_is_made_ready_leaves_none_that_nobod
         assert (await tested.states())["w0"] == "serving"
 
 
-@in_loop
-async def test_a_fleet_that_ends_while_a_next_life_is_made_ready_leaves_none() -> None:
+async def test_a_fleet_that_ends_while_a_next_incarnation_starts_leaves_none() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
         await tested.all_serve(1)
@@ -105,8 +101,7 @@ async def test_a_fleet_that_ends_while_a_next_life_is_made_ready_leaves_none() -
         assert launcher.alive == []
 
 
-@in_loop
-async def test_a_slot_outlives_an_error_that_nobody_foresaw() -> None:
+async def test_a_replica_survives_an_unexpected_error() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(), launcher) as tested:
         await tested.all_serve(3)
@@ -125,8 +120,7 @@ async def test_a_slot_outlives_an_error_that_nobody_foresaw() -> None:
         assert (replica.num_starts, replica.last_failure) == (3, "ValueError: this name is taken")
 
 
-@in_loop
-async def test_a_failure_is_shown_until_a_life_ends_as_asked() -> None:
+async def test_a_failure_is_shown_until_an_incarnation_was_drained() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
         tested.launcher.latest("w0").kill("out of memory")
@@ -138,7 +132,6 @@ async def test_a_failure_is_shown_until_a_life_ends_as_asked() -> None:
 
 
 @pytest.mark.parametrize("name", ["1", "w01", "w٣", "w-1", "", "w3"])
-@in_loop
 async def test_a_name_that_no_worker_ever_had_cannot_be_drained(name: str) -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
@@ -146,7 +139,6 @@ async def test_a_name_that_no_worker_ever_had_cannot_be_drained(name: str) -> No
             await tested.controller.drain(name)
 
 
-@in_loop
 async def test_a_fleet_whose_first_start_is_waited_for_is_in_use() -> None:
     """Else a second `baton serve` would take it for one that was left alone."""
     async with fleet(fleet_config()) as tested:
@@ -156,7 +148,6 @@ async def test_a_fleet_whose_first_start_is_waited_for_is_in_use() -> None:
         assert await asking
 
 
-@in_loop
 async def test_who_is_drained_while_it_crashes_on_and_on_is_gone() -> None:
     launcher = FakeLauncher()
     launcher.prepare = lambda incarnation: setattr(

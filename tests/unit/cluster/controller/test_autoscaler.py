@@ -1,4 +1,4 @@
-"""The autoscaler's loop: merges what gateways report, does what the planner says or only tells, and forgets nobody."""
+"""The autoscaler's loop: merges gateways' reports, and carries out or only logs the planner's decisions."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ P, D = WorkerRole.PREFILL, WorkerRole.DECODE
 
 
 class FakeFleet:
-    """Does as told at once, or refuses to."""
+    """Carries out every change at once, or refuses it."""
 
     def __init__(self, *roles: WorkerRole, refuses: bool = False) -> None:
         self.roles = {f"w{index}": role for index, role in enumerate(roles)}
@@ -56,6 +56,10 @@ class FakeFleet:
 SLOW: dict[str, Any] = {"itl_s": (0.05, 0.083)}
 
 
+def autoscaler_of(fleet: FakeFleet, clock: VirtualClock, **config: Any) -> Autoscaler:
+    return Autoscaler(autoscaling_config(**config), clock, fleet.replicas, fleet.scale, fleet.set_role)
+
+
 def look_often(
     autoscaler: Autoscaler, fleet: FakeFleet, clock: VirtualClock, count: int, running: int = 1, **report: Any
 ) -> None:
@@ -71,40 +75,38 @@ def look_often(
 
 
 @pytest.mark.parametrize(
-    ("mode", "orders", "told"),
+    ("mode", "orders", "prefix"),
     [("on", [("scale", D, 2)], "decode +1 (1 -> 2): "), ("dry_run", [], "would do: decode +1 (1 -> 2): ")],
 )
 def test_it_does_what_it_says_and_a_dry_run_only_says_it(
-    mode: str, orders: list[tuple[Any, ...]], told: str
+    mode: str, orders: list[tuple[Any, ...]], prefix: str
 ) -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(autoscaling_config(mode=mode), clock, fleet.replicas, fleet.scale, fleet.set_role)
+    autoscaler = autoscaler_of(fleet, clock, mode=mode)
     look_often(autoscaler, fleet, clock, 3, **SLOW)
     assert fleet.orders == orders
-    assert autoscaler.decisions[-1].startswith(f"{told}inter-token latency p99 is 83 ms")
+    assert autoscaler.decisions[-1].startswith(f"{prefix}inter-token latency p99 is 83 ms")
 
 
-def test_what_is_refused_is_told_and_not_tried_again_at_once() -> None:
+def test_a_refused_change_is_logged_and_not_tried_again_at_once() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, P, D, refuses=True)
-    autoscaler = Autoscaler(autoscaling_config(prefill=2), clock, fleet.replicas, fleet.scale, fleet.set_role)
+    autoscaler = autoscaler_of(fleet, clock, prefill=2)
     look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
     assert fleet.orders == [("set_role", "w0", D)]
-    assert "that came to nothing: w0 still holds leased blocks" in autoscaler.decisions
+    assert "the change failed: w0 still holds leased blocks" in autoscaler.decisions
 
 
-def test_the_same_reason_for_doing_nothing_is_told_once() -> None:
+def test_the_same_reason_for_no_change_is_logged_once() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(autoscaling_config(), clock, fleet.replicas, fleet.scale, fleet.set_role)
+    autoscaler = autoscaler_of(fleet, clock)
     look_often(autoscaler, fleet, clock, 20)
     (only,) = autoscaler.decisions
-    assert only.startswith("nothing is done: 1 prefill and 1 decode will do")
+    assert only.startswith("nothing changes: 1 prefill and 1 decode are enough")
 
 
-def test_time_in_which_the_controller_stood_still_makes_nobody_stale_and_no_shortage_long() -> None:
+def test_a_standstill_of_the_controller_makes_no_report_stale_and_no_shortage_longer() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(
-        autoscaling_config(grow_after_s=15.0), clock, fleet.replicas, fleet.scale, fleet.set_role
-    )
+    autoscaler = autoscaler_of(fleet, clock, grow_after_s=15.0)
     look_often(autoscaler, fleet, clock, 1, **SLOW)
     clock.advance(600.0)
     decision = asyncio.run(autoscaler.look())
@@ -115,16 +117,16 @@ def test_time_in_which_the_controller_stood_still_makes_nobody_stale_and_no_shor
 
 def test_decisions_that_are_kept_do_not_grow_without_end() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(autoscaling_config(), clock, fleet.replicas, fleet.scale, fleet.set_role)
+    autoscaler = autoscaler_of(fleet, clock)
     for _ in range(200):
         look_often(autoscaler, fleet, clock, 1)
         look_often(autoscaler, fleet, clock, 1, **SLOW)
     assert len(autoscaler.decisions) == 50
 
 
-def test_a_gateway_that_is_not_heard_of_any_more_does_not_count() -> None:
+def test_the_report_of_a_silent_gateway_does_not_count() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D, D)
-    autoscaler = Autoscaler(autoscaling_config(decode=2), clock, fleet.replicas, fleet.scale, fleet.set_role)
+    autoscaler = autoscaler_of(fleet, clock, decode=2)
     look_often(autoscaler, fleet, clock, 1)
 
     async def silence() -> list[Reason | None]:
@@ -135,16 +137,14 @@ def test_a_gateway_that_is_not_heard_of_any_more_does_not_count() -> None:
         return reasons
 
     assert asyncio.run(silence()) == [Reason.STEADY] * 3 + [Reason.NO_NEWS] * 27
-    assert fleet.orders == []  # an idle fleet shrinks, one that nobody sees does not
+    assert fleet.orders == []  # an idle fleet shrinks, a fleet without reports does not
 
 
 def test_the_loop_looks_at_its_interval() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
-    autoscaler = Autoscaler(
-        autoscaling_config(interval_s=0.01), clock, fleet.replicas, fleet.scale, fleet.set_role
-    )
+    autoscaler = autoscaler_of(fleet, clock, interval_s=0.01)
 
-    async def until_told() -> None:
+    async def until_it_decides() -> None:
         loop = asyncio.create_task(autoscaler.run())
         async with asyncio.timeout(60.0):
             while not autoscaler.decisions:
@@ -153,7 +153,7 @@ def test_the_loop_looks_at_its_interval() -> None:
         with pytest.raises(asyncio.CancelledError):
             await loop
 
-    asyncio.run(until_told())
+    asyncio.run(until_it_decides())
 
 
 def test_several_gateways_make_one_fleet() -> None:

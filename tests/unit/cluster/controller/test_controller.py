@@ -1,9 +1,6 @@
 """A controller whose workers are fakes: replacing, draining, changing roles, restarting all, and its own death."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
-from typing import Any
 
 import pytest
 
@@ -16,25 +13,12 @@ from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest,
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*arguments: Any, **options: Any) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(20.0):
-                await test(*arguments, **options)
-
-        asyncio.run(bounded())
-
-    return run
-
-
 async def state_becomes(tested: FleetUnderTest, name: str, state: str) -> None:
     async with asyncio.timeout(60.0):
         while (await tested.states())[name] != state:
             await asyncio.sleep(0.005)
 
 
-@in_loop
 async def test_all_workers_start_at_once() -> None:
     launcher = FakeLauncher()
     launcher.room.clear()
@@ -47,7 +31,6 @@ async def test_all_workers_start_at_once() -> None:
         assert node.workers == ("w0", "w1", "w2")
 
 
-@in_loop
 async def test_a_dead_worker_is_replaced_by_another_incarnation() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
@@ -64,7 +47,6 @@ async def test_a_dead_worker_is_replaced_by_another_incarnation() -> None:
         )
 
 
-@in_loop
 async def test_a_worker_that_does_not_answer_is_killed_and_replaced() -> None:
     async with fleet(fleet_config()) as tested:
         before = (await tested.all_serve(3))["w2"]
@@ -75,7 +57,6 @@ async def test_a_worker_that_does_not_answer_is_killed_and_replaced() -> None:
         assert "cluster.unresponsive_timeout_s" in dict(tested.view.deaths)[before.ref.incarnation]
 
 
-@in_loop
 async def test_a_worker_that_always_dies_ends_in_a_crash_loop_while_others_serve() -> None:
     def broken(incarnation: FakeIncarnation) -> None:
         if incarnation.name == "w1":
@@ -91,8 +72,7 @@ async def test_a_worker_that_always_dies_ends_in_a_crash_loop_while_others_serve
         await tested.all_serve(3)
 
 
-@in_loop
-async def test_a_role_that_nobody_serves_in_is_lacking() -> None:
+async def test_a_role_without_a_serving_worker_is_lacking() -> None:
     def broken(incarnation: FakeIncarnation) -> None:
         if incarnation.name == "w0":
             incarnation.start_error = ClusterError("no")
@@ -103,7 +83,6 @@ async def test_a_role_that_nobody_serves_in_is_lacking() -> None:
         assert (await tested.controller.wait_start(WaitStart(-1, 1.0))).lacking == (WorkerRole.PREFILL,)
 
 
-@in_loop
 async def test_a_configuration_that_cannot_work_is_known_from_the_first_start() -> None:
     def broken(incarnation: FakeIncarnation) -> None:
         incarnation.start_error = ConfigError("no such thing") if incarnation.name == "w2" else None
@@ -116,18 +95,18 @@ async def test_a_configuration_that_cannot_work_is_known_from_the_first_start() 
         assert failure == CallFailure("ConfigError", "no such thing")
 
 
-@in_loop
 async def test_who_knows_the_present_view_waits_for_the_next() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
         view = tested.view
         same = await tested.controller.wait_view(WaitView(view.controller_incarnation, view.version, 0.01))
         assert same == view
-        other = await tested.controller.wait_view(WaitView("somebody else", view.version, 60.0))  # at once
+        other = await tested.controller.wait_view(
+            WaitView("another controller", view.version, 60.0)
+        )  # at once
         assert other == view
 
 
-@in_loop
 async def test_c50_a_drained_worker_gives_away_what_it_has_and_leaves_for_good() -> None:
     async with fleet(fleet_config(drain_timeout_s=0.5)) as tested:
         await tested.all_serve(3)
@@ -140,15 +119,14 @@ async def test_c50_a_drained_worker_gives_away_what_it_has_and_leaves_for_good()
         await draining
         assert incarnation.orders == ["drain 0.5", "stop 5"]
         assert set(await tested.all_serve(2)) == set(await tested.states()) == {"w0", "w2"}
-        await tested.controller.drain("w1")  # as one who did not hear the answer would
-        with pytest.raises(FleetError, match="there is no worker 'w9'; there are: w0, w2"):
+        await tested.controller.drain("w1")  # as a caller that missed the first answer does
+        with pytest.raises(FleetError, match="there is no worker 'w9'; the fleet has w0, w2"):
             await tested.controller.drain("w9")
         with pytest.raises(FleetError, match="w2 is drained, no decode worker serves"):
             await tested.controller.drain("w2")
         await tested.controller.drain("w0")
 
 
-@in_loop
 async def test_a_worker_that_dies_while_it_drains_is_gone_all_the_same() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
@@ -161,7 +139,6 @@ async def test_a_worker_that_dies_while_it_drains_is_gone_all_the_same() -> None
         assert set(await tested.states()) == {"w0", "w2"}
 
 
-@in_loop
 async def test_a_worker_without_a_place_can_be_drained() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(), launcher) as tested:
@@ -173,8 +150,7 @@ async def test_a_worker_without_a_place_can_be_drained() -> None:
         assert set(await tested.states()) == {"w0", "w1", "w2"}
 
 
-@in_loop
-async def test_a_role_changes_without_a_restart_and_the_next_life_keeps_it() -> None:
+async def test_a_role_changes_without_a_restart_and_the_next_incarnation_keeps_it() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
         await tested.controller.set_role("w1", PREFILL)
@@ -187,7 +163,6 @@ async def test_a_role_changes_without_a_restart_and_the_next_life_keeps_it() -> 
         assert tested.launcher.latest("w1").role is PREFILL
 
 
-@in_loop
 async def test_a_role_that_cannot_change_stays() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
@@ -202,7 +177,6 @@ async def test_a_role_that_cannot_change_stays() -> None:
         assert b'"name": "w1", "role": "decode"' in (tested.store.load() or b"")
 
 
-@in_loop
 async def test_two_decode_workers_cannot_both_change_at_the_same_time() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
@@ -217,7 +191,6 @@ async def test_two_decode_workers_cannot_both_change_at_the_same_time() -> None:
         await changing
 
 
-@in_loop
 async def test_workers_of_other_ranks_cannot_change_into_each_other() -> None:
     async with fleet(fleet_config(prefill_tensor_parallel=2)) as tested:
         await tested.all_serve(3)
@@ -225,8 +198,7 @@ async def test_workers_of_other_ranks_cannot_change_into_each_other() -> None:
             await tested.controller.set_role("w1", PREFILL)
 
 
-@in_loop
-async def test_a_rollout_renews_one_after_the_other() -> None:
+async def test_a_rollout_restarts_one_worker_after_the_other() -> None:
     async with fleet(fleet_config()) as tested:
         before = await tested.all_serve(3)
         steps = [step async for step in tested.controller.rollout()]
@@ -243,8 +215,7 @@ async def test_a_rollout_renews_one_after_the_other() -> None:
         assert len(tested.launcher.incarnations) == 6
 
 
-@in_loop
-async def test_where_there_is_room_the_new_life_is_ready_before_the_old_one_leaves() -> None:
+async def test_with_room_the_new_incarnation_is_ready_before_the_old_one_drains() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(prefill=0, decode=1), launcher) as tested:
         await tested.all_serve(1)
@@ -259,8 +230,7 @@ async def test_where_there_is_room_the_new_life_is_ready_before_the_old_one_leav
         assert len(launcher.incarnations) == 2
 
 
-@in_loop
-async def test_a_rollout_stops_where_a_new_life_fails_and_says_so() -> None:
+async def test_a_rollout_stops_with_an_error_when_a_new_incarnation_fails() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(restart_delay_s=5.0, restart_delay_max_s=5.0), launcher) as tested:
         await tested.all_serve(3)
@@ -278,8 +248,7 @@ async def test_a_rollout_stops_where_a_new_life_fails_and_says_so() -> None:
         assert launcher.latest("w2").number == 1
 
 
-@in_loop
-async def test_a_new_life_that_fails_beside_the_old_one_costs_nothing() -> None:
+async def test_a_new_incarnation_that_fails_beside_the_old_one_costs_nothing() -> None:
     launcher = FakeLauncher()
     async with fleet(fleet_config(), launcher) as tested:
         before = await tested.all_serve(3)
@@ -295,7 +264,6 @@ async def test_a_new_life_that_fails_beside_the_old_one_costs_nothing() -> None:
         assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w1", "w2"]
 
 
-@in_loop
 async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
@@ -319,8 +287,7 @@ async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
             await tested.controller.scale(DECODE, 0)
 
 
-@in_loop
-async def test_a_restarted_controller_takes_up_what_serves_and_goes_on() -> None:
+async def test_a_restarted_controller_adopts_serving_workers() -> None:
     launcher, store, config = FakeLauncher(), Memory(), fleet_config()
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
@@ -345,8 +312,7 @@ async def test_a_restarted_controller_takes_up_what_serves_and_goes_on() -> None
             assert len(launcher.incarnations) == 5
 
 
-@in_loop
-async def test_a_fleet_that_nobody_asks_about_is_an_orphan() -> None:
+async def test_a_fleet_without_calls_is_an_orphan() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
         view = tested.view
@@ -357,7 +323,6 @@ async def test_a_fleet_that_nobody_asks_about_is_an_orphan() -> None:
         await orphaned
 
 
-@in_loop
 async def test_a_gateway_beside_its_owner_keeps_a_fleet_alive_and_does_not_own_it() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)
@@ -376,7 +341,6 @@ async def test_a_gateway_beside_its_owner_keeps_a_fleet_alive_and_does_not_own_i
         await orphaned
 
 
-@in_loop
 async def test_a_fleet_whose_start_is_waited_for_is_no_orphan() -> None:
     """Large models take minutes to load, and no gateway follows before they have."""
     async with fleet(fleet_config()) as tested:
@@ -388,7 +352,6 @@ async def test_a_fleet_whose_start_is_waited_for_is_no_orphan() -> None:
         await orphaned
 
 
-@in_loop
 async def test_shutdown_drains_all_and_leaves_nothing() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)

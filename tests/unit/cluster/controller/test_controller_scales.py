@@ -75,7 +75,7 @@ def test_a_spare_worker_changes_its_role() -> None:
                 tested, lambda it: num_serving(it, WorkerRole.DECODE) == 2, 0, **SLOW
             )
             assert [replica.role.value for replica in changed.replicas].count("prefill") == 1
-            assert len(tested.launcher.incarnations) == 3  # nobody was started for it
+            assert len(tested.launcher.incarnations) == 3  # no worker was started for it
 
     asyncio.run(change())
 

@@ -1,12 +1,12 @@
 """Which workers there are to be, and that a controller's next incarnation reads what the last one wrote."""
 
-from baton.config import BatonConfig
+from baton.config import BatonConfig, ClusterConfig
 from baton.worker import WorkerRole
 from cluster.controller.desired import DesiredFleet, differences
 
 
 def test_it_begins_as_configured_and_names_say_no_role() -> None:
-    desired = DesiredFleet.of(BatonConfig.from_mapping({"cluster": {"prefill": 1, "decode": 2}}))
+    desired = DesiredFleet.of(ClusterConfig(prefill=1, decode=2))
     assert [(replica.name, replica.role) for replica in desired.replicas.values()] == [
         ("w0", WorkerRole.PREFILL),
         ("w1", WorkerRole.DECODE),
@@ -15,7 +15,7 @@ def test_it_begins_as_configured_and_names_say_no_role() -> None:
 
 
 def test_a_name_is_never_used_twice() -> None:
-    desired = DesiredFleet.of(BatonConfig())
+    desired = DesiredFleet.of(ClusterConfig())
     del desired.replicas["w1"]
     assert desired.add(WorkerRole.DECODE).name == "w2"
     assert [desired.was_there(name) for name in ("w0", "w1", "w2", "w3", "prefill-0")] == [
@@ -28,7 +28,7 @@ def test_a_name_is_never_used_twice() -> None:
 
 
 def test_what_is_written_is_what_is_read() -> None:
-    desired = DesiredFleet.of(BatonConfig())
+    desired = DesiredFleet.of(ClusterConfig())
     desired.add(WorkerRole.PREFILL).num_starts = 7
     desired.replicas["w1"].is_draining = True
     assert DesiredFleet.from_json(desired.to_json()) == desired
@@ -51,7 +51,7 @@ def test_with_other_numbers_of_workers_a_fleet_stays_the_same() -> None:
     assert differences(there, BatonConfig.from_mapping({"cluster": {"prefill": 4, "decode": 8}})) == []
 
 
-def test_a_gateway_is_contradicted_only_by_what_it_was_told() -> None:
+def test_a_gateway_is_contradicted_only_by_keys_set_for_it() -> None:
     there = BatonConfig.from_mapping(
         {
             "model": {"path": "/there", "dtype": "float32"},

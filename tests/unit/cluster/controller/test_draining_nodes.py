@@ -1,8 +1,6 @@
 """A node that leaves: its workers give away what they have and begin anew elsewhere, and nothing comes there again."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -12,16 +10,8 @@ from cluster.controller.desired import Memory
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @wraps(test)
-    def run(*arguments: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*arguments, **options), 30.0))
-
-    return run
-
-
 def two_nodes(**options: Any) -> FakeLauncher:
-    """Everything goes to n1, as long as it may."""
+    """All workers are placed on n1 while that is allowed."""
     launcher = FakeLauncher(**options)
     launcher.addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2"}
     return launcher
@@ -32,21 +22,20 @@ async def all_serve_on(tested: FleetUnderTest, node: str) -> None:
 
 
 @pytest.mark.parametrize("node", ["10.0.0.1", "n1"])
-@in_loop
 async def test_workers_give_away_what_they_have_and_begin_anew_elsewhere(node: str) -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(drain_timeout_s=0.5), launcher) as tested:
         await all_serve_on(tested, "n1")
         former = list(launcher.incarnations)
         await tested.controller.drain_node(node, 10.0)
-        # They have ended, the last that decodes among them; whoever comes after them may take its time.
+        # They have ended, the last decode worker included; their successors may take their time.
         assert all(
             incarnation.death.done() and incarnation.orders[0] == "drain 0.5" for incarnation in former
         )
         await all_serve_on(tested, "n2")
         described = {each.name: each for each in (await tested.controller.describe()).nodes}
         assert [described[name].is_draining for name in ("n1", "n2")] == [True, False]
-        # Whoever asks again is told so at once, and harms nobody.
+        # A repeated command returns at once, and does no harm.
         await tested.controller.drain_node(node, 10.0)
         assert len(launcher.incarnations) == 6
         assert len(launcher.alive) == 3
@@ -55,7 +44,6 @@ async def test_workers_give_away_what_they_have_and_begin_anew_elsewhere(node: s
         assert launcher.latest("w0").node == "n2"
 
 
-@in_loop
 async def test_their_successors_are_not_waited_for() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
@@ -68,7 +56,6 @@ async def test_their_successors_are_not_waited_for() -> None:
         await all_serve_on(tested, "n2")
 
 
-@in_loop
 async def test_a_worker_that_is_still_starting_there_goes_too() -> None:
     may_start = asyncio.Event()
 
@@ -87,13 +74,12 @@ async def test_a_worker_that_is_still_starting_there_goes_too() -> None:
         await all_serve_on(tested, "n2")
 
 
-@in_loop
-async def test_who_waits_for_too_long_hears_who_is_left_and_they_go_all_the_same() -> None:
+async def test_a_late_drain_names_the_remaining_workers_and_continues() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
         await all_serve_on(tested, "n1")
         launcher.latest("w1").may_drain.clear()
-        with pytest.raises(FleetError, match=r"^w1 did not leave n1 within 0\.05 s; they go on leaving"):
+        with pytest.raises(FleetError, match=r"^w1 did not leave n1 within 0\.05 s; they continue to leave"):
             await tested.controller.drain_node("n1", 0.05)
         assert [incarnation.name for incarnation in launcher.alive if incarnation.node == "n1"] == ["w1"]
         again = asyncio.create_task(tested.controller.drain_node("n1", 10.0))
@@ -103,7 +89,6 @@ async def test_who_waits_for_too_long_hears_who_is_left_and_they_go_all_the_same
         await all_serve_on(tested, "n2")
 
 
-@in_loop
 async def test_a_node_that_is_not_there_or_the_only_one_cannot_leave() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
@@ -117,7 +102,6 @@ async def test_a_node_that_is_not_there_or_the_only_one_cannot_leave() -> None:
         await all_serve_on(tested, "n1")
 
 
-@in_loop
 async def test_a_node_that_is_gone_is_forgotten() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
@@ -129,8 +113,7 @@ async def test_a_node_that_is_gone_is_forgotten() -> None:
         await all_serve_on(tested, "n3")
 
 
-@in_loop
-async def test_the_next_controller_goes_on_with_it() -> None:
+async def test_the_next_controller_continues_the_drain() -> None:
     launcher, store = two_nodes(), Memory()
     async with fleet(fleet_config(), launcher, store) as tested:
         await all_serve_on(tested, "n1")

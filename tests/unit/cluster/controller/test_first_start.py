@@ -1,4 +1,4 @@
-"""What the owner of a fleet hears while it starts for the first time."""
+"""Reports to the owner of a fleet during its first start."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -51,30 +51,30 @@ class Script:
 
 
 def start(*reports: StartReport, opens_early: bool = False) -> list[object]:
-    """What was told, one after the other."""
-    heard: list[object] = []
+    """All reports in order."""
+    reported: list[object] = []
 
     async def on_enough() -> None:
         await asyncio.sleep(0)
-        heard.append("enough")
+        reported.append("enough")
 
     asyncio.run(
         first_start(
             Script(*reports),
             0.05,
             "no room at all",
-            lambda *news: heard.append(news),
+            lambda *progress: reported.append(progress),
             on_enough if opens_early else None,
         )
     )
-    return heard
+    return reported
 
 
-def test_it_ends_when_nobody_is_missing() -> None:
+def test_it_ends_when_no_worker_is_missing() -> None:
     assert start(report(1, ("w0", ""), lacking=(WorkerRole.PREFILL,)), report(2)) == list(LOADING)
 
 
-def test_it_is_told_when_there_are_some_of_each_role_and_goes_on() -> None:
+def test_it_reports_workers_of_each_role_and_continues() -> None:
     starting = report(1, ("w0", ""), ("w1", ""), lacking=(WorkerRole.PREFILL,))
     assert start(starting, report(2, ("w0", "")), report(3, ("w0", "")), report(4), opens_early=True) == [
         *LOADING,
@@ -85,11 +85,12 @@ def test_it_is_told_when_there_are_some_of_each_role_and_goes_on() -> None:
     assert start(report(1), opens_early=True) == ["enough"]
 
 
-def test_whoever_is_missing_then_is_waited_for_but_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_missing_after_that_are_awaited_but_no_error(caplog: pytest.LogCaptureFixture) -> None:
     starting, partly = report(1, ("w0", ""), ("w1", "")), report(2, ("w1", "killed"))
     assert start(starting, partly, opens_early=True)[0] == "enough"
     assert [record.getMessage() for record in caplog.records] == [
-        "the fleet serves, but not all of it: not every worker was ready within 0.05 s (cluster.start_timeout_s); "
+        "the fleet serves, but some workers are missing: "
+        "not every worker was ready within 0.05 s (cluster.start_timeout_s); "
         "w1: killed"
     ]
 
@@ -118,6 +119,6 @@ def test_what_is_in_the_way_is_said(
         start(report, opens_early=opens_early)
 
 
-def test_without_somebody_to_tell_all_have_to_come() -> None:
+def test_without_a_callback_all_workers_must_serve() -> None:
     with pytest.raises(ClusterError, match="w1: killed"):
         start(report(1, ("w1", "killed")))

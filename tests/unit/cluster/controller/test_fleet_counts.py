@@ -86,4 +86,4 @@ def test_what_makes_another_fleet_is_said_and_counts_later(caplog: pytest.LogCap
     assert fleet.orders == [(WorkerRole.DECODE, 2)]
     (message,) = caplog.messages
     assert "model.dtype is 'bfloat16' there, 'float32' here" in message
-    assert "when the fleet is started anew" in message
+    assert "when the fleet is started again" in message

@@ -1,4 +1,4 @@
-"""What a gateway is told of its workers, and that it keeps those it knows while nobody tells it anything."""
+"""A gateway's workers follow the fleet's view, and stay while the controller is unreachable."""
 
 import asyncio
 import contextlib
@@ -107,7 +107,9 @@ def test_while_the_controller_is_away_everything_known_stays(monkeypatch: pytest
     assert asked == [("", -1), ("c1", 7), ("c1", 7), ("c1", 7), ("c2", 2)]
 
 
-def test_one_absence_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_absence_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(follower, "RETRY_S", 0.0)
     away, back = ClusterError("away"), FleetView("c1", 7, (A1,))
     with caplog.at_level(logging.WARNING):

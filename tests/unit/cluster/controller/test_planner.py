@@ -123,7 +123,7 @@ def test_workers_that_are_coming_are_waited_for() -> None:
 def test_after_a_change_it_has_time_to_show() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     looks = look(planner, fleet(1, 2, busy=True, itl_p99_s=0.083), 0.0, 60.0)
-    assert [now for now, _ in changes(looks)] == [10.0, 30.0, 50.0]  # nobody heeds it, so it is said again
+    assert [now for now, _ in changes(looks)] == [10.0, 30.0, 50.0]  # not carried out, so decided again
     assert looks[3][1].reason is Reason.COOLING
 
 
@@ -205,13 +205,13 @@ def test_a_worker_that_is_silent_keeps_its_role_from_shrinking() -> None:
     assert changes(look(planner, silent, 0.0, 600.0)) == []
 
 
-def test_without_news_nothing_is_decided() -> None:
+def test_without_reports_nothing_changes() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     looks = look(planner, None, 0.0, 600.0)
     assert {decision.reason for _, decision in looks} == {Reason.NO_NEWS}
 
 
-def test_a_slot_that_finds_no_node_is_given_up_when_nobody_misses_it() -> None:
+def test_a_replica_without_a_node_is_removed_when_it_is_not_needed() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     seen = fleet(1, 1)
     seen = replace(seen, workers=(*seen.workers, worker("w7", D, ReplicaState.PLACING)))
@@ -248,7 +248,7 @@ def test_the_sentence_of_a_role_change_says_what_it_costs_the_other_role() -> No
         (2, False, {"may_change_roles": False}),
     ],
 )
-def test_a_role_that_can_spare_nobody_gives_nobody(prefill: int, busy: bool, config: dict[str, bool]) -> None:
+def test_a_role_without_a_spare_worker_gives_none(prefill: int, busy: bool, config: dict[str, bool]) -> None:
     planner = make_planner(autoscaling_config(prefill=prefill, decode=2, **config))
     (first,) = changes(look(planner, fleet(prefill, 2, busy=busy, itl_p99_s=0.083), 0.0, 10.0))
     assert first[1] == ScaleDecision(D, 3)

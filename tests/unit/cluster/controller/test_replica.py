@@ -23,7 +23,7 @@ def test_each_early_death_doubles_the_wait() -> None:
     assert waits == [0.0, 1.0, 2.0, 4.0]
 
 
-def test_many_deaths_in_a_short_time_are_a_crash_loop_until_a_life_lasts() -> None:
+def test_many_deaths_in_a_short_time_are_a_crash_loop_until_an_incarnation_lasts() -> None:
     restarts = Restarts(POLICY)
     states = [restarts.died(float(now), 1.0)[0] for now in range(5)]
     assert states == [ReplicaState.BACKING_OFF] * 4 + [ReplicaState.CRASH_LOOP]
@@ -54,7 +54,7 @@ def test_waits_are_bounded_and_a_crash_loop_has_had_its_deaths(
 
 
 @given(st.lists(st.sampled_from(ReplicaState)))
-def test_a_slot_moves_only_as_the_table_says(wishes: list[ReplicaState]) -> None:
+def test_a_replica_moves_only_as_the_table_says(wishes: list[ReplicaState]) -> None:
     replica = Replica("w0", WorkerRole.DECODE, Restarts(POLICY))
     for wish in wishes:
         replica.node = "here"

@@ -1,4 +1,4 @@
-"""A controller's process that stood still: what it holds against nobody, and what it notices all the same."""
+"""A controller whose process stood still: which timeouts ignore that, and what it still notices."""
 
 import asyncio
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""How Ray's errors become ours: one line, and no name that whoever passes it on says anyway."""
+"""Ray's errors become Baton's: one line, without a name that the caller adds."""
 
 import asyncio
 from collections.abc import Awaitable

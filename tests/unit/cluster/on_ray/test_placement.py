@@ -78,7 +78,7 @@ def test_unequal_workers_find_room_side_by_side() -> None:
         ({"CPU": 8.0, "GPU": 1.0}, "no room for 2 workers of 1 CPU, 1 GPU each"),
     ],
 )
-def test_who_has_no_room_hears_what_is_missing(
+def test_an_error_for_lack_of_room_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, resources: Bundle, message: str
 ) -> None:
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
@@ -104,7 +104,7 @@ def test_a_role_may_ask_for_resources_and_labels_of_its_own() -> None:
     assert labels_of(config, WorkerRole.DECODE) == {"role": "decode"}
 
 
-def test_who_finds_no_node_with_its_labels_hears_which_it_needs() -> None:
+def test_an_error_for_lack_of_labelled_nodes_names_the_labels() -> None:
     labels = {"ray_address": "auto", "decode_labels": {"role": "decode", "zone": "in(a,b)"}}
     assert labels_text(BatonConfig.from_mapping({"cluster": labels})) == (
         "; decode workers go to nodes with labels {role: decode, zone: in(a,b)} only (cluster.decode_labels)"

@@ -45,7 +45,7 @@ def test_a_joined_cluster_gets_the_token_that_is_there(tmp_path: Path) -> None:
     assert environment["RAY_AUTH_MODE"] == "disabled"
 
 
-def test_an_address_where_nobody_listens_is_known_at_once() -> None:
+def test_an_address_without_a_listener_fails_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -41,7 +41,7 @@ def test_ray_ends_on_the_head_and_then_on_every_other_host(head: Path) -> None:
     assert sorted(others) == [f"baton@10.0.0.{n}: ~/baton-venv/bin/ray stop" for n in (11, 12)]
 
 
-def test_a_host_that_cannot_be_reached_is_named_and_keeps_nobody_waiting(head: Path) -> None:
+def test_an_unreachable_host_is_named_and_delays_no_other(head: Path) -> None:
     done = stop(head, "10.0.0.66", "10.0.0.12")
     assert done.returncode == 1
     assert "may still run on 10.0.0.66;" in done.stderr

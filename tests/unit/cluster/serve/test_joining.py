@@ -78,7 +78,7 @@ def test_a_fleet_is_waited_for_until_it_is_there_and_answers(
     assert said.count("there is no fleet named 'blue' yet") == 1
 
 
-def test_nobody_waits_for_ever(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
+def test_the_wait_for_a_fleet_is_bounded(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(ClusterError, match=r"no fleet named 'blue'; waited 0.2 s .* start one: nobody"):
         find(ClusterError("nobody"))
 
@@ -90,7 +90,8 @@ def test_a_fleet_that_refuses_us_is_not_waited_for(find: Callable[..., tuple[Joi
 
 def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
     with pytest.raises(
-        ClusterError, match=r"'blue' is not the one .* model.dtype is 'float32' there, 'bfloat16'"
+        ClusterError,
+        match=r"'blue' differs from this configuration: model.dtype is 'float32' there, 'bfloat16'",
     ):
         find(Controller(), model={"dtype": "bfloat16"})
     found, _ = find(Controller(), model={"dtype": "float32"})
@@ -98,7 +99,7 @@ def test_a_fleet_of_another_configuration_is_not_joined(find: Callable[..., tupl
 
 
 def test_a_fleet_of_another_secret_is_not_joined(find: Callable[..., tuple[JoinedFleet, str]]) -> None:
-    with pytest.raises(ClusterError, match="its cluster secret is another one"):
+    with pytest.raises(ClusterError, match="its cluster secret differs"):
         find(Controller(keys=ClusterKeys(None, None, b"other" * 8)))
 
 
@@ -140,9 +141,7 @@ def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("address", ["local", "none"])
-def test_a_fleet_that_nobody_else_can_reach_cannot_be_joined(
-    address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_private_fleet_cannot_be_joined(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "--ray-address", address]) == USAGE
     assert f"cluster.ray_address: got '{address}'" in capsys.readouterr().err
 
@@ -180,11 +179,11 @@ def test_addresses_of_either_family_and_names_will_do(address: str) -> None:
     assert BatonConfig.from_mapping({"cluster": {"fleet_address": address}}).cluster.fleet_address == address
 
 
-def test_what_starts_a_fleet_is_not_told_where_one_runs(
+def test_a_command_that_starts_a_fleet_refuses_the_address_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "baton.yaml"
     file.write_text("cluster: {fleet_address: 'fleet:50050'}")
     for command in ("serve", "fleet"):
         assert main([command, str(file)]) == USAGE
-        assert f"`baton {command}` starts one, so leave it out" in capsys.readouterr().err
+        assert f"`baton {command}` starts a fleet of its own, so remove the key" in capsys.readouterr().err

@@ -18,5 +18,5 @@ from cluster.serve.owned_fleet import most_ranks
         ({"engine": {"tensor_parallel": 2}, "autoscaling": {"mode": "on", "max_decode": 5}}, 12),
     ],
 )
-def test_a_private_ray_has_slots_for_as_many_as_there_may_be(sections: dict[str, Any], count: int) -> None:
+def test_a_private_ray_has_room_for_the_most_workers(sections: dict[str, Any], count: int) -> None:
     assert most_ranks(BatonConfig.from_mapping(sections)) == count

@@ -1,4 +1,4 @@
-"""Authenticator: who comes in with which key, and what everybody else is told."""
+"""Authenticator: which keys admit which callers, and how other calls are refused."""
 
 import logging
 import os
@@ -22,23 +22,25 @@ def bearer(key: str) -> list[str]:
     return [f"Bearer {key}"]
 
 
-def admit(door: Authenticator, authorizations: Sequence[str], right: Right | None) -> Caller:
+def admit(authenticator: Authenticator, authorizations: Sequence[str], right: Right | None) -> Caller:
     """As locks do it."""
-    caller = door.caller_of(authorizations)
-    door.admit(caller, right)
+    caller = authenticator.caller_of(authorizations)
+    authenticator.admit(caller, right)
     return caller
 
 
 def test_keys_open_what_their_scopes_say() -> None:
-    door = Authenticator(WITH_KEYS, VirtualClock())
-    assert admit(door, bearer(ALICE), Right.GENERATE).name == "alice"
-    assert admit(door, ["bearer   " + ALICE], None).name == "alice"  # RFC 7235: the scheme in any case
-    assert admit(door, bearer(WATCHER), Right.OBSERVE).name == "watcher"
-    assert admit(door, bearer(ADMIN), Right.ADMINISTER).may_administer
+    authenticator = Authenticator(WITH_KEYS, VirtualClock())
+    assert admit(authenticator, bearer(ALICE), Right.GENERATE).name == "alice"
+    assert (
+        admit(authenticator, ["bearer   " + ALICE], None).name == "alice"
+    )  # RFC 7235: the scheme in any case
+    assert admit(authenticator, bearer(WATCHER), Right.OBSERVE).name == "watcher"
+    assert admit(authenticator, bearer(ADMIN), Right.ADMINISTER).may_administer
     with pytest.raises(PermissionDenied, match="scope 'administer', which the key of 'alice' lacks"):
-        admit(door, bearer(ALICE), Right.ADMINISTER)
+        admit(authenticator, bearer(ALICE), Right.ADMINISTER)
     with pytest.raises(PermissionDenied, match="scope 'generate', which the key of 'watcher' lacks"):
-        admit(door, bearer(WATCHER), Right.GENERATE)
+        admit(authenticator, bearer(WATCHER), Right.GENERATE)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_keys_open_what_their_scopes_say() -> None:
         bearer(f"{ALICE} {ALICE}"),
     ],
 )
-def test_without_a_key_of_this_gateways_nobody_comes_in(shown: list[str]) -> None:
+def test_only_this_gateways_keys_admit_a_caller(shown: list[str]) -> None:
     with pytest.raises(Unauthenticated) as refused:
         admit(Authenticator(WITH_KEYS, VirtualClock()), shown, None)
     assert ALICE not in str(refused.value)
@@ -64,39 +66,39 @@ def test_without_a_key_of_this_gateways_nobody_comes_in(shown: list[str]) -> Non
 
 
 def test_on_loopback_without_keys_everybody_may_do_everything_whatever_key_they_show() -> None:
-    door = Authenticator(GatewayConfig(), VirtualClock())
-    assert admit(door, [], Right.ADMINISTER) is ANYBODY
-    assert admit(door, bearer("EMPTY"), Right.ADMINISTER) is ANYBODY
+    authenticator = Authenticator(GatewayConfig(), VirtualClock())
+    assert admit(authenticator, [], Right.ADMINISTER) is ANYBODY
+    assert admit(authenticator, bearer("EMPTY"), Right.ADMINISTER) is ANYBODY
 
 
 def test_anonymous_callers_beside_keys_may_only_generate() -> None:
-    door = Authenticator(GatewayConfig(api_keys=API_KEYS, allow_anonymous=True), VirtualClock())
-    assert admit(door, [], Right.GENERATE).name == "anybody"
+    authenticator = Authenticator(GatewayConfig(api_keys=API_KEYS, allow_anonymous=True), VirtualClock())
+    assert admit(authenticator, [], Right.GENERATE).name == "anybody"
     for right in (Right.OBSERVE, Right.ADMINISTER):
         with pytest.raises(PermissionDenied, match=f"needs an API key with the scope '{right.value}'"):
-            admit(door, [], right)
+            admit(authenticator, [], right)
     with pytest.raises(Unauthenticated):  # a key that was withdrawn is no reason to go on without one
-        admit(door, bearer("baton-withdrawn"), Right.GENERATE)
+        admit(authenticator, bearer("baton-withdrawn"), Right.GENERATE)
 
 
-def test_off_loopback_nobody_does_more_than_generate_without_a_key() -> None:
-    door = Authenticator(GatewayConfig(host="0.0.0.0", allow_anonymous=True), VirtualClock())
-    assert admit(door, bearer("EMPTY"), Right.GENERATE).best_priority == 0
+def test_off_loopback_callers_without_a_key_may_only_generate() -> None:
+    authenticator = Authenticator(GatewayConfig(host="0.0.0.0", allow_anonymous=True), VirtualClock())
+    assert admit(authenticator, bearer("EMPTY"), Right.GENERATE).best_priority == 0
     for right in (Right.OBSERVE, Right.ADMINISTER):
         with pytest.raises(PermissionDenied, match=f"scope '{right.value}'"):
-            admit(door, [], right)
+            admit(authenticator, [], right)
 
 
 def test_only_what_generates_counts_against_a_rate() -> None:
     clock = VirtualClock()
-    door = Authenticator(GatewayConfig(api_keys=(entry("a", "k", requests_per_minute=1),)), clock)
+    authenticator = Authenticator(GatewayConfig(api_keys=(entry("a", "k", requests_per_minute=1),)), clock)
     for _ in range(5):
-        admit(door, bearer("k"), None)
-    admit(door, bearer("k"), Right.GENERATE)
+        admit(authenticator, bearer("k"), None)
+    admit(authenticator, bearer("k"), Right.GENERATE)
     with pytest.raises(RateLimited):
-        admit(door, bearer("k"), Right.GENERATE)
+        admit(authenticator, bearer("k"), Right.GENERATE)
     clock.advance(60.0)
-    admit(door, bearer("k"), Right.GENERATE)
+    admit(authenticator, bearer("k"), Right.GENERATE)
 
 
 def write(path: Path, *keys: str) -> None:
@@ -108,38 +110,38 @@ def test_a_key_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys.yaml", VirtualClock()
     old, new = new_key(), new_key()
     write(path, old)
-    door = Authenticator(GatewayConfig(api_keys=API_KEYS, api_keys_file=str(path)), clock)
-    assert admit(door, bearer(old), None).name == "n0"
-    assert admit(door, bearer(ALICE), None).name == "alice"
+    authenticator = Authenticator(GatewayConfig(api_keys=API_KEYS, api_keys_file=str(path)), clock)
+    assert admit(authenticator, bearer(old), None).name == "n0"
+    assert admit(authenticator, bearer(ALICE), None).name == "alice"
     write(path, old, new)
     clock.advance(1.0)
-    assert {admit(door, bearer(key), None).name for key in (old, new)} == {"n0", "n1"}
+    assert {admit(authenticator, bearer(key), None).name for key in (old, new)} == {"n0", "n1"}
     write(path, new)
     clock.advance(1.0)
     with pytest.raises(Unauthenticated):
-        admit(door, bearer(old), None)
+        admit(authenticator, bearer(old), None)
 
 
-def test_a_key_file_that_broke_changes_nothing_and_is_logged_without_its_content(
+def test_a_broken_key_file_changes_nothing_and_is_logged_without_its_content(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, clock, key = tmp_path / "keys.yaml", VirtualClock(), new_key()
     write(path, key)
-    door = Authenticator(GatewayConfig(api_keys_file=str(path)), clock)
+    authenticator = Authenticator(GatewayConfig(api_keys_file=str(path)), clock)
     for broken in (f"- {key}", f"- name: a\n  sha256: {key}\n", f'"{key}', f"{key}: [", "- name: a\n"):
         path.write_text(broken)
         clock.advance(1.0)
         with caplog.at_level(logging.DEBUG):
-            assert admit(door, bearer(key), None).name == "n0"
+            assert admit(authenticator, bearer(key), None).name == "n0"
     assert "cannot be used; keeping the previous content" in caplog.text
     assert len(caplog.records) == 5
     assert key not in caplog.text
     path.unlink()
     clock.advance(1.0)
-    assert admit(door, bearer(key), None).name == "n0"
+    assert admit(authenticator, bearer(key), None).name == "n0"
 
 
-def test_with_an_empty_key_file_nobody_comes_in(tmp_path: Path) -> None:
+def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.touch()
     with pytest.raises(Unauthenticated):

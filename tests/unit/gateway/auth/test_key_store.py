@@ -11,7 +11,7 @@ from gateway.auth.key_store import KeyStore, hash_of, new_key
 from tests.factories.api_keys import entry
 
 
-def test_a_key_finds_its_owner_and_nothing_else_does() -> None:
+def test_only_the_key_itself_finds_its_owner() -> None:
     key = new_key()
     ring = KeyStore([entry("alice", key), entry("bob", new_key())])
     caller = ring.caller(key)

@@ -58,13 +58,13 @@ def test_no_more_pass_than_capacity_and_rate_allow_and_the_hint_is_right(
             passed += 1
 
 
-def test_so_many_at_once_and_one_more_when_one_has_ended() -> None:
+def test_a_bounded_number_at_once_and_one_more_when_one_has_ended() -> None:
     running, caller = Concurrency(), Caller("a", max_concurrent=2)
     other = Caller("b", max_concurrent=1)
     assert (running.begin(caller), running.begin(caller)) == (None, None)
     refused = running.begin(caller)
     assert isinstance(refused, RateLimited)
-    assert "'a' grants 2 requests at once" in str(refused)
+    assert "'a' allows 2 requests at once" in str(refused)
     assert running.begin(other) is None
     running.end(caller)
     assert running.begin(caller) is None

@@ -1,4 +1,4 @@
-"""GrammarCheck with a scripted process: who is told what, what is remembered, and in which order callers are served."""
+"""GrammarCheck with a scripted process: verdicts, what is remembered, and the order of callers."""
 
 import asyncio
 import signal
@@ -261,7 +261,7 @@ def test_the_latest_verdicts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play(scene).tried == ["a", "b", "c", "b"]
 
 
-def test_what_waits_when_the_gateway_stops_is_refused() -> None:
+def test_waiting_grammars_are_refused_when_the_gateway_stops() -> None:
     async def scene(world: World) -> None:
         held = asyncio.create_task(world.check("waits"))
         while "waits" not in world.tried:

@@ -39,7 +39,7 @@ def test_small_ones_of_every_shape_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in FLAT | HIDDEN])
-def test_what_is_too_deep_is_refused_with_the_limit(name: str) -> None:
+def test_a_grammar_that_is_too_deep_is_refused_with_the_limit(name: str) -> None:
     with pytest.raises(
         InvalidRequest, match=rf"structured_output: its .* \d+ levels deep, at most {MAX_DEPTH} are"
     ):
@@ -47,7 +47,7 @@ def test_what_is_too_deep_is_refused_with_the_limit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FLAT | HIDDEN))
-def test_what_is_not_deep_passes_however_long_it_is(name: str) -> None:
+def test_a_shallow_grammar_passes_however_long_it_is(name: str) -> None:
     check_depth(SHAPES[name].of())
 
 

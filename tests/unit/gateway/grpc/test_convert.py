@@ -49,7 +49,7 @@ def test_set_fields_arrive_as_they_were_meant() -> None:
     assert (params.logit_bias, params.stop) == ({3: -1.1}, ("x",))
 
 
-def test_max_tokens_never_exceed_what_the_model_has_room_for() -> None:
+def test_max_tokens_never_exceed_the_models_room() -> None:
     assert params_of(5, max_tokens=50).max_tokens == 5
 
 
@@ -128,7 +128,9 @@ def test_too_many_of_anything_are_counted_before_anything_is_made_of_them(
         assert caught.value.field == field
 
 
-def test_choices_that_are_too_long_are_not_even_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_that_are_too_long_are_refused_before_they_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(vllm_convert, "_literally", never)
     message = vllm_engine_pb2.SamplingParams()
     message.choice.choices.extend(["+" * 1000] * 1000)
@@ -140,7 +142,7 @@ def never(*_: Any, **__: Any) -> Any:
     raise AssertionError("that is work")
 
 
-def test_one_call_ends_so_many_requests_and_no_more() -> None:
+def test_one_call_ends_a_bounded_number_of_requests() -> None:
     assert convert.ids_to_abort(["a"] * convert.MAX_ABORTED) == ["a"] * convert.MAX_ABORTED
     with pytest.raises(InvalidRequest, match="request_ids: one call can end at most 4096 requests, got 4097"):
         convert.ids_to_abort(["a"] * (convert.MAX_ABORTED + 1))

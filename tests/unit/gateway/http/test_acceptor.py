@@ -42,40 +42,34 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == acceptor.__name__]
 
 
-def test_without_files_it_does_not_try_again_at_once(
+async def test_without_files_it_does_not_try_again_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(acceptor, "PAUSE_S", 3600.0)
     clock = VirtualClock()
 
-    async def test() -> None:
-        with Exhausted(clock) as listener, socket.create_connection(listener.getsockname()):
-            accepting = acceptor_with(clock)
-            accepting.start(listener)
-            for _ in range(100):  # turns of the event loop, in each of which the socket is readable
-                await asyncio.sleep(0)
-            assert listener.num_attempts == 1
-            accepting.close()
-
-    asyncio.run(test())
+    with Exhausted(clock) as listener, socket.create_connection(listener.getsockname()):
+        accepting = acceptor_with(clock)
+        accepting.start(listener)
+        for _ in range(100):  # turns of the event loop, in each of which the socket is readable
+            await asyncio.sleep(0)
+        assert listener.num_attempts == 1
+        accepting.close()
     (line,) = lines(caplog)
     assert "cannot accept HTTP connections: Too many open files" in line
 
 
-def test_without_files_it_says_so_once_a_minute_and_how_often_it_tried(
+async def test_a_lack_of_files_is_logged_once_a_minute_with_the_number_of_attempts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(acceptor, "PAUSE_S", 0.0)
     clock = VirtualClock()
 
-    async def test() -> None:
-        with Exhausted(clock) as listener, socket.create_connection(listener.getsockname()):
-            accepting = acceptor_with(clock)
-            accepting.start(listener)
-            async with asyncio.timeout(30):
-                while listener.num_attempts < 2 * LOG_INTERVAL_S + 2:
-                    await asyncio.sleep(0)
-            accepting.close()
-
-    asyncio.run(test())
+    with Exhausted(clock) as listener, socket.create_connection(listener.getsockname()):
+        accepting = acceptor_with(clock)
+        accepting.start(listener)
+        async with asyncio.timeout(30):
+            while listener.num_attempts < 2 * LOG_INTERVAL_S + 2:
+                await asyncio.sleep(0)
+        accepting.close()
     assert [line.partition("(")[2].partition(" ")[0] for line in lines(caplog)] == ["1", "60", "60"]

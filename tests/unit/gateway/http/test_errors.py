@@ -1,4 +1,4 @@
-"""A bug of ours says no more than that it happened, and names the request that the log tells of."""
+"""A bug reveals nothing to the client but the request's id, by which the log can be searched."""
 
 import asyncio
 import logging

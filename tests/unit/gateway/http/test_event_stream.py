@@ -49,45 +49,36 @@ class Source:
             self.is_closed = True
 
 
-def test_events_go_out_as_browsers_read_them() -> None:
-    async def run() -> None:
-        reader = Reader()
-        await reader.get(stream_of(Source(ends=True).events()))
-        start = reader.messages[0]
-        assert (start["status"], dict(start["headers"])[b"content-type"]) == (
-            200,
-            b"text/event-stream; charset=utf-8",
-        )
-        assert reader.body.startswith(b'event: tick\ndata: {"number":0}\n\nevent: tick\n')
-        assert not reader.messages[-1].get("more_body", False)
-
-    asyncio.run(run())
+async def test_events_go_out_as_browsers_read_them() -> None:
+    reader = Reader()
+    await reader.get(stream_of(Source(ends=True).events()))
+    start = reader.messages[0]
+    assert (start["status"], dict(start["headers"])[b"content-type"]) == (
+        200,
+        b"text/event-stream; charset=utf-8",
+    )
+    assert reader.body.startswith(b'event: tick\ndata: {"number":0}\n\nevent: tick\n')
+    assert not reader.messages[-1].get("more_body", False)
 
 
-def test_an_error_in_place_of_the_first_event_is_raised_before_anything_was_said() -> None:
+async def test_an_error_in_place_of_the_first_event_is_raised_before_anything_was_said() -> None:
     async def full() -> AsyncGenerator[bytes, None]:
         if not Reader().messages:
             raise Overloaded("full", retry_after_s=1.0)
         yield b""
 
-    async def run() -> None:
-        reader = Reader()
-        with pytest.raises(Overloaded):
-            await reader.get(stream_of(full()))
-        assert reader.messages == []
-
-    asyncio.run(run())
+    reader = Reader()
+    with pytest.raises(Overloaded):
+        await reader.get(stream_of(full()))
+    assert reader.messages == []
 
 
-def test_who_leaves_ends_the_source_at_once() -> None:
-    async def run() -> None:
-        reader, source = Reader(), Source(ends=False)
-        serving = asyncio.create_task(reader.get(stream_of(source.events())))
-        await asyncio.sleep(0.01)
-        assert not source.is_closed
-        reader.leaves.set()
-        async with asyncio.timeout(60):
-            await serving
-        assert source.is_closed
-
-    asyncio.run(run())
+async def test_a_client_that_leaves_ends_the_source_at_once() -> None:
+    reader, source = Reader(), Source(ends=False)
+    serving = asyncio.create_task(reader.get(stream_of(source.events())))
+    await asyncio.sleep(0.01)
+    assert not source.is_closed
+    reader.leaves.set()
+    async with asyncio.timeout(60):
+        await serving
+    assert source.is_closed

@@ -129,7 +129,7 @@ def one_go_completion(
 
 @pytest.mark.parametrize("num_top", [None, 0, 1, 20])
 @pytest.mark.parametrize("num_tokens", [1, TOKENS_PER_PIECE, 700])
-def test_a_chat_in_pieces_is_what_one_go_writes(
+def test_a_chat_in_pieces_equals_one_that_is_written_at_once(
     tokenizer: Tokenizer, num_tokens: int, num_top: int | None
 ) -> None:
     answers = [long_answer(tokenizer, num_tokens + more, num_top, 7) for more in (0, 1)]
@@ -141,7 +141,7 @@ def test_a_chat_in_pieces_is_what_one_go_writes(
 
 @pytest.mark.parametrize("num_top", [None, 0, 1, 20])
 @pytest.mark.parametrize("num_tokens", [1, TOKENS_PER_PIECE, 700])
-def test_a_completion_in_pieces_is_what_one_go_writes(
+def test_a_completion_in_pieces_equals_one_that_is_written_at_once(
     tokenizer: Tokenizer, num_tokens: int, num_top: int | None
 ) -> None:
     answers = [long_answer(tokenizer, num_tokens + more, num_top, 7) for more in (0, 1)]

@@ -1,4 +1,4 @@
-"""What connections of the HTTP door inherit from the socket that listens."""
+"""What HTTP connections inherit from the listening socket."""
 
 import socket
 

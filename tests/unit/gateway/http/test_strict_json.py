@@ -68,7 +68,7 @@ def test_anything_else_is_refused_and_nothing_else_happens(body: bytes) -> None:
         (b"[" + b"1," * MAX_VALUES + b"1]", f"more than {MAX_VALUES} values"),
     ],
 )
-def test_what_readers_would_not_agree_on_is_refused_with_the_reason(body: bytes, complaint: str) -> None:
+def test_ambiguous_json_is_refused_with_the_reason(body: bytes, complaint: str) -> None:
     with pytest.raises(NotStrict, match=complaint):
         parse(body)
 
@@ -83,7 +83,7 @@ def test_what_readers_would_not_agree_on_is_refused_with_the_reason(body: bytes,
         b'[18446744073709551615, -9223372036854775808, "99999999999999999999"]',
     ],
 )
-def test_what_only_looks_like_it_is_taken(body: bytes) -> None:
+def test_lookalikes_are_accepted(body: bytes) -> None:
     assert parse(body) == json.loads(body)
 
 
@@ -100,7 +100,7 @@ def test_what_only_looks_like_it_is_taken(body: bytes) -> None:
     ],
 )
 def test_bombs_cost_no_more_than_their_length(body: bytes) -> None:
-    """A search that begins anew at every quote would take minutes for the fourth."""
+    """A search that restarts at every quote would take minutes for the fourth."""
     began = time.thread_time()
     with pytest.raises(NotStrict):
         parse(body)

@@ -1,4 +1,4 @@
-"""What is wrong with a body is told by its field, in the words of whoever wrote the body."""
+"""Problems of a body are reported by field, in the terms of the body's author."""
 
 from typing import Annotated, Any, Literal
 
@@ -53,12 +53,12 @@ def test_the_field_that_is_to_blame_is_named(body: dict[str, Any], field: str, w
     assert problem(body) == (field, words)
 
 
-def test_a_long_value_is_not_repeated_whole() -> None:
+def test_a_long_value_is_repeated_shortened() -> None:
     _, words = problem({"number": "x" * 10_000})
     assert len(words) < 200
 
 
-def test_what_lies_outside_of_the_body_is_named_alone() -> None:
+def test_a_header_is_named_alone() -> None:
     finding = {
         "type": "int_parsing",
         "loc": ("header", "x-name"),

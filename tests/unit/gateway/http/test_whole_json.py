@@ -40,7 +40,7 @@ def test_a_pieces_length_is_bounded() -> None:
     assert max(map(len, string_pieces("\x00" * len(TEXT)))) == PIECE_CHARACTERS * len("\\u0000")
 
 
-def test_ascii_says_the_same() -> None:
+def test_ascii_json_has_the_same_meaning() -> None:
     written = json.dumps(TEXT[:100], ensure_ascii=False)
     assert in_ascii(written).isascii()
     assert json.loads(in_ascii(written)) == TEXT[:100]

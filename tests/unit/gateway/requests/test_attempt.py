@@ -65,8 +65,8 @@ def test_c34_a_prefill_worker_that_is_lost_does_not_have_to_say_why_its_prompt_d
 
 
 @pytest.mark.parametrize("worker", ["p", "d"])
-def test_c52_what_is_lost_with_a_worker_that_was_leaving_is_given_back(worker: str) -> None:
-    """It was sent before the gateway heard of the drain, and came when nobody was there to refuse it."""
+def test_c52_a_request_that_is_lost_with_a_draining_worker_counts_as_given_back(worker: str) -> None:
+    """The request was sent before the gateway learned of the drain, and arrived too late to be refused."""
     failure = failure_of(make_attempt().on_lost(worker, "its engine is stopped", was_draining=True))
     assert (failure.cause, failure.is_prompt_lost) == (Cause.GIVEN_BACK, False)
 
@@ -78,7 +78,7 @@ def test_c34_a_prompt_that_was_handed_over_and_did_not_come_is_lost_at_once() ->
     assert attempt.prefill_to_abort() is None
 
 
-def test_c52_who_decodes_needs_no_prefill_worker_even_if_its_last_word_was_lost() -> None:
+def test_c52_a_decoding_request_survives_the_loss_of_its_prefill_worker_and_its_last_report() -> None:
     attempt = make_attempt()
     assert attempt.on_output("d", tokens(7, 8)) is Verdict.DELIVER
     assert attempt.on_lost("p", "killed") is None
@@ -88,7 +88,7 @@ def test_c52_who_decodes_needs_no_prefill_worker_even_if_its_last_word_was_lost(
 
 
 @pytest.mark.parametrize("kind", [ErrorKind.GIVEN_BACK, ErrorKind.INTERNAL, ErrorKind.OVERLOADED])
-def test_c52_who_decodes_goes_on_whatever_its_prefill_worker_says_after_that(kind: ErrorKind) -> None:
+def test_c52_a_decoding_request_continues_whatever_its_prefill_worker_reports_later(kind: ErrorKind) -> None:
     attempt = make_attempt()
     assert attempt.on_output("d", tokens(7, 8)) is Verdict.DELIVER
     assert attempt.on_output("p", error(kind)) is Verdict.IGNORE

@@ -2,6 +2,8 @@
 
 from itertools import count
 
+import pytest
+
 from baton.config import GatewayConfig
 from baton.errors import InvalidRequest, RateLimited
 from baton.kv import WorkerRef
@@ -25,12 +27,13 @@ from gateway.requests.events import (
 )
 from gateway.requests.record import Outcome
 from gateway.requests.request import GatewayRequest
+from gateway.routing.placement import Placement, RouteQuery
 from gateway.routing.router import Router
-from tests.factories.silent_text import SilentText
+from simulator.driver import SilentText
 
 
 def make_dispatcher(*workers: str) -> Dispatcher:
-    """Those whose name begins with p prefill."""
+    """Workers whose names begin with p prefill."""
     ids = count()
     dispatcher = Dispatcher(
         Router(GatewayConfig(routing_policy="round_robin"), b"key"),
@@ -52,17 +55,19 @@ def status_of(name: str) -> WorkerStatus:
 
 
 def make_request(request_id: str = "r", caller: Caller = ANYBODY) -> GatewayRequest:
+    """Its salt is its id."""
     return GatewayRequest(
         request_id=request_id,
         prompt_token_ids=(1, 2, 3),
         sampling_params=SamplingParams(max_tokens=3, seed=0),
         text=SilentText(),
+        cache_salt=request_id,
         caller=caller,
     )
 
 
 def submitted(effects: list[Effect]) -> dict[str, str]:
-    """Workers that get something, and its id."""
+    """Workers that get a sub-request, with its id."""
     return {
         effect.worker: effect.sub_request.request_id for effect in effects if isinstance(effect, SubmitTo)
     }
@@ -100,7 +105,7 @@ def test_a_stop_ends_the_other_sub_request_and_an_end_is_recorded_once() -> None
 
 
 def test_a_request_moves_when_the_loss_of_its_prefill_worker_leaves_it_without_any() -> None:
-    """Its decode worker had ended it, and said a token late."""
+    """Its decode worker had ended the decode request, and sent a token late."""
     dispatcher, request = make_dispatcher("p0", "d0", "d1"), make_request()
     placed = submitted(dispatcher.handle(Submitted(request), 0.0))
     (decode,) = placed.keys() - {"p0"}
@@ -116,13 +121,13 @@ def test_a_request_moves_at_once_when_its_worker_is_lost() -> None:
     ((worker, engine_id),) = submitted(dispatcher.handle(Submitted(request), 0.0)).items()
     dispatcher.handle(outputs(worker, engine_id, 7), 1.0)
     effects = dispatcher.handle(WorkerLost(worker, "killed"), 2.0)
-    assert effects[0] == AbortAt(worker, engine_id), "should it hear us after all"
+    assert effects[0] == AbortAt(worker, engine_id), "the worker may still be reachable"
     assert submitted(effects).keys() == {"d0", "d1"} - {worker}
     late = outputs(worker, engine_id, 7, 8)
-    assert dispatcher.handle(late, 3.0) == [], "what it says later reaches no client"
+    assert dispatcher.handle(late, 3.0) == [], "its later outputs reach no client"
 
 
-def test_what_is_refused_when_it_comes_is_recorded_as_rejected() -> None:
+def test_a_request_that_is_refused_on_arrival_is_recorded_as_rejected() -> None:
     caller = Caller("a", max_concurrent=1)
     dispatcher, first = make_dispatcher("d0"), make_request(caller=caller)
     dispatcher.handle(Submitted(first), 0.0)
@@ -135,3 +140,27 @@ def test_what_is_refused_when_it_comes_is_recorded_as_rejected() -> None:
         assert isinstance(recorded, Record)
         assert recorded.record.outcome is Outcome.REJECTED
     assert dispatcher.requests_of("r", caller) == [first]
+
+
+def test_a_bug_in_routing_one_request_of_a_sweep_ends_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sweep follows a heartbeat: an error that left it would close the connection to the worker."""
+    dispatcher, cursed, healthy = make_dispatcher(), make_request("cursed"), make_request("healthy")
+    for request in (cursed, healthy):
+        assert dispatcher.handle(Submitted(request), 0.0) == []
+    route, bug = dispatcher.router.route, ZeroDivisionError("a bug")
+
+    def route_or_fail(query: RouteQuery) -> Placement:
+        if query.cache_salt == cursed.cache_salt:
+            raise bug
+        return route(query)
+
+    monkeypatch.setattr(dispatcher.router, "route", route_or_fail)
+    effects = dispatcher.handle(WorkerReported(status_of("d0")), 1.0)
+    assert [effect for effect in effects if isinstance(effect, Refuse)] == [Refuse(cursed, bug)]
+    assert submitted(effects).keys() == {"d0"}
+    assert (dispatcher.num_queued, dispatcher.num_in_flight) == (0, 2)
+    (recorded,) = dispatcher.handle(StreamEnded(cursed, bug), 2.0)
+    assert isinstance(recorded, Record)
+    assert recorded.record.outcome is Outcome.REJECTED

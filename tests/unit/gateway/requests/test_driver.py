@@ -1,20 +1,25 @@
-"""What waits for its reader: merged, in order, bounded."""
+"""UnreadAnswer: deltas that wait for their reader are merged, in order and bounded."""
 
 import asyncio
 
 import pytest
 
+from baton.clock import SystemClock
+from baton.config import GatewayConfig, NetworkConfig
 from baton.errors import SlowReader, WorkerUnavailable
 from baton.request import TokenLogprobs
-from gateway.requests.driver import UnreadAnswer
-from gateway.requests.request import Delta
+from baton.sampling import SamplingParams
+from gateway.requests.driver import RequestDriver, UnreadAnswer
+from gateway.requests.request import Delta, GatewayRequest
+from gateway.routing.placement import RouteQuery
+from simulator.driver import SilentText
 
 
 def read(unread: UnreadAnswer) -> Delta:
     return asyncio.run(asyncio.wait_for(unread.read(), 60))
 
 
-def test_what_waits_together_is_read_together_and_in_order() -> None:
+def test_waiting_deltas_are_read_together_and_in_order() -> None:
     unread = UnreadAnswer(100)
     first, second = TokenLogprobs(1, -0.5, 1, ()), TokenLogprobs(2, -0.25, 2, ())
     unread.put(Delta((1,), "a", (first,)))
@@ -24,7 +29,7 @@ def test_what_waits_together_is_read_together_and_in_order() -> None:
     assert read(unread) == Delta((4,), "d")
 
 
-def test_who_reads_faster_waits_for_more() -> None:
+def test_a_fast_reader_waits_for_the_next_delta() -> None:
     async def test() -> Delta:
         unread = UnreadAnswer(100)
         reading = asyncio.create_task(unread.read())
@@ -36,7 +41,7 @@ def test_who_reads_faster_waits_for_more() -> None:
     assert asyncio.run(test()) == Delta((1,), "a")
 
 
-def test_a_failure_comes_once_and_behind_what_came_before_it() -> None:
+def test_a_failure_is_read_once_after_everything_before_it() -> None:
     unread = UnreadAnswer(100)
     unread.put(Delta((1,), "a"))
     unread.fail(WorkerUnavailable("gone"))
@@ -45,7 +50,7 @@ def test_a_failure_comes_once_and_behind_what_came_before_it() -> None:
         read(unread)
 
 
-def test_nothing_is_read_of_what_was_cut_short() -> None:
+def test_a_cut_off_answer_is_not_read() -> None:
     unread = UnreadAnswer(100)
     unread.put(Delta((1,), "a"))
     unread.fail(WorkerUnavailable("gone"))
@@ -54,7 +59,7 @@ def test_nothing_is_read_of_what_was_cut_short() -> None:
         read(unread)
 
 
-def test_no_more_waits_than_may() -> None:
+def test_the_unread_part_is_bounded() -> None:
     unread = UnreadAnswer(3)
     unread.put(Delta((1, 2, 3), "abc"))
     assert len(read(unread).token_ids) == 3
@@ -62,3 +67,25 @@ def test_no_more_waits_than_may() -> None:
     assert not unread.put(Delta((3, 4), "cd"))
     with pytest.raises(SlowReader, match="4 tokens of its answer wait, and at most 3 may"):
         read(unread)
+
+
+async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = RequestDriver(GatewayConfig(), NetworkConfig(), None, b"key", "retry", SystemClock())
+    request = GatewayRequest(
+        request_id="r",
+        prompt_token_ids=(1,),
+        sampling_params=SamplingParams(max_tokens=1),
+        text=SilentText(),
+        timeout_s=1.0,
+    )
+
+    def broken(_: RouteQuery) -> dict[str, int]:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(driver.router, "lacking", broken)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            await anext(driver.generate(request))
+        assert driver.dispatcher.num_in_flight == 0
+    finally:
+        await driver.stop()

@@ -17,7 +17,7 @@ def test_percentiles_are_those_of_the_values(seed: int) -> None:
     assert window.latencies(10.0, now=1.5).ttft_s == pytest.approx((values[999], values[1979]), rel=0.011)
 
 
-def test_what_is_older_than_the_window_does_not_count() -> None:
+def test_values_older_than_the_window_do_not_count() -> None:
     window = LatencyWindow()
     window.first_token(9.0, now=1.0)
     window.first_token(0.1, now=20.0)
@@ -69,7 +69,7 @@ def test_memory_does_not_grow_with_time_or_tokens() -> None:
     )  # the last bin takes them all
 
 
-def test_each_whole_second_of_the_last_minute_is_told_apart() -> None:
+def test_each_complete_second_of_the_last_minute_is_reported_separately() -> None:
     window = LatencyWindow()
     window.first_token(0.2, now=97.5)
     window.next_tokens(0.03, 4, now=99.1)

@@ -216,7 +216,7 @@ def taken(attempt: int, end: TransferEventKind, at_s: float) -> TransferRecord:
     )
 
 
-def test_why_a_hand_over_failed_is_not_told_to_everybody() -> None:
+def test_only_administrators_learn_why_a_hand_over_failed() -> None:
     state = make_state()
     story = whole_story()
     why = replace(taken(0, TransferEventKind.FAILED, 3.0), reason="cannot open /dev/shm/kv")
@@ -235,7 +235,7 @@ def test_why_a_hand_over_failed_is_not_told_to_everybody() -> None:
     assert replace(told, timing=delta.finish.timing) == delta.finish
 
 
-def test_every_hand_over_is_told_even_those_of_attempts_that_failed() -> None:
+def test_every_hand_over_is_reported_even_those_of_failed_attempts() -> None:
     state = make_state()
     failed = StageTimes(transfers=(taken(0, TransferEventKind.FAILED, 3.0),))
     state.on_output("d0", output(0, finish_reason=FinishReason.ERROR, stage_times=failed), 11.0)

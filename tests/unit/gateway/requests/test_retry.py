@@ -14,11 +14,11 @@ from gateway.requests.retry import MAX_ATTEMPTS, MAX_FAILURES, MAX_LOSSES, LoadF
 from gateway.routing.placement import Mode, NoRoom
 from gateway.routing.router import Router
 from gateway.workers.worker_list import WorkerList
-from tests.factories.silent_text import SilentText
+from simulator.driver import SilentText
 
 
 class Fleet:
-    """A router and a worker list that hear the same."""
+    """A router and a worker list with the same heartbeats."""
 
     def __init__(self, *names: str) -> None:
         self.workers, self.router = WorkerList(), Router(GatewayConfig(routing_policy="round_robin"), b"")
@@ -108,7 +108,7 @@ def test_losses_count_apart_and_all_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("cause", [Cause.GIVEN_BACK, Cause.REFUSED])
-def test_to_be_given_back_or_refused_counts_as_nothing(cause: Cause) -> None:
+def test_given_back_and_refused_attempts_do_not_count(cause: Cause) -> None:
     fleet = Fleet("d0")
     trip = Trip(fleet, policy="fail")
     for _ in range(2 * MAX_ATTEMPTS):
@@ -116,7 +116,9 @@ def test_to_be_given_back_or_refused_counts_as_nothing(cause: Cause) -> None:
         fleet.hear("d0")
 
 
-def test_who_failed_it_is_avoided_until_its_next_life_or_until_nobody_else_is_left() -> None:
+def test_a_worker_that_failed_a_request_is_avoided_until_its_next_incarnation_or_if_no_other_is_left() -> (
+    None
+):
     fleet = Fleet("d0", "d1", "d2")
     trip = Trip(fleet)
     trip.fail(Cause.FAILED, brings=1, worker="d0")
@@ -129,7 +131,7 @@ def test_who_failed_it_is_avoided_until_its_next_life_or_until_nobody_else_is_le
     assert trip.begin().placement.decode == "d0"
 
 
-def test_who_was_lost_is_as_good_as_any_other_once_it_is_heard_again() -> None:
+def test_a_lost_worker_counts_like_any_other_after_its_next_heartbeat() -> None:
     fleet = Fleet("d0")
     trip = Trip(fleet)
     trip.fail(Cause.LOST, brings=1)
@@ -140,7 +142,7 @@ def test_who_was_lost_is_as_good_as_any_other_once_it_is_heard_again() -> None:
     assert trip.begin().placement.decode == "d0"
 
 
-def test_who_refused_it_is_asked_again_when_it_was_heard_again() -> None:
+def test_a_worker_that_refused_a_request_is_tried_again_after_its_next_heartbeat() -> None:
     fleet = Fleet("d0", "d1")
     trip = Trip(fleet)
     trip.fail(Cause.REFUSED, worker="d0")
@@ -172,7 +174,7 @@ def test_c34_under_the_policy_fail_a_lost_prompt_ends_it_but_not_one_that_was_gi
     assert Trip(Fleet("p0", "d0"), policy="fail").fail(Cause.LOST, brings=5) is None
 
 
-def test_the_time_to_find_a_place_begins_with_what_a_worker_did_for_it() -> None:
+def test_the_time_to_find_a_place_restarts_with_a_workers_progress() -> None:
     trip = Trip(Fleet("d0", "d1"))
     trip.fail(Cause.REFUSED, worker="d0", began_at=5.0, now=5.0)
     assert trip.retry.seeking_since == 0.0
@@ -185,9 +187,7 @@ def test_the_time_to_find_a_place_begins_with_what_a_worker_did_for_it() -> None
     assert str(error) == "nobody is there; waited 30 s for one; before that, it happened"
 
 
-def test_the_time_in_the_line_of_a_worker_that_gives_it_back_is_not_taken_from_the_time_to_find_a_place() -> (
-    None
-):
+def test_time_queued_at_a_worker_that_gives_a_request_back_does_not_shorten_its_search() -> None:
     trip = Trip(Fleet("d0", "d1"))
     trip.fail(Cause.GIVEN_BACK, worker="d0", began_at=2.0, now=100.0)
     assert trip.retry.seeking_since == 98.0, "it had looked for 2 s"

@@ -20,19 +20,19 @@ def total(parts: TtftParts) -> float:
     return measured + parts.worker_queue_s + parts.transfer_exposed_s + parts.prefill_s
 
 
-def parts_of(placement: Placement, bringer: str, told: dict[str, StageTimes]) -> TtftParts:
-    """One second to take it in, two in line, a first attempt of four in vain, eight more in line; the token at 31."""
+def parts_of(placement: Placement, bringer: str, reported: dict[str, StageTimes]) -> TtftParts:
+    """Preprocessing 1 s, queue 2 s, a failed attempt 4 s, queue again 8 s; the token arrives at 31 s."""
     clock = FirstTokenClock()
     clock.waits_from(1.0)
     clock.begin_attempt(PAIR, 3.0)
     clock.end_attempt(7.0)
     clock.begin_attempt(placement, 15.0)
-    assert clock.parts(told) is None
+    assert clock.parts(reported) is None
     clock.first_token(bringer, 31.0)
     clock.first_token("another", 32.0)
     clock.end_attempt(40.0)
     clock.begin_attempt(ALONE, 41.0)
-    parts = clock.parts(told)
+    parts = clock.parts(reported)
     assert parts is not None
     assert (parts.queue_s, parts.failed_attempts_s) == (10.0, 4.0)
     assert total(parts) == pytest.approx(31.0)
@@ -54,23 +54,23 @@ def test_a_decode_worker_alone_computes_and_tells() -> None:
 
 def test_the_prefill_workers_word_is_lost_and_the_decode_worker_tells() -> None:
     """Its wait for the prompt overlaps the prefill, and only what is left of it was exposed."""
-    told = {
+    reported = {
         "p0": StageTimes(queue_s=2.0, prefill_s=9.0),
         "d0": StageTimes(queue_s=1.0, transfer_s=14.0, transfer_bytes=1),
     }
-    parts = parts_of(PAIR, "d0", told)
+    parts = parts_of(PAIR, "d0", reported)
     assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (2.0, 9.0, 3.0)
     assert parts.gateway_s == pytest.approx(1.0 + 2.0)
 
 
-def test_a_decode_worker_whose_prefill_worker_told_nothing_has_waited_for_all_of_it() -> None:
+def test_without_a_report_of_the_prefill_worker_the_whole_wait_counts_as_transfer() -> None:
     parts = parts_of(PAIR, "d0", {"d0": StageTimes(transfer_s=14.0, transfer_bytes=1)})
     assert (parts.worker_queue_s, parts.prefill_s, parts.transfer_exposed_s) == (0.0, 0.0, 14.0)
 
 
 def test_the_prompt_does_not_arrive_and_the_decode_worker_computes_it() -> None:
-    told = {"d0": StageTimes(queue_s=1.0, transfer_s=5.0, prefill_s=9.0)}
-    parts = parts_of(PAIR, "d0", told)
+    reported = {"d0": StageTimes(queue_s=1.0, transfer_s=5.0, prefill_s=9.0)}
+    parts = parts_of(PAIR, "d0", reported)
     assert (parts.worker_queue_s, parts.transfer_exposed_s, parts.prefill_s) == (1.0, 5.0, 9.0)
 
 
@@ -92,7 +92,7 @@ def test_parts_of_a_hand_over_add_up_and_none_is_negative(
     assert sum(values) == pytest.approx(gap_s)
 
 
-def test_what_the_prefill_worker_did_not_say_was_the_transfer() -> None:
+def test_without_a_prefill_workers_report_the_rest_counts_as_transfer() -> None:
     decode = StageTimes(first_step_s=1.0)
     assert split_handover(5.0, decode, None).transfer_exposed_s == 4.0
     assert split_handover(5.0, decode, 3.0).gateway_s == 1.0

@@ -22,7 +22,9 @@ def measured(name: str, running: int = 0, **values: Any) -> WorkerStatus:
     return status(name, running, **(rates | values))
 
 
-def tell(router: Router, worker: str, asked: RouteQuery, num_tokens: int, block_size: int = 16) -> None:
+def report_blocks(
+    router: Router, worker: str, asked: RouteQuery, num_tokens: int, block_size: int = 16
+) -> None:
     """The worker has the first tokens of it in its prefix cache."""
     hashes = block_hashes(asked.token_ids[:num_tokens], block_size, KEY, asked.cache_salt)
     stored = b"".join(block_hash[:8] for block_hash in hashes)
@@ -46,22 +48,22 @@ def test_without_any_difference_all_take_turns() -> None:
 
 def test_a_prefix_hit_on_a_prefill_worker_wins() -> None:
     router = pair_of()
-    tell(router, "p1", LONG, 160)
+    report_blocks(router, "p1", LONG, 160)
     assert chosen(router)[0] == {"p1"}
     assert router.route(LONG).num_prefill_tokens == 2000 - 160
 
 
 def test_a_prefix_hit_does_not_win_over_a_long_queue() -> None:
     router = pair_of(measured("p1", 1, num_queued_prompt_tokens=3000))
-    tell(router, "p1", LONG, 1600)
+    report_blocks(router, "p1", LONG, 1600)
     assert chosen(router)[0] == {"p0"}
     router.on_status(measured("p1", 1, num_queued_prompt_tokens=1000))
     assert chosen(router)[0] == {"p1"}
 
 
-def test_what_was_sent_waits_there_before_the_worker_says_so() -> None:
+def test_a_sent_prompt_waits_at_the_worker_before_the_worker_reports_it() -> None:
     router = pair_of()
-    tell(router, "p1", LONG, 160)
+    report_blocks(router, "p1", LONG, 160)
     first = send(router, LONG)
     assert first.prefill == "p1"
     assert chosen(router)[0] == {"p0"}
@@ -69,10 +71,10 @@ def test_what_was_sent_waits_there_before_the_worker_says_so() -> None:
     assert chosen(router)[0] == {"p1"}
 
 
-def test_of_a_queue_that_was_told_only_what_is_under_way_of_ours_still_waits() -> None:
+def test_prompts_on_their_way_wait_behind_a_reported_queue() -> None:
     """A heartbeat is old news: once our requests there have ended, so has their part of the queue."""
     router = pair_of()
-    tell(router, "p1", LONG, 160)
+    report_blocks(router, "p1", LONG, 160)
     first = send(router, LONG)
     router.on_status(measured("p1", 1, num_queued_prompt_tokens=1800))
     assert chosen(router)[0] == {"p0"}
@@ -84,7 +86,7 @@ def test_the_faster_prefill_worker_wins() -> None:
     assert chosen(pair_of(measured("p1", prefill_tokens_per_s=2e4)))[0] == {"p1"}
 
 
-def test_workers_that_computed_nothing_yet_are_taken_to_be_as_the_others() -> None:
+def test_workers_without_measurements_count_like_the_others() -> None:
     router = pair_of(measured("p1", prefill_tokens_per_s=0.0), measured("d1", decode_step_s=0.0))
     assert chosen(router) == ({"p0", "p1"}, {"d0", "d1"})
 
@@ -110,7 +112,7 @@ def test_a_prefix_hit_on_a_decode_worker_shortens_the_transfer() -> None:
     for decode in ("d0", "d1"):
         for prefill in ("p0", "p1"):
             hand_over(router, prefill, decode, bytes_per_s=1e8)
-    tell(router, "d1", LONG, 1600)
+    report_blocks(router, "d1", LONG, 1600)
     assert chosen(router)[1] == {"d1"}
     assert router.route(LONG).num_transfer_tokens == 400
 
@@ -123,7 +125,7 @@ def test_only_what_outlasts_the_prefill_counts_of_a_transfer() -> None:
     assert chosen(router)[1] == {"d0", "d1"}
 
 
-def test_links_are_told_apart_by_pair() -> None:
+def test_links_are_measured_by_pair() -> None:
     """p0 reaches d0 fast, and p1 d1; the other two ways are slow."""
     router = pair_of()
     for prefill, decode, rate in (("p0", "d0", 1e9), ("p0", "d1", 1e7), ("p1", "d0", 1e7), ("p1", "d1", 1e9)):
@@ -158,8 +160,8 @@ def test_blocks_that_will_run_short_cost_their_computation() -> None:
 
 def test_hits_are_found_at_any_block_size() -> None:
     router = pair_of(measured("p1", block_size=64))
-    tell(router, "p0", LONG, 160)
-    tell(router, "p1", LONG, 1024, block_size=64)
+    report_blocks(router, "p0", LONG, 160)
+    report_blocks(router, "p1", LONG, 1024, block_size=64)
     assert router.route(LONG).num_prefill_tokens == 2000 - 1024
     assert chosen(router)[0] == {"p1"}
 
@@ -167,20 +169,20 @@ def test_hits_are_found_at_any_block_size() -> None:
 def test_another_salt_hits_nothing_and_a_whole_prompt_leaves_a_token_to_compute() -> None:
     router = pair_of()
     asked = ask(160, cache_salt="a")
-    tell(router, "p1", asked, 160)
+    report_blocks(router, "p1", asked, 160)
     assert router.route(asked).num_prefill_tokens == 16
     assert router.route(ask(160, cache_salt="b")).num_prefill_tokens == 160
     assert router.route(ask(160)).num_prefill_tokens == 160
 
 
-def test_a_new_life_and_a_lost_worker_have_nothing() -> None:
+def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
     router = pair_of()
-    tell(router, "p1", LONG, 1600)
+    report_blocks(router, "p1", LONG, 1600)
     assert not router.lacks_kv_account("p1")
     router.on_status(measured("p1", life="second"))
     assert router.lacks_kv_account("p1")
     assert chosen(router)[0] == {"p0", "p1"}
-    tell(router, "p1", LONG, 1600)
+    report_blocks(router, "p1", LONG, 1600)
     router.on_worker_lost("p1")
     router.on_status(measured("p1", life="second"))
     assert chosen(router)[0] == {"p0", "p1"}
@@ -188,7 +190,7 @@ def test_a_new_life_and_a_lost_worker_have_nothing() -> None:
 
 def test_an_account_lasts_while_the_role_changes() -> None:
     router = pair_of()
-    tell(router, "p1", LONG, 1600)
+    report_blocks(router, "p1", LONG, 1600)
     router.on_status(measured("p1", role=WorkerRole.DECODE))
     assert router.route(LONG).decode == "p1"
     assert router.route(LONG).num_transfer_tokens == 400
@@ -208,8 +210,8 @@ def test_accounts_are_wanted_only_where_they_decide() -> None:
 def test_in_a_large_fleet_the_best_of_each_are_looked_at() -> None:
     names = [f"{role}{number}" for role in "pd" for number in range(3 * NUM_JOINT)]
     router = router_of("kv_aware", "disaggregated", *[measured(name) for name in names])
-    tell(router, "p20", LONG, 1600)
-    tell(router, "d21", LONG, 1600)
+    report_blocks(router, "p20", LONG, 1600)
+    report_blocks(router, "d21", LONG, 1600)
     for prefill in names[: 3 * NUM_JOINT]:
         hand_over(router, prefill, "d21", bytes_per_s=1e8)
     assert chosen(router) == ({"p20"}, {"d21"})
@@ -235,7 +237,7 @@ def test_short_prompts_are_computed_where_they_are_decoded() -> None:
 
 def test_a_prompt_is_short_if_the_decode_worker_has_most_of_it() -> None:
     router = auto(measured("d0", 4), measured("d1", 4))
-    tell(router, "d1", LONG, 1984)
+    report_blocks(router, "d1", LONG, 1984)
     placement = router.route(LONG)
     assert (placement.reason, placement.decode) == ("short prompt", "d1")
     assert placement.num_prefill_tokens == 16
@@ -261,11 +263,11 @@ def test_a_configured_length_replaces_what_was_measured(policy: str) -> None:
     assert reason_for(none_alive, ask(101)) == ("no prefill worker", True)
 
 
-def test_what_a_worker_has_of_a_prompt_it_need_not_compute() -> None:
+def test_cached_tokens_of_a_prompt_need_not_be_computed() -> None:
     router = pair_of()
-    tell(router, "p1", LONG, 160)
+    report_blocks(router, "p1", LONG, 160)
     assert router.lacking(LONG) == {"p0": 2000, "p1": 1840}
     decode = [measured("d0"), measured("d1")]
     assert router_of("kv_aware", "disaggregated", *decode).lacking(LONG) == {"d0": 2000, "d1": 2000}
-    assert router_of("round_robin", "disaggregated", *decode).lacking(LONG) == {}, "nobody knows"
+    assert router_of("round_robin", "disaggregated", *decode).lacking(LONG) == {}, "unknown"
     assert router_of("kv_aware", "disaggregated").lacking(LONG) == {}

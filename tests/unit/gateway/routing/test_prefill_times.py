@@ -1,4 +1,4 @@
-"""What a prompt takes at least: never more than it might, and nothing where nobody knows."""
+"""PrefillTimes: a lower bound that is never too high, and 0 where nothing is known."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def seen(
     return times
 
 
-def test_a_prompt_takes_no_less_than_half_of_what_those_took_that_are_no_longer() -> None:
+def test_a_prompt_takes_at_least_half_the_time_of_shorter_ones() -> None:
     times = seen(1000, 8.0)
     for num_tokens in (1000, 2000, 100_000):
         assert times.least_s({"p0": num_tokens}, 1.0) == 4.0
@@ -34,7 +34,7 @@ def test_the_fastest_of_each_size_counts_and_of_these_the_slowest() -> None:
     assert times.least_s({"p0": 5000}, 1.0) == 10.0
 
 
-def test_after_a_crowd_the_rate_says_how_fast_one_alone_would_be() -> None:
+def test_after_a_crowd_the_rate_of_a_single_prompt_counts() -> None:
     times = seen(20, 3.0, tokens_per_s=8000.0)
     times.on_rate("p0", 100.0, 1.0)
     assert times.least_s({"p0": 40}, 2.0) == 40 / 8000
@@ -45,7 +45,7 @@ def test_after_a_crowd_the_rate_says_how_fast_one_alone_would_be() -> None:
 
 
 @pytest.mark.parametrize("now", [0.0, MEMORY_S])
-def test_nobody_knows_after_few_prompts_or_long_ago(now: float) -> None:
+def test_the_time_is_unknown_after_few_prompts_or_long_ago(now: float) -> None:
     assert seen(1000, 8.0).least_s({"p0": 2000}, now) > 0.0
     assert seen(1000, 8.0, count=MIN_SEEN - 1).least_s({"p0": 2000}, now) == 0.0
     assert seen(1000, 8.0).least_s({"p0": 2000}, MEMORY_S + 0.1) == 0.0
@@ -66,7 +66,7 @@ def test_one_worker_that_is_not_known_may_be_fast() -> None:
     assert times.least_s({"p0": 2000}, 1.0) == 0.0
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_memory_is_bounded() -> None:
     times = PrefillTimes()
     for number in range(10_000):
         times.on_rate("p0", float(10_000 - number), number * 0.5)
@@ -80,7 +80,7 @@ PROMPT = st.tuples(st.integers(1, 10_000), st.floats(1.0, 5.0))
 
 
 @given(prompts=st.lists(PROMPT, min_size=1, max_size=60), size=st.integers(1, 20_000))
-def test_nobody_is_held_for_slower_than_it_could_be(prompts: list[tuple[int, float]], size: int) -> None:
+def test_no_worker_is_taken_for_slower_than_it_can_be(prompts: list[tuple[int, float]], size: int) -> None:
     """A worker takes 50 ms and 1 ms a token, and others slow that down; alone, a prompt takes no less than is said."""
 
     def alone_s(num_tokens: int) -> float:

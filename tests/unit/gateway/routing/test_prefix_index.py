@@ -1,4 +1,4 @@
-"""The prefix index: always what the workers told, however they come, go and lose messages."""
+"""The prefix index always equals the workers' reports, however they come, go and lose messages."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,7 +5,7 @@ import pytest
 from gateway.routing.rates import BYTES_PER_TOKEN, TRANSFER_BYTES_PER_S, LinkRates, MovingAverage, StepTime
 
 
-def test_an_average_follows_what_is_new() -> None:
+def test_an_average_follows_new_values() -> None:
     average = MovingAverage()
     assert average.value is None
     assert average.add(1.0) == 1.0
@@ -14,7 +14,7 @@ def test_an_average_follows_what_is_new() -> None:
     assert average.value == pytest.approx(2.0, abs=0.15)
 
 
-def test_a_step_is_a_line_over_its_requests() -> None:
+def test_a_steps_time_is_a_linear_function_of_its_requests() -> None:
     step = StepTime()
     assert not step.is_measured
     for number in (1, 5, 9, 2, 7, 3):

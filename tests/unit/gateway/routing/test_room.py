@@ -40,7 +40,7 @@ def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
             router.route(ask(200))
 
 
-def test_what_was_sent_takes_blocks_before_the_worker_says_so() -> None:
+def test_a_sent_request_takes_blocks_before_the_worker_reports_it() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
     first = send(router, ask(127))  # 8 blocks
     send(router, ask(127))  # 8 of 12 - 1
@@ -54,8 +54,8 @@ def test_what_was_sent_takes_blocks_before_the_worker_says_so() -> None:
     send(router, ask(127))
 
 
-def test_what_a_leg_gives_back_is_room_before_the_worker_says_so() -> None:
-    """Not what others may share with it, nor anything of a sub-request that the worker never told of."""
+def test_blocks_of_an_ended_request_are_room_before_the_worker_reports_them() -> None:
+    """It returns no block that others may share, and none of a sub-request that the worker never reported."""
     for num_found, has_room in ((0, True), (64, False)):
         router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
         first = send(router, ask(127))
@@ -89,7 +89,7 @@ def test_a_policy_that_follows_no_caches_waits_for_the_workers_word() -> None:
     send(router, ask(127))
 
 
-def test_a_word_that_does_not_know_of_a_leg_yet_does_not_make_room() -> None:
+def test_a_report_from_before_a_request_does_not_make_room() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
     send(router, ask(127))
     send(router, ask(127))
@@ -101,7 +101,7 @@ def test_a_word_that_does_not_know_of_a_leg_yet_does_not_make_room() -> None:
         router.route(ask(127))
 
 
-def test_an_idle_worker_gets_one_request_whatever_it_says_of_its_blocks() -> None:
+def test_an_idle_worker_gets_one_request_whatever_blocks_it_reports() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=0))
     send(router, ask(127))
     with pytest.raises(NoRoom):
@@ -111,8 +111,8 @@ def test_an_idle_worker_gets_one_request_whatever_it_says_of_its_blocks() -> Non
         router.route(ask(1))
 
 
-def test_each_gateway_may_have_one_request_in_the_line_of_a_worker_that_others_fill() -> None:
-    """Or whoever hears last of room that was made would never have any."""
+def test_each_gateway_may_have_one_request_in_the_queue_of_a_worker_that_others_fill() -> None:
+    """Otherwise a gateway that learns of free room later than others would never get any."""
     router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", 3, free=0), status("d1", 3, free=0))
     placements = [send(router, ask(127)), send(router, ask(127))]
     assert {placement.decode for placement in placements} == {"d0", "d1"}
@@ -125,21 +125,21 @@ def test_each_gateway_may_have_one_request_in_the_line_of_a_worker_that_others_f
     assert send(router, ask(127)).decode == "d0"
 
 
-def test_who_has_room_comes_before_who_has_none_of_ours() -> None:
+def test_a_worker_with_room_comes_before_one_without_our_requests() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0])
     hear_with_one_of_ours(router, status("d0", 1, free=20))
     router.on_status(status("d1", 1, free=0))
     assert router.route(ask(127)).decode == "d0"
 
 
-def test_a_missing_prefill_worker_is_told_before_missing_room() -> None:
+def test_a_missing_prefill_worker_is_reported_before_missing_room() -> None:
     router = router_of("kv_aware", DISAGGREGATED, status("d0", 1, free=0), require_disaggregated=True)
     with pytest.raises(WorkerUnavailable):
         router.route(ask())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_could_never_hold_it_is_not_asked_while_another_can(policy: str) -> None:
+def test_a_worker_that_is_too_small_is_skipped_while_another_can_serve(policy: str) -> None:
     small, large = status("d0", total=4, free=4), status("d1", 1, free=20)
     router = router_of(policy, DISAGGREGATED, *P)
     hear_with_one_of_ours(router, small, large)
@@ -149,8 +149,8 @@ def test_who_could_never_hold_it_is_not_asked_while_another_can(policy: str) -> 
         router.route(ask(100))
 
 
-def test_what_nobody_could_ever_hold_does_not_wait_for_room() -> None:
-    """Its worker says what is wrong with it. In the line it would hold up others, who have room."""
+def test_a_request_that_fits_no_worker_does_not_wait_for_room() -> None:
+    """Its worker refuses it with the reason. In the queue it would hold up requests that have room."""
     router = router_of("kv_aware", DISAGGREGATED, P[0])
     hear_with_one_of_ours(router, status("d0", 3, total=9, free=2))
     with pytest.raises(NoRoom):

@@ -1,4 +1,4 @@
-"""The router: who gets a request, and who never does."""
+"""The router: which workers get a request, and which never do."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_legs_count_before_the_worker_tells_of_them(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["least_loaded", "kv_aware"])
 def test_requests_of_other_gateways_count_beside_our_own(policy: str) -> None:
-    """d0 told of three when one of them was ours; ours has ended since. d1 has two of ours, which it told of."""
+    """d0 reported three requests, one of them ours, which has ended since. d1 has two of ours, which it reported."""
     router = router_of(policy, "local", *D)
     ours = [Placement(Mode.LOCAL, None, name) for name in ("d0", "d1", "d1")]
     for placement in ours:
@@ -96,7 +96,7 @@ def test_requests_of_other_gateways_count_beside_our_own(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_workers_that_drain_or_are_gone_get_nothing(policy: str) -> None:
+def test_draining_and_lost_workers_get_no_requests(policy: str) -> None:
     router = router_of(policy, "local", *D, status("d2"))
     router.on_status(status("d0", state=WorkerState.DRAINING))
     router.on_worker_lost("d1")
@@ -117,7 +117,7 @@ def test_a_worker_that_changes_its_role_gets_requests_of_the_new_one(policy: str
     assert "w0" not in {placement.prefill for placement in placements}
 
 
-def test_nothing_is_kept_of_a_worker_that_is_gone_once_its_legs_are_over() -> None:
+def test_nothing_is_kept_of_a_lost_worker_once_its_requests_have_ended() -> None:
     router = router_of("kv_aware", DISAGGREGATED, P[0], D[0])
     placement = send(router, ask())
     router.on_worker_lost("d0")
@@ -198,7 +198,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ("auto", Mode.DISAGGREGATED, {"p0", "p1"}),
     ],
 )
-def test_who_may_compute_a_prompt_and_how_much_of_it(
+def test_which_workers_may_compute_a_prompt_and_how_much_of_it(
     configured: str, asked: Mode | None, computing: set[str]
 ) -> None:
     router = router_of("kv_aware", configured, *P, *D)

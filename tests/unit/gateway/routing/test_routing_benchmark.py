@@ -3,8 +3,8 @@
 from functools import cache
 
 from benchmarks.routing import Case, play
-from benchmarks.routing_fleet import Result
-from benchmarks.routing_workloads import conversations, strangers
+from simulator.timed_fleet import Result
+from simulator.workloads import conversations, strangers
 
 CONVERSATIONS = Case("conversations", (3, 3), conversations(1, 30, 60.0, scale=0.1), (512, 512))
 STRANGERS = Case("strangers", (3, 3), strangers(1, 60, 100.0, scale=0.1), (512, 512))
@@ -30,7 +30,7 @@ def test_kv_aware_finds_more_than_the_others_where_there_is_something_to_find() 
     )
 
 
-def test_where_there_is_nothing_to_share_nothing_is_found() -> None:
+def test_without_shared_prefixes_nothing_is_found() -> None:
     assert played("strangers", "kv_aware").num_hit_tokens == 0
 
 

@@ -27,7 +27,7 @@ class Decode:
         return TOTAL - NEED * len(self.running)
 
     def turn(self, now: int) -> list[tuple[str, Placement]]:
-        """Who ended."""
+        """The gateway whose request ended."""
         ended = [(name, placement) for end, name, placement in self.running if end == now]
         self.running = [entry for entry in self.running if entry[0] != now]
         while self.line and self.free >= NEED:
@@ -68,8 +68,8 @@ def _send_all(router: Router, name: str, worker: Decode) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_comes_second_is_served_too(policy: str) -> None:
-    """Whoever hears first of room that was made takes it, and that is always the one whose request ended."""
+def test_a_second_caller_is_served_too(policy: str) -> None:
+    """The gateway that learns first of free room takes it, which is always the one whose request ended."""
     routers = {name: router_of(policy, "disaggregated", P[0], status("d0", free=TOTAL)) for name in "ab"}
     served, worker = play(routers, 600, first=20)
     alone, _ = play({"a": router_of(policy, "disaggregated", P[0], status("d0", free=TOTAL))}, 600)

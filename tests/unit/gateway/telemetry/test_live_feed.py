@@ -1,4 +1,4 @@
-"""LiveFeed: one snapshot a second, made once for all who watch."""
+"""LiveFeed: one snapshot a second, made once for all viewers."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -41,7 +41,7 @@ def snapshot() -> ClusterSnapshot:
 
 
 class View:
-    """Counts how often somebody looked."""
+    """Counts its snapshots."""
 
     def __init__(self) -> None:
         self.num_looks = 0
@@ -71,64 +71,52 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_feed, "INTERVAL_S", 0.05)
 
 
-def test_ten_viewers_see_the_same_editions_each_made_once() -> None:
-    async def run() -> None:
-        view = View()
-        feed = feed_of(view)
-        watching = [feed.watch() for _ in range(10)]
-        seen = await asyncio.gather(*[take(editions, 4) for editions in watching])
-        assert all(editions == seen[0] for editions in seen)
-        assert len(set(map(id, seen[0]))) == 4
-        assert view.num_looks == 4
-        for editions in watching:
-            await editions.aclose()
-        assert feed.num_viewers == 0
-        await asyncio.sleep(0.15)
-        assert view.num_looks == 4, "somebody looks though nobody watches"
-
-    asyncio.run(run())
+async def test_ten_viewers_see_the_same_editions_each_made_once() -> None:
+    view = View()
+    feed = feed_of(view)
+    watching = [feed.watch() for _ in range(10)]
+    seen = await asyncio.gather(*[take(editions, 4) for editions in watching])
+    assert all(editions == seen[0] for editions in seen)
+    assert len(set(map(id, seen[0]))) == 4
+    assert view.num_looks == 4
+    for editions in watching:
+        await editions.aclose()
+    assert feed.num_viewers == 0
+    await asyncio.sleep(0.15)
+    assert view.num_looks == 4, "a snapshot was made without viewers"
 
 
-def test_who_takes_long_misses_editions_and_nothing_is_kept() -> None:
-    async def run() -> None:
-        view = View()
-        feed = feed_of(view)
-        slow, quick = feed.watch(), feed.watch()
-        await anext(slow)
-        passed = await take(quick, 4)
-        assert await anext(slow) is passed[-1]
-
-    asyncio.run(run())
+async def test_a_slow_viewer_misses_editions_and_none_is_kept() -> None:
+    view = View()
+    feed = feed_of(view)
+    slow, quick = feed.watch(), feed.watch()
+    await anext(slow)
+    passed = await take(quick, 4)
+    assert await anext(slow) is passed[-1]
 
 
-def test_one_viewer_too_many_is_refused_until_another_leaves() -> None:
-    async def run() -> None:
-        feed = feed_of(View())
-        watching = [feed.watch() for _ in range(MAX_VIEWERS)]
-        for editions in watching:
-            await anext(editions)
-        with pytest.raises(Overloaded):
-            await anext(feed.watch())
-        await watching[0].aclose()
-        await anext(feed.watch())
-
-    asyncio.run(run())
-
-
-def test_stop_ends_every_watch_at_once() -> None:
-    async def run() -> None:
-        view = View()
-        feed = feed_of(view)
-        editions = feed.watch()
+async def test_one_viewer_too_many_is_refused_until_another_leaves() -> None:
+    feed = feed_of(View())
+    watching = [feed.watch() for _ in range(MAX_VIEWERS)]
+    for editions in watching:
         await anext(editions)
-        waiting = asyncio.create_task(anext(editions, None))
-        await asyncio.sleep(0)
-        await feed.stop()
-        async with asyncio.timeout(60):
-            assert await waiting is None
-        assert view.is_stopped
+    with pytest.raises(Overloaded):
+        await anext(feed.watch())
+    await watching[0].aclose()
+    await anext(feed.watch())
 
-    asyncio.run(run())
+
+async def test_stop_ends_every_watch_at_once() -> None:
+    view = View()
+    feed = feed_of(view)
+    editions = feed.watch()
+    await anext(editions)
+    waiting = asyncio.create_task(anext(editions, None))
+    await asyncio.sleep(0)
+    await feed.stop()
+    async with asyncio.timeout(60):
+        assert await waiting is None
+    assert view.is_stopped
 
 
 def test_only_administrators_see_where_workers_are() -> None:

@@ -1,10 +1,24 @@
+import random
 from dataclasses import replace
 
-from benchmarks.metrics import record_of
+from baton.request import FinishReason
+from gateway.auth.callers import ANYBODY
 from gateway.requests.attempt import Attempt
+from gateway.requests.record import Outcome, RequestRecord
+from gateway.requests.request import Finish
+from gateway.requests.timing import HandoverParts, Timing, TtftParts
 from gateway.routing.placement import Mode, Placement
 from gateway.telemetry.timeline import TimelineStage, stages_of
 
+PARTS = TtftParts(
+    gateway_s=0.001,
+    queue_s=0.0,
+    failed_attempts_s=0.0,
+    worker_queue_s=0.01,
+    transfer_exposed_s=0.0,
+    prefill_s=0.1,
+)
+HANDOVER = HandoverParts(transfer_exposed_s=0.001, first_step_s=0.01, gateway_s=0.0)
 PAIR = Placement(Mode.DISAGGREGATED, "p0", "d0")
 
 
@@ -30,3 +44,43 @@ def test_the_first_step_of_a_request_that_moved_lies_in_its_latest_attempt() -> 
 
 def _all(stage: TimelineStage) -> list[TimelineStage]:
     return [found for inner in stage.inside for found in (inner, *_all(inner))]
+
+
+def record_of(num_tokens: int) -> RequestRecord:
+    """A request that was handed over, finished and had so many tokens."""
+    rng = random.Random(1)
+    itl_s = tuple(rng.expovariate(50.0) for _ in range(num_tokens - 1))
+    timing = Timing(
+        ttft_s=0.111,
+        itl_s=itl_s,
+        queue_s=0.01,
+        prefill_s=0.1,
+        transfer_s=0.02,
+        transfer_bytes=1 << 20,
+        handover_s=0.011,
+        decode_s=sum(itl_s),
+        total_s=0.111 + sum(itl_s),
+        transfer_wait_s=0.1,
+        transport="shared_memory",
+        ttft_parts=PARTS,
+        handover_parts=HANDOVER,
+    )
+    placement = Placement(Mode.DISAGGREGATED, "w0", "w1")
+    finish = Finish(FinishReason.LENGTH, None, None, 100, num_tokens, 0, timing, placement, 1)
+    return RequestRecord(
+        request_id="r",
+        caller=ANYBODY,
+        api="chat",
+        trace=None,
+        is_chat=True,
+        outcome=Outcome.FINISHED,
+        error=None,
+        arrived_at=0.0,
+        ended_at=timing.total_s,
+        num_prompt_tokens=100,
+        num_output_tokens=num_tokens,
+        num_attempts=1,
+        path="disaggregated",
+        finish=finish,
+        ttft_parts=PARTS,
+    )

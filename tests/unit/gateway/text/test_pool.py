@@ -34,20 +34,17 @@ async def pool_of(tokenizer: Tokenizer, template_timeout_s: float = 5.0) -> Asyn
         pool.close()
 
 
-def test_long_texts_and_short_ones_become_the_librarys_tokens(tmp_path: Path) -> None:
+async def test_long_texts_and_short_ones_become_the_librarys_tokens(tmp_path: Path) -> None:
     own = tokenizer(tmp_path)
 
-    async def run() -> None:
-        async with pool_of(own) as pool:
-            for text in ("the cache", "the cache " * (MAX_INLINE_CHARACTERS // 5)):
-                token_ids = await pool.encode(text)
-                assert token_ids == tuple(own.backend.encode(text).ids)
-                assert await pool.decode(token_ids, skip_special_tokens=False) == text
-
-    asyncio.run(run())
+    async with pool_of(own) as pool:
+        for text in ("the cache", "the cache " * (MAX_INLINE_CHARACTERS // 5)):
+            token_ids = await pool.encode(text)
+            assert token_ids == tuple(own.backend.encode(text).ids)
+            assert await pool.decode(token_ids, skip_special_tokens=False) == text
 
 
-def test_what_a_tokenizer_file_says_of_training_does_not_shorten_prompts(tmp_path: Path) -> None:
+def test_a_tokenizer_files_training_settings_do_not_shorten_prompts(tmp_path: Path) -> None:
     folder = make_tokenizer_dir(tmp_path)
     saved = json.loads((folder / "tokenizer.json").read_text())
     saved["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
@@ -60,23 +57,20 @@ def test_what_a_tokenizer_file_says_of_training_does_not_shorten_prompts(tmp_pat
     assert own.decode(own.encode("zq wv xk jp"), skip_special_tokens=True) == "zq wv xk jp"
 
 
-def test_texts_that_cannot_fit_are_refused_without_tokenising(tmp_path: Path) -> None:
+async def test_texts_that_cannot_fit_are_refused_without_tokenising(tmp_path: Path) -> None:
     own = tokenizer(tmp_path)
     own.encode = None  # type: ignore[assignment,method-assign]
     longest = max(len(piece) for piece in own.backend.get_vocab())
 
-    async def run() -> None:
-        async with pool_of(own) as pool:
-            assert pool.max_characters == MAX_TOKENS * longest
-            with pytest.raises(InvalidRequest, match=rf"prompt: {pool.max_characters + 1} characters"):
-                await pool.encode("x" * (pool.max_characters + 1))
-            with pytest.raises(InvalidRequest, match=r"chat: \d+ characters exceed the model's limit"):
-                await pool.encode_chat([ChatMessage("user", "x" * pool.max_characters)])
-
-    asyncio.run(run())
+    async with pool_of(own) as pool:
+        assert pool.max_characters == MAX_TOKENS * longest
+        with pytest.raises(InvalidRequest, match=rf"prompt: {pool.max_characters + 1} characters"):
+            await pool.encode("x" * (pool.max_characters + 1))
+        with pytest.raises(InvalidRequest, match=r"chat: \d+ characters exceed the model's limit"):
+            await pool.encode_chat([ChatMessage("user", "x" * pool.max_characters)])
 
 
-def test_more_prompts_than_may_wait_are_refused_with_a_hint(tmp_path: Path) -> None:
+async def test_more_prompts_than_may_wait_are_refused_with_a_hint(tmp_path: Path) -> None:
     own = tokenizer(tmp_path)
     goes_on = threading.Event()
 
@@ -87,20 +81,17 @@ def test_more_prompts_than_may_wait_are_refused_with_a_hint(tmp_path: Path) -> N
     own.encode = stand_still  # type: ignore[method-assign]
     long_text = "x" * (MAX_INLINE_CHARACTERS + 1)
 
-    async def run() -> None:
-        async with pool_of(own) as pool:
-            waiting = [asyncio.create_task(pool.encode(long_text)) for _ in range(MAX_WAITING)]
-            await asyncio.sleep(0)
-            with pytest.raises(Overloaded) as caught:
-                await pool.encode(long_text)
-            assert caught.value.retry_after_s > 0
-            waiting.pop().cancel()  # whoever leaves makes room
-            await asyncio.sleep(0)
-            waiting.append(asyncio.create_task(pool.encode(long_text)))
-            goes_on.set()
-            assert await asyncio.gather(*waiting) == [(1,)] * MAX_WAITING
-
-    asyncio.run(run())
+    async with pool_of(own) as pool:
+        waiting = [asyncio.create_task(pool.encode(long_text)) for _ in range(MAX_WAITING)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as caught:
+            await pool.encode(long_text)
+        assert caught.value.retry_after_s > 0
+        waiting.pop().cancel()  # a cancelled call makes room
+        await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(pool.encode(long_text)))
+        goes_on.set()
+        assert await asyncio.gather(*waiting) == [(1,)] * MAX_WAITING
 
 
 def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path) -> None:
@@ -126,19 +117,16 @@ def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path)
     assert num_turns > 10, f"{num_turns} turns of the loop beside 4 texts, each of {took_s:.3f} s"
 
 
-def test_a_conversation_is_rendered_and_its_special_tokens_stand_once(tmp_path: Path) -> None:
+async def test_a_conversation_is_rendered_and_its_special_tokens_stand_once(tmp_path: Path) -> None:
     own = tokenizer(tmp_path)
 
-    async def run() -> None:
-        async with pool_of(own) as pool:
-            token_ids = await pool.encode_chat(HELLO)
-            text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-            assert await pool.decode(token_ids, skip_special_tokens=False) == text
-            shorter = await pool.encode_chat(HELLO, add_generation_prompt=False)
-            assert token_ids[: len(shorter)] == shorter
-            assert len(shorter) < len(token_ids)
-
-    asyncio.run(run())
+    async with pool_of(own) as pool:
+        token_ids = await pool.encode_chat(HELLO)
+        text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        assert await pool.decode(token_ids, skip_special_tokens=False) == text
+        shorter = await pool.encode_chat(HELLO, add_generation_prompt=False)
+        assert token_ids[: len(shorter)] == shorter
+        assert len(shorter) < len(token_ids)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +140,7 @@ def test_a_conversation_is_rendered_and_its_special_tokens_stand_once(tmp_path: 
         ("{% for", "refused the conversation: "),
     ],
 )
-def test_a_template_that_cannot_be_used_is_the_clients_to_hear_of(
+async def test_a_template_that_fails_is_reported_to_the_client(
     tmp_path: Path, template: str | None, complaint: str
 ) -> None:
     own = tokenizer(tmp_path, template or "")
@@ -160,27 +148,19 @@ def test_a_template_that_cannot_be_used_is_the_clients_to_hear_of(
         (tmp_path / "chat_template.jinja").unlink()
         own = Tokenizer(tmp_path)
 
-    async def run() -> None:
-        async with pool_of(own) as pool:
-            with pytest.raises(InvalidRequest, match=f"^chat: .*{complaint}"):
-                await pool.encode_chat(HELLO)
-
-    asyncio.run(run())
+    async with pool_of(own) as pool:
+        with pytest.raises(InvalidRequest, match=f"^chat: .*{complaint}"):
+            await pool.encode_chat(HELLO)
 
 
-def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: Path) -> None:
+async def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: Path) -> None:
     own = tokenizer(tmp_path, "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}fine")
 
-    async def run() -> None:
-        async with pool_of(own, template_timeout_s=0.2) as pool:
-            loops = [pool.encode_chat([ChatMessage("user", "loop")]) for _ in range(4)]
-            errors = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 30)
-            assert {str(error) for error in errors} == {
-                "chat: the model's chat template took longer than 0.2 s"
-            }
-            assert await pool.encode_chat(HELLO) == own.encode("fine")
-
-    asyncio.run(run())
+    async with pool_of(own, template_timeout_s=0.2) as pool:
+        loops = [pool.encode_chat([ChatMessage("user", "loop")]) for _ in range(4)]
+        errors = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 30)
+        assert {str(error) for error in errors} == {"chat: the model's chat template took longer than 0.2 s"}
+        assert await pool.encode_chat(HELLO) == own.encode("fine")
 
 
 def test_work_that_ends_in_time_is_left_alone() -> None:

@@ -85,7 +85,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: l
         assert shown == text[: end - held]
 
 
-def test_what_might_begin_a_stop_string_is_held_back_and_given_out_if_it_does_not() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_held_back_until_it_is_ruled_out() -> None:
     matcher = StopStrings(["\n\nUser:"])
     assert matcher.push("fine\n") == "fine"
     assert matcher.push("\nUs") == ""

@@ -1,0 +1,97 @@
+"""RankProcesses: the processes of a worker's other tensor-parallel ranks, which this process, rank 0, drives.
+
+process of rank 0    scheduler, engine loop, request plane; its part of the model       worker/host.py
+process of rank r    its part of the model, the same steps; its own device, KV pool     engine/ranks/process.py
+                     and transfer thread
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.errors import ClusterError
+from baton.system.curve import PlaneKeys
+from engine.collectives import TorchCollectives
+from engine.connector import ConnectorWorker
+from engine.device import rank_device
+from engine.pipeline import Pipeline
+from engine.ranks.group import RankGroup
+from engine.ranks.messages import Join, Loaded, Setup
+from engine.ranks.remote import RankedPipeline, RemoteConnector
+from kv_transfer import RankConnector, RankedConnector
+
+
+class RankProcesses:
+    """The processes of ranks 1 and up, and the collectives of all ranks."""
+
+    def __init__(
+        self,
+        config: BatonConfig,
+        num_ranks: int,
+        kv_keys: PlaneKeys | None,
+        model_path: Path,
+        incarnation: str,
+        on_news: Callable[[], None],
+        module: str = "engine.ranks.entry",
+    ) -> None:
+        """Starts their processes, which begin to load at once. `stop` must follow."""
+        self._start_timeout_s = config.cluster.start_timeout_s
+        device = rank_device(config.engine)
+        # In memory, so the file vanishes with the last rank, however that ends. Never closed: torch opens it by this
+        # number, which could then name another file.
+        meeting_file = os.memfd_create("baton-ranks")
+        self.collectives = TorchCollectives(meeting_file, 0, num_ranks, device, config.engine.rank_timeout_s)
+        text = config.model_dump_json(exclude_unset=True)  # the device chooses unset values
+        setups = [
+            Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, meeting_file)
+            for rank in range(1, num_ranks)
+        ]
+        self._group = RankGroup(setups, on_news, self.collectives.abort, module)
+
+    def join(self, digest: str) -> tuple[Loaded, ...]:
+        """Connects the collectives once all ranks have loaded rank 0's model; returns what each rank reported.
+
+        Raises a rank's own ConfigError or ModelError, and ClusterError for any other failure.
+        """
+        loaded = self._group.wait_until_loaded(self._start_timeout_s)
+        for rank, facts in enumerate(loaded, 1):
+            if facts.digest != digest:
+                raise ClusterError(
+                    f"rank {rank} has model {facts.digest}, and rank 0 has {digest}: is something changing the "
+                    "model's folder?"
+                )
+        self._group.send(Join())
+        try:
+            self.collectives.connect()
+        except RuntimeError as error:
+            why = self._group.explain_start(error)
+            raise ClusterError(f"the worker's ranks cannot reach one another: {why}") from error
+        return loaded
+
+    def pipeline(self, make_own: Callable[[], Pipeline]) -> Pipeline:
+        """Joins rank 0's pipeline, which `make_own` makes while the others make theirs; all may use collectives."""
+        try:
+            own = make_own()
+        except RuntimeError as error:
+            raise self._group.explain_start(error) from error
+        return RankedPipeline(own, self._group)
+
+    def connector(self, own: RankConnector) -> ConnectorWorker:
+        """The connector of all ranks."""
+        remote = [RemoteConnector(link, self._group) for link in self._group.links]
+        return RankedConnector([own, *remote])
+
+    def serve(self) -> None:
+        """Waits until every rank is ready; ClusterError if a rank fails or is late.
+
+        From then on `on_news` is called, and the engine handles failures.
+        """
+        self._group.wait_until_ready(self._start_timeout_s)
+        self._group.serve()
+
+    def stop(self) -> None:
+        """Ends the processes in any state. Rank 0 must not compute any more."""
+        self._group.begin_stop()
+        self.collectives.close()
+        self._group.stop()

@@ -1,0 +1,75 @@
+"""How each of our errors appears to a client: its gRPC status, its HTTP status, and OpenAI's code; in one table."""
+
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from grpc import StatusCode
+
+from baton.errors import (
+    BatonError,
+    ClusterError,
+    DeadlinePassed,
+    DeadlineTooClose,
+    FleetError,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    PromptTooLong,
+    RateLimited,
+    RequestAborted,
+    SlowReader,
+    Unauthenticated,
+    UnknownModel,
+    UnknownWorker,
+    Unsupported,
+    WorkerUnavailable,
+)
+
+INTERNAL_MESSAGE = "internal error; see the gateway's log"
+"""All that a client learns of an error without a row here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCodes:
+    """One error in each protocol's terms."""
+
+    grpc: StatusCode
+    http: HTTPStatus
+    openai: str | None = None
+    """OpenAI's `code`, where programs look for it or where errors share a status; None: the HTTP status by name."""
+
+    @property
+    def is_internal(self) -> bool:
+        return self.grpc is StatusCode.INTERNAL
+
+
+_INTERNAL = ErrorCodes(StatusCode.INTERNAL, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+_CODES: dict[type[BaseException], ErrorCodes] = {
+    BatonError: _INTERNAL,
+    ClusterError: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
+    FleetError: ErrorCodes(StatusCode.FAILED_PRECONDITION, HTTPStatus.CONFLICT),
+    UnknownWorker: ErrorCodes(StatusCode.NOT_FOUND, HTTPStatus.NOT_FOUND),
+    InvalidRequest: ErrorCodes(StatusCode.INVALID_ARGUMENT, HTTPStatus.BAD_REQUEST),
+    UnknownModel: ErrorCodes(StatusCode.NOT_FOUND, HTTPStatus.NOT_FOUND, "model_not_found"),
+    PromptTooLong: ErrorCodes(StatusCode.INVALID_ARGUMENT, HTTPStatus.BAD_REQUEST, "context_length_exceeded"),
+    Unauthenticated: ErrorCodes(StatusCode.UNAUTHENTICATED, HTTPStatus.UNAUTHORIZED, "invalid_api_key"),
+    PermissionDenied: ErrorCodes(StatusCode.PERMISSION_DENIED, HTTPStatus.FORBIDDEN),
+    Unsupported: ErrorCodes(StatusCode.UNIMPLEMENTED, HTTPStatus.NOT_IMPLEMENTED),
+    Overloaded: ErrorCodes(StatusCode.RESOURCE_EXHAUSTED, HTTPStatus.TOO_MANY_REQUESTS),
+    RateLimited: ErrorCodes(
+        StatusCode.RESOURCE_EXHAUSTED, HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_exceeded"
+    ),
+    DeadlineTooClose: ErrorCodes(
+        StatusCode.DEADLINE_EXCEEDED, HTTPStatus.GATEWAY_TIMEOUT, "deadline_too_close"
+    ),
+    WorkerUnavailable: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
+    RequestAborted: ErrorCodes(StatusCode.ABORTED, HTTPStatus.GONE, "request_aborted"),
+    DeadlinePassed: ErrorCodes(StatusCode.DEADLINE_EXCEEDED, HTTPStatus.GATEWAY_TIMEOUT),
+    SlowReader: ErrorCodes(StatusCode.ABORTED, HTTPStatus.GONE, "slow_reader"),
+}
+
+
+def codes_of(error: BaseException) -> ErrorCodes:
+    """The row of the nearest class in the tree that has one; internal for errors that no client can cause."""
+    return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), _INTERNAL)

@@ -1,0 +1,76 @@
+"""WorkerView: a worker for views of the fleet: its own report, joined with its controller's description."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.fleet import ReplicaDescription, ReplicaState
+from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+from gateway.workers.worker_client import WorkerClient
+
+_WITHOUT_PROCESS = {
+    ReplicaState.PLACING,
+    ReplicaState.STARTING,
+    ReplicaState.BACKING_OFF,
+    ReplicaState.CRASH_LOOP,
+}
+"""The controller knows these states; the gateway only finds the worker silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """A worker that runs, or that its controller wants to run."""
+
+    name: str
+    role: WorkerRole
+    state: str
+    """`starting`, `ready`, `draining`, `dead`; without a process `placing`, `backing_off`, `crash_loop`."""
+    node: str
+    endpoint: WorkerEndpoint | None = None
+    """None: this gateway knows of no process."""
+    status: WorkerStatus | None = None
+    """As of the latest heartbeat; None before the first."""
+    replica: ReplicaDescription | None = None
+    """None: no controller describes the worker."""
+
+
+def views_of(
+    clients: Iterable[WorkerClient], replicas: Iterable[ReplicaDescription] = ()
+) -> list[WorkerView]:
+    """Every worker there is or should be, by name: `w2` before `w10`."""
+    missing = {replica.name: replica for replica in replicas}
+    views = [_of_client(client, missing.pop(client.name, None)) for client in clients]
+    views += [_of_replica(replica) for replica in missing.values()]
+    return sorted(views, key=lambda view: in_order(view.name))
+
+
+def in_order(name: str) -> tuple[str, int, str]:
+    """Sorts numbered names by their number: `w2` before `w10`."""
+    match = re.fullmatch(r"(\D*)(\d+)", name)
+    return (match[1], int(match[2]), "") if match else (name, -1, name)
+
+
+def _of_client(client: WorkerClient, replica: ReplicaDescription | None) -> WorkerView:
+    endpoint, status = client.endpoint, client.status
+    if status is not None and not client.is_silent:
+        state = status.state.value
+    elif replica is not None and replica.state in _WITHOUT_PROCESS:
+        state = replica.state.value
+    else:
+        state = "starting" if status is None else "dead"
+    return WorkerView(
+        name=client.name,
+        role=status.role if status else endpoint.role,
+        state=state,
+        node=endpoint.node,
+        endpoint=endpoint,
+        status=status,
+        replica=replica,
+    )
+
+
+def _of_replica(replica: ReplicaDescription) -> WorkerView:
+    state = ReplicaState.STARTING if replica.state is ReplicaState.SERVING else replica.state
+    return WorkerView(
+        name=replica.name, role=replica.role, state=state.value, node=replica.node, replica=replica
+    )

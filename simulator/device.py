@@ -1,0 +1,249 @@
+"""SimRunner: a device whose model is a function: KV of the tokens so far, the next token of prompt and position.
+
+The device reads back every slot that attention would read, and samples a wrong token if one byte is wrong.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import xxhash
+
+from baton.step import ModelRunnerOutput, SchedulerOutput
+from engine.pipeline import StepResult
+from kv_transfer.transport.base import Bytes
+from simulator.world import Process, World
+
+NUM_PLANES = 2
+"""Keys and values of one layer."""
+NUM_HEADS = 2
+CELL_BYTES = 4
+"""Bytes of one token in one head of one plane."""
+SLOT_BYTES = NUM_PLANES * NUM_HEADS * CELL_BYTES
+
+EOS = 2
+WRONG = 1
+"""Sampled after wrong KV was read. No prompt and no answer contains this token."""
+
+
+class DeviceFailure(RuntimeError):
+    """A device may raise this in any step."""
+
+
+def next_token(prompt: tuple[int, ...], position: int) -> int:
+    """The model's token at an output position; now and then EOS, also at the first."""
+    token_id = 100 + xxhash.xxh32_intdigest(f"{hash(prompt)}@{position}".encode()) % 50_000
+    return EOS if token_id % 16 == 0 else token_id
+
+
+@lru_cache(maxsize=1024)
+def answer(prompt: tuple[int, ...], max_tokens: int, max_len: int) -> tuple[int, ...]:
+    """The model's whole answer, by the stop rules alone."""
+    tokens: list[int] = []
+    while len(tokens) < max_tokens and len(prompt) + len(tokens) < max_len:
+        tokens.append(next_token(prompt, len(tokens)))
+        if tokens[-1] == EOS:
+            break
+    return tuple(tokens)
+
+
+def kv_of(token_ids: Sequence[int], previous: bytes = b"") -> bytearray:
+    """SLOT_BYTES for each token; each depends on all tokens before it."""
+    kv = bytearray()
+    for token_id in token_ids:
+        previous = xxhash.xxh3_128_digest(previous + token_id.to_bytes(4, "little"))
+        kv += previous
+    return kv
+
+
+@dataclass(slots=True)
+class KnownRequest:
+    """What a runner remembers of a request between steps."""
+
+    prompt: tuple[int, ...]
+    num_tokens: int
+    block_ids: list[int]
+    kv: bytearray
+    """What the slots of all its tokens must hold."""
+
+
+class SimRunner:
+    """Computes plans in a pool: uint8 [blocks, planes, heads, tokens, bytes of a cell]."""
+
+    def __init__(
+        self, world: World, name: str, pool_NPHTB: Bytes, num_host_blocks: int, step_s: Callable[[], float]
+    ) -> None:
+        self._world = world
+        self._name = name
+        self._pool = pool_NPHTB
+        self._host = np.zeros((num_host_blocks, *pool_NPHTB.shape[1:]), np.uint8)
+        self._block_size = pool_NPHTB.shape[3]
+        self._known: dict[str, KnownRequest] = {}
+        self.step_s = step_s
+        self.must_fail = False
+        """The next step that computes anything raises DeviceFailure."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Slots are written some time before they are read, as layer follows layer."""
+        for request_id in plan.finished_req_ids:
+            self._known.pop(request_id, None)
+        for block_id, host_block_id in plan.swap_out:
+            self._host[host_block_id] = self._pool[block_id]
+        for host_block_id, block_id in plan.swap_in:
+            self._pool[block_id] = self._host[host_block_id]
+        starts = self._learn(plan)
+        if self.must_fail and starts:
+            self.must_fail = False
+            self._world.counts["fault device failed"] += 1
+            raise DeviceFailure("the device has failed")
+        ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
+        for request_id, end in ends.items():
+            self._write(self._known[request_id], starts[request_id], end)
+        sampled = {}
+        for request_id, end in ends.items():
+            known = self._known[request_id]
+            if end > known.num_tokens:
+                self._world.violate("plans", f"{self._name}: {request_id} is scheduled past its known tokens")
+            is_right = self._is_right(known, end, request_id)
+            if end == known.num_tokens:
+                sampled[request_id] = [self._sample(known, is_right)]
+        return ModelRunnerOutput(sampled)
+
+    def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
+        """Takes in new requests and new blocks; returns where each scheduled request's step starts."""
+        starts = {}
+        for new in plan.scheduled_new_reqs:
+            tokens = new.prompt_token_ids + new.output_token_ids
+            self._known[new.request_id] = KnownRequest(
+                new.prompt_token_ids, len(tokens), list(new.block_ids), kv_of(tokens)
+            )
+            starts[new.request_id] = new.num_computed_tokens
+        cached = plan.scheduled_cached_reqs
+        changes = zip(cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, block_ids, num_computed_tokens in changes:
+            known = self._known[request_id]
+            if request_id in cached.resumed_num_tokens:
+                known.block_ids = []
+                known.num_tokens = cached.resumed_num_tokens[request_id]
+                del known.kv[known.num_tokens * SLOT_BYTES :]
+            known.block_ids += block_ids
+            starts[request_id] = num_computed_tokens
+        return starts
+
+    def _slots(self, known: KnownRequest, start: int, end: int) -> tuple[Bytes, Bytes]:
+        """Block and offset of each position."""
+        blocks, offsets = np.divmod(np.arange(start, end), self._block_size)
+        return np.asarray(known.block_ids)[blocks], offsets
+
+    def _content(self, known: KnownRequest, start: int, end: int) -> Bytes:
+        kv = np.frombuffer(bytes(known.kv[start * SLOT_BYTES : end * SLOT_BYTES]), np.uint8)
+        return kv.reshape(-1, NUM_PLANES, NUM_HEADS, CELL_BYTES)
+
+    def _write(self, known: KnownRequest, start: int, end: int) -> None:
+        blocks, offsets = self._slots(known, start, end)
+        self._pool[blocks, :, :, offsets] = self._content(known, start, end)
+
+    def _is_right(self, known: KnownRequest, end: int, request_id: str) -> bool:
+        blocks, offsets = self._slots(known, 0, end)
+        differs = self._pool[blocks, :, :, offsets] != self._content(known, 0, end)
+        if not differs.any():
+            return True
+        position = int(np.flatnonzero(differs.any(axis=(1, 2, 3)))[0])
+        self._world.violate(
+            "KV is right",
+            f"{self._name}: {request_id} reads foreign KV at position {position}, block {blocks[position]}",
+        )
+        return False
+
+    def _sample(self, known: KnownRequest, is_right: bool) -> int:
+        token_id = next_token(known.prompt, known.num_tokens - len(known.prompt)) if is_right else WRONG
+        known.kv += kv_of([token_id], bytes(known.kv[-SLOT_BYTES:]))
+        known.num_tokens += 1
+        return token_id
+
+
+class SlowRunner:
+    """Lets time pass before it computes, while peers and transfers go on: for a pipeline that computes at once."""
+
+    def __init__(self, world: World, runner: SimRunner) -> None:
+        self._world = world
+        self._runner = runner
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        if plan.num_scheduled_tokens:
+            end = self._world.now + self._runner.step_s()
+            is_over: list[bool] = []
+            self._world.at(end, lambda: is_over.append(True))
+            self._world.pass_time(lambda: bool(is_over))
+        result = execute(self._runner, plan, self._world)
+        if result.output is None:
+            assert result.error is not None
+            raise result.error
+        return result.output
+
+
+@dataclass(slots=True)
+class AsyncDevice:
+    """A `Pipeline` without a thread: computes one step while the next is planned."""
+
+    world: World
+    runner: SimRunner
+    process: Process
+    num_ahead: int = 1
+    _plans: "deque[SchedulerOutput]" = field(default_factory=deque)
+    _results: "deque[StepResult]" = field(default_factory=deque)
+    _is_broken: bool = False
+    """A step has failed, so the steps planned on top of it fail, too."""
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        if not self._plans and not self._results:
+            self._is_broken = False
+        self._plans.append(plan)
+        if len(self._plans) == 1:
+            self._begin()
+
+    def take(self) -> StepResult:
+        self.world.pass_time(lambda: bool(self._results))
+        if not self._results:  # the world has ended the run
+            return StepResult(ModelRunnerOutput({}))
+        return self._results.popleft()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _begin(self) -> None:
+        duration_s = self.runner.step_s() if self._plans[0].num_scheduled_tokens else 0.0
+        self.world.after(duration_s, self._end, self.process)
+
+    def _end(self) -> None:
+        plan = self._plans.popleft()
+        if self._is_broken:
+            self._results.append(StepResult(None, DeviceFailure("the step before has failed")))
+        else:
+            self._results.append(execute(self.runner, plan, self.world))
+            self._is_broken = self._results[-1].output is None
+        if self._plans:
+            self._begin()
+
+
+def execute(runner: SimRunner, plan: SchedulerOutput, world: World) -> StepResult:
+    """As a device's thread does; a plan that cannot be computed is no failure of the device, but a violation."""
+    try:
+        return StepResult(runner.execute(plan))
+    except DeviceFailure as error:
+        return StepResult(None, error)
+    except Exception as error:
+        world.violate("plans", f"{type(error).__name__}: {error}")
+        return StepResult(None, error)
+
+
+def random_prompt(
+    rng: random.Random, stems: Sequence[tuple[int, ...]], min_len: int, max_len: int
+) -> tuple[int, ...]:
+    """A stem that others may share, and a tail of its own."""
+    stem = rng.choice(stems)
+    length = rng.randrange(max(min_len, len(stem) + 1), max_len)
+    return (*stem, *(rng.randrange(1_000, 2_000) for _ in range(length - len(stem))))

@@ -1,0 +1,42 @@
+"""Fleet: every worker in its latest incarnation, and the gateways."""
+
+from collections.abc import Callable, Sequence
+
+from simulator.gateway import RequestSpec, SimGateway
+from simulator.worker import Site, Worker, WorkerSpec
+from simulator.worker_links import WorkerLinks
+
+
+class Fleet:
+    """Starts and ends workers; every gateway knows all of them."""
+
+    def __init__(self, site: Site, specs: Sequence[WorkerSpec], gateways: Sequence[SimGateway]) -> None:
+        self.gateways = gateways
+        self.incarnations: list[Worker] = []
+        """All that ever ran."""
+        self.workers: dict[str, Worker] = {}
+        self._site = site
+        self._outboxes = {gateway.name: gateway.links.outbox for gateway in gateways}
+        for spec in specs:
+            self.start(spec)
+
+    def start(self, spec: WorkerSpec) -> None:
+        """A new incarnation, at the same address as the last one of this name."""
+        worker = Worker(self._site, spec, len(self.incarnations) + 1, self._outboxes)
+        self.incarnations.append(worker)
+        self.workers[spec.name] = worker
+        self.at_gateways(lambda links: links.add(worker))
+
+    def end(self, worker: Worker) -> None:
+        """As SIGKILL does. Gateways are not notified."""
+        worker.is_dead, worker.died_at = True, self._site.world.now
+        self._site.pools.report_exit(worker)
+
+    def arrive(self, spec: RequestSpec, number: int) -> None:
+        """A client asks one of the gateways that run."""
+        running = [gateway for gateway in self.gateways if not gateway.links.is_dead]
+        running[number % len(running)].arrive(spec)
+
+    def at_gateways(self, action: Callable[[WorkerLinks], None]) -> None:
+        for gateway in self.gateways:
+            action(gateway.links)

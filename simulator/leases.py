@@ -1,0 +1,54 @@
+"""Leases: checks that a lease ends only after its reader was silent while the producer ran; counts apart from both."""
+
+from baton.errors import WireError
+from baton.kv import KVTransferParams
+from kv_transfer.protocol.messages import TO_PRODUCER, Hold, Open
+from kv_transfer.transport.base import Arrival
+from simulator.world import Process, Violation, World
+
+LEAST = 0.5
+"""Share of a lease: a producer charges a quarter of it for a standstill, and is stopped twice at most."""
+
+
+class Leases:
+    """The leases of one incarnation. It counts fewer signs of life than the producer, so silences look no shorter."""
+
+    def __init__(self, world: World, process: Process, lease_s: float) -> None:
+        self._world = world
+        self._process = process
+        self._lease_s = lease_s
+        self._last_sign_at: dict[tuple[str, int], float] = {}
+        """When a hand-over's consumer last gave a sign, or its lease began, on a clock that stops with this worker."""
+
+    def begin(self, transfer: KVTransferParams) -> None:
+        self._last_sign_at[transfer.transfer_id, transfer.attempt] = self._running()
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        if arrival.is_from_producer:
+            return
+        try:
+            message = TO_PRODUCER.decode(arrival.header)
+        except WireError:
+            return
+        key = message.key
+        is_for_us = key.producer == self._process.incarnation
+        if (
+            (key.transfer_id, key.attempt) in self._last_sign_at
+            and is_for_us
+            and isinstance(message, Hold | Open)
+        ):
+            self._last_sign_at[key.transfer_id, key.attempt] = self._running()
+
+    def check(self, num_expired: int, freed: list[KVTransferParams]) -> None:
+        """`num_expired` leases have ended by silence; `freed` are all hand-overs that have ended."""
+        now = self._running()
+        signs_at = [self._last_sign_at.pop((each.transfer_id, each.attempt), now) for each in freed]
+        num_silent = sum(now - when >= LEAST * self._lease_s for when in signs_at)
+        if num_expired > num_silent:
+            raise Violation(
+                "a standstill is no silence",
+                f"{self._process.incarnation}: {num_expired} leases ended, {num_silent} readers were silent",
+            )
+
+    def _running(self) -> float:
+        return self._world.now - self._process.paused_s

@@ -1,0 +1,308 @@
+"""Worker: one incarnation of a worker on virtual time.
+
+Real: engine core, scheduler, connector, endpoint, role, sessions. Stand-ins: the loop's thread (worker/loop.py, line by
+line without its queue), the request plane's thread, the device.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from baton.config import KVTransferConfig, SchedulerConfig
+from baton.errors import InvalidRequest, Overloaded, RequestError, WireError
+from baton.kv import KVFingerprint, WorkerRef
+from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages.session import WorkerSessions
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.worker import WorkerRole, WorkerState, WorkerStatus
+from decode_worker import DecodeWorker
+from engine.grammars.compiler import GrammarCompiler
+from engine.pipeline import InlinePipeline, Pipeline
+from kv_transfer.pool import KVBytes
+from kv_transfer.protocol.transports import ZMQ_TCP
+from kv_transfer.transport.base import Bytes
+from prefill_worker import PrefillWorker
+from scheduler import RequestStatus, Scheduler
+from simulator.connector import SimConnector
+from simulator.device import CELL_BYTES, EOS, NUM_HEADS, NUM_PLANES, AsyncDevice, SimRunner, SlowRunner
+from simulator.network import Network, SimChannel
+from simulator.pools import SharedPools, SimExits, SimReader
+from simulator.world import Process, World
+from worker.core import ClientOutputs, EngineCore
+from worker.kv_connector import KVConnectorScheduler
+from worker.role import Role
+
+MAX_WAKE_DELAY_S = 0.001
+
+Outbox = Callable[["Worker", list[RequestOutput]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker; the same for all its incarnations."""
+
+    name: str
+    role: WorkerRole
+    scheduler: SchedulerConfig
+    host: str
+    transports: tuple[str, ...]
+    window_bytes: int
+    model: str
+    step_s: tuple[float, float]
+    max_command_delay_s: float
+    max_waiting: int
+    clock_offset_s: float
+    reads_at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What all workers share."""
+
+    world: World
+    transfer: KVTransferConfig
+    network: Network
+    pools: SharedPools
+    may_damage_reads: bool
+    """Checksums are compared wherever bytes go, so that damage must be noticed."""
+
+
+class Worker(Process):
+    """From its start until it is killed. Only events change it."""
+
+    def __init__(self, site: Site, spec: WorkerSpec, number: int, outboxes: Mapping[str, Outbox]) -> None:
+        """`outboxes` of the gateways, by their names."""
+        world = site.world
+        self.spec = spec
+        self.name = spec.name
+        self.incarnation = f"{spec.name}-life-{number}"
+        self.is_decode = spec.role is WorkerRole.DECODE
+        self.clock = world.clock(spec.clock_offset_s)
+        self._world = world
+        self._outboxes = outboxes
+        self._commands: list[Callable[[], object]] = []
+        self._deadlines: list[tuple[float, str]] = []
+        self._engine_timer: float | None = None
+        self.num_turns = 0
+        self.is_draining = False
+        self.sessions = WorkerSessions(self.incarnation)
+        self.request_ids: dict[str, str] = {}
+        """Requests that have not ended here, and the gateway of each."""
+        config = spec.scheduler
+        assert config.num_blocks is not None
+        shape = (config.num_blocks, NUM_PLANES, NUM_HEADS, config.block_size, CELL_BYTES)
+        # Memory that was never written holds no KV.
+        self._pool: Bytes = np.full(shape, world.rng.randrange(256), np.uint8)
+        self.runner = SimRunner(
+            world, self.incarnation, self._pool, config.num_swap_blocks or 0, self._step_duration_s
+        )
+        self.connector = SimConnector(world, self, self.clock, self.wake)
+        self.connector.max_command_delay_s = spec.max_command_delay_s
+        self.channel = SimChannel(site.network, spec.name, self)
+        self.readers = self._make_readers(site)
+        self._attach_endpoint(site)
+        self.connector_scheduler = KVConnectorScheduler(config.block_size)
+        self.scheduler = Scheduler(config, self.connector_scheduler, hash_key=b"simulated" + b"-" * 16)
+        self.core = EngineCore(
+            self.scheduler, self._make_pipeline(), self.connector, _grammars(), (EOS,), self.clock
+        )
+        self.role: Role = (
+            DecodeWorker(spec.max_waiting) if self.is_decode else PrefillWorker(spec.max_waiting)
+        )
+        self.ref = WorkerRef(spec.name, self.incarnation, (self.channel.address,), config.block_size)
+
+    @property
+    def kind(self) -> WorkerRole:
+        return self.role.kind
+
+    # messages of the request plane
+
+    def on_hello(self, gateway: str, hello: Hello) -> None:
+        if self.sessions.on_hello(gateway.encode(), hello, self._world.now):
+            self._world.counts["path command missed"] += 1
+            self.abort_client(gateway)
+
+    def heartbeat(self, gateway: str) -> Heartbeat:
+        blocks, requests = self.core.kv_block_counts(), self.core.request_counts()
+        state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
+        status = WorkerStatus(self.ref, self.kind, state, blocks, requests, {})
+        return self.sessions.heartbeat(gateway.encode(), status)
+
+    def take(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:
+        """As RequestServer._receive takes what is not a Hello."""
+        try:
+            self.sessions.take(gateway.encode(), command)
+        except WireError:
+            self._world.counts["path command of another session"] += 1
+            return
+        if isinstance(command, SubmitRequest):
+            self.submit(gateway, command.request)
+        else:
+            self.abort(command.request_ids)
+
+    def lose_gateway(self, gateway: str) -> None:
+        """The gateway is unreachable, or was silent for too long."""
+        if self.sessions.end(gateway.encode()):
+            self._world.counts["path gateway lost"] += 1
+            self.abort_client(gateway)
+
+    def submit(self, gateway: str, request: EngineRequest) -> None:
+        self._command(lambda: self._admit(gateway, request))
+
+    def abort(self, request_ids: tuple[str, ...]) -> None:
+        self._command(lambda: self._abort(request_ids))
+
+    def abort_client(self, gateway: str) -> None:
+        """The gateway's session is over."""
+        self._command(lambda: self._abort(self.requests_of(gateway)))
+
+    def give_back(self) -> None:
+        """Gives back every request that has not ended."""
+        self._command(lambda: self._deliver(self.core.give_back_requests()))
+
+    def reset_prefix_cache(self) -> None:
+        """Preempts every running request."""
+        self._command(lambda: self.scheduler.reset_prefix_cache(force=True))
+
+    def _command(self, command: Callable[[], object]) -> None:
+        self._commands.append(command)
+        self.wake()
+
+    def wake(self) -> None:
+        self._run_engine_at(self._world.now + self._world.between(0.0, MAX_WAKE_DELAY_S))
+
+    # the engine's thread
+
+    def _run_engine_at(self, when: float) -> None:
+        if self._engine_timer is None or when < self._engine_timer:
+            self._engine_timer = when
+            self._world.at(when, lambda: self._engine_turn(when), self, is_plane=False)
+
+    def _engine_turn(self, when: float) -> None:
+        if self._engine_timer != when:
+            return
+        self._engine_timer = None
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        self._end_overdue()
+        self._deliver(self.core.step())
+        self.num_turns += 1
+        self._world.counts["engine steps"] += 1
+        if self.core.may_progress:
+            self._run_engine_at(self._world.now)
+        elif self._deadlines:
+            self._run_engine_at(self._world.now + max(0.0, self._deadlines[0][0] - self.clock.now()))
+
+    def _admit(self, gateway: str, request: EngineRequest) -> None:
+        try:
+            if request.request_id in self.request_ids:
+                raise InvalidRequest("request_id", f"{request.request_id} is in use")
+            if self.is_draining:
+                raise Overloaded("it drains", 1.0)
+            self.role.admit(request, self.core.request_counts())
+            self.core.add_request(request, gateway)
+        except RequestError as error:
+            self._world.counts[f"path {type(error).__name__}"] += 1
+            self._outboxes[gateway](self, [_refusal(request.request_id, error)])
+            return
+        self.request_ids[request.request_id] = gateway
+        if request.timeout_s is not None:
+            heapq.heappush(self._deadlines, (self.clock.now() + request.timeout_s, request.request_id))
+
+    def _abort(self, request_ids: tuple[str, ...]) -> None:
+        own = [request_id for request_id in sorted(request_ids) if request_id in self.request_ids]
+        self._deliver(self.core.finish_requests(own, RequestStatus.FINISHED_ABORTED))
+
+    def requests_of(self, gateway: str) -> tuple[str, ...]:
+        return tuple(request_id for request_id, owner in self.request_ids.items() if owner == gateway)
+
+    def _end_overdue(self) -> None:
+        overdue = []
+        while self._deadlines and self._deadlines[0][0] <= self.clock.now():
+            overdue.append(heapq.heappop(self._deadlines)[1])
+        if overdue:
+            self._world.counts["path deadline passed"] += 1
+            self._deliver(
+                self.core.finish_requests(
+                    overdue, RequestStatus.FINISHED_ABORTED, "the request's deadline passed"
+                )
+            )
+
+    def _deliver(self, produced: ClientOutputs) -> None:
+        for gateway, outputs in produced.items():
+            for output in outputs:
+                if output.finish_reason is not None:
+                    if output.request_id not in self.request_ids:
+                        self._world.violate(
+                            "ends once", f"{self.incarnation}: {output.request_id} ends again"
+                        )
+                    self.request_ids.pop(output.request_id, None)
+            self._outboxes[gateway](self, outputs)
+        if not self.request_ids:
+            self._deadlines.clear()
+
+    def _step_duration_s(self) -> float:
+        return self._world.between(*self.spec.step_s)
+
+    # composition, as worker/host.py does it
+
+    def _make_pipeline(self) -> Pipeline:
+        if self.spec.scheduler.async_scheduling:
+            return AsyncDevice(self._world, self.runner, self)
+        return InlinePipeline(SlowRunner(self._world, self.runner))
+
+    def _make_readers(self, site: Site) -> dict[str, SimReader]:
+        return {
+            name: SimReader(
+                name,
+                site.pools,
+                self.incarnation,
+                self._pool.reshape(len(self._pool), -1),
+                self,
+                lambda: self.connector.wake_up(),
+                is_instant=self.spec.reads_at_once,
+                may_damage=site.may_damage_reads,
+            )
+            for name in self.spec.transports
+            if name != ZMQ_TCP
+        }
+
+    def _attach_endpoint(self, site: Site) -> None:
+        spec, block_size = self.spec, self.spec.scheduler.block_size
+        fingerprint = KVFingerprint(
+            2, spec.model, "float32", "LKHTD", NUM_PLANES // 2, NUM_HEADS, CELL_BYTES // 4, block_size, 1
+        )
+        self.connector.attach(
+            site.transfer,
+            self.incarnation,
+            fingerprint,
+            KVBytes(self._pool.reshape(len(self._pool), -1), fingerprint),
+            self.channel,
+            self.readers,
+            spec.host,
+            spec.transports,
+        )
+        endpoint = self.connector.endpoint
+        # Configuration counts in MiB, and a pool of this size would never fill a window.
+        endpoint._producer_end._producer._window._max_bytes = spec.window_bytes
+        endpoint._consumer_end._pools._exits = SimExits(site.pools, lambda: self.connector.wake_up())
+
+
+def _grammars() -> GrammarCompiler:
+    """Never used: no request asks for a structured output."""
+    return GrammarCompiler(Path("no model"), 100_000, (EOS,), on_news=lambda: None)
+
+
+def _refusal(request_id: str, error: RequestError) -> RequestOutput:
+    kinds = {InvalidRequest: ErrorKind.INVALID_REQUEST, Overloaded: ErrorKind.OVERLOADED}
+    return RequestOutput(
+        request_id=request_id,
+        first_position=0,
+        finish_reason=FinishReason.ERROR,
+        error=str(error),
+        error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
+    )

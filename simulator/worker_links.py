@@ -1,0 +1,172 @@
+"""WorkerLinks: a simulated gateway's end of the request plane to every worker, in place of gateway/workers/.
+
+Real: the session with each worker. Faults decide which worker is silent, and which messages arrive.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
+from baton.messages.session import GatewaySession
+from baton.request import RequestOutput
+from simulator.worker import Worker
+from simulator.world import World
+
+if TYPE_CHECKING:
+    from gateway.workers.worker_client import WorkerListener
+
+
+MAX_DELAY_S = 0.002
+
+
+@dataclass(slots=True)
+class RequestPlane:
+    """Messages between gateway and workers: in order and reliable, unless the connection is cut."""
+
+    world: World
+    cut_off: set[str] = field(default_factory=set)
+    """Names of ends that nothing reaches, and whose messages reach no other end."""
+    _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def send(self, source: str, target: str, arrive: Callable[[], None]) -> None:
+        """Lost if the two are cut off from each other when it is sent, or when it would arrive."""
+        if self._is_cut(source, target):
+            return
+        when = self.world.now + self.world.between(0.0001, MAX_DELAY_S)
+        when = self._last_arrival[source, target] = max(when, self._last_arrival.get((source, target), 0.0))
+        self.world.at(when, lambda: None if self._is_cut(source, target) else arrive())
+
+    def _is_cut(self, source: str, target: str) -> bool:
+        is_cut = source in self.cut_off or target in self.cut_off
+        self.world.counts["fault request plane cut"] += is_cut
+        return is_cut
+
+
+class WorkerLinks:
+    """The links of one gateway, until it dies."""
+
+    def __init__(self, world: World, name: str, listener: "WorkerListener") -> None:
+        self.name = name
+        self.is_dead = False
+        self._world = world
+        self._listener = listener
+        self._workers: dict[str, Worker] = {}
+        self._silent: set[str] = set()
+        self._plane = RequestPlane(world)
+        self._sessions: dict[str, GatewaySession] = {}
+
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._workers
+
+    # workers come and go
+
+    def add(self, worker: Worker) -> None:
+        """A new incarnation; what the last one of this name had is lost."""
+        if self.is_dead:
+            return
+        self.lose(worker.name, "replaced")
+        self._workers[worker.name] = worker
+        self._silent.discard(worker.name)
+        session = self._sessions[worker.name] = GatewaySession(worker.incarnation)
+        worker.on_hello(self.name, session.hello())
+        heartbeat = worker.heartbeat(self.name)
+        session.note_heartbeat(heartbeat)
+        self._listener.on_status(heartbeat.status)
+
+    def lose(self, name: str, reason: str) -> None:
+        if self._workers.pop(name, None) is not None:
+            self._listener.on_worker_lost(name, reason)
+
+    def note_silence(self, name: str) -> None:
+        if name in self._workers and name not in self._silent:
+            self._silent.add(name)
+            self._listener.on_worker_lost(name, "silent")
+
+    def end_silence(self, name: str) -> None:
+        self._silent.discard(name)
+        if worker := self._workers.get(name):
+            self._listener.on_status(worker.heartbeat(self.name).status)
+
+    def cut_off(self, name: str) -> None:
+        """No message passes between gateway and worker, in either direction, until `reconnect`."""
+        self._plane.cut_off.add(name)
+
+    def reconnect(self, name: str) -> None:
+        """Messages arrive again. The next Hello and its answer show which ones were lost."""
+        self._plane.cut_off.discard(name)
+        self.end_silence(name)
+        if worker := self._workers.get(name):
+            hello = self._sessions[name].hello()
+            self._plane.send(
+                "gateway", name, lambda: self._reach(worker, lambda: self._answer(worker, hello))
+            )
+
+    def die(self) -> list[Worker]:
+        """As by SIGKILL: no message goes either way. Returns the workers that had a session with it."""
+        self.is_dead = True
+        workers = list(self._workers.values())
+        self._plane.cut_off.add("gateway")
+        self._workers.clear()
+        return workers
+
+    # messages
+
+    def send(self, name: str, make: Callable[[GatewaySession], SubmitRequest | AbortRequests]) -> None:
+        """A command to a worker; one that was lost needs none."""
+        if (worker := self._workers.get(name)) is None:
+            return
+        session = self._sessions[name]
+        command = make(session)
+        session.count_order()
+        self._plane.send(
+            "gateway", name, lambda: self._reach(worker, lambda: worker.take(self.name, command))
+        )
+
+    def outbox(self, worker: Worker, outputs: list[RequestOutput]) -> None:
+        """On a worker's thread: sends outputs to the gateway, unless connection or session are gone."""
+        if not worker.sessions.count_outputs(self.name.encode()):
+            return
+        if (worker.name in self._plane.cut_off or self.is_dead) and self._world.chance(0.5):
+            worker.lose_gateway(self.name)
+            return
+
+        def arrive() -> None:
+            if self._workers.get(worker.name) is worker:
+                self._sessions[worker.name].note_outputs()
+                self._listener.on_outputs(worker.name, tuple(outputs))
+
+        self._plane.send(worker.name, "gateway", arrive)
+
+    def take_heartbeats(self) -> None:
+        for worker in list(self._workers.values()):
+            self.take_heartbeat(worker)
+
+    def take_heartbeat(self, worker: Worker) -> None:
+        """A heartbeat, if it can be sent and arrives."""
+        is_mute = worker.is_dead or worker.paused_until > self._world.now
+        is_known = self._workers.get(worker.name) is worker
+        if is_known and not is_mute and worker.name not in self._silent | self._plane.cut_off:
+            self._listener.on_status(worker.heartbeat(self.name).status)
+
+    def _answer(self, worker: Worker, hello: Hello) -> None:
+        """On a worker's request plane."""
+        worker.on_hello(self.name, hello)
+        heartbeat = worker.heartbeat(self.name)
+        self._plane.send(worker.name, "gateway", lambda: self._on_heartbeat(worker, heartbeat))
+
+    def _on_heartbeat(self, worker: Worker, heartbeat: Heartbeat) -> None:
+        if self._workers.get(worker.name) is not worker:
+            return
+        if loss := self._sessions[worker.name].note_heartbeat(heartbeat):
+            self._world.counts["path session lost"] += 1
+            self._listener.on_worker_lost(worker.name, loss)
+        if worker.name not in self._silent:
+            self._listener.on_status(heartbeat.status)
+
+    def _reach(self, worker: Worker, action: Callable[[], None]) -> None:
+        if not worker.is_dead:
+            action()

@@ -1,0 +1,86 @@
+"""A rank computes nothing after a failed step; a GPU reports one when it is done with it, or is found lost."""
+
+from collections.abc import Callable
+
+import pytest
+
+from baton.step import ModelRunnerOutput, SchedulerOutput
+from engine.pipeline import DeviceLostError, Launched
+from engine.step_failures import FailSettled, FailStop, StepRunner
+from tests.factories.fake_rank import make_plan
+
+FAILS_IN_LAUNCH, FAILS_IN_WAIT = 2, 3
+
+
+class Device:
+    """Fails at one step as it is launched, at another as it is waited for; counts steps and waits."""
+
+    def __init__(self, *, is_lost: bool = False) -> None:
+        self._is_lost = is_lost
+        self.num_steps = 0
+        self.num_settled = 0
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        return self.launch(plan).wait()
+
+    def launch(self, plan: SchedulerOutput) -> Launched:
+        self.num_steps += 1
+        if plan.step == FAILS_IN_LAUNCH:
+            raise ValueError("out of memory")
+        return Step(plan.step)
+
+    def settle(self) -> None:
+        self.num_settled += 1
+        if self._is_lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+class Step:
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def wait(self) -> ModelRunnerOutput:
+        if self._number == FAILS_IN_WAIT:
+            raise ValueError("out of memory")
+        return ModelRunnerOutput({})
+
+
+Run = Callable[[StepRunner, SchedulerOutput], ModelRunnerOutput]
+EITHER_WAY = pytest.mark.parametrize(
+    "run",
+    [lambda runner, plan: runner.execute(plan), lambda runner, plan: runner.launch(plan).wait()],
+    ids=["execute", "launch"],
+)
+
+
+@EITHER_WAY
+def test_the_first_step_that_fails_is_the_last(run: Run) -> None:
+    device = Device()
+    runner = FailStop(device)
+    run(runner, make_plan(1))
+    with pytest.raises(ValueError, match="out of memory"):
+        run(runner, make_plan(FAILS_IN_LAUNCH))
+    with pytest.raises(RuntimeError, match="step 2 failed on this rank"):
+        run(runner, make_plan(4))
+    assert device.num_steps == 2
+
+
+@EITHER_WAY
+def test_a_failed_step_is_reported_when_the_device_is_done_with_it(run: Run) -> None:
+    device = Device()
+    runner = FailSettled(device, device.settle)
+    for number, num_settled in ((FAILS_IN_LAUNCH, 1), (FAILS_IN_WAIT, 2)):
+        with pytest.raises(ValueError, match="out of memory"):
+            run(runner, make_plan(number))
+        assert device.num_settled == num_settled
+    assert run(runner, make_plan(4)) == ModelRunnerOutput({})
+    assert device.num_settled == 2, "a successful step needs no wait"
+
+
+@EITHER_WAY
+def test_a_device_that_refuses_to_wait_is_lost(run: Run) -> None:
+    device = Device(is_lost=True)
+    for number in (FAILS_IN_LAUNCH, FAILS_IN_WAIT):
+        with pytest.raises(DeviceLostError, match="illegal memory access") as raised:
+            run(FailSettled(device, device.settle), make_plan(number))
+        assert isinstance(raised.value.__cause__, ValueError)
