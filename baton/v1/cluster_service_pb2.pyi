@@ -449,7 +449,7 @@ class Worker(_message.Message):
     role: _builtins.str
     """`prefill` or `decode`."""
     state: _builtins.str
-    """What it says of itself: `starting`, `ready` or `draining`; `dead` if it fell silent. Of one without a process, what
+    """What it says of itself: `starting`, `ready`, `draining` or `hung`; `dead` if it fell silent. Of one without a process, what
     its controller says: `placing`, `starting`, `draining`, `backing_off` or `crash_loop`.
     """
     incarnation: _builtins.str

@@ -17,6 +17,7 @@ _STYLES = {
     "backing_off": "red",
     "crash_loop": "bold red",
     "dead": "bold red",
+    "hung": "bold red",
     "stopped": "red",
 }
 

@@ -9,7 +9,7 @@ from baton.system.exposition import counter, gauge
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.requests.attempt import Cause
 from gateway.requests.driver import RequestDriver
-from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_client import LossCause, WorkerClient
 
 
 class GatewayScrape:
@@ -60,6 +60,13 @@ class GatewayScrape:
         )
         states.update(_state(client) for client in clients)
         yield gauge("fleet_workers", "Workers, as this gateway sees them", ["role", "state"], states)
+        losses = self._driver.workers.losses
+        yield counter(
+            "worker_lost",
+            "Workers that were lost, by how this gateway noticed it",
+            ["cause"],
+            {(cause.value,): losses[cause] for cause in LossCause},
+        )
         statuses = self._driver.workers.statuses
         yield gauge(
             "fleet_requests",

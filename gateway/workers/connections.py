@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+from collections import Counter
 
 import zmq.asyncio
 
@@ -10,7 +11,7 @@ from baton.config import NetworkConfig
 from baton.errors import WorkerUnavailable
 from baton.system.curve import PlaneKeys
 from baton.worker import WorkerEndpoint, WorkerStatus
-from gateway.workers.worker_client import WorkerClient, WorkerListener
+from gateway.workers.worker_client import LossCause, WorkerClient, WorkerListener
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class WorkerConnections:
         self._network = network
         self._keys = keys
         self._listener = listener
+        self.losses: Counter[LossCause] = Counter()
+        """Workers lost since the gateway started."""
         self._identity = secrets.token_bytes(16)
         self._context = zmq.asyncio.Context()
         self._clients: dict[str, WorkerClient] = {}
@@ -46,6 +49,7 @@ class WorkerConnections:
             self._network,
             self._keys,
             self._listener,
+            self.losses,
         )
         self._clients[client.name] = client
         task = self._tasks[client.name] = asyncio.create_task(self._watch(client))

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import suppress
+from enum import Enum
 from typing import Protocol
 
 import zmq
@@ -29,7 +31,7 @@ from baton.system.addresses import connect
 from baton.system.awake_timer import AwakeTimer
 from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.system.standstill import Standstill, pace_of
-from baton.worker import WorkerEndpoint, WorkerStatus
+from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,23 @@ REFUSED = (
     "it refused the connection in the handshake; check that both use the same cluster secret and "
     "network.security"
 )
+
+
+class LossCause(Enum):
+    """How a gateway noticed that a worker was lost, without having been told to forget it."""
+
+    DISCONNECTED = "disconnected"
+    """Its connection broke, as when its process is killed."""
+    SILENT = "silent"
+    """No heartbeat came, as when its process is stopped or its host is gone."""
+    ENDED = "ended"
+    """It reported that its engine has ended."""
+    HUNG = "hung"
+    """It reported that one of its threads makes no progress."""
+    RESTARTED = "restarted"
+    """Another incarnation answers at its address."""
+    REFUSED = "refused"
+    """It and the gateway have different secrets or versions."""
 
 
 class WorkerListener(Protocol):
@@ -74,7 +93,9 @@ class WorkerClient:
         network: NetworkConfig,
         keys: PlaneKeys | None,
         listener: WorkerListener,
+        losses: Counter[LossCause],
     ) -> None:
+        """Counts every loss of this worker in `losses`."""
         self.endpoint = endpoint
         self.status: WorkerStatus | None = None
         """As of the last heartbeat; None before the first."""
@@ -85,6 +106,7 @@ class WorkerClient:
         self.num_bad_messages = 0
         self._network = network
         self._listener = listener
+        self._losses = losses
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
         """Silent for `peer_timeout_s`, or its connection broke: the worker gets nothing until its next message."""
@@ -195,7 +217,8 @@ class WorkerClient:
         self._is_connected = False
         if not self.is_silent:
             grace_s = self._network.reconnect_grace_s
-            self._suspect(f"its connection broke, and was not restored within {grace_s:g} s")
+            reason = f"its connection broke, and was not restored within {grace_s:g} s"
+            self._suspect(LossCause.DISCONNECTED, reason)
 
     async def _watch_silence(self) -> None:
         """Time during which this process stood still does not count, and input that arrived meanwhile is read first."""
@@ -206,7 +229,7 @@ class WorkerClient:
             if left_s <= 0.0 and not self.is_silent:
                 await asyncio.sleep(READING_S)
                 if self._received_at + timeout_s <= self._running_s():
-                    self._suspect(f"silent for {timeout_s:g} s")
+                    self._suspect(LossCause.SILENT, f"silent for {timeout_s:g} s")
             await asyncio.sleep(min(left_s, look_every_s) if left_s > 0.0 else look_every_s)
 
     def _running_s(self) -> float:
@@ -267,9 +290,10 @@ class WorkerClient:
     def _refuse(self, reason: str) -> None:
         if self.refusal is None:
             self.refusal = reason
-            self._suspect(reason)
+            self._suspect(LossCause.REFUSED, reason)
 
-    def _suspect(self, reason: str) -> None:
+    def _suspect(self, cause: LossCause, reason: str) -> None:
+        self._losses[cause] += 1
         self.is_silent = True
         self.first_sign.set()
         self._listener.on_worker_lost(self.name, reason)
@@ -277,6 +301,7 @@ class WorkerClient:
     def _take_heartbeat(self, message: Heartbeat) -> str | None:
         """Why the worker is lost, if this heartbeat says so."""
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
+            self._losses[LossCause.RESTARTED] += 1
             return "restarted"
         former = self._session.number
         if loss := self._session.note_heartbeat(message):
@@ -285,8 +310,9 @@ class WorkerClient:
             self._send_order(self._session.subscribe_kv_events())
         self.status = message.status
         self.first_sign.set()
-        if message.status.state.has_ended:
-            reason = f"its engine is {message.status.state.value}"
+        if (state := message.status.state).has_ended:
+            self._losses[LossCause.HUNG if state is WorkerState.HUNG else LossCause.ENDED] += 1
+            reason = f"its engine is {state.value}"
             return f"{reason}: {message.status.failure}" if message.status.failure else reason
         if not self.is_silent:
             self._listener.on_status(message.status)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gateway.workers.worker_client import LossCause
 from tests.e2e.worker_faults import (
     ROWS,
     Transport,
@@ -34,7 +35,7 @@ def used(descriptions: dict[str, dict[str, Any]]) -> set[str]:
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", pytest.param("zmq_tcp", marks=pytest.mark.by_hand)])
-def test_c44_c51_c52_no_fault_of_a_worker_costs_a_token_or_a_block(
+def test_c44_c51_c52_c54_no_fault_of_a_worker_costs_a_token_or_a_block(
     transport: Transport, tmp_path: Path
 ) -> None:
     async def run() -> None:
@@ -50,6 +51,8 @@ def test_c44_c51_c52_no_fault_of_a_worker_costs_a_token_or_a_block(
                 assert tally.num_right + tally.errors.total() == tally.num_started >= NUM_TRANSFERS
                 # Nearly all find another pair, on a quiet machine; on a busy one more workers seem dead than are.
                 assert tally.num_right > 0.5 * tally.num_started, f"{fault} {role}: {tally.errors}"
+            losses = cluster.gateway._driver.workers.losses
+            assert losses[LossCause.HUNG] >= sum(fault == "hang" for fault, _ in ROWS)
             assert await maps_of_the_dead(cluster, LETTING_GO_S) == []
             assert list(complaints(cluster)) == []
 

@@ -74,7 +74,7 @@ def hang() -> None:
         threading.Event().wait()
         raise AssertionError(f"step {plan.step} ended")
 
-    ModelRunner.launch = launch  # type: ignore[method-assign]
+    ModelRunner.launch = launch  # type: ignore[method-assign, assignment]
 
 
 def describe(host: EngineHost) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A real small engine changes its role under load, over the real request plane: no restart, nothing is forgotten."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -110,7 +111,7 @@ async def worker(
     host = EngineHost(config, KEYS, make_model_dir(folder), DecodeWorker(99), "w0", (PrefillWorker(99),))
     endpoint: WorkerEndpoint = await asyncio.to_thread(host.start)
     context, listener = zmq.asyncio.Context(), Listener()
-    client = WorkerClient(endpoint, context, b"gateway", NETWORK, KEYS.request, listener)
+    client = WorkerClient(endpoint, context, b"gateway", NETWORK, KEYS.request, listener, Counter())
     running = asyncio.create_task(client.run())
     try:
         await client.first_sign.wait()
