@@ -14,7 +14,7 @@ class WorkerRole(Enum):
 
 
 class WorkerState(Enum):
-    """STARTING -> READY -> DRAINING -> STOPPED; others infer DEAD from silence. HUNG: a thread of the worker makes no
+    """STARTING -> READY -> DRAINING -> STOPPED; a change of role goes from DRAINING back to READY. Others infer DEAD from silence. HUNG: a thread of the worker makes no
     progress, and its process is about to end.
     """
 

@@ -9,8 +9,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 class PrefillWorker:
     """Takes only the producing request of a hand-over, and is drained once its last block was read.
 
-    It does not decide when to hand over: a producing request ends with its first new token by definition
-    (scheduler/).
+    The role does not decide when to hand over: `scheduler/stop.py` ends a producing request with its first new token.
     """
 
     kind = WorkerRole.PREFILL

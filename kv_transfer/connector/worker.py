@@ -42,7 +42,7 @@ class KVConnectorWorker:
     ) -> None:
         """`blocks` is the rank's pool, read and written in place: uint8 [num_blocks, block_nbytes], or on a device.
 
-        `memory` is the memory of blocks on the host, if other processes may map it. `network` gives the hosts.
+        `memory` is the memory of blocks on the host, if other processes may map it.
         """
         pool = make_pool(blocks, fingerprint, rank)
         self._channel = ZmqChannel(
