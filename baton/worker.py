@@ -14,8 +14,9 @@ class WorkerRole(Enum):
 
 
 class WorkerState(Enum):
-    """STARTING -> READY -> DRAINING -> STOPPED; a change of role goes from DRAINING back to READY. Others infer DEAD from silence. HUNG: a thread of the worker makes no
-    progress, and its process is about to end.
+    """STARTING -> READY -> DRAINING -> STOPPED; a change of role goes from DRAINING back to READY.
+
+    Others infer DEAD from silence. HUNG: a thread of the worker makes no progress, and its process is about to end.
     """
 
     STARTING = "starting"
