@@ -29,7 +29,7 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDescription:
-    """One worker that there is to be."""
+    """One worker that the fleet should have."""
 
     name: str
     role: WorkerRole

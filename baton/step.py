@@ -37,7 +37,7 @@ class CachedRequestData:
     new_block_ids: tuple[tuple[int, ...], ...] = ()
     num_computed_tokens: tuple[int, ...] = ()
     resumed_num_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Requests resumed after preemption, each with its number of valid tokens: one in flight may have been refused.
+    """Requests resumed after preemption, with their numbers of valid tokens. A token in flight may have been discarded.
 
     Their `new_block_ids` replace the old table instead of extending it.
     """

@@ -1,6 +1,6 @@
 """The one way to play a workload on a scheduler; knows none, and needs only Python itself.
 
-Whoever implements `Side` can be played. So two schedulers that are compared meet the same arrivals, the same aborts and
+It plays any implementation of `Side`. So two schedulers that are compared meet the same arrivals, the same aborts and
 the same model: a token is a pure function of its request and position.
 """
 

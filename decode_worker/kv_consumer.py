@@ -12,7 +12,7 @@ class KVConsumerScheduler:
         self._block_size = block_size
         self._waiting_to_load: set[str] = set()
         self._postponed: set[str] = set()
-        """Requests whose load was postponed and cannot go on yet."""
+        """Requests whose load was postponed and cannot continue yet."""
         self._loading: set[str] = set()
         self._commands: list[ImmediateCommand] = []
         self._loads: list[LoadBlocks] = []

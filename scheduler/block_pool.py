@@ -1,7 +1,7 @@
 """BlockPool: which blocks are free or referenced, and which content can be hit; knows no request.
 
 A free block keeps its content hash until it is handed out again. So the free list is also the cache's eviction order:
-least recently freed first. Callers free a chain tail first, since a prefix is worth more than its continuation.
+least recently freed first. Callers free the last block of a chain first: a prefix is more useful than its continuation.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -100,7 +100,7 @@ class StdioControlClient:
         self._reader.start()
 
     def close(self) -> None:
-        """Lets the worker end by itself, which the end of its stdin tells it to. May be repeated."""
+        """Lets the worker end by itself, when its stdin ends. May be repeated."""
         with self._lock, contextlib.suppress(OSError):  # what was not written before it died
             self._stdin.close()
 

@@ -245,7 +245,7 @@ class RequestServer:
             self._send_heartbeat(peer, status, sink)
 
     def _running_s(self) -> float:
-        """Time in which the silence of gateways is measured; standstills of this process do not count."""
+        """The clock for the silence of gateways. It excludes standstills of this process."""
         return self._standstill.running(self._clock.now())
 
     def _send_heartbeat(self, peer: bytes, status: WorkerStatus, sink: RequestSink) -> None:

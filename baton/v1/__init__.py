@@ -1,1 +1,1 @@
-"""Generated protobuf code of `protos/baton/v1`; `make protos` writes it, nobody edits it."""
+"""Generated protobuf code of `protos/baton/v1`; `make protos` writes it, do not edit."""

@@ -48,7 +48,7 @@ class DrainingNodes:
             await asyncio.wait(moving, timeout=timeout_s)
         if left := [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]:
             raise FleetError(
-                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; they continue to leave"
+                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; they are still being moved"
             )
 
     async def stop(self) -> None:

@@ -53,5 +53,5 @@ resources=$(resources_of "$roles")
 label=$(sed 's/:[0-9]*//g; s/,/-/g' <<<"$roles")
 # `ray up` sets these for its own commands; workers would inherit them, and compute with one thread each.
 unset OMP_NUM_THREADS PYTHONWARNINGS
-ulimit -n 65536 2>/dev/null || echo "start_node.sh: goes on with $(ulimit -n) open files at most" >&2
+ulimit -n 65536 2>/dev/null || echo "start_node.sh: continues with $(ulimit -n) open files at most" >&2
 exec ray start --address="$head" --node-ip-address="$address" --resources="$resources" --labels="role=$label"

@@ -52,7 +52,7 @@ class Matcher:
                 return None if self._matcher.consume_token(token_id) else self._error(token_id)
             except BaseException as error:  # a panic of the library is no Exception
                 self._note(error)
-        return f"the structured output cannot go on: {self._defect}"
+        return f"the structured output cannot continue: {self._defect}"
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """[vocab_size]: which tokens may come next. Once the grammar is complete, only end-of-sequence."""
@@ -90,7 +90,7 @@ class Matcher:
         self._defect = in_one_line(str(error)) or type(error).__name__
 
     def _error(self, token_id: int) -> str:
-        return f"the structured output cannot go on with token {token_id}: {in_one_line(self._matcher.get_error())}"
+        return f"the structured output cannot continue with token {token_id}: {in_one_line(self._matcher.get_error())}"
 
 
 class GrammarCompiler:

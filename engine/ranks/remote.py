@@ -1,4 +1,4 @@
-"""The other ranks for the engine: their steps behind its own pipeline, their connectors beside its own.
+"""RankedPipeline and RemoteConnector: the engine's access to the other ranks' steps and connectors.
 
 A rank carries out its connector's commands once it has computed as many plans as rank 0 had when rank 0 sent them. So
 *when the step is computed* holds for each rank by itself.

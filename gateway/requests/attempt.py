@@ -144,7 +144,7 @@ class Attempt:
             return None
         # The sub-request stays open until the attempt is closed: a worker that is still reachable then gets an abort.
         if was_draining:
-            return AttemptFailure(worker, Cause.GIVEN_BACK, "the worker has left", reason)
+            return AttemptFailure(worker, Cause.GIVEN_BACK, "the worker has stopped after its drain", reason)
         return AttemptFailure(worker, Cause.LOST, "the worker was lost", reason, is_prompt_lost=is_prefill)
 
     def prefill_to_abort(self) -> str | None:

@@ -245,7 +245,7 @@ class GatewayMetrics:
         )
         for verdict in VERDICTS:
             self._grammars.labels(verdict)
-        for api in ("grpc", "http"):  # or an alert would miss the first one
+        for api in ("grpc", "http"):  # created at 0, so that an alert sees the first error
             self._call_errors.labels(api, INTERNAL_ERROR, "")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:

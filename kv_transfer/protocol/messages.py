@@ -60,7 +60,7 @@ class ChecksumPolicy(Enum):
     OFF = "off"
 
     def applies(self, producer_host: str, consumer_host: str) -> bool:
-        """Both ends compute the same answer; so a piece without its checksum is damaged."""
+        """The answer is the same on both ends. A piece without a required checksum counts as damaged."""
         return self is ChecksumPolicy.ON or (self is ChecksumPolicy.AUTO and producer_host != consumer_host)
 
 

@@ -11,7 +11,7 @@ STREAMING: pieces are offered as they become ready. Each peer has a window of un
 transfers take turns. CANCELLED: the consumer wants no more, and our own engine is notified.
 
 If our engine is starved and every complete prompt waits for room elsewhere, only a consumer can change that. Consumers
-with room for incomplete prompts are then told that we are stuck, and give the room back (decision 0011).
+with room for incomplete prompts then get a message that this producer is stuck, and give the room back (decision 0011).
 """
 
 from collections import Counter, deque

@@ -36,7 +36,7 @@ class Release:
     objects: tuple[Object, ...]
     """Those of `helm test` are among them."""
     notes: str
-    """What whoever installs it reads."""
+    """What the chart prints after an installation."""
 
     def of_kind(self, kind: str) -> dict[str, Object]:
         """By name."""

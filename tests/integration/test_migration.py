@@ -268,7 +268,7 @@ def test_c51_a_request_that_kills_its_workers_ends(folder: Path) -> None:
 
 
 def test_c51_a_new_connection_to_a_worker_ends_what_it_did_over_the_former_one(folder: Path) -> None:
-    """By its Hello, that knows of no order; an abort in no session would be dropped, and yet be counted."""
+    """By its Hello, which counts no command; an abort in no session would be dropped, and yet be counted."""
 
     async def test() -> None:
         async with gateway_with(folder, {}, {"w0": silent}) as under_test:

@@ -228,7 +228,7 @@ def test_c13_outputs_that_contradict_their_grammar_end_only_their_own_request(en
             assert told.token_ids == [], "nothing follows what does not match"
             assert told.end is not None
             assert told.end.error_kind is ErrorKind.INVALID_REQUEST
-            assert "cannot go on with token" in (told.end.error or "")
+            assert "cannot continue with token" in (told.end.error or "")
     for name in ("wrong2", "wrong3"):
         assert (end := d.told[name].end) is not None
         assert end.error_kind is ErrorKind.KV_LOAD_FAILED

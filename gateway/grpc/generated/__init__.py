@@ -1,1 +1,1 @@
-"""Generated protobuf code of interfaces that others defined; `make protos` writes it, nobody edits it."""
+"""Generated protobuf code of interfaces that others defined; `make protos` writes it, do not edit."""

@@ -82,7 +82,7 @@ def fetch(url: str, path: Path, sha256: str) -> None:
 
 
 def ensure(url: str, path: Path, sha256: str) -> str:
-    """What was done for it to be there. The lock is for fetching alone, so that many pods can read a large file, which
+    """How the model came to be there. The lock is for fetching alone, so that many pods can read a large file, which
     takes minutes, at once."""
     while True:
         version = version_of(path)

@@ -77,7 +77,7 @@ def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compi
     assert bits[: compiler.vocab_size].astype(np.bool_).tolist() == matcher.allowed().tolist()
     matcher.rewind(0)
     assert {tokenizer.decode([int(i)]) for i in matcher.allowed().nonzero()[0]} == first
-    assert "cannot go on with token" in (matcher.consume(EOS_TOKEN_ID) or "")
+    assert "cannot continue with token" in (matcher.consume(EOS_TOKEN_ID) or "")
     another = compiler.compiler.matcher(YES_OR_NO)
     assert another is not None
     assert {tokenizer.decode([int(i)]) for i in another.allowed().nonzero()[0]} == first, "each at its start"
@@ -140,8 +140,8 @@ class Panicking:
 def test_c13_a_panic_of_the_library_fails_the_request_that_it_concerns() -> None:
     matcher = Matcher(Panicking(), 12)
     assert matcher.allowed().all()
-    assert "cannot go on: index out of bounds" in (matcher.consume(1) or "")
-    assert "cannot go on: index out of bounds" in (Matcher(Panicking(), 12).consume(1) or "")
+    assert "cannot continue: index out of bounds" in (matcher.consume(1) or "")
+    assert "cannot continue: index out of bounds" in (Matcher(Panicking(), 12).consume(1) or "")
 
 
 def test_c13_a_panic_of_the_library_ends_one_grammar_and_not_the_thread(

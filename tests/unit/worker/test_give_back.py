@@ -1,4 +1,4 @@
-"""Requests that a worker gives back: each ends once, in whatever state it is, and nothing is told of it after that."""
+"""Requests that a worker gives back: each ends once, in whatever state it is, and it has no outputs after that."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_c52_whatever_state_a_request_is_in_it_is_given_back_once_and_says_nothi
     assert told == [token_at("runs", position) for position in range(len(told))]
     (end,) = [output for output in ended if output.request_id == "runs"]
     assert (end.first_position, end.token_ids) == (len(told), ())
-    assert step(core, 3) == [], "what was under way is not told any more"
+    assert step(core, 3) == [], "what was under way gets no more outputs"
     assert core.give_back_requests() == {}
     blocks, counts = core.kv_block_counts(), core.request_counts()
     assert (counts.running, counts.waiting, counts.waiting_for_remote_kvs) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""LogWriter: a log that nobody reads, or that cannot be written, holds up nobody."""
+"""LogWriter: a log without a reader, or that cannot be written, holds up nobody."""
 
 import errno
 import io
