@@ -188,7 +188,7 @@ class EngineHost:
         return MetricsServer(listener, self._render_metrics), address
 
     def _render_metrics(self, accept: str) -> tuple[bytes, str]:
-        from worker.metrics import WorkerMetrics  # its library takes long to import, and often no scrape comes
+        from worker.metrics import WorkerMetrics  # its library takes long to import
 
         if self._metrics is None:
             device = self._parts.executor.device_engine.model.device
