@@ -1,7 +1,6 @@
 """A fleet of child processes on this machine, with its controller in this process: `baton serve` without Ray."""
 
 import asyncio
-import json
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,8 @@ from cluster.control_api.configuration import pack_configuration
 from cluster.controller.controller import Controller
 from cluster.controller.desired import Memory
 from cluster.controller.first_start import OnProgress, OnServing, first_start
-from cluster.processes.child_processes import with_path
 from cluster.processes.launcher import ProcessLauncher
+from cluster.processes.worker_process import write_config
 
 
 class ProcessFleet:
@@ -24,8 +23,7 @@ class ProcessFleet:
 
     def __init__(self, config: BatonConfig, secret: ClusterSecret | None, model_path: Path) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
-        path = Path(self._folder.name) / "baton.json"
-        path.write_text(json.dumps(with_path(config, model_path)))  # JSON is YAML
+        path = write_config(self._folder.name, config, model_path)
         self._start_timeout_s = config.cluster.start_timeout_s
         self.launcher = ProcessLauncher(path, secret)
         self.controller = Controller(config, self.launcher, Memory(), SystemClock())

@@ -14,7 +14,7 @@ from baton.messages.control import ControlRequest
 from baton.system.curve import ClusterSecret
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller.launcher import Found, OnStartProgress
-from cluster.processes.child_processes import WorkerProcess
+from cluster.processes.worker_process import WorkerProcess
 from worker.control_channel import StdioControlClient
 
 R = TypeVar("R")

@@ -9,7 +9,7 @@ import pytest
 from baton.config import BatonConfig
 from baton.messages.control import Drain, Drained, SetRole, WaitStatus
 from baton.worker import WorkerRole
-from cluster.processes.child_processes import WorkerProcess
+from cluster.processes.worker_process import WorkerProcess
 from tests.factories.local_cluster import local_cluster
 from worker.control_channel import StdioControlClient
 

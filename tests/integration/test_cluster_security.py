@@ -16,7 +16,7 @@ from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello
 from baton.system.curve import ClusterSecret, derive_keys, secure_client
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerEndpoint, WorkerRole
-from cluster.processes.child_processes import WorkerProcess
+from cluster.processes.worker_process import WorkerProcess
 from tests.factories.models import make_model_dir
 from tests.factories.serving import baton, serving
 

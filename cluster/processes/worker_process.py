@@ -1,0 +1,103 @@
+"""One worker as a child process: started with a configuration file, watched through its pipes."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.errors import WorkerUnavailable
+from baton.system.curve import ClusterSecret
+from baton.system.secret import SECRET_VARIABLE
+from baton.worker import WorkerEndpoint, WorkerRole
+from worker.control_channel import StdioControlClient
+from worker.ready_line import endpoint_from_json
+
+STOP_TIMEOUT_S = 30.0
+
+
+class WorkerProcess:
+    """One worker process. It ends with this process, whose end closes the worker's stdin."""
+
+    def __init__(
+        self,
+        config_path: Path,
+        secret: ClusterSecret | None,
+        role: WorkerRole,
+        name: str,
+        log_level: str | None = "INFO",
+    ) -> None:
+        """`log_level` None: the configuration's. The secret goes into the environment, since all users can read the
+        arguments of a process."""
+        self.name = name
+        environment = dict(os.environ)
+        if secret is not None:
+            environment[SECRET_VARIABLE] = secret.text
+        command = [sys.executable, "-m", "worker.process", "--role", role.value, "--name", name]
+        if log_level is not None:
+            command += ["--log-level", log_level]
+        self._process = subprocess.Popen(
+            [*command, "--config", str(config_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C goes only to the command, which drains its workers first
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> WorkerEndpoint:
+        """Blocks until the worker serves. If it fails, raises like `endpoint_from_json`, or WorkerUnavailable."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerUnavailable(f"its process ended with {self._process.wait()} before it was ready")
+        return endpoint_from_json(line)
+
+    def control(self) -> StdioControlClient:
+        """Needs a serving worker. Only the client reads the worker's stdout from now on."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        return StdioControlClient(self.name, self._process.stdin, self._process.stdout)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Blocks until the process has ended; returns its exit code."""
+        return self._process.wait()
+
+    def ask_to_end(self) -> None:
+        """Sends SIGTERM, after which a worker ends cleanly."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """Closes the pipes. A process that still runs ends then."""
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # unsent data is lost
+                stream.close()
+
+    def stop(self) -> int:
+        """Lets the worker end by itself, or kills it after STOP_TIMEOUT_S; returns its exit code."""
+        self.close()
+        try:
+            return self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+def write_config(folder: str, config: BatonConfig, model_path: Path) -> Path:
+    """The configuration as a file for `WorkerProcess`, without unset keys: their defaults may depend on the device."""
+    values = config.model_dump(exclude_unset=True)
+    values.setdefault("model", {})["path"] = str(model_path)
+    path = Path(folder) / "baton.json"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    return path
