@@ -42,13 +42,13 @@ class DrainingNodes:
         return tuple(here)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
-        """Returns once these nodes have no workers. FleetError after `timeout_s`; workers still continue to leave."""
+        """Returns once these nodes have no workers. FleetError after `timeout_s`; their move continues."""
         moving = self._move_away()
         if moving:
             await asyncio.wait(moving, timeout=timeout_s)
         if left := [supervisor.replica.name for supervisor in self._supervisors() if supervisor.is_on(here)]:
             raise FleetError(
-                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; they are still being moved"
+                f"{', '.join(left)} did not leave {', '.join(here)} within {timeout_s:g} s; their move continues"
             )
 
     async def stop(self) -> None:

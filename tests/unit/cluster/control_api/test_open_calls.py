@@ -4,7 +4,7 @@ import msgpack
 import pytest
 
 from baton.errors import BatonError
-from baton.messages.control import DescribeFleet
+from baton.messages.control import FLEET_PLANE_VERSION, DescribeFleet
 from baton.messages.control_codec import (
     MAX_MESSAGE_BYTES,
     CallFrame,
@@ -72,9 +72,9 @@ def test_a_number_that_is_under_way_is_no_second_call() -> None:
         [b"\x00"],
         [frame(), frame()],
         [msgpack.packb(["DescribeFleet"])],
-        [msgpack.packb(["Call", 2, 1, -1.0, b""])],
-        [msgpack.packb(["Call", 2, 1, float("nan"), b""])],
-        [msgpack.packb(["Call", 2, 1, 1.0, "text"])],
+        [msgpack.packb(["Call", FLEET_PLANE_VERSION, 1, -1.0, b""])],
+        [msgpack.packb(["Call", FLEET_PLANE_VERSION, 1, float("nan"), b""])],
+        [msgpack.packb(["Call", FLEET_PLANE_VERSION, 1, 1.0, "text"])],
         [b"x" * (MAX_MESSAGE_BYTES + 1)],
     ],
 )
