@@ -18,7 +18,7 @@ _PIECES_OF_LATE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Work:
     """A piece of work that has begun; no two are the same object."""
 
     began_at: float
@@ -44,14 +44,14 @@ class Progress:
         self._clock = clock
         self._limit_s = limit_s
         self._least_s = least_s
-        self._piece: Piece | None = None
+        self._piece: Work | None = None
         self._recent = self._before = _Extremes()
         self._num_recent = 0
 
     def begin(self, size: int = 1) -> None:
         """A piece of work begins, and ends the one before it. `size` is in any unit, tokens for a step."""
         self.end()
-        self._piece = Piece(self._clock.now(), size)
+        self._piece = Work(self._clock.now(), size)
 
     def end(self) -> None:
         """Nothing is to be done at present. May be repeated."""
@@ -65,11 +65,11 @@ class Progress:
         self._num_recent += 1
 
     @property
-    def piece(self) -> Piece | None:
+    def piece(self) -> Work | None:
         """What is being done; None if nothing is to be done."""
         return self._piece
 
-    def limit_s(self, piece: Piece) -> float:
+    def limit_s(self, piece: Work) -> float:
         """How long this piece may take."""
         if self._least_s is None:
             return self._limit_s
@@ -86,7 +86,7 @@ class ProgressObserver:
     def __init__(self, observed: tuple[Progress, ...], pace_s: float) -> None:
         """`pace_s`: the longest time between two looks; of a longer one only this counts."""
         self._standstill = Standstill(pace_s)
-        self._seen: dict[Progress, tuple[Piece, float]] = {}
+        self._seen: dict[Progress, tuple[Work, float]] = {}
         self._observed = observed
 
     def look(self, now: float) -> str | None:
