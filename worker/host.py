@@ -112,7 +112,7 @@ class EngineHost:
             self._model_path,
             self._incarnation,
             self._clock,
-            on_news=commands.wake,
+            on_kv_output=commands.wake,
             on_progress=lambda what, done, count: on_progress(StartProgress(what, done, count)),
         )
         try:
@@ -188,7 +188,9 @@ class EngineHost:
         return MetricsServer(listener, self._render_metrics), address
 
     def _render_metrics(self, accept: str) -> tuple[bytes, str]:
-        from worker.metrics import WorkerMetrics  # its library takes long to import, and often no scrape comes
+        from worker.metrics import (
+            WorkerMetrics,
+        )  # its library takes long to import, and often no scrape comes
 
         if self._metrics is None:
             device = self._parts.executor.device_engine.model.device

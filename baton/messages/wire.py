@@ -185,7 +185,7 @@ def _is_tagged(values: Any) -> bool:
 
 def _nothing(value: Any) -> None:
     if value is not None:
-        raise WireError(f": expected nothing, got {_brief(value)}")
+        raise WireError(f": must be null, got {_brief(value)}")
 
 
 def _scalar_decoder(hint: type) -> Convert:

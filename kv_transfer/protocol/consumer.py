@@ -11,7 +11,7 @@ from kv_transfer.protocol.effects import (
     CanLoad,
     Effect,
     Failed,
-    News,
+    Notification,
     OpenPool,
     Quiesced,
     RankTransfer,
@@ -348,7 +348,7 @@ class Consumer:
         num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
         return Failed(transfer.rank_transfer, num_valid, loss.reason, loss.is_cancelled, transport)
 
-    def _end_load(self, transfer: IncomingTransfer, outcome: News) -> list[Effect]:
+    def _end_load(self, transfer: IncomingTransfer, outcome: Notification) -> list[Effect]:
         """Reports the outcome as soon as nothing is being written."""
         if not transfer.arriving:
             self._forget(transfer)

@@ -12,7 +12,7 @@ from baton.request import FirstToken
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
     Effect,
-    News,
+    Notification,
     OpenPool,
     RankTransfer,
     Send,
@@ -106,7 +106,7 @@ class Wire:
         self.target_blocks: dict[int, int] = {}
         self.in_flight: deque[tuple[str, Frame]] = deque()
         self.sent: list[Frame] = []
-        self.news: list[News] = []
+        self.news: list[Notification] = []
         self.unwanted: list[RankTransfer] = []
         self.opened_pools: list[OpenPool] = []
         self.reads: list[tuple[Pieces, WantedPieces]] = []

@@ -65,15 +65,15 @@ def loses_its_consumer(fabric: Fabric) -> None:
 def test_c49_no_message_of_a_hand_over_depends_on_what_a_clock_reads(
     story: Callable[[Fabric], None],
 ) -> None:
-    told = []
+    sent = []
     for origin in ORIGINS:
         fabric = Fabric(
             "zmq_tcp", began_at=origin
         )  # other transports describe their pools, each of which differs
         story(fabric)
-        told.append(fabric.network.sent)
-    assert len(told[0]) > 8
-    assert told[0] == told[1] == told[2]
+        sent.append(fabric.network.sent)
+    assert len(sent[0]) > 8
+    assert sent[0] == sent[1] == sent[2]
 
 
 def outputs_of(origin: float, role: TransferRole) -> bytes:

@@ -245,8 +245,8 @@ def test_a_role_is_exchanged_between_steps_and_the_prefix_cache_is_kept() -> Non
         running.loop.set_role(PrefillWorker(9), 5.0)
         assert running.loop.snapshot.role is WorkerRole.PREFILL
         assert not running.loop.snapshot.is_draining
-        told = running.beats.get(timeout=60)
-        assert (told.role, told.is_draining) == (WorkerRole.PREFILL, False), "gateways hear of it at once"
+        beat = running.beats.get(timeout=60)
+        assert (beat.role, beat.is_draining) == (WorkerRole.PREFILL, False), "gateways learn of it at once"
         running.loop.submit("gateway", make_engine_request("whole"))
         assert running.until_finished("whole").error_kind is ErrorKind.OVERLOADED, "not what it does any more"
         hand_over(running)
