@@ -61,7 +61,7 @@ class EngineCore:
         trace: StepTraceWriter | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` is that of the engine's thread; without one, a step may take any time."""
+        """`progress` watches the engine's thread. Without it, a step may take any time."""
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._connector = connector
@@ -74,7 +74,7 @@ class EngineCore:
         self._num_failed_steps = 0
         self._meter = LoadMeter()
         self.progress = progress or Progress("its engine", clock, math.inf)
-        """A step is as large as the number of tokens that the device computes."""
+        """The size of a step is the number of tokens that the device computes."""
         self.steps = StepCounts()
         """Counts all steps; readable from any thread."""
         scheduler.ignore_kv_events()

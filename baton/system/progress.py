@@ -10,11 +10,11 @@ from baton.clock import Clock
 from baton.system.standstill import Standstill
 
 _TIMES_THE_LONGEST = 20.0
-"""A piece may take this many times as long as the longest of late."""
+"""A piece may take this many times as long as the longest recent one."""
 _TIMES_THE_LARGEST = 2
-"""A piece that is larger than the largest of late by more than this teaches nothing yet: it gets the whole limit."""
+"""Recent pieces say nothing about one that is more than this many times as large: it gets the whole limit."""
 _PIECES_OF_LATE = 256
-"""The last 256 to 512 pieces are "of late"."""
+"""The last 256 to 512 pieces count as recent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ class Consumer:
         return self._lose(transfer, Loss(reason, is_cancelled))
 
     def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
-        """The load was postponed in another rank transfer, so it is here too, unless it has ended."""
+        """Postpones the load here because another rank transfer of it was postponed; does nothing if it has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []

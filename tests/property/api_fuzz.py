@@ -1,4 +1,4 @@
-"""Malformed requests at both doors of a gateway; `python -m tests.property.api_fuzz --requests 100000` runs long."""
+"""Malformed requests to both frontends; `python -m tests.property.api_fuzz --requests 100000` runs long."""
 
 import argparse
 import asyncio
