@@ -32,14 +32,14 @@ VOCAB_SIZE = 100_000
 
 @dataclass
 class FakeConnectorWorker:
-    """Moves nothing; says what a test puts into `news`, and keeps the commands it was given."""
+    """Moves nothing; says what a test puts into `outputs`, and keeps the commands it was given."""
 
-    news: list[KVConnectorOutput] = field(default_factory=list)
+    outputs: list[KVConnectorOutput] = field(default_factory=list)
     commands: list[Any] = field(default_factory=list)
     is_shut_down: bool = False
 
     def get_finished(self) -> KVConnectorOutput:
-        return self.news.pop(0) if self.news else KVConnectorOutput()
+        return self.outputs.pop(0) if self.outputs else KVConnectorOutput()
 
     def send_commands(self, metadata: Any) -> None:
         self.commands += metadata.at_once if metadata else ()

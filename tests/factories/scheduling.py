@@ -195,7 +195,7 @@ class FakeConnector:
     memory: PagedMemory = field(default_factory=lambda: PagedMemory(16))
     started: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     added: list[Request] = field(default_factory=list)
-    news: list[KVConnectorOutput] = field(default_factory=list)
+    outputs: list[KVConnectorOutput] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     num_questions: int = 0
     loading: dict[str, Request] = field(default_factory=dict)
@@ -243,7 +243,7 @@ class FakeConnector:
             self._scribble(request)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self.news.append(output)
+        self.outputs.append(output)
         num_valid = {load.request_id: load.num_valid_blocks for load in output.failed_recving}
         for request_id in [*num_valid, *(load.request_id for load in output.finished_recving)]:
             self.under_way.discard(request_id)

@@ -182,7 +182,7 @@ def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_commands_go
     step(core)
     assert diary.entries == [("commands", ["BeginLoad"]), ("save", []), ("load", ["load"])]
     received = ReceivedKV("load", FirstToken(7, None), 1, 0.1, 0.1)
-    diary.news.append(KVConnectorOutput(finished_recving=(received,)))
+    diary.outputs.append(KVConnectorOutput(finished_recving=(received,)))
     run_until_idle(core)
     core.close()
 

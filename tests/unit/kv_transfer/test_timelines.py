@@ -46,8 +46,8 @@ def hand_over(fabric: Fabric, prefill: Worker) -> None:
 
 
 def record_of(worker: Worker) -> TransferRecord:
-    """The one record in its news."""
-    (record,) = worker.news().transfers.values()
+    """The one record in its output."""
+    (record,) = worker.output().transfers.values()
     return record
 
 
@@ -75,7 +75,7 @@ def test_both_ends_of_a_hand_over_tell_when_what_happened(
     assert events(taken) == {"begun": 0.0, "asked": 1.0, "first_piece": 1.25, "verified": 1.625}
     assert given.exposed_s == 0.125
     assert (taken.elapsed_s, taken.moving_s) == (0.625, 0.375)
-    assert not prefill.news()
+    assert not prefill.output()
     fabric.assert_at_rest()
 
 
@@ -128,8 +128,8 @@ def test_an_aborted_hand_over_has_no_record(num_ranks: int) -> None:
     decode.command(AbortLoad("r", "the client left"))
     prefill.command(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
     fabric.deliver()
-    assert not prefill.news().transfers
-    assert not decode.news().transfers
+    assert not prefill.output().transfers
+    assert not decode.output().transfers
     fabric.assert_at_rest()
     for connector in fabric.connectors:
         connector.endpoint.check_integrity()
