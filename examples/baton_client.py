@@ -307,7 +307,7 @@ class BatonClient:
 
 
 class _Answer:
-    """What the caller has of an answer, and how far the attempt that is under way has come."""
+    """What the caller has of an answer, and the progress of the current attempt."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

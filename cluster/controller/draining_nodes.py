@@ -42,7 +42,7 @@ class DrainingNodes:
         return tuple(here)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
-        """Returns once these nodes have no workers. FleetError after `timeout_s`; workers still continue to leave."""
+        """Returns once these nodes have no workers. FleetError after `timeout_s`; the drain then goes on."""
         moving = self._move_away()
         if moving:
             await asyncio.wait(moving, timeout=timeout_s)

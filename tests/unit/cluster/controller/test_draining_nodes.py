@@ -79,7 +79,9 @@ async def test_a_late_drain_names_the_remaining_workers_and_continues() -> None:
     async with fleet(fleet_config(), launcher) as tested:
         await all_serve_on(tested, "n1")
         launcher.latest("w1").may_drain.clear()
-        with pytest.raises(FleetError, match=r"^w1 did not leave n1 within 0\.05 s; they continue to leave"):
+        with pytest.raises(
+            FleetError, match=r"^w1 did not leave n1 within 0\.05 s; they are still being moved"
+        ):
             await tested.controller.drain_node("n1", 0.05)
         assert [incarnation.name for incarnation in launcher.alive if incarnation.node == "n1"] == ["w1"]
         again = asyncio.create_task(tested.controller.drain_node("n1", 10.0))
