@@ -38,7 +38,7 @@ class Progress:
 
     def __init__(self, what: str, clock: Clock, limit_s: float, least_s: float | None = None) -> None:
         """A piece may take `limit_s` seconds. With `least_s` the limit is learned: 20 times the longest recent piece,
-        but no less than `least_s` and no more than `limit_s`. A piece more than twice as large as the largest recent one
+        but no less than `least_s` and no more than `limit_s`. A piece over twice as large as the largest recent one
         gets `limit_s`.
         """
         self.what = what

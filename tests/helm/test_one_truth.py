@@ -37,7 +37,7 @@ def test_a_value_has_the_comment_that_stands_above_it() -> None:
     (chapter,) = chart.read_values(text)
     found = [(value.key, value.default, value.meaning) for value in chapter.values]
     assert (chapter.title, found) == (
-        "Frontends",
+        "Gateway",
         [("a.b", "1", "How many, at most."), ("a.c", '{"d": 2}', "")],
     )
 
