@@ -33,7 +33,7 @@ class ReplicaDescription:
 
     name: str
     role: WorkerRole
-    """What it is to do; while it changes its role, what it is to become."""
+    """The worker's role; during a change of role, the new one."""
     state: ReplicaState
     node: str = ""
     """The node it is placed on; empty if none."""

@@ -60,8 +60,9 @@ class EngineRequest:
     kv_transfer: KVTransferParams | None = None
     """None: the worker computes the prompt and decodes, all by itself."""
     output_token_ids: tuple[int, ...] = ()
-    """What other workers already sampled of the answer. The request continues behind it as if it had never moved. The
-    first token from here has position `len(output_token_ids)`, and `sampling_params` still count from position 0."""
+    """Tokens of the answer that other workers have already sampled. The request continues after them as if it had never
+    moved. The first token that this worker samples has position `len(output_token_ids)`; `sampling_params` still count
+    from position 0."""
     on_preemption: OnPreemption = OnPreemption.RESUME
 
 

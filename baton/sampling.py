@@ -73,7 +73,8 @@ class SamplingParams:
     seed: int | None = None
     """Randomness is a pure function of (seed, position); the gateway fills in a seed if the request has none."""
     logprobs: int | None = None
-    """None: no logprobs; n: the sampled token's log-probability and the n likeliest ones', before any processing."""
+    """How many of the most likely tokens to report with the sampled one, with log-probabilities before any processing.
+    None: no logprobs."""
 
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -3,10 +3,10 @@
     python -m benchmarks.cuda_ipc [--blocks MIB ...] [--sizes MIB ...] [--rounds N] [--json FILE] [--dry-run]
 
 Two processes, each with the real connector worker over a pool in device memory: agent thread, endpoint, protocol, CUDA
-IPC. A hand-over is timed from the producer's order that all blocks are ready and the prompt complete to the news, on
-the consumer, that it is received. Beside it, in turn, PyTorch copies as many bytes within the consumer's device, from
-one span to another, and the clock stops when an event says that they are there: what the memory allows. GB/s count each
-byte once, though a copy reads and writes it.
+IPC. The time of a hand-over begins when the producer is commanded to send all blocks of a complete prompt. It ends when
+the consumer reports that it has received them. Beside it, in turn, PyTorch copies as many bytes within the consumer's
+device, from one span to another, and the clock stops when an event says that they are there: what the memory allows.
+GB/s count each byte once, though a copy reads and writes it.
 
 Blocks are scattered in both pools, and each measurement uses others than the one before it. Figures are medians over
 rounds; `share` is the median over rounds of the plain copy's time by the hand-over's. `--dry-run` does all of it on a
@@ -94,7 +94,7 @@ class End:
 
     def __init__(self, name: str, device: Device, wanted: Connect) -> None:
         self.memory = device.allocate(wanted.num_blocks * wanted.block_nbytes)
-        self._has_news = threading.Event()
+        self._has_output = threading.Event()
         num_layers = wanted.block_nbytes // LAYER_NBYTES
         fingerprint = KVFingerprint(
             PROTOCOL_VERSION, "benchmark", "bfloat16", "LKHTD", num_layers, 8, 128, BLOCK_SIZE, 1
@@ -108,7 +108,7 @@ class End:
             SystemClock(),
             DeviceBlocks(self.memory, wanted.block_nbytes),
             fingerprint,
-            self._has_news.set,
+            self._has_output.set,
         )
         self._connector.start()
         self.ref = WorkerRef(name, incarnation, (self._connector.kv_address,), BLOCK_SIZE)
@@ -121,8 +121,8 @@ class End:
     def until(self, has_come: Callable[[KVConnectorOutput], object]) -> None:
         news = KVConnectorOutput()
         while not has_come(news):
-            assert self._has_news.wait(PATIENCE_S), "a hand-over did not end"
-            self._has_news.clear()
+            assert self._has_output.wait(PATIENCE_S), "a hand-over did not end"
+            self._has_output.clear()
             news = self._connector.get_finished()
             assert not news.failed_recving, news.failed_recving
 

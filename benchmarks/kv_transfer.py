@@ -2,9 +2,9 @@
 
     python -m benchmarks.kv_transfer [--transports NAME ...] [--blocks KIB ...] [--sizes MIB ...] [--adjacent]
 
-Two processes, each with the real connector worker: agent thread, endpoint, protocol, transport. A hand-over is timed
-from the producer's order that all blocks are ready and the prompt complete to the news, on the consumer, that it is
-received. Beside it, in turn, in the same processes and pools and over blocks of the same size:
+Two processes, each with the real connector worker: agent thread, endpoint, protocol, transport. The time of a hand-over
+begins when the producer is commanded to send all blocks of a complete prompt. It ends when the consumer reports that it
+has received them. Beside it, in turn, in the same processes and pools and over blocks of the same size:
 
     memcpy    np.copyto, block by block, out of the other process's pool through one mapping; its pages are warm
     socket    one TCP connection over loopback: sendmsg straight from the pool, recv_into straight into the pool

@@ -122,7 +122,7 @@ class End:
     """A real connector over the memory, and its news."""
 
     def __init__(self, name: str, way: Way, memory: Memory, block_nbytes: int) -> None:
-        self._has_news = threading.Event()
+        self._has_output = threading.Event()
         incarnation = f"{name}-{secrets.token_hex(8)}"
         num_layers = block_nbytes // LAYER_NBYTES
         fingerprint = KVFingerprint(
@@ -136,7 +136,7 @@ class End:
             SystemClock(),
             memory.blocks(block_nbytes),
             fingerprint,
-            self._has_news.set,
+            self._has_output.set,
             memory=memory.shared,
         )
         self._connector.start()
@@ -156,8 +156,8 @@ class End:
     def until(self, pick: Callable[[KVConnectorOutput], Sequence[T]]) -> T:
         """The first piece of news that `pick` finds."""
         while True:
-            assert self._has_news.wait(PATIENCE_S), "a hand-over did not end"
-            self._has_news.clear()
+            assert self._has_output.wait(PATIENCE_S), "a hand-over did not end"
+            self._has_output.clear()
             news = self._connector.get_finished()
             assert not news.failed_recving, news.failed_recving
             if found := pick(news):

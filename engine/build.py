@@ -129,12 +129,13 @@ def build_device_engine(
     incarnation: str,
     collectives: Collectives,
     clock: Clock,
-    on_news: Callable[[], None],
+    on_kv_output: Callable[[], None],
     on_progress: OnProgress,
 ) -> DeviceEngine:
     """Loads the rank's part of the model and binds its KV plane. ConfigError or ModelError if it cannot be served.
 
-    `incarnation` is the worker's; `on_news` is called from the transfer thread. The collectives need not be connected.
+    `incarnation` is the worker's; `on_kv_output` is called from the transfer thread. The collectives need not be
+    connected.
     """
     keep_freed_memory()
     torch.set_num_threads(config.engine.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
@@ -167,7 +168,7 @@ def build_device_engine(
         clock,
         pool.block_bytes(),
         pool.fingerprint(model.digest, collectives.size),
-        on_news=on_news,
+        on_kv_output=on_kv_output,
         rank=collectives.rank,
         memory=memory if isinstance(memory, SharedMemory) else None,
         advertise_host=config.network.advertise_host,

@@ -45,7 +45,9 @@ class Executor:
         return self._others.pipeline(lambda: self.device_engine.make_pipeline(grammars))
 
     def start(self) -> None:
-        """Begins to move KV and to call `on_news`; blocks until every rank is ready. Raises like `start_executor`."""
+        """Starts the KV plane and the calls of `on_kv_output`. Blocks until every rank is ready; raises like
+        `start_executor`.
+        """
         self.device_engine.connector.start()
         if self._others is not None:
             self._others.serve()
@@ -65,21 +67,21 @@ def start_executor(
     model_path: Path,
     incarnation: str,
     clock: Clock,
-    on_news: Callable[[], None],
+    on_kv_output: Callable[[], None],
     on_progress: OnProgress,
 ) -> Executor:
     """Loads the model on every rank, in parallel; blocks until all have loaded it.
 
-    Raises ConfigError, ModelError or ClusterError if a rank fails; then no process is left. `on_news` is called from
+    Raises ConfigError, ModelError or ClusterError if a rank fails; then no process is left. `on_kv_output` runs on
     any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
     """
     others = None
     if num_ranks > 1:
-        others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_news)
+        others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_kv_output)
     collectives = others.collectives if others else SINGLE_RANK
     try:
         own = build_device_engine(
-            config, kv_keys, model_path, incarnation, collectives, clock, on_news, on_progress
+            config, kv_keys, model_path, incarnation, collectives, clock, on_kv_output, on_progress
         )
         return Executor(own, others)
     except BaseException:

@@ -74,7 +74,7 @@ class ModelRunner:
             self._settle_for(batch.sampling_requests)
             if batch.sampling_requests:
                 step.begin(batch.sampling_requests, self._sampler(logits_RV, batch.sampling_requests))
-        if not step.samples:  # there is no token to wait for
+        if not step.samples:  # nothing is sampled, so the step's end is marked here
             step.ends_at(self._mark())
         self._last_step = step
         return step

@@ -174,7 +174,7 @@ def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 
 def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> torch.Tensor:
-    """R x 1: the probability of the last token within top_k and within top_p of top_k's mass."""
+    """R x 1: the smallest probability that is kept, by top_k and then by top_p of the mass of top_k."""
     vocab_size = probs_RV.shape[1]
     top_k_R1 = torch.tensor(top_ks, device=probs_RV.device).unsqueeze(1)
     top_p_R1 = _column(top_ps, probs_RV)

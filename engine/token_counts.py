@@ -21,7 +21,7 @@ class TokenCounts:
         self._num_counted = 0
 
     def follow(self, token_ids: IntArray) -> None:
-        """Counts the present sequence. It extends the previous one, or is shorter: then all is counted anew."""
+        """Counts this sequence, which must extend the previous one or be shorter. A shorter one is counted again."""
         if len(token_ids) < self._num_counted:
             self.tokens, self.counts, self._num_counted = self.tokens[:0], self.counts[:0], 0
         new = token_ids[self._num_counted :]

@@ -307,7 +307,7 @@ class BatonClient:
 
 
 class _Answer:
-    """What the caller has of an answer, and how far the attempt that is under way has come."""
+    """What the caller has of an answer, and the progress of the current attempt."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -327,15 +327,15 @@ class _Answer:
         num_old = _num_known(self._num_tokens, len(response.token_ids), len(self.token_ids))
         num_old_characters = _num_known(self._num_characters, len(response.text), len(self.text))
         new_tokens, new_text = response.token_ids[num_old:], response.text[num_old_characters:]
-        told = self.token_ids[self._num_tokens : self._num_tokens + num_old]
-        told_text = self.text[self._num_characters : self._num_characters + num_old_characters]
+        known = self.token_ids[self._num_tokens : self._num_tokens + num_old]
+        known_text = self.text[self._num_characters : self._num_characters + num_old_characters]
         self._num_tokens += len(response.token_ids)
         self._num_characters += len(response.text)
         self.is_over = response.HasField("finish")
         ends_short = self.is_over and self._num_tokens < len(self.token_ids)
         if (
-            response.token_ids[:num_old] != told
-            or response.text[:num_old_characters] != told_text
+            response.token_ids[:num_old] != known
+            or response.text[:num_old_characters] != known_text
             or ends_short
         ):
             raise BatonError("DATA_LOSS", "on a retry, the service gave another answer than before")

@@ -17,7 +17,7 @@ ChoiceDelta = tuple[int, Delta]
 """Of which answer."""
 
 MAX_VALUES = 3 * 2**20
-"""Of one whole answer, over all of its choices: a token is a value, and so is each of the likeliest ones beside it.
+"""The most values of one answer, over all choices: each token is a value, and so is each of its top log-probabilities.
 
 So that one answer may fill a context of 131,072 tokens with 20 log-probabilities each. That costs tens of MiB
 (docs/security.md).

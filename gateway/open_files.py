@@ -26,10 +26,10 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
     remedy = "raise the hard limit (`ulimit -Hn`, LimitNOFILE of systemd, --ulimit nofile of Docker)"
     if "max_connections" not in config.model_fields_set and num_fitting > 0:
         logger.warning(
-            "gateway.max_connections is %d instead of %d, since this process may open only %d files; for "
+            "lowered gateway.max_connections from %d to %d: this process may open only %d files; to allow "
             "more, %s",
-            num_fitting,
             config.max_connections,
+            num_fitting,
             hard,
             remedy,
         )

@@ -17,7 +17,7 @@ from scheduler import Request
 
 @dataclass(slots=True)
 class Sending:
-    """A producer's progress: blocks before `num_sent` were commanded to leave."""
+    """A producer's progress: the connector was commanded to send the first `num_sent` blocks."""
 
     num_tokens: int
     block_ids: list[int]

@@ -104,7 +104,7 @@ class Admission:
         self._waiting.push(request)
 
     def ask_again(self, request_ids: Iterable[str]) -> None:
-        """The connector has news of these requests: the next step asks about them, however many others there are."""
+        """The connector may answer otherwise for these requests now: the next step asks about all of them."""
         for request_id in request_ids:
             request = self._unknown.pop(request_id, None)
             if request is not None:

@@ -34,7 +34,7 @@ class KVConnector(Protocol):
         ...
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """News from the worker half, before the scheduler acts on it."""
+        """Receives the output of the worker half, before the scheduler acts on it."""
         ...
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:

@@ -1,4 +1,4 @@
-"""OutputsByClient: collects a step's news, client by client."""
+"""OutputsByClient: collects a step's outputs, client by client."""
 
 from collections import defaultdict
 from dataclasses import replace

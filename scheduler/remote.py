@@ -154,7 +154,7 @@ class RemotePrompts:
                 self._counters["kv_unknown_completions"] += 1
 
     def _end_load(self, request_id: str) -> Load | None:
-        """The load that this news ends. Without one, the news is late: it ends a quarantine, or is only counted."""
+        """The load that ended. None if the report is late: then it ends a quarantine, or is only counted."""
         load = self._loads.pop(request_id, None)
         if load is None:
             self.end_holds([request_id])

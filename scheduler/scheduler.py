@@ -105,7 +105,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[str, EngineCoreOutputs]:
-        """Processes a step's samples; returns the news by client, finished requests included."""
+        """Processes a step's samples; returns the outputs by client, finished requests included."""
         outputs = OutputsByClient()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
         requests = self._under_way.pop(scheduler_output.step, [])
@@ -148,7 +148,7 @@ class Scheduler:
         return outputs.by_client()
 
     def update_connector_output(self, output: KVConnectorOutput) -> dict[str, EngineCoreOutputs]:
-        """Processes news of transfers, before `schedule()`. Late, repeated and unknown news is only counted."""
+        """Processes the connector's output, before `schedule()`. Late, repeated and unknown entries only count."""
         outputs = OutputsByClient()
         if self._connector is not None:
             self._connector.update_connector_output(output)

@@ -118,7 +118,7 @@ class SimConnector:
         num_expired = self.counts["kv_lease_expiries"]
         self.endpoint.on_time()
         num_expired = self.counts["kv_lease_expiries"] - num_expired
-        output = self.endpoint.collect_news()
+        output = self.endpoint.collect_output()
         if output:
             freed = [self.holds[name].transfer for name in output.finished_sending if name in self.holds]
             self._leases.check(num_expired, freed)

@@ -87,7 +87,7 @@ class SimRunner:
         """The next step that computes anything raises DeviceFailure."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Slots are written some time before they are read, as layer follows layer."""
+        """Writes slots some time before it reads them, as a model's layers do."""
         for request_id in plan.finished_req_ids:
             self._known.pop(request_id, None)
         for block_id, host_block_id in plan.swap_out:

@@ -19,7 +19,7 @@ class ReadFaults:
     failure: float = 0.0
     hang: float = 0.0
     damage: float = 0.0
-    """Only where checksums must notice."""
+    """How likely bytes are damaged; only where checksums must detect it."""
     refusal: float = 0.0
     """How likely a pool cannot be opened."""
     max_duration_s: float = 0.01

@@ -83,7 +83,7 @@ class _Turn:
 
 @dataclass(slots=True)
 class _HandOver:
-    """A request's blocks on their way."""
+    """The transfer of a request's blocks."""
 
     prefill: str
     decode: str

@@ -294,7 +294,7 @@ class Worker(Process):
 
 def _grammars() -> GrammarCompiler:
     """Never used: no request asks for a structured output."""
-    return GrammarCompiler(Path("no model"), 100_000, (EOS,), on_news=lambda: None)
+    return GrammarCompiler(Path("no model"), 100_000, (EOS,), on_compiled=lambda: None)
 
 
 def _refusal(request_id: str, error: RequestError) -> RequestOutput:

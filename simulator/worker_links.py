@@ -121,7 +121,7 @@ class WorkerLinks:
             return
         session = self._sessions[name]
         command = make(session)
-        session.count_order()
+        session.count_command()
         self._plane.send(
             "gateway", name, lambda: self._reach(worker, lambda: worker.take(self.name, command))
         )

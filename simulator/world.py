@@ -63,7 +63,7 @@ class World:
     """How often each fault and path occurred."""
     violation: Violation | None = None
     is_calm: bool = False
-    """Faults are over, and everything has to come to rest."""
+    """No more faults are injected; all activity must now end."""
     after_event: Callable[[], None] = lambda: None
     clocks: list[VirtualClock] = field(default_factory=list)
     rng: random.Random = field(init=False)

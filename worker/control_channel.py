@@ -84,11 +84,11 @@ class StdioControlServer:
 
 
 class StdioControlClient:
-    """The parent's end, once the worker's endpoint was read. A call waits for as long as the worker needs, raises the
-    worker's error, and ClusterError as soon as the worker is gone."""
+    """The parent's end, used after the worker's endpoint was read. A call has no time limit. It raises the worker's
+    error, or ClusterError as soon as the worker has ended."""
 
     def __init__(self, name: str, stdin: IO[str], stdout: IO[str]) -> None:
-        """Both belong to the client from now on; it closes `stdout` when the worker does."""
+        """The client owns both streams from now on, and closes `stdout` when the worker does."""
         self._stdin = stdin
         self._stdout = stdout
         self._numbers = itertools.count(1)

@@ -61,7 +61,7 @@ class EngineCore:
         trace: StepTraceWriter | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` is that of the engine's thread; without one, a step may take any time."""
+        """`progress` watches the engine's thread. Without it, a step may take any time."""
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._connector = connector
@@ -74,19 +74,20 @@ class EngineCore:
         self._num_failed_steps = 0
         self._meter = LoadMeter()
         self.progress = progress or Progress("its engine", clock, math.inf)
-        """A step is as large as the number of tokens that the device computes."""
+        """The size of a step is the number of tokens that the device computes."""
         self.steps = StepCounts()
         """Counts all steps; readable from any thread."""
         scheduler.ignore_kv_events()
         self.may_progress = False
-        """Whether another step right now could achieve more; if not, only news from outside can change that."""
+        """Whether another step right now could achieve more; if not, only a command or the end of a transfer or of a
+        grammar's compilation changes that."""
 
     def step(self) -> ClientOutputs:
-        """Processes transfer news, plans a step, and processes the samples of an earlier one; returns the news by
+        """Processes ended transfers, plans a step, and processes the samples of an earlier one; returns the outputs by
         client.
         """
         outputs: ClientOutputs = defaultdict(list)
-        self._take_news(outputs)
+        self._take_finished(outputs)
         plan = self._scheduler.schedule()
         self._stages.planned(plan)
         if self._trace is not None:
@@ -139,7 +140,7 @@ class EngineCore:
     ) -> ClientOutputs:
         """Ends these requests (None: all) in any state with ErrorKind.GIVEN_BACK: they continue elsewhere.
 
-        They get no further news. What a current step samples for them, another worker samples again.
+        They get no further output. What a current step samples for them, another worker samples again.
         """
         request_ids = self._scheduler.request_ids if request_ids is None else request_ids
         return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
@@ -197,14 +198,14 @@ class EngineCore:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
             raise InvalidRequest(name, f"token ids must be 0 to {vocab_size - 1}, got {wrong}")
 
-    def _take_news(self, outputs: ClientOutputs) -> None:
-        """News from outside since the last step: ended transfers and compiled grammars."""
-        news = self._connector.get_finished()
-        self._stages.received(news.finished_recving)
-        for client_id, output in self._stages.transferred(news.transfers):
+    def _take_finished(self, outputs: ClientOutputs) -> None:
+        """Processes what ended since the last step: transfers, and the compilation of grammars."""
+        kv_output = self._connector.get_finished()
+        self._stages.received(kv_output.finished_recving)
+        for client_id, output in self._stages.transferred(kv_output.transfers):
             outputs[client_id].append(output)
-        self._end_between_steps(self._scheduler.update_connector_output(news), outputs)
-        for grammar in self._grammars.take_news():
+        self._end_between_steps(self._scheduler.update_connector_output(kv_output), outputs)
+        for grammar in self._grammars.take_compiled():
             ended = self._scheduler.grammar_compiled(grammar.output, grammar.error)
             self._end_between_steps(ended, outputs)
         if self._grammars.is_full:
@@ -231,8 +232,8 @@ class EngineCore:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
-        news = self._scheduler.update_from_output(step.plan, result.output)
-        return self._traced(step.plan, result.output, news)
+        outputs = self._scheduler.update_from_output(step.plan, result.output)
+        return self._traced(step.plan, result.output, outputs)
 
     def _measure(self, step: StepUnderWay) -> None:
         counts = step.plan.num_scheduled_tokens
@@ -269,16 +270,16 @@ class EngineCore:
         return outputs
 
     def _traced(
-        self, plan: SchedulerOutput, output: ModelRunnerOutput, news: dict[str, EngineCoreOutputs]
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, outputs: dict[str, EngineCoreOutputs]
     ) -> dict[str, EngineCoreOutputs]:
         if self._trace is not None:
-            self._trace.done(plan.step, output.sampled_token_ids, news)
-        return news
+            self._trace.done(plan.step, output.sampled_token_ids, outputs)
+        return outputs
 
-    def _end_between_steps(self, news: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
+    def _end_between_steps(self, ended: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
         if self._trace is not None:
-            self._trace.ended(news)
-        self._stamp(news, outputs)
+            self._trace.ended(ended)
+        self._stamp(ended, outputs)
 
     def _standing(self) -> QueueSnapshot:
         """The state of the queues after a step is planned, for people to read."""
@@ -290,9 +291,9 @@ class EngineCore:
             num_free_blocks=self._scheduler.kv_block_counts().free,
         )
 
-    def _stamp(self, news: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
-        """Adds the latest news to `outputs`, with the stages of every request that ended."""
-        for client_id, part in news.items():
+    def _stamp(self, latest: dict[str, EngineCoreOutputs], outputs: ClientOutputs) -> None:
+        """Adds the latest outputs to `outputs`, with the stages of every request that ended."""
+        for client_id, part in latest.items():
             for output in part.outputs:
                 stages = self._stages.produced(output)
                 outputs[client_id].append(replace(output, stage_times=stages) if stages else output)

@@ -112,7 +112,7 @@ class EngineHost:
             self._model_path,
             self._incarnation,
             self._clock,
-            on_news=commands.wake,
+            on_kv_output=commands.wake,
             on_progress=lambda what, done, count: on_progress(StartProgress(what, done, count)),
         )
         try:

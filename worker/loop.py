@@ -1,6 +1,6 @@
 """EngineLoop: the thread that owns an EngineCore; takes commands, runs steps while there is work, else sleeps.
 
-Knows the current role, exchanges it, and passes news to an outbox; knows no socket.
+Knows the current role, exchanges it, and passes outputs to an outbox; knows no socket.
 """
 
 import heapq
@@ -46,7 +46,7 @@ class EngineSnapshot:
 
 
 class Outbox(Protocol):
-    """Receives news; must not block, since it is called between two steps."""
+    """Receives outputs; must not block, since it is called between two steps."""
 
     def send(self, client_id: str, outputs: list[RequestOutput]) -> None: ...
 
@@ -66,7 +66,7 @@ class CommandQueue(queue.SimpleQueue[Command]):
     """What an engine's thread does between two steps; from any thread. Made before the engine, whose parts wake it."""
 
     def wake(self) -> None:
-        """There is news from outside, such as a transfer that ended."""
+        """Something changed outside the loop: a transfer ended, for example."""
         self.put(lambda: None)
 
 
@@ -238,8 +238,8 @@ class EngineLoop:
                 )
             )
 
-    def _deliver(self, news: ClientOutputs) -> None:
-        for client_id, outputs in news.items():
+    def _deliver(self, outputs_by_client: ClientOutputs) -> None:
+        for client_id, outputs in outputs_by_client.items():
             self._outbox.send(client_id, outputs)
             ended = {output.request_id for output in outputs if output.finish_reason is not None}
             if ended and client_id in self._clients:

@@ -254,13 +254,13 @@ class RequestServer:
     def _send_outbox(self, sink: RequestSink) -> None:
         while True:
             try:
-                news = self._outbox.get_nowait()
+                item = self._outbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(news, _KVUpdate):
-                self._send_kv_change(news, sink)
+            if isinstance(item, _KVUpdate):
+                self._send_kv_change(item, sink)
                 continue
-            client_id, outputs = news
+            client_id, outputs = item
             peer = bytes.fromhex(client_id)
             for frame in self._frames(client_id, outputs, sink):
                 if self._sessions.count_outputs(peer):
@@ -281,9 +281,9 @@ class RequestServer:
             sink.abort(client_id, (request_id,))
             yield TO_GATEWAY.encode(Outputs((_too_large(outputs[0], error),)))
 
-    def _send_kv_change(self, news: _KVUpdate, sink: RequestSink) -> None:
-        for part in parts(news.change):
-            for peer in map(bytes.fromhex, news.client_ids):
+    def _send_kv_change(self, update: _KVUpdate, sink: RequestSink) -> None:
+        for part in parts(update.change):
+            for peer in map(bytes.fromhex, update.client_ids):
                 number = self._sessions.number_kv_events(peer, part.is_anew)
                 if number is not None:
                     events = KVEvents(number, part.is_anew, part.removed, part.stored)

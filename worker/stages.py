@@ -60,7 +60,7 @@ class StageTimer:
                 marks.received = load
 
     def transferred(self, records: Mapping[str, TransferRecord]) -> Iterator[tuple[str, RequestOutput]]:
-        """Records ended hand-overs. Yields news, by client, of requests that had finished here before."""
+        """Records ended hand-overs. Yields outputs, by client, for requests that had already finished here."""
         now = self._clock.now()
         for request_id, record in records.items():
             if marks := self._marks.get(request_id):

@@ -101,18 +101,18 @@ class StepTraceWriter:
             ended, self._ended_between = self._ended_between, {}
             self._planned[plan.step] = _PlannedStep(plan, self._now(), standing, ended)
 
-    def ended(self, news: Mapping[str, EngineCoreOutputs]) -> None:
+    def ended(self, outputs: Mapping[str, EngineCoreOutputs]) -> None:
         """Requests ended between two steps: by a client, by a deadline, or because their prompt did not arrive."""
         if self._file is not None:
-            self._ended_between |= _ends(news)
+            self._ended_between |= _ends(outputs)
 
     def done(
-        self, step: int, sampled_token_ids: Mapping[str, list[int]], news: Mapping[str, EngineCoreOutputs]
+        self, step: int, sampled_token_ids: Mapping[str, list[int]], outputs: Mapping[str, EngineCoreOutputs]
     ) -> None:
-        """The result of a planned step was processed: the device's samples, and the resulting news."""
+        """The result of a planned step was processed: the device's samples, and the resulting outputs."""
         planned = self._planned.pop(step, None)
         if planned is not None:
-            self._record(planned, self._now(), sampled_token_ids, _ends(news))
+            self._record(planned, self._now(), sampled_token_ids, _ends(outputs))
 
     def close(self) -> None:
         """Writes the steps without a result, and the end. May be called again."""
@@ -130,7 +130,7 @@ class StepTraceWriter:
         sampled: Mapping[str, list[int]],
         ended: Mapping[str, FinishReason],
     ) -> None:
-        """Writes one step, unless nothing happened in it: an engine that waits for news plans empty steps."""
+        """Writes one step, unless nothing happened in it: an engine that waits for a transfer plans empty steps."""
         plan, standing = planned.plan, planned.standing
         ended = {**planned.ended_before, **ended}
         seen = (standing.loading, standing.waiting, standing.num_waiting)
@@ -221,10 +221,10 @@ def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]
     return {request_id: num_tokens for request_id, num_tokens in num_cached.items() if num_tokens}
 
 
-def _ends(news: Mapping[str, EngineCoreOutputs]) -> dict[str, FinishReason]:
+def _ends(outputs: Mapping[str, EngineCoreOutputs]) -> dict[str, FinishReason]:
     return {
         output.request_id: output.finish_reason
-        for part in news.values()
+        for part in outputs.values()
         for output in part.outputs
         if output.finish_reason is not None
     }

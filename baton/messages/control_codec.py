@@ -119,7 +119,7 @@ def read_call(frame: bytes) -> CallFrame:
 
 
 def read_reply(frame: bytes) -> Reply:
-    """A failure of another version reads as one that says so. WireError if it is no reply."""
+    """A reply of another version becomes a failure that names the versions. WireError if the frame is no reply."""
     try:
         return REPLY_FRAMES.decode(frame)
     except WireError:

@@ -29,7 +29,7 @@ class Hello:
     else."""
     session: int | None
     """The session number the worker last sent; None before the first. See baton/messages/session.py."""
-    num_orders: int
+    num_commands: int
     """Commands sent in this session so far; if the worker counted fewer, some were lost."""
 
     def __post_init__(self) -> None:
@@ -105,9 +105,9 @@ class KVEvents:
                 raise WireError(f"{name}: {len(getattr(self, name))} bytes are not a whole number of hashes")
 
 
-Order = SubmitRequest | AbortRequests | SubscribeKVEvents
+SessionCommand = SubmitRequest | AbortRequests | SubscribeKVEvents
 """The messages that a session counts."""
-ToWorker = Hello | Order
+ToWorker = Hello | SessionCommand
 ToGateway = Outputs | Heartbeat | KVEvents
 
 TO_WORKER: Codec[ToWorker] = Codec(Hello, SubmitRequest, AbortRequests, SubscribeKVEvents)

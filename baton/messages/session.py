@@ -9,9 +9,9 @@ session. A gateway that sees a new session, or misses outputs, gives up everythi
       Hello(session None) ------------------------>  opens session 1
       <------------------------- Heartbeat(session 1)
       SubmitRequest(session 1) -------------------->  served
-      Hello(session 1, 1 order) ------------------->  one order came: all is well
+      Hello(session 1, 1 command) ----------------->  one command came: all is well
              x <----------------- Outputs             the gateway is out of reach: its requests end
-      Hello(session 1, 1 order) ------------------->  opens session 2
+      Hello(session 1, 1 command) ----------------->  opens session 2
       <------------------------- Heartbeat(session 2)
       tries its requests elsewhere
 """
@@ -23,7 +23,7 @@ from baton.messages.request_plane import (
     AbortRequests,
     Heartbeat,
     Hello,
-    Order,
+    SessionCommand,
     SubmitRequest,
     SubscribeKVEvents,
 )
@@ -37,7 +37,7 @@ class GatewaySession:
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._number: int | None = None
-        self._num_orders = 0
+        self._num_commands = 0
         self._num_outputs = 0
 
     @property
@@ -46,7 +46,7 @@ class GatewaySession:
         return self._number
 
     def hello(self) -> Hello:
-        return Hello(self._incarnation, self._number, self._num_orders)
+        return Hello(self._incarnation, self._number, self._num_commands)
 
     def submit(self, request: EngineRequest) -> SubmitRequest:
         return SubmitRequest(request, self._number)
@@ -57,9 +57,9 @@ class GatewaySession:
     def subscribe_kv_events(self) -> SubscribeKVEvents:
         return SubscribeKVEvents(self._number)
 
-    def count_order(self) -> None:
+    def count_command(self) -> None:
         """Counts a command before it is sent, even if sending then fails, since the worker should have received it."""
-        self._num_orders += 1
+        self._num_commands += 1
 
     def note_outputs(self) -> None:
         """Counts a message of outputs that arrived."""
@@ -71,16 +71,16 @@ class GatewaySession:
         self._num_outputs = heartbeat.num_outputs
         if heartbeat.session == self._number:
             return f"{num_missing} of its messages did not arrive" if num_missing else None
-        is_first = self._number is None and not self._num_orders
-        self._number, self._num_orders = heartbeat.session, 0
+        is_first = self._number is None and not self._num_commands
+        self._number, self._num_commands = heartbeat.session, 0
         return None if is_first else "it had lost this gateway and ended its requests"
 
 
 @dataclass(slots=True)
 class _Session:
     number: int
-    heard_at: float
-    num_orders: int = 0
+    last_message_at: float
+    num_commands: int = 0
     num_outputs: int = 0
     next_kv_number: int | None = None
     """Number of its next KVEvents; None before the first listing."""
@@ -104,20 +104,20 @@ class WorkerSessions:
         if session is None or reason is not None:
             self._num_opened += 1
             session = self._sessions[peer] = _Session(self._num_opened, now)
-        session.heard_at = now
+        session.last_message_at = now
         return reason
 
-    def take(self, peer: bytes, order: Order) -> None:
+    def take(self, peer: bytes, command: SessionCommand) -> None:
         """Counts a command; WireError if it belongs to no session, or to one that has ended."""
         session = self._sessions.get(peer)
         if session is None:
-            raise WireError(f"{type(order).__name__} from a gateway that has not said Hello")
-        if order.session != session.number:
+            raise WireError(f"{type(command).__name__} from a gateway that has not said Hello")
+        if command.session != session.number:
             raise WireError(
-                f"{type(order).__name__} belongs to session {order.session}, but the current "
+                f"{type(command).__name__} belongs to session {command.session}, but the current "
                 f"session is {session.number}"
             )
-        session.num_orders += 1
+        session.num_commands += 1
 
     def count_outputs(self, peer: bytes) -> bool:
         """Counts a message of outputs that is about to be sent; False if there is no session for it."""
@@ -147,7 +147,7 @@ class WorkerSessions:
 
     def silent_for(self, timeout_s: float, now: float) -> list[bytes]:
         """Gateways that have been silent for longer than this."""
-        return [peer for peer, session in self._sessions.items() if now - session.heard_at > timeout_s]
+        return [peer for peer, session in self._sessions.items() if now - session.last_message_at > timeout_s]
 
     @property
     def peers(self) -> list[bytes]:
@@ -161,6 +161,6 @@ def _heartbeat(session: _Session, status: WorkerStatus) -> Heartbeat:
 
 def _gap(session: _Session, hello: Hello) -> str | None:
     """What a Hello shows to be lost of its session; a Hello without a session has sent no commands in it."""
-    if hello.session in (session.number, None) and hello.num_orders != session.num_orders:
-        return f"{session.num_orders} of {hello.num_orders} commands arrived"
+    if hello.session in (session.number, None) and hello.num_commands != session.num_commands:
+        return f"{session.num_commands} of {hello.num_commands} commands arrived"
     return None

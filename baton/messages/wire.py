@@ -2,8 +2,8 @@
 
 A `Codec` knows a closed set of dataclasses. On the wire a message is the array `[kind, field, ...]` and a nested
 dataclass the array of its fields, so a field's position is its identity, which the version of its plane guards
-(docs/recipes.md, "Versions"). Where one of several dataclasses may stand, it is written as a message is. A field of
-type `Any` does not travel: it must be None. Types are checked on the way in, all the way down, because a peer's bytes
+(docs/recipes.md, "Versions"). A field that may hold one of several dataclasses is encoded like a message. A field of
+type `Any` does not travel: it must be None. Types are checked on decoding, at every depth, because a peer's bytes
 are never trusted; sizes are bounded before anything is allocated. There is no pickle and no way to name a class that
 is not registered.
 """
@@ -185,7 +185,7 @@ def _is_tagged(values: Any) -> bool:
 
 def _nothing(value: Any) -> None:
     if value is not None:
-        raise WireError(f": expected nothing, got {_brief(value)}")
+        raise WireError(f": must be null, got {_brief(value)}")
 
 
 def _scalar_decoder(hint: type) -> Convert:

@@ -13,7 +13,7 @@ from baton.system.histogram import HistogramCounts
 PREFIX = "baton_"
 
 Values = Mapping[tuple[str, ...], float]
-"""Values by their labels' values."""
+"""A metric's values, by the values of its labels."""
 
 
 class CollectedOnDemand(Collector):

@@ -24,7 +24,7 @@ class HistogramCounts:
 
 
 class Histogram:
-    """Written by one thread, read by any: a reading may lack the latest values, and is consistent otherwise."""
+    """One thread writes, any thread reads. A reading may lack the latest values; otherwise it is consistent."""
 
     __slots__ = ("_bounds", "_num_in", "_total")
 

@@ -101,7 +101,7 @@ class LogWriter(logging.Handler):
             try:
                 self._stream.write(line + "\n")
                 self._stream.flush()
-            except (OSError, ValueError):  # a full disk, a reader that left, a closed stream
+            except (OSError, ValueError):  # the disk is full, or the reader or this process closed the stream
                 pass
             self._note_written(line)
 

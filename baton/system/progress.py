@@ -10,11 +10,11 @@ from baton.clock import Clock
 from baton.system.standstill import Standstill
 
 _TIMES_THE_LONGEST = 20.0
-"""A piece may take this many times as long as the longest of late."""
+"""A piece may take this many times as long as the longest recent one."""
 _TIMES_THE_LARGEST = 2
-"""A piece that is larger than the largest of late by more than this teaches nothing yet: it gets the whole limit."""
+"""Recent pieces say nothing about one that is more than this many times as large: it gets the whole limit."""
 _PIECES_OF_LATE = 256
-"""The last 256 to 512 pieces are "of late"."""
+"""The last 256 to 512 pieces count as recent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class Progress:
     """One thread's work. `begin` and `end` belong to that thread; any other may read."""
 
     def __init__(self, what: str, clock: Clock, limit_s: float, least_s: float | None = None) -> None:
-        """A piece may take `limit_s` seconds. With `least_s` the limit is learned: 20 times the longest piece of late,
-        but no less than `least_s` and no more than `limit_s`, for pieces at most twice as large as the largest of late.
+        """A piece may take `limit_s` seconds. With `least_s` the limit is learned: 20 times the longest recent piece,
+        but no less than `least_s` and no more than `limit_s`. A piece over twice as large as the largest recent one
+        gets `limit_s`.
         """
         self.what = what
         self._clock = clock
@@ -54,7 +55,7 @@ class Progress:
         self._piece = Work(self._clock.now(), size)
 
     def end(self) -> None:
-        """Nothing is to be done at present. May be repeated."""
+        """The piece has ended, and no other has begun. May be repeated."""
         piece, self._piece = self._piece, None
         if piece is None or self._least_s is None:
             return
@@ -66,7 +67,7 @@ class Progress:
 
     @property
     def piece(self) -> Work | None:
-        """What is being done; None if nothing is to be done."""
+        """The piece of work that has begun; None between two pieces."""
         return self._piece
 
     def limit_s(self, piece: Work) -> float:

@@ -82,9 +82,9 @@ class RepeatLimit:
     def _end_first_window(self, now: float) -> None:
         (logger, level, words), window = self._windows.popitem(last=False)
         if window.num_suppressed:
-            told = (f"{window.num_suppressed:,}", now - window.began_at, words)
+            arguments = (f"{window.num_suppressed:,}", now - window.began_at, words)
             text = "suppressed %s repetitions in %.0f s: %s"
-            self._summaries.append(LogRecord(logger, level, "", 0, text, told, None))
+            self._summaries.append(LogRecord(logger, level, "", 0, text, arguments, None))
 
 
 def _kind_of(record: LogRecord) -> _Kind:

@@ -7,7 +7,7 @@ class WakeUp:
     """A level-triggered flag with a file descriptor, for poll loops that also watch sockets.
 
     `set` is safe from every thread and signal handler; `fileno` goes into a poller. The owner calls `clear` before it
-    looks for the news it was woken for, so that none can slip in between.
+    looks for what it was woken for, so that nothing can slip in between.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class DescribeClusterResponse(_message.Message):
     def gateway(self) -> Global___Gateway: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
-        """Every machine of the cluster, as the controller sees it; none while it is away."""
+        """Every machine of the cluster, as the controller sees it. Empty while the controller is unreachable."""
 
     @_builtins.property
     def controller(self) -> Global___Controller: ...
@@ -85,7 +85,7 @@ class WatchClusterRequest(_message.Message):
 
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
-    """At least so long lies between two responses; from 0.1 to 60, and 1 by default."""
+    """The shortest time between two responses, from 0.1 to 60. Default 1."""
     def __init__(
         self,
         *,
@@ -170,9 +170,9 @@ class DrainNodeRequest(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     node: _builtins.str
-    """Its address, or its name in DescribeCluster."""
+    """The node's address, or its name in DescribeCluster."""
     timeout_s: _builtins.float
-    """How long it may take, more than 0 and at most 3600; 60 by default. Beyond that it goes on, but is not waited for."""
+    """How long to wait for the drain, more than 0 and at most 3600. Default 60. The drain itself goes on after that."""
     def __init__(
         self,
         *,
@@ -257,7 +257,7 @@ class RolloutFleetRequest(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names; none means every worker."""
+        """Names of the workers to restart. Empty: every worker."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ Global___RolloutFleetRequest: _TypeAlias = RolloutFleetRequest  # noqa: Y015
 
 @_typing.final
 class RolloutFleetResponse(_message.Message):
-    """See RolloutFleet: this worker's new life serves."""
+    """See RolloutFleet: this worker serves again after its restart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -285,7 +285,7 @@ class RolloutFleetResponse(_message.Message):
     worker: _builtins.str
     incarnation: _builtins.str
     done: _builtins.int
-    """Workers that were restarted so far, this one among them, of how many."""
+    """How many workers were restarted so far, including this one, and how many will be in all."""
     count: _builtins.int
     def __init__(
         self,
@@ -305,7 +305,7 @@ Global___RolloutFleetResponse: _TypeAlias = RolloutFleetResponse  # noqa: Y015
 
 @_typing.final
 class Controller(_message.Message):
-    """Whoever starts and replaces workers."""
+    """The process that starts and replaces workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -314,14 +314,14 @@ class Controller(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """`answering`, `away`, or `none` if this gateway's workers are nobody's to restart."""
+    """`answering`, `away` (unreachable), or `none` if this gateway's workers have no controller."""
     incarnation: _builtins.str
-    """Its own life; another one means that it was restarted and adopted the workers that it found."""
+    """Identifies the controller's process. A new value means that the controller was restarted and adopted the workers."""
     failure: _builtins.str
-    """While it is away: how that showed."""
+    """Why the controller counts as unreachable, while `state` is `away`."""
     @_builtins.property
     def decisions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the autoscaler decided lately, a sentence each, oldest first; in a dry run, what it would do."""
+        """Recent decisions of the autoscaler, one sentence each, oldest first. In a dry run, what it would have done."""
 
     def __init__(
         self,
@@ -376,16 +376,16 @@ class Node(_message.Message):
     address: _builtins.str
     is_alive: _builtins.bool
     is_head: _builtins.bool
-    """The machine that the cluster itself is run from."""
+    """Whether this is the cluster's head node."""
     is_leaving: _builtins.bool
-    """Nothing is placed there any more."""
+    """No more workers are placed on this node."""
     @_builtins.property
     def resources(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What it has, such as `CPU`, `GPU` or `prefill`."""
+        """Resources of the node, such as `CPU`, `GPU` or `prefill`."""
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the workers placed there."""
+        """Names of the workers on this node."""
 
     def __init__(
         self,
@@ -408,7 +408,7 @@ Global___Node: _TypeAlias = Node  # noqa: Y015
 
 @_typing.final
 class Worker(_message.Message):
-    """One worker: a process, or the want of one."""
+    """One worker, whether or not its process is running."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -449,21 +449,21 @@ class Worker(_message.Message):
     role: _builtins.str
     """`prefill` or `decode`."""
     state: _builtins.str
-    """What it says of itself: `starting`, `ready`, `draining` or `hung`; `dead` if it fell silent. Of one without a process, what
-    its controller says: `placing`, `starting`, `draining`, `backing_off` or `crash_loop`.
+    """As the worker reports: `starting`, `ready`, `draining` or `hung`; `dead` if the worker is unreachable. If it has no
+    process, as the controller reports: `placing`, `starting`, `draining`, `backing_off` or `crash_loop`.
     """
     incarnation: _builtins.str
     node: _builtins.str
     pid: _builtins.int
     failure: _builtins.str
-    """What ended its engine, if that ended by itself."""
+    """What ended the worker's engine, if the engine failed."""
     @_builtins.property
     def kv_blocks(self) -> Global___KVBlocks: ...
     @_builtins.property
     def requests(self) -> Global___Requests: ...
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Monotonic counts since the worker's start."""
+        """Counters since the worker's start; they never decrease."""
 
     @_builtins.property
     def kv_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVPeer]: ...
@@ -471,7 +471,7 @@ class Worker(_message.Message):
     def load(self) -> Global___Load: ...
     @_builtins.property
     def slot(self) -> Global___Slot:
-        """Absent for workers that nobody supervises, and while the controller is away."""
+        """The worker's place in the fleet. Absent if the worker has no supervisor, and while the controller is unreachable."""
 
     def __init__(
         self,
@@ -500,7 +500,7 @@ Global___Worker: _TypeAlias = Worker  # noqa: Y015
 
 @_typing.final
 class Slot(_message.Message):
-    """A worker that there is to be, in the eyes of the controller; outlives the processes that fill it."""
+    """A worker's place in the fleet (a replica), as the controller sees it. It outlives the processes that fill it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -513,15 +513,15 @@ class Slot(_message.Message):
     state: _builtins.str
     """`placing`, `starting`, `serving`, `draining`, `backing_off` or `crash_loop`."""
     role: _builtins.str
-    """What it is to do; while it changes its role, what it is to become."""
+    """The worker's role; during a change of role, the new one."""
     node: _builtins.str
-    """Where it is placed; empty if nowhere."""
+    """The node that the worker is placed on. Empty if it has none."""
     starts: _builtins.int
-    """Lives so far."""
+    """How many processes were started for this replica so far."""
     last_failure: _builtins.str
-    """What ended the life before this one, if it did not end as asked."""
+    """What ended the previous process, unless it was asked to end."""
     next_start_in_s: _builtins.float
-    """While it backs off."""
+    """Time until the next start, while `state` is `backing_off`."""
     def __init__(
         self,
         *,
@@ -544,7 +544,7 @@ Global___Slot: _TypeAlias = Slot  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
-    """How busy a worker is, measured by itself over its last steps; a rate of 0 was not measured yet."""
+    """How busy a worker is, as the worker measured over its last steps. A rate of 0 has not been measured yet."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -553,13 +553,13 @@ class Load(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     queued_prompt_tokens: _builtins.int
-    """Not computed yet, of requests that wait here for their prompt's computation or are in the midst of it."""
+    """Prompt tokens still to compute on this worker, of its waiting and running requests."""
     oldest_waiting_s: _builtins.float
-    """Since the arrival of the request that has waited longest for its first step."""
+    """How long the oldest request without a first step has waited."""
     prefill_tokens_per_s: _builtins.float
-    """In steps that computed prompts."""
+    """Prompt tokens per second, in steps that computed prompts."""
     decode_step_s: _builtins.float
-    """Time of a step that only decoded."""
+    """Duration of a step that only decoded."""
     def __init__(
         self,
         *,
@@ -578,7 +578,7 @@ Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class KVPeer(_message.Message):
-    """Hand-overs with one peer over one transport since the start; with tensor parallelism, each pair of ranks counts."""
+    """Hand-overs with one peer over one transport since the worker's start. Each pair of ranks counts as one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -593,23 +593,23 @@ class KVPeer(_message.Message):
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     NOT_NEEDED_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """The end this worker was on: `producer` or `consumer`."""
+    """This worker's end of the hand-overs: `producer` or `consumer`."""
     peer: _builtins.str
-    """Its name; `(others)` sums up peers of long ago."""
+    """The peer's name. `(others)` sums up the peers of long ago."""
     transport: _builtins.str
-    """Empty for those that ended before one was agreed upon."""
+    """Empty for hand-overs that ended before the two workers agreed on a transport."""
     done: _builtins.int
     failed: _builtins.int
-    """Ended otherwise though the request went on: prefill failed, refused, expired, given up."""
+    """Hand-overs that failed before their request ended: failed prefill, refused, expired or given up."""
     bytes: _builtins.int
     queued_s: _builtins.float
-    """Consumer: from asking to the first piece; overlaps the prefill."""
+    """Consumer: from the request for blocks to the first piece. Overlaps the prefill."""
     moving_s: _builtins.float
     """Consumer: from the first piece to the last."""
     exposed_s: _builtins.float
-    """Producer: from the end of the prefill until everything was verified over there."""
+    """Producer: from the end of the prefill until the consumer had verified every block."""
     not_needed: _builtins.int
-    """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
+    """Hand-overs whose request ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
     def __init__(
         self,
         *,
@@ -634,7 +634,7 @@ Global___KVPeer: _TypeAlias = KVPeer  # noqa: Y015
 
 @_typing.final
 class KVBlocks(_message.Message):
-    """Blocks of a worker's KV pool; the rest of `total` is referenced by requests."""
+    """Blocks of a worker's KV pool. Blocks of `total` that are in no other count are referenced by requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -671,7 +671,7 @@ Global___KVBlocks: _TypeAlias = KVBlocks  # noqa: Y015
 
 @_typing.final
 class Requests(_message.Message):
-    """Requests of a worker by what they wait for."""
+    """Requests of a worker, by state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -698,7 +698,7 @@ Global___Requests: _TypeAlias = Requests  # noqa: Y015
 
 @_typing.final
 class Gateway(_message.Message):
-    """The gateway's own part."""
+    """State of the gateway itself."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -747,17 +747,18 @@ class Gateway(_message.Message):
     PATHS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
-    """Requests that are with workers, and those that wait for one."""
+    """Requests that are on workers, and requests that wait for one."""
     queued: _builtins.int
     @_builtins.property
     def paths(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Finished requests by the path they took: `disaggregated`, `local`, `fallback`."""
+        """Finished requests, by path: `disaggregated`, `local` or `fallback`."""
 
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Monotonic counts since the gateway's start. `received` = `finished` + `failed` + `rejected` + `aborted` + in_flight +
-        queued; `migrated_...`, requests that went on elsewhere, by what ended the attempt before; `finished_PATH: REASON`,
-        finished requests by why they took their path.
+        """Counters since the gateway's start; they never decrease.
+        `received` = `finished` + `failed` + `rejected` + `aborted` + in_flight + queued.
+        `migrated_...` counts requests that moved to other workers, by what ended the previous attempt.
+        `finished_PATH: REASON` counts finished requests, by why they took their path.
         """
 
     def __init__(

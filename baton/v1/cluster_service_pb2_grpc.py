@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """The fleet behind a gateway, for operators.
+    """Operates the fleet behind a gateway.
     """
 
     def __init__(self, channel):
@@ -68,50 +68,52 @@ class ClusterServiceStub:
 
 
 class ClusterServiceServicer:
-    """The fleet behind a gateway, for operators.
+    """Operates the fleet behind a gateway.
     """
 
     def DescribeCluster(self, request, context):
-        """How everything stands, as of each worker's last heartbeat.
+        """Describes the cluster. Values of a worker are those of its last heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """The same at once, and again whenever it has changed, until the caller ends the call.
+        """Sends the same description at once and again after every change, until the caller ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
-        Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+        """Removes a worker permanently. The worker accepts no new requests; its running requests finish or move to other
+        workers; then its process ends. Answers when the process has ended. NOT_FOUND lists the existing workers;
+        FAILED_PRECONDITION says why the worker cannot be removed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """Lets a node have no workers: what they have ends or goes on elsewhere, their processes end, and their next lives begin
-        on other nodes as soon as there is room. Nothing is placed there for as long as the node lives. Answers once none is
-        left, at once if there is none. FAILED_PRECONDITION if there is no such node, it is the only one, or the time is over.
+        """Removes all workers from a node. Their running requests finish or move to other workers, and their processes end.
+        The workers are restarted on other nodes as soon as there is room. No worker is placed on the node again while the
+        node lives. Answers when no worker is left there, at once if there was none. FAILED_PRECONDITION if there is no
+        such node, if it is the only node, or if `timeout_s` has passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetWorkerRole(self, request, context):
-        """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
-        new one. FAILED_PRECONDITION says why it goes on in the old one.
+        """Gives a worker another role without a restart; it keeps its weights and prefix cache. Answers when the worker
+        serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RolloutFleet(self, request, context):
-        """Restarts workers, one after the other, and says so as each new life serves.
+        """Restarts workers one after another. Sends a response each time a restarted worker serves again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,7 +161,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """The fleet behind a gateway, for operators.
+    """Operates the fleet behind a gateway.
     """
 
     @staticmethod

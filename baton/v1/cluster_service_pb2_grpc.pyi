@@ -27,59 +27,63 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ClusterServiceStub:
-    """The fleet behind a gateway, for operators."""
+    """Operates the fleet behind a gateway."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     DescribeCluster: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]
-    """How everything stands, as of each worker's last heartbeat."""
+    """Describes the cluster. Values of a worker are those of its last heartbeat."""
     WatchCluster: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.WatchClusterRequest, _cluster_service_pb2.WatchClusterResponse]
-    """The same at once, and again whenever it has changed, until the caller ends the call."""
+    """Sends the same description at once and again after every change, until the caller ends the call."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]
-    """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
-    Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+    """Removes a worker permanently. The worker accepts no new requests; its running requests finish or move to other
+    workers; then its process ends. Answers when the process has ended. NOT_FOUND lists the existing workers;
+    FAILED_PRECONDITION says why the worker cannot be removed.
     """
     DrainNode: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainNodeRequest, _cluster_service_pb2.DrainNodeResponse]
-    """Lets a node have no workers: what they have ends or goes on elsewhere, their processes end, and their next lives begin
-    on other nodes as soon as there is room. Nothing is placed there for as long as the node lives. Answers once none is
-    left, at once if there is none. FAILED_PRECONDITION if there is no such node, it is the only one, or the time is over.
+    """Removes all workers from a node. Their running requests finish or move to other workers, and their processes end.
+    The workers are restarted on other nodes as soon as there is room. No worker is placed on the node again while the
+    node lives. Answers when no worker is left there, at once if there was none. FAILED_PRECONDITION if there is no
+    such node, if it is the only node, or if `timeout_s` has passed.
     """
     SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]
-    """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
-    new one. FAILED_PRECONDITION says why it goes on in the old one.
+    """Gives a worker another role without a restart; it keeps its weights and prefix cache. Answers when the worker
+    serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
     """
     RolloutFleet: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]
-    """Restarts workers, one after the other, and says so as each new life serves."""
+    """Restarts workers one after another. Sends a response each time a restarted worker serves again."""
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
-    """The fleet behind a gateway, for operators."""
+    """Operates the fleet behind a gateway."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeCluster: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]  # type: ignore[assignment]
-    """How everything stands, as of each worker's last heartbeat."""
+    """Describes the cluster. Values of a worker are those of its last heartbeat."""
     WatchCluster: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.WatchClusterRequest, _cluster_service_pb2.WatchClusterResponse]  # type: ignore[assignment]
-    """The same at once, and again whenever it has changed, until the caller ends the call."""
+    """Sends the same description at once and again after every change, until the caller ends the call."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
-    Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+    """Removes a worker permanently. The worker accepts no new requests; its running requests finish or move to other
+    workers; then its process ends. Answers when the process has ended. NOT_FOUND lists the existing workers;
+    FAILED_PRECONDITION says why the worker cannot be removed.
     """
     DrainNode: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainNodeRequest, _cluster_service_pb2.DrainNodeResponse]  # type: ignore[assignment]
-    """Lets a node have no workers: what they have ends or goes on elsewhere, their processes end, and their next lives begin
-    on other nodes as soon as there is room. Nothing is placed there for as long as the node lives. Answers once none is
-    left, at once if there is none. FAILED_PRECONDITION if there is no such node, it is the only one, or the time is over.
+    """Removes all workers from a node. Their running requests finish or move to other workers, and their processes end.
+    The workers are restarted on other nodes as soon as there is room. No worker is placed on the node again while the
+    node lives. Answers when no worker is left there, at once if there was none. FAILED_PRECONDITION if there is no
+    such node, if it is the only node, or if `timeout_s` has passed.
     """
     SetWorkerRole: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
-    """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
-    new one. FAILED_PRECONDITION says why it goes on in the old one.
+    """Gives a worker another role without a restart; it keeps its weights and prefix cache. Answers when the worker
+    serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
     """
     RolloutFleet: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]  # type: ignore[assignment]
-    """Restarts workers, one after the other, and says so as each new life serves."""
+    """Restarts workers one after another. Sends a response each time a restarted worker serves again."""
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The fleet behind a gateway, for operators."""
+    """Operates the fleet behind a gateway."""
 
     @_abc_1.abstractmethod
     def DescribeCluster(
@@ -87,7 +91,7 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.DescribeClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_service_pb2.DescribeClusterResponse, _abc.Awaitable[_cluster_service_pb2.DescribeClusterResponse]]:
-        """How everything stands, as of each worker's last heartbeat."""
+        """Describes the cluster. Values of a worker are those of its last heartbeat."""
 
     @_abc_1.abstractmethod
     def WatchCluster(
@@ -95,7 +99,7 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.WatchClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_service_pb2.WatchClusterResponse], _abc.AsyncIterator[_cluster_service_pb2.WatchClusterResponse]]:
-        """The same at once, and again whenever it has changed, until the caller ends the call."""
+        """Sends the same description at once and again after every change, until the caller ends the call."""
 
     @_abc_1.abstractmethod
     def DrainWorker(
@@ -103,8 +107,9 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_service_pb2.DrainWorkerResponse, _abc.Awaitable[_cluster_service_pb2.DrainWorkerResponse]]:
-        """Takes a worker out for good: it gets nothing new, what it has ends or goes on elsewhere, then its process ends.
-        Answers once it is gone. NOT_FOUND names the workers there are; FAILED_PRECONDITION says why it must stay.
+        """Removes a worker permanently. The worker accepts no new requests; its running requests finish or move to other
+        workers; then its process ends. Answers when the process has ended. NOT_FOUND lists the existing workers;
+        FAILED_PRECONDITION says why the worker cannot be removed.
         """
 
     @_abc_1.abstractmethod
@@ -113,9 +118,10 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.DrainNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_service_pb2.DrainNodeResponse, _abc.Awaitable[_cluster_service_pb2.DrainNodeResponse]]:
-        """Lets a node have no workers: what they have ends or goes on elsewhere, their processes end, and their next lives begin
-        on other nodes as soon as there is room. Nothing is placed there for as long as the node lives. Answers once none is
-        left, at once if there is none. FAILED_PRECONDITION if there is no such node, it is the only one, or the time is over.
+        """Removes all workers from a node. Their running requests finish or move to other workers, and their processes end.
+        The workers are restarted on other nodes as soon as there is room. No worker is placed on the node again while the
+        node lives. Answers when no worker is left there, at once if there was none. FAILED_PRECONDITION if there is no
+        such node, if it is the only node, or if `timeout_s` has passed.
         """
 
     @_abc_1.abstractmethod
@@ -124,8 +130,8 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.SetWorkerRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_service_pb2.SetWorkerRoleResponse, _abc.Awaitable[_cluster_service_pb2.SetWorkerRoleResponse]]:
-        """Gives a worker another role without a restart; its weights and prefix cache stay. Answers once it serves in the
-        new one. FAILED_PRECONDITION says why it goes on in the old one.
+        """Gives a worker another role without a restart; it keeps its weights and prefix cache. Answers when the worker
+        serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
         """
 
     @_abc_1.abstractmethod
@@ -134,6 +140,6 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.RolloutFleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_service_pb2.RolloutFleetResponse], _abc.AsyncIterator[_cluster_service_pb2.RolloutFleetResponse]]:
-        """Restarts workers, one after the other, and says so as each new life serves."""
+        """Restarts workers one after another. Sends a response each time a restarted worker serves again."""
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,21 +27,21 @@ class _RoutingMode:
 class _RoutingModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RoutingMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROUTING_MODE_UNSPECIFIED: _RoutingMode.ValueType  # 0
-    """As the gateway is configured; falls back to local mode while no prefill worker is alive."""
+    """As the gateway is configured. Falls back to local mode while no prefill worker is alive."""
     ROUTING_MODE_DISAGGREGATED: _RoutingMode.ValueType  # 1
-    """By a prefill worker, or not at all."""
+    """On a prefill worker. The request fails if there is none."""
     ROUTING_MODE_LOCAL: _RoutingMode.ValueType  # 2
-    """By the decode worker itself."""
+    """On the decode worker itself."""
 
 class RoutingMode(_RoutingMode, metaclass=_RoutingModeEnumTypeWrapper):
     """Where a prompt is computed."""
 
 ROUTING_MODE_UNSPECIFIED: RoutingMode.ValueType  # 0
-"""As the gateway is configured; falls back to local mode while no prefill worker is alive."""
+"""As the gateway is configured. Falls back to local mode while no prefill worker is alive."""
 ROUTING_MODE_DISAGGREGATED: RoutingMode.ValueType  # 1
-"""By a prefill worker, or not at all."""
+"""On a prefill worker. The request fails if there is none."""
 ROUTING_MODE_LOCAL: RoutingMode.ValueType  # 2
-"""By the decode worker itself."""
+"""On the decode worker itself."""
 Global___RoutingMode: _TypeAlias = RoutingMode  # noqa: Y015
 
 class _FinishReason:
@@ -52,23 +52,23 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """End of sequence, a stop token or a stop string."""
+    """The end-of-sequence token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """max_tokens, or the model's context is full."""
+    """`max_tokens` was reached, or the model's context is full."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a stream ended well."""
+    """Why a request finished without an error."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""End of sequence, a stop token or a stop string."""
+"""The end-of-sequence token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""max_tokens, or the model's context is full."""
+"""`max_tokens` was reached, or the model's context is full."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """One request."""
+    """A request to generate."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -82,15 +82,15 @@ class GenerateRequest(_message.Message):
     ROUTING_MODE_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The caller's own name for it, unique among running requests; by default one is drawn."""
+    """Chosen by the caller, unique among running requests. Default: random."""
     text: _builtins.str
     priority: _builtins.int
-    """Lower runs first, where the scheduler's policy is `priority`."""
+    """Lower values run first. Used only if the scheduler's policy is `priority`."""
     cache_salt: _builtins.str
-    """Prompts share cached prefixes only with prompts of the same salt."""
+    """Prompts share cached prefixes only with prompts that have the same salt."""
     routing_mode: Global___RoutingMode.ValueType
     keep_special_tokens: _builtins.bool
-    """Leave special tokens such as end-of-sequence in the text."""
+    """Keep special tokens, such as end-of-sequence, in the text."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -127,7 +127,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
-    """A prompt that is tokenised already."""
+    """A prompt that is already tokenised."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -149,13 +149,13 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
-    """A conversation, rendered with the model's own chat template."""
+    """A conversation. The gateway renders it with the model's chat template."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
     class Message(_message.Message):
-        """One turn."""
+        """One turn of the conversation."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -193,7 +193,7 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """News of a request."""
+    """The next part of an answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -204,16 +204,16 @@ class GenerateResponse(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
-    """May lag behind token_ids: incomplete characters and possible beginnings of stop strings are held back."""
+    """May lag behind `token_ids`: incomplete characters and possible beginnings of a stop string are held back."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]:
-        """One per token id, if they were asked for."""
+        """One entry per token id if `logprobs` was set in the request, else empty."""
 
     @_builtins.property
     def finish(self) -> Global___Finish:
-        """Set in the last response only."""
+        """Set only in the last response."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
-    """How a request ended, and what it took."""
+    """How a request ended, and what it used."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -275,7 +275,7 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """Tokens in and out."""
+    """How many tokens were read and generated."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -285,7 +285,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens found in a prefix cache."""
+    """Prompt tokens that were found in a prefix cache."""
     def __init__(
         self,
         *,
@@ -303,7 +303,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
-    """Where the time went, in seconds."""
+    """How long the parts of a request took, in seconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -322,42 +322,43 @@ class Timing(_message.Message):
     TTFT_PARTS_FIELD_NUMBER: _builtins.int
     HANDOVER_PARTS_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
-    """From the gateway's first sight of the request to token 0."""
+    """From the request's arrival at the gateway to token 0."""
     queue_s: _builtins.float
     prefill_s: _builtins.float
     transfer_s: _builtins.float
-    """From the first KV block's arrival on the decode worker to the last one's verification, or until the transfer failed;
-    overlaps the prefill.
+    """From the arrival of the first KV block on the decode worker until the last one was verified or the transfer failed.
+    Overlaps the prefill.
     """
     transfer_bytes: _builtins.int
     handover_s: _builtins.float
-    """From token 0 at the gateway to token 1: what the hand-over and the first decode step take together. Of a request that
-    moved, the same of its latest attempt.
+    """From the arrival of token 0 at the gateway to that of token 1: the hand-over and the first decode step together.
+    If the request moved to other workers, this is the time of its last attempt.
     """
     decode_s: _builtins.float
     total_s: _builtins.float
     transfer_wait_s: _builtins.float
-    """From the decode worker's asking for blocks to the first one's arrival; overlaps the prefill."""
+    """From the decode worker's request for blocks to the arrival of the first block. Overlaps the prefill."""
     transport: _builtins.str
-    """Which way the blocks came: `shared_memory`, `zmq_tcp` ...; empty if none did."""
+    """The transport that carried the blocks, such as `shared_memory` or `zmq_tcp`. Empty if no block was transferred."""
     @_builtins.property
     def itl_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Between one token's arrival at the gateway and the next one's."""
+        """Time between each token's arrival at the gateway and the next."""
 
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
-        """Each hand-over of the prompt as each of its two workers saw it, those of failed attempts included. A part is missing
-        if the attempt ended before its worker knew how the hand-over did: the prefill worker's, if the decode worker's
-        load failed or its last token came first, and both, if the prefill worker answered alone.
+        """Each hand-over of the prompt, once as seen by each of its two workers. Failed attempts are included.
+        A worker's record is missing if the attempt ended before the worker knew the result. The prefill worker's record is
+        missing if the decode worker's load failed, or if the last token arrived before the record did. Both are missing if
+        the prefill worker answered alone.
         """
 
     @_builtins.property
     def ttft_parts(self) -> Global___TtftParts:
-        """What `ttft_s` consists of; absent if there was no token."""
+        """The parts of `ttft_s`. Absent if no token was generated."""
 
     @_builtins.property
     def handover_parts(self) -> Global___HandoverParts:
-        """What `handover_s` consists of; absent if nothing was handed over."""
+        """The parts of `handover_s`. Absent if nothing was handed over."""
 
     def __init__(
         self,
@@ -387,8 +388,8 @@ Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class TtftParts(_message.Message):
-    """Where the time to token 0 went, in seconds, in the order in which it passed; the parts add up to it. Workers tell
-    durations of their own, which are cut to what the gateway measured around them.
+    """The parts of the time to token 0, in seconds, in the order in which they pass. Their sum is `ttft_s`. Workers report
+    their own durations; the gateway cuts them to the time that it measured itself.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -400,19 +401,19 @@ class TtftParts(_message.Message):
     TRANSFER_EXPOSED_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     gateway_s: _builtins.float
-    """Taking the request in (tokenising), dispatching it, the ways to the worker and back, and what nobody told."""
+    """Preprocessing (tokenising), dispatching, messages to and from the worker, and time that no worker reported."""
     queue_s: _builtins.float
-    """In the gateway's line, until a worker had room."""
+    """In the gateway's queue, until a worker had room."""
     failed_attempts_s: _builtins.float
-    """With workers that came to nothing."""
+    """In attempts that failed."""
     worker_queue_s: _builtins.float
-    """On the worker that computed the prompt, until its first step."""
+    """On the worker that computed the prompt, before its first step."""
     transfer_exposed_s: _builtins.float
-    """Waiting for a KV transfer: nothing where the worker that computed the prompt tells token 0, as it does unless it or
-    its word is lost.
+    """Waiting for a KV transfer. Usually 0, since the worker that computed the prompt also sends token 0. Not 0 if that
+    worker or its message was lost, and the decode worker sent token 0 instead.
     """
     prefill_s: _builtins.float
-    """From the prompt's first step to token 0."""
+    """From the first step of the prompt to token 0."""
     def __init__(
         self,
         *,
@@ -433,7 +434,7 @@ Global___TtftParts: _TypeAlias = TtftParts  # noqa: Y015
 
 @_typing.final
 class HandoverParts(_message.Message):
-    """Where the time from token 0 to token 1 went, in seconds; the parts add up to it."""
+    """The parts of the time from token 0 to token 1, in seconds. Their sum is `handover_s`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -441,11 +442,11 @@ class HandoverParts(_message.Message):
     FIRST_STEP_S_FIELD_NUMBER: _builtins.int
     GATEWAY_S_FIELD_NUMBER: _builtins.int
     transfer_exposed_s: _builtins.float
-    """From the end of the prefill until the decode worker had everything: what no overlap hid."""
+    """From the end of the prefill until the decode worker had every block: the part of the transfer that no overlap hid."""
     first_step_s: _builtins.float
-    """From there until the decode worker had sampled, waiting for a place in its batch included."""
+    """From then until the decode worker sampled token 1, including the wait for a place in its batch."""
     gateway_s: _builtins.float
-    """The ways between, and what nobody told."""
+    """Messages between the processes, and time that no worker reported."""
     def __init__(
         self,
         *,
@@ -463,7 +464,7 @@ Global___HandoverParts: _TypeAlias = HandoverParts  # noqa: Y015
 
 @_typing.final
 class Transfer(_message.Message):
-    """One hand-over that is over, as one of its two workers saw it."""
+    """A hand-over that has ended, as seen by one of its two workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -478,19 +479,19 @@ class Transfer(_message.Message):
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     role: _builtins.str
-    """Which end that worker was: `producer` or `consumer`."""
+    """The worker's end of the hand-over: `producer` or `consumer`."""
     peer: _builtins.str
     """The other worker."""
     attempt: _builtins.int
-    """Counts from 1, like Placement's attempts."""
+    """The number of the attempt, from 1; see Placement."""
     transport: _builtins.str
-    """Which way the blocks went; empty if none was agreed upon."""
+    """The transport that carried the blocks. Empty if the two workers did not agree on one."""
     bytes: _builtins.int
-    """Sent, offered to be read, or received."""
+    """Bytes that were sent, offered to the consumer to read, or received."""
     reason: _builtins.str
-    """Why it failed or was not needed."""
+    """Why the hand-over failed or was not needed."""
     exposed_s: _builtins.float
-    """Producer: from `prefilled` to `released`, which no overlap hides."""
+    """Producer: from `prefilled` to `released`, the part that no overlap hides."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransferEvent]: ...
     def __init__(
@@ -516,7 +517,7 @@ Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
 
 @_typing.final
 class TransferEvent(_message.Message):
-    """When something happened."""
+    """One event of a hand-over."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -524,11 +525,11 @@ class TransferEvent(_message.Message):
     AT_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Both ends: `begun`, `first_piece`. Consumer: `asked`, `verified`. Producer: `prefilled`, `released`.
-    The last one of a hand-over that did not succeed is `failed`, or `not_needed` if the request itself ended first.
+    A hand-over that did not succeed ends with `failed`, or with `not_needed` if the request itself ended first.
     """
     at_s: _builtins.float
-    """Since the gateway's first sight of the request. Clocks are never compared: the workers' parts are durations, and
-    a message's way from the gateway to the worker counts as nothing.
+    """Since the request arrived at the gateway. Clocks are never compared: workers report durations, and the time that a
+    message takes from the gateway to the worker counts as 0.
     """
     def __init__(
         self,
@@ -546,7 +547,7 @@ Global___TransferEvent: _TypeAlias = TransferEvent  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
-    """Who did the work."""
+    """Which workers served the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -606,7 +607,7 @@ class AbortResponse(_message.Message):
 
     NUM_ABORTED_FIELD_NUMBER: _builtins.int
     num_aborted: _builtins.int
-    """How many of them were running."""
+    """How many of the requests were running."""
     def __init__(
         self,
         *,
@@ -639,7 +640,7 @@ Global___GetModelInfoRequest: _TypeAlias = GetModelInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetModelInfoResponse(_message.Message):
-    """What is served."""
+    """The served model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

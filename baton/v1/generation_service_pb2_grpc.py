@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GenerationServiceStub:
-    """Text and tokens out of a served model.
+    """Generates text and tokens with the served model.
     """
 
     def __init__(self, channel):
@@ -53,26 +53,26 @@ class GenerationServiceStub:
 
 
 class GenerationServiceServicer:
-    """Text and tokens out of a served model.
+    """Generates text and tokens with the served model.
     """
 
     def Generate(self, request, context):
-        """Streams tokens as they are generated. The last response carries `finish`. Anything that goes wrong is a status other
-        than OK, also in mid-stream. Cancelling the call, or its deadline, ends the work for it everywhere.
+        """Streams tokens as they are generated. The last response carries `finish`. Every error is a status other than OK,
+        also in mid-stream. If the call is cancelled or its deadline passes, all work for it stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests by the ids their callers gave. Unknown and finished ones are no error.
+        """Aborts requests by `request_id`. Ids of unknown or finished requests are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served here.
+        """Describes the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +105,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GenerationService:
-    """Text and tokens out of a served model.
+    """Generates text and tokens with the served model.
     """
 
     @staticmethod

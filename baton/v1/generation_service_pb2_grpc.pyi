@@ -27,37 +27,37 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationServiceStub:
-    """Text and tokens out of a served model."""
+    """Generates text and tokens with the served model."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]
-    """Streams tokens as they are generated. The last response carries `finish`. Anything that goes wrong is a status other
-    than OK, also in mid-stream. Cancelling the call, or its deadline, ends the work for it everywhere.
+    """Streams tokens as they are generated. The last response carries `finish`. Every error is a status other than OK,
+    also in mid-stream. If the call is cancelled or its deadline passes, all work for it stops.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.AbortRequest, _generation_service_pb2.AbortResponse]
-    """Ends requests by the ids their callers gave. Unknown and finished ones are no error."""
+    """Aborts requests by `request_id`. Ids of unknown or finished requests are ignored."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_generation_service_pb2.GetModelInfoRequest, _generation_service_pb2.GetModelInfoResponse]
-    """What is served here."""
+    """Describes the served model."""
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
-    """Text and tokens out of a served model."""
+    """Generates text and tokens with the served model."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_service_pb2.GenerateRequest, _generation_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams tokens as they are generated. The last response carries `finish`. Anything that goes wrong is a status other
-    than OK, also in mid-stream. Cancelling the call, or its deadline, ends the work for it everywhere.
+    """Streams tokens as they are generated. The last response carries `finish`. Every error is a status other than OK,
+    also in mid-stream. If the call is cancelled or its deadline passes, all work for it stops.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.AbortRequest, _generation_service_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends requests by the ids their callers gave. Unknown and finished ones are no error."""
+    """Aborts requests by `request_id`. Ids of unknown or finished requests are ignored."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_generation_service_pb2.GetModelInfoRequest, _generation_service_pb2.GetModelInfoResponse]  # type: ignore[assignment]
-    """What is served here."""
+    """Describes the served model."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Text and tokens out of a served model."""
+    """Generates text and tokens with the served model."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -65,8 +65,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_service_pb2.GenerateResponse], _abc.AsyncIterator[_generation_service_pb2.GenerateResponse]]:
-        """Streams tokens as they are generated. The last response carries `finish`. Anything that goes wrong is a status other
-        than OK, also in mid-stream. Cancelling the call, or its deadline, ends the work for it everywhere.
+        """Streams tokens as they are generated. The last response carries `finish`. Every error is a status other than OK,
+        also in mid-stream. If the call is cancelled or its deadline passes, all work for it stops.
         """
 
     @_abc_1.abstractmethod
@@ -75,7 +75,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.AbortResponse, _abc.Awaitable[_generation_service_pb2.AbortResponse]]:
-        """Ends requests by the ids their callers gave. Unknown and finished ones are no error."""
+        """Aborts requests by `request_id`. Ids of unknown or finished requests are ignored."""
 
     @_abc_1.abstractmethod
     def GetModelInfo(
@@ -83,6 +83,6 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_service_pb2.GetModelInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_service_pb2.GetModelInfoResponse, _abc.Awaitable[_generation_service_pb2.GetModelInfoResponse]]:
-        """What is served here."""
+        """Describes the served model."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

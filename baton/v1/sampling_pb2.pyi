@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are chosen and when a request stops. Unset fields take the default in their comment."""
+    """How tokens are chosen and when a request stops. An unset field has the default that its comment names."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -63,12 +63,12 @@ class SamplingParams(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     LARK_GRAMMAR_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Default: as many as fit into the model's context."""
+    """Default: as many as fit in the model's context."""
     min_tokens: _builtins.int
     temperature: _builtins.float
     """Default 1; 0 is greedy."""
     top_k: _builtins.int
-    """Default 0: every token."""
+    """Default 0: no limit."""
     top_p: _builtins.float
     """Default 1."""
     min_p: _builtins.float
@@ -79,7 +79,7 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """Default: drawn at random, once per request."""
     logprobs: _builtins.int
-    """Unset: none. n: the sampled token's log-probability and the n likeliest ones'."""
+    """How many of the most likely tokens to report with the sampled one. Unset: no log-probabilities."""
     ignore_eos: _builtins.bool
     json_schema: _builtins.str
     """A JSON schema, as JSON."""
@@ -158,7 +158,7 @@ class TokenLogprobs(_message.Message):
 
     @_typing.final
     class Candidate(_message.Message):
-        """One of the likeliest tokens, best first."""
+        """One of the most likely tokens; `top` lists the most likely first."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -185,7 +185,7 @@ class TokenLogprobs(_message.Message):
     token_id: _builtins.int
     logprob: _builtins.float
     rank: _builtins.int
-    """1 is the likeliest token."""
+    """1 is the most likely token."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs.Candidate]: ...
     def __init__(

@@ -50,7 +50,7 @@ def text_of(chart: Chart, width: int) -> Text:
 
 
 class _Layout:
-    """The width of each part."""
+    """The widths of the chart's columns."""
 
     def __init__(self, chart: Chart) -> None:
         self._chart = chart

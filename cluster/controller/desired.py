@@ -28,7 +28,7 @@ _ADDRESSES = {("cluster", key) for key in ("ray_address", "ray_timeout_s", "flee
 """Addresses: several of them may lead to the same fleet."""
 
 _COUNTS = {("cluster", role.value) for role in WorkerRole}
-"""The numbers of workers that a fleet begins with; they may change later."""
+"""Keys of the initial numbers of workers, which may change while the fleet runs."""
 
 
 def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False) -> list[str]:

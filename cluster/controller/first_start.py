@@ -29,8 +29,8 @@ async def first_start(
     on_progress: OnProgress,
     on_enough: OnEnough | None = None,
 ) -> None:
-    """Returns once every worker serves. Once `on_enough` was called, also returns when the time is over: then missing
-    workers are no error, and the controller keeps trying.
+    """Returns once every worker serves. After a call of `on_enough`, the end of the time limit is no error: it
+    returns, and the controller keeps trying to start the missing workers.
 
     Raises errors that another try would not change, and ClusterError once the time is over. Its message is `no_room` if
     a worker found no room, else the list of workers that are not ready.

@@ -50,7 +50,7 @@ class RoleChange:
 class Reason(Enum):
     """Why nothing changes."""
 
-    NO_NEWS = "no_news"
+    NO_REPORT = "no_report"
     STEADY = "steady"
     NOT_YET = "not_yet"
     CHANGING = "changing"
@@ -128,7 +128,7 @@ class Planner:
     def observe(self, observation: Observation | None, now: float) -> Decision:
         """The decision now. `observation` None: no gateway has reported recently."""
         if observation is None:
-            return Decision("nothing changes: no gateway has reported recently", reason=Reason.NO_NEWS)
+            return Decision("nothing changes: no gateway has reported recently", reason=Reason.NO_REPORT)
         has_prefill = any(role.high > 0 for role in self._roles if role.role is WorkerRole.PREFILL)
         for role in self._roles:
             role.see(observation, now)

@@ -26,7 +26,7 @@ class RayCarrier:
     """See cluster.control_api.client.Carrier. Ray repeats calls to a controller that it restarts."""
 
     address = "its name on this Ray cluster"
-    connection = 0  # an actor's handle leads to no other fleet
+    connection = 0  # constant: an actor's handle never refers to another fleet
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor

@@ -42,7 +42,7 @@ class RayLauncher:
         self._model_path = model_path
         self._avoided: tuple[str, ...] = ()
         self._incarnations: dict[str, RayIncarnation] = {}
-        """The latest of each worker, by name."""
+        """The latest incarnation of each worker, by the worker's name."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> RayIncarnation:
         rooms = await self._rooms()

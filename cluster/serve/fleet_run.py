@@ -46,10 +46,11 @@ def run_fleet(
 ) -> None:
     """Starts a fleet, or adopts one without an owner, and ends it after `while_open` or a signal.
 
-    `reread` is called every few seconds for the present configuration; the fleet is scaled to the worker counts in it.
+    `reread` returns the current configuration. It is called every few seconds, and the fleet is scaled to its worker
+    counts.
 
     Raises BatonError if the start fails, FleetEnded if the fleet ends by itself, and KeyboardInterrupt for a SIGINT
-    before the event loop runs. In any case nothing of the fleet is left.
+    before the event loop runs. In every case, no process of the fleet is left.
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())

@@ -45,7 +45,7 @@ class DeviceMemory:
         return num_blocks
 
     def arithmetic(self) -> str:
-        """The calculation, for people to check."""
+        """The calculation as text, for a log line."""
         parts = {
             "in use by others": self.used_by_others,
             "weights": self.weights,

@@ -29,7 +29,7 @@ STACK_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """News: this grammar can be matched now, or `error` says why it never can."""
+    """This grammar can be matched now, or `error` says why it never can."""
 
     output: StructuredOutput
     error: str | None = None
@@ -105,17 +105,17 @@ class GrammarCompiler:
         model_path: Path,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        on_news: Callable[[], None],
+        on_compiled: Callable[[], None],
         progress: Progress | None = None,
     ) -> None:
-        """Thread and tokenizer start with the first grammar; `on_news` is called from the compiler's thread, whose
+        """Thread and tokenizer start with the first grammar; `on_compiled` is called from the compiler's thread, whose
         work `progress` counts.
         """
         self.vocab_size = vocab_size
         """The model's vocabulary."""
         self._progress = progress
         self._library = GrammarLibrary(model_path / "tokenizer.json", vocab_size, eos_token_ids)
-        self._on_news = on_news
+        self._on_compiled = on_compiled
         self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
         self._wanted: frozenset[StructuredOutput] = frozenset()
@@ -134,7 +134,7 @@ class GrammarCompiler:
             self._thread.join()
 
     def compile(self, output: StructuredOutput) -> None:
-        """Returns at once; `take_news` names the grammar when it is done."""
+        """Returns at once; `take_compiled` names the grammar when it is done."""
         if self._thread is None:
             self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
         self._wanted |= {output}
@@ -144,14 +144,14 @@ class GrammarCompiler:
         """Skips all other waiting grammars, since no request needs them."""
         self._wanted = wanted
 
-    def take_news(self) -> list[CompiledGrammar]:
+    def take_compiled(self) -> list[CompiledGrammar]:
         """Grammars that ended since the last call."""
-        news = []
+        compiled = []
         while not self._done.empty():
-            news.append(self._done.get())
-        if news:
-            self._wanted -= {grammar.output for grammar in news}
-        return news
+            compiled.append(self._done.get())
+        if compiled:
+            self._wanted -= {grammar.output for grammar in compiled}
+        return compiled
 
     @property
     def is_full(self) -> bool:
@@ -176,7 +176,7 @@ class GrammarCompiler:
                 if self._progress is not None:
                     self._progress.begin()
                 self._done.put(CompiledGrammar(output, self._error_of(output)))
-                self._on_news()
+                self._on_compiled()
                 if self._progress is not None:
                     self._progress.end()
 

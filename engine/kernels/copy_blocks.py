@@ -78,7 +78,7 @@ def _copy_blocks_kernel(  # type: ignore[no-untyped-def]
         first = (chunk % chunks_per_block) * VECTORS
         source = tl.load(pairs_ptr + 2 * pair).to(tl.int64) * vectors_per_block + first
         target = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64) * vectors_per_block + first
-        # Offsets as 4 x something + words: so the compiler sees 16-byte accesses whatever a block's size is.
+        # Written as 4 x something + words, so that the compiler uses 16-byte accesses for every block size.
         within = 4 * vectors[:, None] + words[None, :]
         mask = (first + vectors < vectors_per_block)[:, None]
         data = tl.load(source_ptr + 4 * source + within, mask)

@@ -237,7 +237,7 @@ def _count_above(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HAS_PROCESSED: tl.constexpr,
 ):
-    """How many tokens weigh more than `floor` + 0, 1, 2, 3 steps; then how much these weigh together."""
+    """The numbers of tokens whose weights exceed `floor` + 0, 1, 2 and 3 steps; then the sums of their weights."""
     _, _, _, _, _, vocab_size, _, _ = at
     n_0 = tl.zeros([GROUP], tl.int32)
     n_1, n_2, n_3 = n_0, n_0, n_0

@@ -239,7 +239,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     query, head_in_group = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D)
 
-    # Programs take units in turns, every other turn in reverse: the longest of one turn, then the shortest of the next.
+    # Programs take units in turns, and every second turn in reverse order: after a long unit, each gets a short one.
     num_units = tl.load(num_items_ptr) * H  # the step's plan is on the device already
     wait_for_former(PDL)
     program, num_programs = tl.program_id(0), tl.num_programs(0)

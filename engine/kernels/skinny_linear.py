@@ -78,7 +78,7 @@ def skinny_add_(
     *,
     launch: Launch | None = None,
 ) -> None:
-    """y += that product in place, rounded before and after the addition, as in `add_rms_norm_`."""
+    """Adds that product to y in place. Rounds before and after the addition, as `add_rms_norm_` does."""
     assert y_TO.shape == (len(x_TI), len(weight_OI))
     assert y_TO.dtype is x_TI.dtype
     assert y_TO.is_contiguous()

@@ -10,7 +10,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""Its largest value. It has no infinity: larger values become NaN on some devices, so all values are clamped first."""
+"""The largest value of FP8, which has no infinity. Larger values become NaN on some devices, so values are clamped."""
 MIN_MAGNITUDE = 1e-12
 """Stands for the largest value of a row of zeros, so that its scale is not 0."""
 

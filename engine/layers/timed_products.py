@@ -88,5 +88,5 @@ class TimedProducts:
 
 
 def by_library(few_rows: FewRows, x_TI: torch.Tensor) -> torch.Tensor:
-    """T x O."""
+    """The product by torch: T x O."""
     return F.linear(x_TI, few_rows.weight_OI, few_rows.bias_O)

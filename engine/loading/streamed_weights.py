@@ -57,7 +57,7 @@ class StreamedWeights:
         return flat.view(stored.dtype).view(take.part_shape).to(self._dtype)
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
-        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`."""
+        """ModelError if the files hold a tensor that was not asked for, unless its name ends in one of `allowed`."""
         assert not self._takes, f"the model did not ask for {self._takes[0][0].name}"
         self._index.check_all_taken(self._names, allowed=allowed)
 

@@ -24,8 +24,8 @@ from engine.ranks.messages import (
     FROM_RANK,
     TO_RANK,
     FromRank,
+    KVOutput,
     Loaded,
-    News,
     RankFailed,
     Ready,
     Report,
@@ -56,7 +56,7 @@ class RankLink:
         self.loaded: Loaded | None = None
         self.is_ready = False
         self.report = Report({}, ())
-        self.news: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
+        self.outputs: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
         self._on_message = on_message
         ours, theirs = socket.socketpair()
         self.channel: RankChannel[ToRank, FromRank] = RankChannel(ours, TO_RANK, FROM_RANK)
@@ -105,15 +105,16 @@ class RankGroup:
     def __init__(
         self,
         setups: Sequence[Setup],
-        on_news: Callable[[], None],
+        on_kv_output: Callable[[], None],
         on_failure: Callable[[], None],
         module: str = "engine.ranks.entry",
     ) -> None:
-        """Starts a process for each, as `python -m module`. The group's threads call `on_news` after `serve` when there
-        are outputs to collect, and `on_failure` when a rank has failed, to end a wait for it."""
+        """Starts a process for each, as `python -m module`. After `serve`, the group's threads call
+        `on_kv_output` when there are outputs to collect, and `on_failure` when a rank has failed.
+        """
         self.num_computed = 0
         """How many plans rank 0 has computed."""
-        self._on_news = on_news
+        self._on_kv_output = on_kv_output
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._failure: Exception | None = None
@@ -144,7 +145,7 @@ class RankGroup:
         """From now on the engine handles failures."""
         self._is_serving = True
         if self._failure is not None:
-            self._on_news()
+            self._on_kv_output()
 
     def send(self, message: ToRank) -> None:
         """Sends to every rank, in the order of the calls; ranks that are gone are skipped."""
@@ -213,8 +214,8 @@ class RankGroup:
     def _take(self, link: RankLink, message: FromRank | None) -> None:
         """On the link's thread."""
         match message:
-            case News(news):
-                link.news.put(news)
+            case KVOutput(output):
+                link.outputs.put(output)
                 self._notify()
             case Report():
                 link.report = message
@@ -252,7 +253,7 @@ class RankGroup:
 
     def _notify(self) -> None:
         if self._is_serving:
-            self._on_news()
+            self._on_kv_output()
 
     def _send_frame(self, link: RankLink, frame: bytes) -> None:
         if self._failure is not None:

@@ -1,7 +1,7 @@
 """Messages between rank 0 of a worker and its other ranks, as typed msgpack.
 
     rank 0 -> rank     Setup | Join | Plan | RankCommands | Stop
-    rank -> rank 0     Loaded | Ready | StartFailed | StepFailed | RankFailed | News | Report
+    rank -> rank 0     Loaded | Ready | StartFailed | StepFailed | RankFailed | KVOutput | Report
 
     rank 0                                     rank 1 ..
      |--- Setup -------------------------------->|   builds its part of the model, its pool, its connector
@@ -9,7 +9,7 @@
      |--- Join --------------------------------->|   when all have loaded: their collectives connect, and
      |<-- Ready ---------------------------------|   each makes its pipeline, all at the same time
      |--- Plan, RankCommands ------------------->|   in the order of rank 0's own
-     |<-- News, Report --------------------------|
+     |<-- KVOutput, Report ----------------------|
      |--- Stop --------------------------------->|
 
 A rank does not report computed steps: it computes them in order, and the others wait for it in the collectives. It
@@ -108,10 +108,10 @@ class RankFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class KVOutput:
     """Outputs of the rank's connector."""
 
-    news: KVConnectorOutput
+    output: KVConnectorOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,11 @@ class Report:
 
 
 ToRank = Setup | Join | Plan | RankCommands | Stop
-FromRank = Loaded | Ready | StartFailed | StepFailed | RankFailed | News | Report
+FromRank = Loaded | Ready | StartFailed | StepFailed | RankFailed | KVOutput | Report
 
 MAX_PLAN_BYTES = 2**30
 """A plan contains every prompt that begins with it, even the part whose KV is cached: 160 MiB for 256 requests over one
 document of 131,072 tokens. A larger plan would end the worker."""
 
 TO_RANK: Codec[ToRank] = Codec(Setup, Join, Plan, RankCommands, Stop, max_bytes=MAX_PLAN_BYTES)
-FROM_RANK: Codec[FromRank] = Codec(Loaded, Ready, StartFailed, StepFailed, RankFailed, News, Report)
+FROM_RANK: Codec[FromRank] = Codec(Loaded, Ready, StartFailed, StepFailed, RankFailed, KVOutput, Report)

@@ -41,8 +41,8 @@ from engine.ranks.messages import (
     TO_RANK,
     FromRank,
     Join,
+    KVOutput,
     Loaded,
-    News,
     Plan,
     RankCommands,
     RankFailed,
@@ -87,7 +87,9 @@ Build = Callable[[Setup, BatonConfig, Collectives, Callable[[], None]], Rank]
 """Makes the rank; calls the last argument, from any thread, when the connector has outputs."""
 
 
-def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]) -> Rank:
+def build(
+    setup: Setup, config: BatonConfig, collectives: Collectives, on_kv_output: Callable[[], None]
+) -> Rank:
     """The real one. Rank 0 alone samples and knows grammars."""
     path = Path(setup.model_path)
     parts = build_device_engine(
@@ -97,18 +99,18 @@ def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: 
         setup.incarnation,
         collectives,
         SystemClock(),
-        on_news,
+        on_kv_output,
         on_progress=lambda *_: None,  # rank 0 reports its own, equal progress
     )
     return Rank(parts.make_pipeline, parts.connector, parts.num_blocks, parts.model.digest)
 
 
 @dataclass(frozen=True, slots=True)
-class _NewsIsThere:
+class _KVOutputReady:
     """Put into the inbox by the transfer thread."""
 
 
-Inbox = queue.SimpleQueue[ToRank | _NewsIsThere]
+Inbox = queue.SimpleQueue[ToRank | _KVOutputReady]
 
 
 class RankLoop:
@@ -139,9 +141,9 @@ class RankLoop:
                     self._connector.send_commands(commands)
                     self._connector.start_load_kv(commands)
                     self._connector.save_kv_blocks(commands, frozenset())
-                case _NewsIsThere():
-                    if news := self._connector.get_finished():
-                        self._channel.send(News(news))
+                case _KVOutputReady():
+                    if output := self._connector.get_finished():
+                        self._channel.send(KVOutput(output))
                 case None:  # idle: a failed step must be noticed before the next one comes
                     self._take(self._num_computed + len(self._under_way))
                 case _:
@@ -149,7 +151,7 @@ class RankLoop:
             self._report_if_due()
         self._take(self._num_computed + len(self._under_way))
 
-    def _next(self) -> ToRank | _NewsIsThere | None:
+    def _next(self) -> ToRank | _KVOutputReady | None:
         """None if no message comes before a report is due."""
         try:
             return self._inbox.get(timeout=max(0.0, self._report_at - self._clock.now()))
@@ -220,7 +222,7 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
         device = rank_device(config.engine, setup.rank)
         timeout_s = config.engine.rank_timeout_s
         collectives = TorchCollectives(setup.meeting_file, setup.rank, setup.num_ranks, device, timeout_s)
-        rank = build(setup, config, collectives, lambda: inbox.put(_NewsIsThere()))
+        rank = build(setup, config, collectives, lambda: inbox.put(_KVOutputReady()))
     except BatonError as error:
         channel.send(StartFailed(type(error).__name__, str(error)))
         _end(EXIT_FAILED, f"could not start: {error}")

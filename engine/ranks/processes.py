@@ -32,7 +32,7 @@ class RankProcesses:
         kv_keys: PlaneKeys | None,
         model_path: Path,
         incarnation: str,
-        on_news: Callable[[], None],
+        on_kv_output: Callable[[], None],
         module: str = "engine.ranks.entry",
     ) -> None:
         """Starts their processes, which begin to load at once. `stop` must follow."""
@@ -47,7 +47,7 @@ class RankProcesses:
             Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, meeting_file)
             for rank in range(1, num_ranks)
         ]
-        self._group = RankGroup(setups, on_news, self.collectives.abort, module)
+        self._group = RankGroup(setups, on_kv_output, self.collectives.abort, module)
 
     def join(self, digest: str) -> tuple[Loaded, ...]:
         """Connects the collectives once all ranks have loaded rank 0's model; returns what each rank reported.
@@ -85,7 +85,7 @@ class RankProcesses:
     def serve(self) -> None:
         """Waits until every rank is ready; ClusterError if a rank fails or is late.
 
-        From then on `on_news` is called, and the engine handles failures.
+        From then on `on_kv_output` is called, and the engine handles failures.
         """
         self._group.wait_until_ready(self._start_timeout_s)
         self._group.serve()

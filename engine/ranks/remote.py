@@ -80,10 +80,10 @@ class RemoteConnector:
     def get_finished(self) -> KVConnectorOutput:
         """The rank's outputs since the last call; RuntimeError if any rank of the worker has failed."""
         self._group.check()
-        news = KVConnectorOutput()
-        while not self._link.news.empty():
-            news += self._link.news.get()
-        return news
+        output = KVConnectorOutput()
+        while not self._link.outputs.empty():
+            output += self._link.outputs.get()
+        return output
 
     def counters(self) -> dict[str, int]:
         """As the rank last reported."""

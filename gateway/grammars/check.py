@@ -172,11 +172,11 @@ class GrammarCheck:
     async def _running_process(self) -> CompileProcess:
         async with self._starting:
             if self._process is None or not self._process.is_running:
-                self._process = self._make_process(self._heard, self._ended)
+                self._process = self._make_process(self._on_message, self._ended)
                 await self._process.start()
             return self._process
 
-    def _heard(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         trial = next((trial for trial in self._sent if trial.number == message.number), None)
         if trial is None:
             return  # its grammar was given up long ago

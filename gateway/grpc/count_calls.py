@@ -71,7 +71,9 @@ class CountCalls(grpc.aio.ServerInterceptor):
 
         return stream
 
-    def _watch(self, method: str, context: Any) -> "_Watch":  # its stub accepts no function as callback
+    def _watch(
+        self, method: str, context: Any
+    ) -> "_Watch":  # Any: grpc's type stub rejects functions as callbacks
         watch = _Watch()
         context.add_done_callback(lambda ended: self._on_call_ended(method, watch.code(ended)))
         return watch

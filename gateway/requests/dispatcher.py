@@ -273,7 +273,7 @@ class Dispatcher:
         self._count_ended(attempt)
 
     def _fail(self, state: RequestState, failure: AttemptFailure) -> None:
-        """The one way of every failure: the request goes on with another attempt, or ends."""
+        """Handles every failure of an attempt: the request gets another attempt, or ends."""
         attempt = state.attempt
         _log(logging.INFO, state, f"{failure.worker}: {failure}")
         self._close_attempt(state, failure)

@@ -173,7 +173,7 @@ class FairQueue(Generic[T]):
         self.remove(entry)
 
     def num_tokens_before(self, entry: QueueEntry[T]) -> int:
-        """Roughly how many tokens are served before an entry that was added last; errs towards too few."""
+        """About how many tokens are served before this entry, which was added last; an underestimate if in doubt."""
         more_urgent = sum(
             level.num_tokens for priority, level in self._levels.items() if priority < entry.priority
         )

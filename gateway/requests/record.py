@@ -117,7 +117,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.paths: Counter[str] = Counter(disaggregated=0, local=0, fallback=0)
-        """Finished requests by the path they really took."""
+        """Numbers of finished requests, by the path that they took in fact."""
         self._counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._counts.update({f"migrated_{cause.value}": 0 for cause in Cause})
 

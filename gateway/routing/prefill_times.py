@@ -32,7 +32,7 @@ class _Worker:
     """One worker's recent prompts and rates, with their times on the caller's clock."""
 
     prompts: dict[int, deque[_Prompt]] = field(default_factory=dict)
-    """The latest prompts, by the number of bits of their length."""
+    """The latest prompts, grouped by length: `num_tokens.bit_length()` is the key."""
     rates: deque[tuple[float, float]] = field(default_factory=deque)
     """Tokens per second: the best rate, then the best one after it, and so on."""
 

@@ -65,8 +65,10 @@ class LinkRates:
     _by_pair: dict[tuple[str, str], MovingAverage] = field(default_factory=dict)
 
     def measured(self, prefill: str, decode: str, num_tokens: int, num_bytes: int, moving_s: float) -> None:
-        """Learns from a hand-over of `num_tokens` tokens. Blocks leave as they are computed, so a long prompt's rate
-        is at most that of its computation. Then the computation is what requests wait for anyway."""
+        """Learns from a hand-over of `num_tokens` tokens. Blocks leave as they are computed, so the
+        measured rate of a long prompt is at most that of its computation. That does no harm: such requests wait for the
+        computation, not for the transfer.
+        """
         if num_tokens > 0:
             self.bytes_per_token.add(num_bytes / num_tokens)
         if moving_s > 0.0:

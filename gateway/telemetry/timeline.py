@@ -26,9 +26,9 @@ class TimelineStage:
 
 
 def stages_of(record: RequestRecord) -> list[TimelineStage]:
-    """`intake`, then `queue` and `attempt` in turns."""
+    """`preprocess`, then `queue` and `attempt` in turns."""
     total_s = record.ended_at - record.arrived_at
-    stages = [TimelineStage(name="intake", began_s=0.0, ended_s=min(record.preprocess_s, total_s))]
+    stages = [TimelineStage(name="preprocess", began_s=0.0, ended_s=min(record.preprocess_s, total_s))]
     at_s = stages[0].ended_s
     for attempt in record.attempts:
         began_s = attempt.began_at - record.arrived_at

@@ -1,4 +1,4 @@
-"""Tokens to text as they arrive, ended by a stop string: one request's view of its own output."""
+"""One request's output as text: converts tokens as they arrive, and ends at a stop string."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

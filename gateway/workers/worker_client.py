@@ -19,8 +19,8 @@ from baton.messages.request_plane import (
     TO_WORKER,
     Heartbeat,
     KVEvents,
-    Order,
     Outputs,
+    SessionCommand,
     ToGateway,
     foreign_version,
 )
@@ -161,20 +161,20 @@ class WorkerClient:
         self._socket.close()
 
     def submit(self, request: EngineRequest) -> None:
-        self._send_order(self._session.submit(request))
+        self._send_command(self._session.submit(request))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Ends requests that were submitted over this connection. Those of a former one ended with its session."""
         if self._session.number is None:
             return  # nothing was submitted; a counted command could make the worker mistake this session for the last
-        self._send_order(self._session.abort(request_ids))
+        self._send_command(self._session.abort(request_ids))
 
     def subscribe_kv_events(self) -> None:
         """Subscribes to the content and changes of the worker's prefix cache; call it again after a gap. New sessions
         are subscribed automatically."""
         self._wants_kv_events = True
         if self._session.number is not None:
-            self._send_order(self._session.subscribe_kv_events())
+            self._send_command(self._session.subscribe_kv_events())
 
     async def _greet(self) -> None:
         while True:
@@ -307,7 +307,7 @@ class WorkerClient:
         if loss := self._session.note_heartbeat(message):
             self._listener.on_worker_lost(self.name, loss)
         if self._wants_kv_events and self._session.number not in (former, None):
-            self._send_order(self._session.subscribe_kv_events())
+            self._send_command(self._session.subscribe_kv_events())
         self.status = message.status
         self.first_sign.set()
         if (state := message.status.state).has_ended:
@@ -318,9 +318,9 @@ class WorkerClient:
             self._listener.on_status(message.status)
         return None
 
-    def _send_order(self, order: Order) -> None:
-        frame = TO_WORKER.encode(order)
-        self._session.count_order()
+    def _send_command(self, command: SessionCommand) -> None:
+        frame = TO_WORKER.encode(command)
+        self._session.count_command()
         self._send(frame)
 
     def _send(self, frame: bytes) -> None:

@@ -1,7 +1,7 @@
 """TransferAgent: the thread that runs a rank's hand-overs; knows no protocol.
 
-Commands come in through one queue, and news leaves through another. The thread wakes only for a command, a message, a
-deadline, or the end of a process whose pool is open.
+Commands come in through one queue, and output leaves through another. The thread wakes only for a command, a message,
+a deadline, or the end of a process whose pool is open.
 """
 
 import logging
@@ -28,19 +28,19 @@ TURN_TIMEOUT_S = 5.0
 
 
 class TransferAgent:
-    """`post` and `collect_news` are for the engine's thread; everything else happens on the agent's own."""
+    """`post` and `collect_output` are for the engine's thread; everything else happens on the agent's own."""
 
     def __init__(
-        self, endpoint: TransferEndpoint, channel: ZmqChannel, clock: Clock, on_news: Callable[[], None]
+        self, endpoint: TransferEndpoint, channel: ZmqChannel, clock: Clock, on_kv_output: Callable[[], None]
     ) -> None:
         self._endpoint = endpoint
         self._channel = channel
         self._clock = clock
-        self._on_news = on_news
+        self._on_kv_output = on_kv_output
         self._commands: queue.SimpleQueue[tuple[Sequence[TransferCommand], threading.Event]] = (
             queue.SimpleQueue()
         )
-        self._news: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
         self.progress = Progress("its KV transfer", clock, PROGRESS_TIMEOUT_S)
         self._wakeup = WakeUp()
         self._channel.wake_on(self._wakeup.fileno())
@@ -73,13 +73,13 @@ class TransferAgent:
             self._check_withdrawn(done)
         self._check_alive()
 
-    def collect_news(self) -> KVConnectorOutput:
-        """News since the last call; raises if the agent's thread has died."""
+    def collect_output(self) -> KVConnectorOutput:
+        """The output since the last call; raises if the agent's thread has died."""
         self._check_alive()
-        news = KVConnectorOutput()
-        while not self._news.empty():
-            news += self._news.get()
-        return news
+        output = KVConnectorOutput()
+        while not self._outputs.empty():
+            output += self._outputs.get()
+        return output
 
     def _run(self) -> None:
         try:
@@ -96,7 +96,7 @@ class TransferAgent:
         except BaseException as error:  # the edge of the thread: the engine must notice that it died
             logger.exception("the transfer thread died")
             self._failure = error
-            self._on_news()
+            self._on_kv_output()
         finally:
             self._close()
             self.progress.end()
@@ -106,9 +106,9 @@ class TransferAgent:
         self._channel.close()
 
     def _publish(self) -> None:
-        if news := self._endpoint.collect_news():
-            self._news.put(news)
-            self._on_news()
+        if output := self._endpoint.collect_output():
+            self._outputs.put(output)
+            self._on_kv_output()
 
     def _check_withdrawn(self, done: threading.Event) -> None:
         """The next step writes these blocks, so it must not run before they are withdrawn."""

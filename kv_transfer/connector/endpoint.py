@@ -1,6 +1,6 @@
 """TransferEndpoint: one rank's end of all its worker's hand-overs; knows no thread and no scheduler.
 
-Its driver, a thread or a simulator, passes in commands, arrivals and the time, one at a time, and takes the news:
+Its driver, a thread or a simulator, passes in commands, arrivals and the time, one at a time, and takes the output:
 
     commands, arrivals, time --> producer/endpoint.py --> protocol/producer.py --> channel
                                consumer/endpoint.py --> protocol/consumer.py --> channel, readers
@@ -128,11 +128,11 @@ class TransferEndpoint:
         times = [self._producer_end.next_deadline(), self._consumer_end.next_deadline()]
         return min((time for time in times if time is not None), default=None)
 
-    def collect_news(self) -> KVConnectorOutput:
-        """News since the last call."""
-        news = self._producer_end.news + self._consumer_end.news
-        self._producer_end.news = self._consumer_end.news = KVConnectorOutput()
-        return news
+    def collect_output(self) -> KVConnectorOutput:
+        """The output since the last call."""
+        output = self._producer_end.output + self._consumer_end.output
+        self._producer_end.output = self._consumer_end.output = KVConnectorOutput()
+        return output
 
     def close(self) -> None:
         self._producer_end.close()

@@ -67,23 +67,23 @@ class RankedConnector:
         """What ended on every rank since the last call."""
         ended = KVConnectorOutput()
         for number, rank in enumerate(self._ranks):
-            news = rank.get_finished()
-            for request_id, record in news.transfers.items():
+            output = rank.get_finished()
+            for request_id, record in output.transfers.items():
                 if request_id in self._sends or request_id in self._loads:
                     self._records.setdefault(request_id, []).append(record)
             freed = [
-                request_id for request_id in news.finished_sending if self._sends.freed(request_id, number)
+                request_id for request_id in output.finished_sending if self._sends.freed(request_id, number)
             ]
             for request_id in freed:
                 ended += KVConnectorOutput(finished_sending=(request_id,), transfers=self._record(request_id))
-            for received in news.finished_recving:
+            for received in output.finished_recving:
                 outcome = self._loads.arrived(number, received)
                 ended += self._conclude(received.request_id, outcome)
-            for failed in news.failed_recving:
+            for failed in output.failed_recving:
                 ended += self._conclude(failed.request_id, self._loads.failed(number, failed))
-            for request_id in news.quiesced:
+            for request_id in output.quiesced:
                 ended += self._conclude(request_id, self._loads.quiet(request_id, number))
-            ended += KVConnectorOutput(can_load=news.can_load, unwanted=news.unwanted)
+            ended += KVConnectorOutput(can_load=output.can_load, unwanted=output.unwanted)
         return ended
 
     def counters(self) -> dict[str, int]:

@@ -22,7 +22,8 @@ from kv_transfer.transport.zmq_tcp import IDLE_S, ZmqChannel
 class KVConnectorWorker:
     """One per rank, for both roles; each request says which end it is on.
 
-    No call blocks, or raises because of a peer. The transfer thread calls `on_news` whenever `get_finished` has news.
+    No call blocks, or raises because of a peer. `on_kv_output` is called, on the transfer thread, whenever
+    `get_finished` has output.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class KVConnectorWorker:
         clock: Clock,
         blocks: Bytes | DeviceBlocks,
         fingerprint: KVFingerprint,
-        on_news: Callable[[], None],
+        on_kv_output: Callable[[], None],
         *,
         rank: int = 0,
         memory: SharedMemory | None = None,
@@ -68,7 +69,7 @@ class KVConnectorWorker:
             clock,
         )
         self._metrics = endpoint.metrics
-        self._agent = TransferAgent(endpoint, self._channel, clock, on_news)
+        self._agent = TransferAgent(endpoint, self._channel, clock, on_kv_output)
         self.kv_address = self._channel.address
         self.progress = self._agent.progress
         """That of the transfer thread."""
@@ -98,7 +99,7 @@ class KVConnectorWorker:
 
     def get_finished(self) -> KVConnectorOutput:
         """What ended since the last call."""
-        return self._agent.collect_news()
+        return self._agent.collect_output()
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""

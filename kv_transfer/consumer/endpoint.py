@@ -68,7 +68,7 @@ class ConsumerEndpoint:
         self._pools = RemotePools(readers, clock)
         self._writer = BlockWriter(pool)
         self._reads = PoolReads(self._pools)
-        self.news = KVConnectorOutput()
+        self.output = KVConnectorOutput()
         """Outcomes and records of loads, until the connector takes them."""
 
     def execute(self, command: ConsumerCommand) -> None:
@@ -164,7 +164,7 @@ class ConsumerEndpoint:
             self._rank_transfers.close(command.request_id)
             self._timelines.part_ended(command.request_id, TransferEventKind.FAILED, reason=reason)
             failed = FailedKV(command.request_id, 0, reason)
-            self.news += KVConnectorOutput(
+            self.output += KVConnectorOutput(
                 failed_recving=(failed,), transfers=self._record(command.request_id)
             )
             return
@@ -276,7 +276,7 @@ class ConsumerEndpoint:
                 case Failed():
                     self._take_failed(effect)
                 case CanLoad(rank_transfer):
-                    self.news += KVConnectorOutput(can_load=(rank_transfer.request_id,))
+                    self.output += KVConnectorOutput(can_load=(rank_transfer.request_id,))
                 case Quiesced(rank_transfer, transport, has_failed):
                     self._metrics.missed(
                         self._rank_transfers.peer_of(rank_transfer), transport, is_needed=has_failed
@@ -326,19 +326,21 @@ class ConsumerEndpoint:
                 for rank_transfer in parts:
                     self._give_up(rank_transfer, outcome)
             case FailedKV(is_postponed=True):
-                self.news += KVConnectorOutput(failed_recving=(outcome,))
+                self.output += KVConnectorOutput(failed_recving=(outcome,))
             case FailedKV():
                 self._close(request_id)
-                self.news += KVConnectorOutput(failed_recving=(outcome,), transfers=self._record(request_id))
+                self.output += KVConnectorOutput(
+                    failed_recving=(outcome,), transfers=self._record(request_id)
+                )
             case ReceivedKV():
                 self._close(request_id)
-                self.news += KVConnectorOutput(
+                self.output += KVConnectorOutput(
                     finished_recving=(outcome,), transfers=self._record(request_id)
                 )
             case LoadQuiet():
                 self._close(request_id)
                 self._timelines.forget(request_id)
-                self.news += KVConnectorOutput(quiesced=(request_id,))
+                self.output += KVConnectorOutput(quiesced=(request_id,))
 
     def _close(self, request_id: str) -> None:
         """The load has ended, including rank transfers that were postponed when another one failed."""

@@ -50,7 +50,7 @@ class RemotePools:
         """Open pools of processes that have ended."""
 
     def fileno(self) -> int:
-        """Readable while `close_orphaned` has something to do."""
+        """A file descriptor that is readable while `close_orphaned` has something to do."""
         return self._exits.fileno()
 
     def open(self, key: PoolKey, description: bytes) -> None:

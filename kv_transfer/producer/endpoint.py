@@ -60,7 +60,7 @@ class ProducerEndpoint:
         self._stager: Stager[SendPieces] | None = make_stager(pool)
         self._open: Sends[RankTransfer] = Sends()
         self._timelines = Timelines(clock)
-        self.news = KVConnectorOutput()
+        self.output = KVConnectorOutput()
         """Freed and unwanted requests, and records of hand-overs, until the connector takes them. A request with
         several rank transfers may be unwanted several times.
         """
@@ -70,7 +70,7 @@ class ProducerEndpoint:
         if isinstance(command, NoteStarvation):
             self._do(self._producer.note_starvation(command.is_starved))
             return
-        request_id, now, news = command.request_id, self._clock.now(), self.news
+        request_id, now, output = command.request_id, self._clock.now(), self.output
         if isinstance(command, BeginSend):
             self._begin(command)
             return
@@ -95,7 +95,7 @@ class ProducerEndpoint:
                 case AbortSend(reason=reason, is_cancelled=is_cancelled):
                     self._do(self._producer.abort(end.rank_transfer, reason, is_cancelled))
         if isinstance(command, AbortSend) and not command.is_held:
-            self.news = news  # it had no blocks, so none are reported free
+            self.output = output  # it had no blocks, so none are reported free
 
     def take(self, peer: Peer, message: ToProducer) -> None:
         self._do(self._producer.on_message(peer, message, self._clock.now()))
@@ -143,7 +143,7 @@ class ProducerEndpoint:
                 case SendPieces():
                     self._send_pieces(effect)
                 case Unwanted(rank_transfer):
-                    self.news += KVConnectorOutput(unwanted=(rank_transfer.request_id,))
+                    self.output += KVConnectorOutput(unwanted=(rank_transfer.request_id,))
                 case Freed():
                     self._take_freed(effect)
 
@@ -165,7 +165,7 @@ class ProducerEndpoint:
         self._open.forget(request_id)
         record = self._timelines.conclude(request_id)
         transfers = {request_id: record} if record else {}
-        self.news += KVConnectorOutput(finished_sending=(request_id,), transfers=transfers)
+        self.output += KVConnectorOutput(finished_sending=(request_id,), transfers=transfers)
 
     def _send_pieces(self, effect: SendPieces) -> None:
         view = self._rank_transfers.at(effect.key).view

@@ -11,7 +11,7 @@ from kv_transfer.protocol.effects import (
     CanLoad,
     Effect,
     Failed,
-    News,
+    Notification,
     OpenPool,
     Quiesced,
     RankTransfer,
@@ -131,7 +131,7 @@ class Consumer:
         return self._lose(transfer, Loss(reason, is_cancelled))
 
     def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
-        """The load was postponed in another rank transfer, so it is here too, unless it has ended."""
+        """Postpones the load here because another rank transfer of it was postponed; does nothing if it has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
@@ -348,7 +348,7 @@ class Consumer:
         num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
         return Failed(transfer.rank_transfer, num_valid, loss.reason, loss.is_cancelled, transport)
 
-    def _end_load(self, transfer: IncomingTransfer, outcome: News) -> list[Effect]:
+    def _end_load(self, transfer: IncomingTransfer, outcome: Notification) -> list[Effect]:
         """Reports the outcome as soon as nothing is being written."""
         if not transfer.arriving:
             self._forget(transfer)

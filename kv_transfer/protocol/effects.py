@@ -1,6 +1,6 @@
 """Effects of a state machine, as values; its driver (a thread, a test, a simulator) carries them out.
 
-For metrics, news carry the transport and times; these do not count in comparisons.
+For metrics, notifications carry the transport and times; these do not count in comparisons.
 """
 
 from dataclasses import dataclass, field
@@ -119,5 +119,5 @@ class Quiesced:
     """The load had failed before the request ended."""
 
 
-News = Freed | Unwanted | Received | Failed | CanLoad | Quiesced
-Effect = Send | SendPieces | OpenPool | News
+Notification = Freed | Unwanted | Received | Failed | CanLoad | Quiesced
+Effect = Send | SendPieces | OpenPool | Notification

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import News, RankTransfer, Received
+from kv_transfer.protocol.effects import Notification, RankTransfer, Received
 from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.messages import ChecksumPolicy, End, Open, TransferKey
 from kv_transfer.protocol.transports import TransportOffer
@@ -105,7 +105,7 @@ class IncomingTransfer:
     """Some pieces came without checksums."""
     end: End | None = None
     loss: Loss | None = None
-    outcome: News | None = None
+    outcome: Notification | None = None
     """While DRAINING: the outcome to report once nothing is being written."""
     opened_at: float = 0.0
     due_at: float = 0.0
@@ -141,7 +141,7 @@ class IncomingTransfer:
         )
 
     def received(self, now: float) -> Received:
-        """The news that the rank transfer is complete."""
+        """Says that the rank transfer is complete."""
         assert self.end is not None
         first_at = self.first_piece_at if self.first_piece_at is not None else now
         return Received(

@@ -98,7 +98,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The answer to Open and, without a transport yet, to Hold."""
+    """The answer to Open. Also the answer to Hold, then without a transport."""
 
     key: TransferKey
     host: str
@@ -243,7 +243,7 @@ class SealedCodec(Generic[M]):
 
 
 def seal(data: bytes, version: int) -> bytes:
-    """A frame of this version, as SealedCodec reads it."""
+    """A frame of this version, for SealedCodec to read."""
     body = version.to_bytes(VERSION_BYTES) + data
     return xxhash.xxh3_64_digest(body) + body
 

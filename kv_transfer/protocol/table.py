@@ -1,4 +1,4 @@
-"""RankTransferTable: one end's rank transfers, by the peers' keys and by our engine's names."""
+"""RankTransferTable: the rank transfers of one end, by the key that peers use and by the engine's request id."""
 
 from collections import Counter
 from collections.abc import Collection

@@ -10,7 +10,7 @@ K = TypeVar("K")
 
 
 class Timers(Generic[K]):
-    """At most one deadline per key. A postponed deadline stays in place in the heap until its old time has come.
+    """At most one deadline per key. A postponed deadline keeps its place in the heap until its old time.
 
     With a `standstill`, time during which this process stood still does not count: it postpones all deadlines.
     Callers that set a deadline must have looked at the standstill at that moment.

@@ -92,7 +92,7 @@ class CudaIpcReader:
         self._driver.drop_stream(self._stream)
 
     def _wait(self) -> str | None:
-        """No queued copy writes any more when this returns. Returns why bytes may be missing.
+        """Waits until no queued copy can write any more. If bytes may be missing, returns why.
 
         A wait fails only if the device's context is lost, with everything that was queued there.
         """

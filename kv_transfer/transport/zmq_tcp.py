@@ -23,7 +23,7 @@ from kv_transfer.transport.base import Arrival, Bytes
 
 MAX_QUEUED_FRAMES = 10_000
 MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""Payload bytes queued for one peer."""
+"""The most payload bytes that are queued for one peer."""
 
 MAX_PEERS = 256
 """Connections kept open; beyond this, the least recently used ones are closed, and reopened when needed."""

@@ -61,12 +61,12 @@ class Clients:
     async def _stream(self, client: GatewayClient, question: Question) -> None:
         tally = self.tally
         tally.num_streams += 1
-        heard_at = time.monotonic()
+        last_token_at = time.monotonic()
         longest_s, token_ids, text, finish_reason = 0.0, list[int](), "", ""
         try:
             async for event in client.generate(token_ids=question.prompt, sampling=question.sampling):
                 now = time.monotonic()
-                longest_s, heard_at = max(longest_s, now - heard_at), now
+                longest_s, last_token_at = max(longest_s, now - last_token_at), now
                 token_ids += event.token_ids
                 text += event.text
                 if event.completion is not None:

@@ -22,7 +22,7 @@ from tests.factories.gateway import GatewayUnderTest
 LONG = 200
 """Tokens of an unread answer: with logprobs, more than sockets and streams hold."""
 SHORT = 50
-MAX_AT_THE_DOOR = 100
+MAX_CONCURRENT_CALLS = 100
 """Of those that wait for an answer to begin, so that none is refused because too many prompts come at once."""
 STREAMS_EACH = 10
 """Of those that vanish by gRPC, so many have one connection."""
@@ -78,7 +78,7 @@ def _num_runs() -> int:
 async def swarm(under_test: GatewayUnderTest, num_each: int) -> None:
     """So many of each kind, all at once; returns when the gateway is rid of them."""
     num_grpc = num_each // 2
-    over, at_the_door = asyncio.Event(), asyncio.Semaphore(MAX_AT_THE_DOOR)
+    over, free_calls = asyncio.Event(), asyncio.Semaphore(MAX_CONCURRENT_CALLS)
     with ExitStack() as sockets:
         async with asyncio.TaskGroup() as group:
             slow = group.create_task(_slow_by_grpc(under_test, num_grpc, over))
@@ -90,7 +90,7 @@ async def swarm(under_test: GatewayUnderTest, num_each: int) -> None:
                 for _ in range(num_each - num_grpc):
                     connection = sockets.enter_context(socket.socket())
                     asking = _ask_by_http(under_test, connection, max_tokens, then)
-                    others.append(group.create_task(_in_turn(at_the_door, asking)))
+                    others.append(group.create_task(_in_turn(free_calls, asking)))
             await asyncio.wait(others)
             async with asyncio.timeout(120):
                 await _until_rid_of_them(under_test)
@@ -106,8 +106,8 @@ async def _until_rid_of_them(under_test: GatewayUnderTest) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _in_turn(at_the_door: asyncio.Semaphore, asking: Coroutine[None, None, None]) -> None:
-    async with at_the_door:
+async def _in_turn(free_calls: asyncio.Semaphore, asking: Coroutine[None, None, None]) -> None:
+    async with free_calls:
         await asking
 
 

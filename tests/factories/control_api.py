@@ -87,7 +87,7 @@ class StandingFleet(FakeFleetControl):
                 self.reports.append(report)
                 return Done()
             case ScaleRole(role, count):
-                self.orders.append(("scale", role.value, str(count)))
+                self.commands.append(("scale", role.value, str(count)))
                 return Done()
             case BeginRollout():
                 raise FleetError("no worker is restarted here")

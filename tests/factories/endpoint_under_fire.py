@@ -362,7 +362,7 @@ class EndpointUnderFire:
     # what must hold
 
     def _check(self) -> None:
-        news = self.endpoint.collect_news()
+        news = self.endpoint.collect_output()
         for request_id in news.finished_sending:
             assert self._sends.pop(request_id).is_over, f"{request_id} was freed before its prefill ended"
         for received in news.finished_recving:

@@ -113,7 +113,7 @@ class Worker:
     def save(self, command: SendBlocks) -> None:
         self.connector.save_kv_blocks(KVConnectorMetadata((), (), (command,)), set())
 
-    def news(self) -> KVConnectorOutput:
+    def output(self) -> KVConnectorOutput:
         return self.connector.get_finished()
 
     def blocks_for(self, num_tokens: int) -> tuple[int, ...]:

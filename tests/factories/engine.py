@@ -32,23 +32,25 @@ VOCAB_SIZE = 100_000
 
 @dataclass
 class FakeConnectorWorker:
-    """Moves nothing; says what a test puts into `news`, and keeps the orders it was given."""
+    """Moves nothing; says what a test puts into `outputs`, and keeps the commands it was given."""
 
-    news: list[KVConnectorOutput] = field(default_factory=list)
-    orders: list[Any] = field(default_factory=list)
+    outputs: list[KVConnectorOutput] = field(default_factory=list)
+    commands: list[Any] = field(default_factory=list)
     is_shut_down: bool = False
 
     def get_finished(self) -> KVConnectorOutput:
-        return self.news.pop(0) if self.news else KVConnectorOutput()
+        return self.outputs.pop(0) if self.outputs else KVConnectorOutput()
 
     def send_commands(self, metadata: Any) -> None:
-        self.orders += metadata.at_once if metadata else ()
+        self.commands += metadata.at_once if metadata else ()
 
     def start_load_kv(self, metadata: Any) -> None:
-        self.orders += metadata.loads if metadata else ()
+        self.commands += metadata.loads if metadata else ()
 
     def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
-        self.orders += [order for order in metadata.after if order.request_id not in lost] if metadata else ()
+        self.commands += (
+            [command for command in metadata.after if command.request_id not in lost] if metadata else ()
+        )
 
     def counters(self) -> dict[str, int]:
         return dict.fromkeys(COUNTERS, 0)
@@ -75,7 +77,7 @@ class StepHook:
 
 def make_grammars() -> GrammarCompiler:
     """For requests without a structured output; it has no tokenizer."""
-    return GrammarCompiler(Path("no model"), VOCAB_SIZE, (EOS,), on_news=lambda: None)
+    return GrammarCompiler(Path("no model"), VOCAB_SIZE, (EOS,), on_compiled=lambda: None)
 
 
 def make_core(

@@ -113,10 +113,10 @@ class DiaryConnector:
 
     kv_address = "tcp://127.0.0.1:1"
 
-    def __init__(self, diary: Diary, on_news: Callable[[], None], kv_address: str = kv_address) -> None:
+    def __init__(self, diary: Diary, on_kv_output: Callable[[], None], kv_address: str = kv_address) -> None:
         self.kv_address = kv_address
         self._diary = diary
-        self._on_news = on_news
+        self._on_kv_output = on_kv_output
         self._quiesced: tuple[str, ...] = ()
         self._num_loads = 0
 
@@ -136,7 +136,7 @@ class DiaryConnector:
                 raise RuntimeError("the transfer thread has died")
             if command.request_id == "full":
                 raise OSError("No space left on device")
-            self._on_news()
+            self._on_kv_output()
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
         for command in metadata.after if metadata else ():
@@ -157,7 +157,9 @@ class DiaryConnector:
         self._diary.write("shutdown")
 
 
-def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: Callable[[], None]) -> Rank:
+def build(
+    setup: Setup, config: BatonConfig, collectives: Collectives, on_kv_output: Callable[[], None]
+) -> Rank:
     """`model.path` says what goes wrong: `slow`, `no-model`, `broken`, `dead`."""
     match config.model.path:
         case "no-model":
@@ -169,7 +171,7 @@ def build(setup: Setup, config: BatonConfig, collectives: Collectives, on_news: 
         case "slow":
             time.sleep(600)
     diary = Diary(Path(setup.model_path), setup.rank)
-    connector = DiaryConnector(diary, on_news, f"tcp://127.0.0.1:{1 + setup.rank}")
+    connector = DiaryConnector(diary, on_kv_output, f"tcp://127.0.0.1:{1 + setup.rank}")
     return Rank(lambda: make_fake_pipeline(collectives, diary), connector, NUM_BLOCKS, DIGEST)
 
 

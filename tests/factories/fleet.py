@@ -76,7 +76,7 @@ class FakeIncarnation:
         self.may_start.set()
         self.may_drain = asyncio.Event()
         self.may_drain.set()
-        self.orders: list[str] = []
+        self.commands: list[str] = []
         self.running = 0
         self.num_answers = 0
         """Answers to WaitStatus."""
@@ -130,7 +130,7 @@ class FakeIncarnation:
         )
 
     async def _drain(self, timeout_s: float) -> bool:
-        self.orders.append(f"drain {timeout_s:g}")
+        self.commands.append(f"drain {timeout_s:g}")
         waiting: asyncio.Future[Any] = asyncio.ensure_future(self.may_drain.wait())
         await asyncio.wait([waiting, self.death], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -139,7 +139,7 @@ class FakeIncarnation:
         return True
 
     async def _set_role(self, role: WorkerRole, timeout_s: float) -> None:
-        self.orders.append(f"{role.value} {timeout_s:g}")
+        self.commands.append(f"{role.value} {timeout_s:g}")
         await self.may_drain.wait()
         if self.role_error is not None:
             raise self.role_error
@@ -148,7 +148,7 @@ class FakeIncarnation:
     async def stop(self, timeout_s: float) -> None:
         if self.is_cut_off():
             return
-        self.orders.append(f"stop {timeout_s:g}")
+        self.commands.append(f"stop {timeout_s:g}")
         self.kill("stopped")
 
 

@@ -44,7 +44,7 @@ class FakeFleetControl:
 
     def __init__(self, fleet: FleetDescription) -> None:
         self.fleet = fleet
-        self.orders: list[tuple[str, ...]] = []
+        self.commands: list[tuple[str, ...]] = []
         self.refuses: BatonError | None = None
         self.is_away: BatonError | None = None
         self.answers = asyncio.Event()
@@ -70,14 +70,14 @@ class FakeFleetControl:
             case DrainNode(node, within_s):
                 if self.refuses:
                     raise self.refuses
-                self.orders.append(("drain_node", node, f"{within_s:g}"))
+                self.commands.append(("drain_node", node, f"{within_s:g}"))
                 return Done()
             case SetWorkerRole(worker, role):
                 await self._note("set_role", worker, role.value)
                 return Done()
             case BeginRollout(workers):
                 self._check(workers)
-                self.orders.append(("rollout", *workers))
+                self.commands.append(("rollout", *workers))
                 self._rolled = workers or tuple(each.name for each in self.fleet.replicas)
                 return RolloutBegun("r")
             case WaitRolloutStep("r", index):
@@ -99,11 +99,11 @@ class FakeFleetControl:
         name = self._rolled[index]
         return RolloutStep(name, f"{name}-next-life", index + 1, len(self._rolled))
 
-    async def _note(self, *order: str) -> None:
+    async def _note(self, *command: str) -> None:
         if self.is_away:
             raise self.is_away
-        self._check((order[1],))
-        self.orders.append(order)
+        self._check((command[1],))
+        self.commands.append(command)
         await self.obeys.wait()
         if self.refuses:
             raise self.refuses

@@ -114,7 +114,7 @@ class FragileCluster:
         await asyncio.gather(*[self.gateway.wait_for_worker(name) for name in self._roles])
 
     async def warm_up(self) -> FragileWorker:
-        """A process that has everything imported and waits for its orders."""
+        """A process that has everything imported and waits for its command."""
         self._num_started += 1
         log = self._folder / f"worker-{self._num_started}.log"
         pipe = asyncio.subprocess.PIPE

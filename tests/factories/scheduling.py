@@ -195,14 +195,14 @@ class FakeConnector:
     memory: PagedMemory = field(default_factory=lambda: PagedMemory(16))
     started: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     added: list[Request] = field(default_factory=list)
-    news: list[KVConnectorOutput] = field(default_factory=list)
+    outputs: list[KVConnectorOutput] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     num_questions: int = 0
     loading: dict[str, Request] = field(default_factory=dict)
     under_way: set[str] = field(default_factory=set)
-    """Loads from their order to the news of their end."""
-    ordered: dict[str, Request] = field(default_factory=dict)
-    """Loads that were ordered but not started: see `starts_late`."""
+    """Loads from their command to the report of their end."""
+    commanded: dict[str, Request] = field(default_factory=dict)
+    """Loads that were commanded but not started: see `starts_late`."""
     starts_late: bool = False
     """Loads wait for `start_load_kv`, which comes when every step planned before them is computed."""
     leased: dict[str, tuple[Request, tuple[int, ...]]] = field(default_factory=dict)
@@ -224,26 +224,26 @@ class FakeConnector:
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
         self.started[request.request_id] = (block_ids, num_external_tokens)
-        self.ordered[request.request_id] = request
+        self.commanded[request.request_id] = request
         self.under_way.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         for request in self.loading.values():
             self._scribble(request)
-        ordered, self.ordered = self.ordered, {}
+        commanded, self.commanded = self.commanded, {}
         if not self.starts_late:
-            self.start_load_kv(ordered)
-        return ordered
+            self.start_load_kv(commanded)
+        return commanded
 
-    def start_load_kv(self, ordered: dict[str, Request]) -> None:
+    def start_load_kv(self, commanded: dict[str, Request]) -> None:
         """From now on these loads may write, and end. Each is started once, however often it is said."""
-        while ordered:
-            request_id, request = ordered.popitem()
+        while commanded:
+            request_id, request = commanded.popitem()
             self.loading[request_id] = request
             self._scribble(request)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self.news.append(output)
+        self.outputs.append(output)
         num_valid = {load.request_id: load.num_valid_blocks for load in output.failed_recving}
         for request_id in [*num_valid, *(load.request_id for load in output.finished_recving)]:
             self.under_way.discard(request_id)
@@ -267,7 +267,7 @@ class FakeConnector:
         self.finished.append(request)
         if not self.holds:
             self.loading.pop(request.request_id, None)
-            self.ordered.pop(request.request_id, None)
+            self.commanded.pop(request.request_id, None)
             self.under_way.discard(request.request_id)
             return False
         if request.is_handed_over:

@@ -12,7 +12,7 @@ from baton.request import FirstToken
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
     Effect,
-    News,
+    Notification,
     OpenPool,
     RankTransfer,
     Send,
@@ -106,7 +106,7 @@ class Wire:
         self.target_blocks: dict[int, int] = {}
         self.in_flight: deque[tuple[str, Frame]] = deque()
         self.sent: list[Frame] = []
-        self.news: list[News] = []
+        self.notifications: list[Notification] = []
         self.unwanted: list[RankTransfer] = []
         self.opened_pools: list[OpenPool] = []
         self.reads: list[tuple[Pieces, WantedPieces]] = []
@@ -126,8 +126,8 @@ class Wire:
                     self.opened_pools.append(effect)
                 case Unwanted(rank_transfer):
                     self.unwanted.append(rank_transfer)
-                case news:
-                    self.news.append(news)
+                case notification:
+                    self.notifications.append(notification)
 
     def at_producer(self, effects: list[Effect]) -> None:
         self.do(effects, ADDRESS)

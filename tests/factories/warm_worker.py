@@ -2,7 +2,7 @@
 
     python -m tests.factories.warm_worker --config FILE
 
-One line of JSON each way: it says "warm" once everything is imported; is told `{"role", "name", "ports"}`, starts, and
+One line of JSON each way: it says "warm" once everything is imported; receives `{"role", "name", "ports"}`, starts, and
 says its endpoint; from then on it answers every line with how it stands. After the line "hang" no step of its engine
 ends any more. It ends when its stdin does.
 """
@@ -38,9 +38,9 @@ def main() -> None:
     say("warm")
     if not (line := sys.stdin.readline()):
         return
-    order = json.loads(line)
-    bind_to(order["ports"])
-    host = build_worker(config, KEYS, Path(config.model.path), WorkerRole(order["role"]), order["name"])
+    command = json.loads(line)
+    bind_to(command["ports"])
+    host = build_worker(config, KEYS, Path(config.model.path), WorkerRole(command["role"]), command["name"])
     say(json.loads(endpoint_to_json(host.start())))
     for line in sys.stdin:
         if json.loads(line) == "hang":

@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 @dataclass(slots=True)
-class Told:
+class Answer:
     """What an engine said about one request: every position once, in order, and nothing after the end."""
 
     first_position: int | None = None
@@ -66,7 +66,7 @@ class WholeEngine:
             folder,
             incarnation,
             SystemClock(),
-            on_news=news.set,
+            on_kv_output=news.set,
             on_progress=lambda _what, _done, _count: None,
         )
         model, scheduler_config = self.executor.device_engine.model, self.executor.scheduler_config
@@ -83,15 +83,15 @@ class WholeEngine:
         )
         self.executor.start()
         self.ref = WorkerRef(name, incarnation, self.executor.kv_addresses, scheduler_config.block_size)
-        self.told: dict[str, Told] = {}
+        self.answers: dict[str, Answer] = {}
 
     def add(self, request: EngineRequest) -> None:
         self.core.add_request(request, "gateway")
-        self.told[request.request_id] = Told()
+        self.answers[request.request_id] = Answer()
 
     def note(self, outputs: ClientOutputs) -> None:
         for output in (output for news in outputs.values() for output in news):
-            self.told[output.request_id].note(output)
+            self.answers[output.request_id].note(output)
 
     @property
     def is_idle(self) -> bool:

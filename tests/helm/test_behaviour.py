@@ -106,7 +106,9 @@ def test_the_controller_is_started_again_whatever_the_pods_policy_is() -> None:
     (fleet,) = render().pods()["head"]["spec"]["initContainers"]
     assert (fleet["name"], fleet["restartPolicy"]) == ("fleet", "Always")
     assert not set(fleet) & {"startupProbe", "readinessProbe"}, "Ray, which it needs, starts after it"
-    assert "livenessProbe" not in fleet, "its door would count each as a stranger"
+    assert "livenessProbe" not in fleet, (
+        "the control server would count each probe as an unauthenticated peer"
+    )
 
 
 def test_the_controller_finds_ray_and_kuberays_autoscaler_finds_both() -> None:

@@ -33,10 +33,13 @@ def test_every_value_stands_in_the_readme_and_in_the_schema() -> None:
 
 
 def test_a_value_has_the_comment_that_stands_above_it() -> None:
-    text = "# ---- Doors ---\n# of others\n\na:\n  # not this\n  # -- How many,\n  # at most.\n  b: 1\n  c: {d: 2}\n"
+    text = "# ---- Gateway ---\n# of others\n\na:\n  # not this\n  # -- How many,\n  # at most.\n  b: 1\n  c: {d: 2}\n"
     (chapter,) = chart.read_values(text)
     found = [(value.key, value.default, value.meaning) for value in chapter.values]
-    assert (chapter.title, found) == ("Doors", [("a.b", "1", "How many, at most."), ("a.c", '{"d": 2}', "")])
+    assert (chapter.title, found) == (
+        "Gateway",
+        [("a.b", "1", "How many, at most."), ("a.c", '{"d": 2}', "")],
+    )
 
 
 @needs_helm

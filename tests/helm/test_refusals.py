@@ -212,7 +212,7 @@ CONTRADICTIONS: Cases = {
         ["controller.port (6379) is a port that Ray takes in the same pod; choose another one, such as 6390"],
     ),
     "a label by which pods are found": (
-        {"gateway": {"podLabels": {"app.kubernetes.io/component": "door"}}},
+        {"gateway": {"podLabels": {"app.kubernetes.io/component": "frontend"}}},
         ["gateway.podLabels: by app.kubernetes.io/component Services and policies find their pods"],
     ),
     "a label of KubeRay": (

@@ -82,9 +82,9 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
             families = now.families.union(*(worker.families for worker in workers))
             assert documented_metrics() == {name.removeprefix("baton_") for name in families}
             await cluster.at_rest()
-            told = now.names.union(*(worker.names for worker in workers))
+            exposed = now.names.union(*(worker.names for worker in workers))
             for where, expression in (*dashboard_expressions(), *alert_expressions()):
-                missing = metrics_in(expression) - told
+                missing = metrics_in(expression) - exposed
                 assert not missing, f"{where} asks for {missing}, which nobody tells: {expression}"
 
     asyncio.run(asyncio.wait_for(test(), 300))

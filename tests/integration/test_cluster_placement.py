@@ -56,7 +56,7 @@ def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ra
 def test_a_command_that_comes_back_after_its_fleet_has_ended_says_so(
     config: Path, address_of_ray: str
 ) -> None:
-    """As on a laptop that was closed: its fleet, left alone, had ended, and the door led nowhere."""
+    """As on a laptop that was closed: the fleet lost its owner and ended, so its control server is gone."""
     config.write_text(config.read_text().replace("180.0", '180.0, "orphan_timeout_s": 15.0'))
     with serving(str(config), "--ray-address", address_of_ray, environment=RAY_ENVIRONMENT) as serve:
         workers = [psutil.Process(worker["pid"]) for worker in serve.wait_ready()["workers"]]
@@ -69,7 +69,7 @@ def test_a_command_that_comes_back_after_its_fleet_has_ended_says_so(
 
 
 def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, address_of_ray: str) -> None:
-    """The numbers also show that whoever was there before has left his room as it was."""
+    """The numbers also show that the fleet of the test before has given back everything it used."""
     config.write_text(config.read_text().replace("180.0", "2.0"))
     arguments = (str(config), "--ray-address", address_of_ray, "--prefill", "2")
     with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:

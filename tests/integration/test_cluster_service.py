@@ -118,12 +118,12 @@ async def test_without_a_controller_the_gateway_describes_what_it_knows(folder: 
         assert description["controller"]["state"] == "none"
         (worker,) = description["workers"]
         assert (worker["state"], worker["slot"]) == ("ready", None)
-        for order in (
+        for command in (
             under_test.client.drain("w0"),
             under_test.client.set_role("w0", WorkerRole.PREFILL),
             anext(under_test.client.rollout()),
         ):
-            refused = await refusal(order)
+            refused = await refusal(command)
             assert refused.code == "FAILED_PRECONDITION"
             assert "has no controller" in str(refused)
 
@@ -146,7 +146,7 @@ async def test_a_controller_that_cannot_be_reached_makes_orders_unavailable(fold
     async with gateway_with(folder, {}, {}, control=control) as under_test:
         control.is_away = ClusterError("the controller's connection is closed")
         refused = await refusal(under_test.client.drain("w0"))
-        assert (refused.code, control.orders) == ("UNAVAILABLE", [])
+        assert (refused.code, control.commands) == ("UNAVAILABLE", [])
         assert "the controller's connection is closed" in str(refused)
         description = await under_test.client.describe()
         assert description["controller"]["failure"] == "the controller's connection is closed"
@@ -158,7 +158,7 @@ async def test_orders_reach_the_controller(folder: Path) -> None:
         await under_test.client.set_role("w0", WorkerRole.DECODE)
         await under_test.client.drain("w3")
         steps = [step async for step in under_test.client.rollout()]
-    assert control.orders == [("set_role", "w0", "decode"), ("drain", "w3"), ("rollout",)]
+    assert control.commands == [("set_role", "w0", "decode"), ("drain", "w3"), ("rollout",)]
     assert steps == [
         RolloutStep("w0", "w0-next-life", 1, 3),
         RolloutStep("w10", "w10-next-life", 2, 3),
@@ -171,19 +171,19 @@ async def test_an_unknown_worker_is_answered_with_the_names_there_are(folder: Pa
     async with gateway_with(folder, {}, {}, control=control) as under_test:
         client = under_test.client
         rollout = anext(client.rollout(("w0", "w9")))
-        for order in (client.drain("w9"), client.set_role("w9", WorkerRole.DECODE), rollout):
-            refused = await refusal(order)
+        for command in (client.drain("w9"), client.set_role("w9", WorkerRole.DECODE), rollout):
+            refused = await refusal(command)
             assert refused.code == "NOT_FOUND"
             assert "there is no worker 'w9'; the fleet has w0, w2, w3, w10" in str(refused)
-    assert control.orders == []
+    assert control.commands == []
 
 
 async def test_the_controllers_refusal_reaches_the_client(folder: Path) -> None:
     control = FakeFleetControl(FLEET)
     control.refuses = FleetError("w0 is the last prefill worker")
     async with gateway_with(folder, {}, {}, control=control) as under_test:
-        for order in (under_test.client.drain("w0"), under_test.client.set_role("w0", WorkerRole.DECODE)):
-            refused = await refusal(order)
+        for command in (under_test.client.drain("w0"), under_test.client.set_role("w0", WorkerRole.DECODE)):
+            refused = await refusal(command)
             assert refused.code == "FAILED_PRECONDITION"
             assert "w0 is the last prefill worker" in str(refused)
 
@@ -207,7 +207,7 @@ async def test_a_node_is_drained_in_the_time_that_it_is_given(folder: Path) -> N
     control = FakeFleetControl(FLEET)
     async with gateway_with(folder, {"w0": silent}, {}, control=control) as under_test:
         await under_test.client.drain_node("10.0.0.2", 7.0)
-        assert control.orders == [("drain_node", "10.0.0.2", "7")]
+        assert control.commands == [("drain_node", "10.0.0.2", "7")]
         for node, timeout_s, field in (
             ("", 7.0, "node"),
             ("n1", 0.0, "timeout_s"),
@@ -218,4 +218,4 @@ async def test_a_node_is_drained_in_the_time_that_it_is_given(folder: Path) -> N
         control.refuses = FleetError("w0 did not leave n1 within 7 s")
         error = await refusal(under_test.client.drain_node("n1", 7.0))
         assert (error.code, error.message) == ("FAILED_PRECONDITION", "w0 did not leave n1 within 7 s")
-        assert len(control.orders) == 1
+        assert len(control.commands) == 1

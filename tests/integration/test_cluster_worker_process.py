@@ -1,4 +1,4 @@
-"""One worker without Ray: it says where it is, and ends when told or when nobody holds it any more."""
+"""One worker without Ray: it prints its address, and ends on a command or when its parent has ended."""
 
 import asyncio
 import signal

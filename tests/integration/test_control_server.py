@@ -161,7 +161,7 @@ async def test_a_restarted_control_server_is_missed_at_once_and_found_again() ->
                 client.call(WaitView(view.controller_incarnation, view.version, 1000.0))
             )
             await client.call(DescribeFleet())  # what was sent before this is there
-            server._socket.close()  # as if its process was killed: nobody is told anything
+            server._socket.close()  # as if its process was killed: no client is notified
             with pytest.raises(ClusterError, match="broke"):
                 await pending
             server._socket.close = lambda: None  # type: ignore[method-assign]

@@ -188,7 +188,7 @@ class Connector:
     """A real connector over a device's memory, and its news."""
 
     def __init__(self, memory: CudaMemory, name: str, config: KVTransferConfig, block_size: int) -> None:
-        self._has_news = threading.Event()
+        self._has_output = threading.Event()
         fingerprint = replace(FINGERPRINT, block_size=block_size)
         self._connector = KVConnectorWorker(
             config,
@@ -198,7 +198,7 @@ class Connector:
             SystemClock(),
             DeviceBlocks(memory, BLOCK_NBYTES * block_size // 16),
             fingerprint,
-            self._has_news.set,
+            self._has_output.set,
         )
         self._connector.start()
         self.ref = WorkerRef(name, f"{name}-life", (self._connector.kv_address,), block_size)
@@ -211,8 +211,8 @@ class Connector:
     def until(self, has_come: Callable[[KVConnectorOutput], object]) -> KVConnectorOutput:
         news = KVConnectorOutput()
         while not has_come(news):
-            assert self._has_news.wait(30.0), f"only {news}"
-            self._has_news.clear()
+            assert self._has_output.wait(30.0), f"only {news}"
+            self._has_output.clear()
             news += self._connector.get_finished()
         return news
 

@@ -77,22 +77,22 @@ class NoSink:
     """Nothing may reach it."""
 
     def __init__(self) -> None:
-        self.heard: queue.Queue[object] = queue.Queue()
+        self.received: queue.Queue[object] = queue.Queue()
 
     def submit(self, client_id: str, request: object) -> None:
-        self.heard.put(request)
+        self.received.put(request)
 
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
-        self.heard.put(request_ids)
+        self.received.put(request_ids)
 
     def abort_client(self, client_id: str) -> None:
-        self.heard.put(client_id)
+        self.received.put(client_id)
 
     def subscribe_kv_events(self, client_id: str) -> None:
-        self.heard.put(client_id)
+        self.received.put(client_id)
 
     def fail(self, error: BaseException) -> None:
-        self.heard.put(error)
+        self.received.put(error)
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("keys", REQUEST_STRANGERS.values(), ids=REQUEST_STRANGERS)
-def test_a_stranger_on_the_request_plane_is_not_heard_and_counted(keys: Keys) -> None:
+def test_a_stranger_on_the_request_plane_is_ignored_and_counted(keys: Keys) -> None:
     with request_server(KEYS.request) as server, dealer(server.address, keys) as stranger:
         stranger.send(TO_WORKER.encode(Hello("life-1", None, 0)))
         until(lambda: server.num_denied > 0)
@@ -149,7 +149,7 @@ def test_a_stranger_on_the_request_plane_is_not_heard_and_counted(keys: Keys) ->
 
 
 @pytest.mark.parametrize("keys", KV_STRANGERS.values(), ids=KV_STRANGERS)
-def test_a_stranger_on_the_kv_plane_is_not_heard_and_counted(keys: Keys) -> None:
+def test_a_stranger_on_the_kv_plane_is_ignored_and_counted(keys: Keys) -> None:
     with kv_worker(KEYS.kv) as worker, dealer(worker.kv_address, keys) as stranger:
         stranger.send(b"not a message of ours")
         until(lambda: worker.counters()["kv_denied_peers"] > 0)
@@ -228,7 +228,7 @@ def endpoint_at(address: str) -> WorkerEndpoint:
 
 
 class Losses:
-    """A listener that only wants to know what was lost, and when a worker was heard."""
+    """A listener that records why workers were lost, and the heartbeats that arrived."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -249,7 +249,7 @@ class Losses:
 
 
 async def join(gateway_keys: Keys, address: str, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
-    """Adds the worker at this address to a fleet and waits for it; what the fleet was told to be lost."""
+    """Adds the worker at this address to a fleet and waits for it. Returns the reasons of all losses until then."""
     losses = Losses()
     fleet = WorkerConnections(NETWORK, gateway_keys, losses)
     try:
@@ -305,17 +305,17 @@ def test_a_frame_larger_than_any_of_ours_ends_its_connection_and_is_counted(keys
         peer.send(b"x" * 2 * MAX_HEADER_BYTES)
         until(lambda: worker.counters()["kv_disconnections"] == 1)
         assert worker.counters()["kv_bad_messages"] == 0
-        assert not peer.poll(100), "nobody knows whom to tell"
+        assert not peer.poll(100), "the worker does not know the identity that it would answer"
         peer.send(b"not a message of ours")  # on a new connection
         until(lambda: worker.counters()["kv_bad_messages"] == 1)
         assert peer.poll(TIMEOUT_MS)
         assert worker.counters()["kv_denied_peers"] == 0
 
 
-def test_c43_a_peer_of_another_version_is_told_both_over_the_wire() -> None:
+def test_c43_a_peer_of_another_version_gets_both_versions_in_the_answer() -> None:
     with kv_worker(KEYS.kv) as worker, dealer(worker.kv_address, KEYS.kv) as peer:
         peer.send(seal(b"whatever this means in version 9", 9))
         assert peer.poll(TIMEOUT_MS)
-        told = TO_CONSUMER.decode(peer.recv())
-        assert told == Unreadable(f"protocol_version: {PROTOCOL_VERSION} != 9", is_damaged=False)
+        answer = TO_CONSUMER.decode(peer.recv())
+        assert answer == Unreadable(f"protocol_version: {PROTOCOL_VERSION} != 9", is_damaged=False)
         assert worker.counters()["kv_version_mismatches"] == 1

@@ -21,7 +21,7 @@ def slow(request: EngineRequest) -> list[RequestOutput]:
     return [replace(output, stage_times=StageTimes(prefill_s=200.0))]
 
 
-def told_by(under_test: GatewayUnderTest) -> WorkerLoad | None:
+def load_reported_by(under_test: GatewayUnderTest) -> WorkerLoad | None:
     client = under_test.gateway._driver.workers.client("d0")
     return client.status.load if client is not None and client.status is not None else None
 
@@ -36,7 +36,7 @@ async def test_a_prompt_that_takes_longer_than_its_deadline_is_refused_at_once(f
     async with gateway_with(folder, {}, {"d0": slow}) as under_test:
         worker = under_test.workers["d0"]
         worker.load = WorkerLoad(prefill_tokens_per_s=0.5)
-        await under_test.until(lambda: told_by(under_test) == worker.load)
+        await under_test.until(lambda: load_reported_by(under_test) == worker.load)
         prefill_times = under_test.gateway._driver.dispatcher._prefill_times
         prefill_times.forget("d0")  # it reported another rate before
         await under_test.until(lambda: "d0" in prefill_times._workers)

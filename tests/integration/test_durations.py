@@ -38,7 +38,7 @@ def succeeds(fabric: Fabric) -> None:
     prefill, decode = begin(fabric)
     prefill.command(FinishSend("r", 2, (2,), TOKEN))
     fabric.deliver()
-    assert decode.news().finished_recving
+    assert decode.output().finished_recving
 
 
 def is_aborted(fabric: Fabric) -> None:
@@ -50,7 +50,7 @@ def is_aborted(fabric: Fabric) -> None:
 def takes_too_long(fabric: Fabric) -> None:
     _, decode = begin(fabric)
     fabric.advance(LOAD_TIMEOUT_S)
-    assert decode.news().failed_recving
+    assert decode.output().failed_recving
 
 
 def loses_its_consumer(fabric: Fabric) -> None:
@@ -58,22 +58,22 @@ def loses_its_consumer(fabric: Fabric) -> None:
     fabric.network.cut("sim://p0/0")
     prefill.command(FinishSend("r", 2, (2,), TOKEN))
     fabric.advance(LEASE_S + LOAD_TIMEOUT_S)
-    assert prefill.news().finished_sending
+    assert prefill.output().finished_sending
 
 
 @pytest.mark.parametrize("story", [succeeds, is_aborted, takes_too_long, loses_its_consumer])
 def test_c49_no_message_of_a_hand_over_depends_on_what_a_clock_reads(
     story: Callable[[Fabric], None],
 ) -> None:
-    told = []
+    sent = []
     for origin in ORIGINS:
         fabric = Fabric(
             "zmq_tcp", began_at=origin
         )  # other transports describe their pools, each of which differs
         story(fabric)
-        told.append(fabric.network.sent)
-    assert len(told[0]) > 8
-    assert told[0] == told[1] == told[2]
+        sent.append(fabric.network.sent)
+    assert len(sent[0]) > 8
+    assert sent[0] == sent[1] == sent[2]
 
 
 def outputs_of(origin: float, role: TransferRole) -> bytes:
@@ -85,7 +85,7 @@ def outputs_of(origin: float, role: TransferRole) -> bytes:
     clock.advance(1.0)
     outputs: list[RequestOutput] = core.step().get("gateway", [])
     clock.advance(3.0)
-    connector.news.append(news_of(fabric, role))
+    connector.outputs.append(output_of(fabric, role))
     for _ in range(6):
         outputs += core.step().get("gateway", [])
     assert outputs[-1].stage_times is not None
@@ -93,12 +93,12 @@ def outputs_of(origin: float, role: TransferRole) -> bytes:
     return TO_GATEWAY.encode(Outputs(tuple(outputs)))
 
 
-def news_of(fabric: Fabric, role: TransferRole) -> KVConnectorOutput:
+def output_of(fabric: Fabric, role: TransferRole) -> KVConnectorOutput:
     """How a real hand-over of the same request ended at one of its ends."""
     prefill, decode = begin(fabric)
     prefill.command(AbortSend("r", "the prefill failed", is_cancelled=False, is_held=True))
     fabric.deliver()
-    return (prefill if role is TransferRole.PRODUCER else decode).news()
+    return (prefill if role is TransferRole.PRODUCER else decode).output()
 
 
 @pytest.mark.parametrize("role", list(TransferRole))

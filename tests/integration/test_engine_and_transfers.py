@@ -52,7 +52,7 @@ def running_worker(
         SystemClock(),
         np.zeros((NUM_BLOCKS, BLOCK_NBYTES), np.uint8),
         FINGERPRINT,
-        on_news=lambda: loops[0].commands.wake(),
+        on_kv_output=lambda: loops[0].commands.wake(),
     )
     loops.append(RunningLoop(make_core(runner, connector), role))
     loops[0].ref = WorkerRef(incarnation, incarnation, (connector.kv_address,), 16)
@@ -148,10 +148,10 @@ def test_c48_a_lease_ends_on_an_idle_engine_and_its_blocks_come_home() -> None:
         assert running.until_finished("gives").finish_reason is FinishReason.HANDED_OVER
         wait_until(lambda: running.loop.snapshot.kv_blocks.free == NUM_BLOCKS - 1)
         assert running.loop.snapshot.kv_blocks.leased == 0
-        _, told = running.next_output()
-    assert (told.request_id, told.finish_reason, told.token_ids) == ("gives", None, ())
-    assert told.stage_times is not None
-    (transfer,) = told.stage_times.transfers
+        _, output = running.next_output()
+    assert (output.request_id, output.finish_reason, output.token_ids) == ("gives", None, ())
+    assert output.stage_times is not None
+    (transfer,) = output.stage_times.transfers
     assert transfer.events[-1].kind is TransferEventKind.FAILED
     assert "was silent for" in transfer.reason or "never received" in transfer.reason
 

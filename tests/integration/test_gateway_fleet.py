@@ -12,7 +12,7 @@ from tests.factories.security import KEYS
 
 
 class Listener:
-    """Keeps what was lost, and chokes on heartbeats if it is told to."""
+    """Keeps the losses it was notified of, and fails on heartbeats if a test asks for it."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

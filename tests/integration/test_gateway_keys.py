@@ -74,21 +74,21 @@ async def test_grpc_asks_for_a_key_and_each_key_opens_what_it_may(folder: Path) 
                     assert await code_of(call) == "UNAUTHENTICATED"
         async with client_with(under_test, ALICE) as client:
             assert await tokens_of(client) == [7, 8]
-            for order in (
+            for command in (
                 client.describe(),
                 client.drain("w0"),
                 client.set_role("w0", WorkerRole.PREFILL),
                 _all(client.rollout()),
             ):
-                assert await code_of(order) == "PERMISSION_DENIED"
+                assert await code_of(command) == "PERMISSION_DENIED"
         async with client_with(under_test, WATCHER) as client:
             assert (await client.describe())["model"] == "tiny"
             assert (await anext(client.watch()))["model"] == "tiny"
             assert await code_of(tokens_of(client)) == "PERMISSION_DENIED"
             assert await code_of(client.drain("w0")) == "PERMISSION_DENIED"
-        assert control.orders == []
+        assert control.commands == []
         await under_test.client.drain("w0")
-        assert control.orders == [("drain", "w0")]
+        assert control.commands == [("drain", "w0")]
 
 
 async def _all(steps: AsyncIterator[object]) -> list[object]:
@@ -303,19 +303,19 @@ async def test_workers_reasons_are_for_administrators(folder: Path) -> None:
         api_keys=API_KEYS,
         credentials=AS_ADMIN,
     ) as under_test:
-        for key, is_told in ((ALICE, False), (ADMIN, True)):
+        for key, may_see in ((ALICE, False), (ADMIN, True)):
             async with client_with(under_test, key) as client:
                 with pytest.raises(
                     GatewayError, match=r"gave up after 3 attempt.*: the decode request failed"
                 ) as error:
                     await tokens_of(client)
-            assert (inside in str(error.value)) == is_told
+            assert (inside in str(error.value)) == may_see
             body = {"model": "tiny", "prompt": [5, 6]}
             async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60.0) as http:
                 url = f"{under_test.http_url}/v1/completions"
                 answer = await http.post(url, json=body)
             assert answer.status_code == 503
-            assert (inside in answer.text) == is_told
+            assert (inside in answer.text) == may_see
 
 
 async def test_no_caller_goes_ahead_of_others_unless_its_key_allows(folder: Path) -> None:

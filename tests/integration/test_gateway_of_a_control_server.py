@@ -69,7 +69,7 @@ async def test_a_gateway_without_ray_follows_a_fleet_through_its_control_servers
                     assert await ask(client) == ANSWER
                     assert (await controller_becomes(client, "answering"))["model"] == "tiny"
                     await client.drain("w0")
-                    assert fleet.orders == [("drain", "w0")]
+                    assert fleet.commands == [("drain", "w0")]
                     await _restart_the_server(server, config, fleet, model, client, gateway)
                 assert await asyncio.to_thread(gateway.wait_gone) == 1
                 assert gateway.stderr.splitlines()[-1] == "baton gateway: the fleet was ended by its owner"

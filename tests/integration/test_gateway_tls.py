@@ -127,7 +127,7 @@ async def test_only_clients_with_a_certificate_connect_where_it_is_asked_for(
         assert await ask_https(under_test, files.trusting()) == 0
         assert await ask_https(under_test, files.trusting(own=others)) == 0
         with pytest.raises(GatewayError, match=r"PERMISSION_DENIED.*scope 'administer'"):
-            await under_test.client.drain("w0")  # a certificate alone gives no orders
+            await under_test.client.drain("w0")  # a certificate alone allows no commands
 
 
 @pytest.mark.parametrize("asks_clients", [False, True])

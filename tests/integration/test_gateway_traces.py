@@ -102,7 +102,7 @@ async def test_a_request_is_a_tree_below_its_clients_span(folder: Path) -> None:
     assert seen["gen_ai.usage.output_tokens"] == 3
     assert str(seen["baton.request.id"]).startswith("traced-")
     stages = below(spans, root)
-    assert [stage.name for stage in stages] == ["intake", "queue", "attempt"]
+    assert [stage.name for stage in stages] == ["preprocess", "queue", "attempt"]
     attempt = stages[-1]
     assert attributes_of(attempt)["baton.worker.prefill"] == "p0"
     assert attributes_of(attempt)["baton.worker.decode"] == "d0"
@@ -206,7 +206,7 @@ async def test_a_request_that_moved_has_both_attempts_and_its_hand_over(folder: 
     root = root_of(spans)
     assert root.status.code == Status.STATUS_CODE_UNSET
     stages = below(spans, root)
-    assert [stage.name for stage in stages] == ["intake", "queue", "attempt", "queue", "attempt"]
+    assert [stage.name for stage in stages] == ["preprocess", "queue", "attempt", "queue", "attempt"]
     failed, good = stages[2], stages[4]
     assert (failed.status.code, good.status.code) == (Status.STATUS_CODE_ERROR, Status.STATUS_CODE_UNSET)
     assert [attributes_of(stage)["baton.attempt.number"] for stage in (failed, good)] == [0, 1]

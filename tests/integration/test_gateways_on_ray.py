@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> Path:
 
 def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: str) -> None:
     fleet = ("--ray-address", address_of_ray, "--name", "blue")
-    # The first one is there before the fleet is, and told nothing but where to look for it.
+    # The first gateway starts before the fleet does, and knows only the fleet's address.
     with joining(*fleet, environment=RAY_ENVIRONMENT) as early:
         early.wait_for_text("there is no fleet named 'blue' (cluster.name) on this Ray cluster yet")
         with serving(str(config), *fleet, environment=RAY_ENVIRONMENT) as owner:

@@ -61,7 +61,7 @@ class Worker:
         rng = np.random.default_rng(sum(incarnation.encode()))
         blocks, memory = self._make_pool(64 * BLOCK_BYTES)
         self.pool[:] = rng.integers(0, 256, (64, BLOCK_BYTES), dtype=np.uint8)
-        self._has_news = threading.Event()
+        self._has_output = threading.Event()
         self._news: list[KVConnectorOutput] = []
         self.connector = KVConnectorWorker(
             CONFIG.with_values("test", transport=self.transport),
@@ -71,7 +71,7 @@ class Worker:
             SystemClock(),
             blocks,
             self.fingerprint,
-            self._has_news.set,
+            self._has_output.set,
             memory=memory,
         )
         if is_started:
@@ -104,16 +104,16 @@ class Worker:
                 if found := pick(news):
                     self._news.remove(news)
                     return found[0]
-            assert self._has_news.wait(max(0.0, end - time.monotonic())), f"no such news, only {self._news}"
-            self._has_news.clear()
+            assert self._has_output.wait(max(0.0, end - time.monotonic())), f"no such news, only {self._news}"
+            self._has_output.clear()
             self._news.append(self.connector.get_finished())
 
     def gather(self, is_enough: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
         """Everything that happens until it is enough."""
         end, news = time.monotonic() + 60.0, KVConnectorOutput()
         while not is_enough(news):
-            assert self._has_news.wait(max(0.0, end - time.monotonic())), f"only {news}"
-            self._has_news.clear()
+            assert self._has_output.wait(max(0.0, end - time.monotonic())), f"only {news}"
+            self._has_output.clear()
             news += self.connector.get_finished()
         return news
 

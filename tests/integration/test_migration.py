@@ -356,7 +356,7 @@ def test_c34_a_drain_of_the_prefill_worker_fails_no_request_though_the_decode_wo
 
 
 def test_c34_whom_a_leaving_prefill_worker_did_not_even_refuse_goes_on_elsewhere(folder: Path) -> None:
-    """Policy `fail`: the order was on its way when the worker's port closed. No rollout fails a request."""
+    """Policy `fail`: the request was on its way when the worker's port closed. No rollout fails a request."""
 
     async def test() -> None:
         workers: tuple[dict[str, Script], dict[str, Script]] = ({"w0": silent}, {"w1": silent})

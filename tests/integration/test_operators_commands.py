@@ -55,7 +55,7 @@ async def test_orders_end_with_a_clear_line(folder: Path) -> None:
         drain = await command(under_test, "drain", "w0")
         assert (drain.returncode, drain.stderr) == (DONE, "")
         assert drain.stdout.splitlines()[-1].startswith("drain     w0 is removed")
-    assert fake.orders == [("set_role", "w0", "decode"), ("rollout",), ("drain", "w0")]
+    assert fake.commands == [("set_role", "w0", "decode"), ("rollout",), ("drain", "w0")]
 
 
 async def test_json_is_one_object_and_progress_goes_elsewhere(folder: Path) -> None:
@@ -121,7 +121,7 @@ async def test_ctrl_c_ends_the_wait_and_says_that_the_order_stands(folder: Path)
         target = f"127.0.0.1:{under_test.gateway.grpc_port}"
         shown = await asyncio.to_thread(Terminal, "drain", "w0", "--target", target)
         try:
-            await under_test.until(lambda: fake.orders == [("drain", "w0")])
+            await under_test.until(lambda: fake.commands == [("drain", "w0")])
             await asyncio.to_thread(shown.wait_for, b"(ready, 0 requests)")
             shown.process.send_signal(signal.SIGINT)
             assert await asyncio.to_thread(shown.process.wait, 20) == INTERRUPTED

@@ -1,4 +1,4 @@
-"""A worker's ranks as real processes in real collectives; their devices and connectors do as they are told."""
+"""A worker's ranks as real processes in real collectives; their devices and connectors do as a test says."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ class RunningRanks:
             others.join("another")
         self.loaded = others.join(DIGEST)
         diary = Diary(folder, 0)
-        own = DiaryConnector(diary, on_news=lambda: None)
+        own = DiaryConnector(diary, on_kv_output=lambda: None)
         self.pipeline = others.pipeline(lambda: make_fake_pipeline(others.collectives, diary))
         self.connector = others.connector(own)
         others.serve()
@@ -84,12 +84,12 @@ class RunningRanks:
 
 @contextmanager
 def starting(
-    folder: Path, num_ranks: int, on_news: Callable[[], None] = lambda: None, **config: Any
+    folder: Path, num_ranks: int, on_kv_output: Callable[[], None] = lambda: None, **config: Any
 ) -> Iterator[RankProcesses]:
-    """Other ranks that were told to load; none is left behind."""
+    """Other ranks that have begun to load; ends every one."""
     values = {"engine": {"rank_timeout_s": 20.0}, **config}
     others = RankProcesses(
-        BatonConfig.from_mapping(values), num_ranks, None, folder, "life", on_news, module=FAKE_RANK
+        BatonConfig.from_mapping(values), num_ranks, None, folder, "life", on_kv_output, module=FAKE_RANK
     )
     children = [child for child in psutil.Process().children() if FAKE_RANK in child.cmdline()]
     assert len(children) == num_ranks - 1
@@ -118,7 +118,7 @@ def rank_pids(parent: int) -> list[int]:
 
 
 def test_ranks_compute_the_same_steps_execute_the_same_commands_and_end_on_command(tmp_path: Path) -> None:
-    """A rank obeys orders when it has computed what rank 0 had computed."""
+    """A rank obeys commands when it has computed what rank 0 had computed."""
     commands = KVConnectorMetadata(
         (WithdrawBlocks("w"),),
         (LoadBlocks("r", 0, (1,)),),
@@ -162,7 +162,7 @@ def test_a_rank_that_is_killed_ends_the_worker_also_when_it_is_idle(tmp_path: Pa
         victim = rank_pids(os.getpid())[1]
         os.kill(victim, signal.SIGKILL)
         assert ranks.woken.wait(SOON_S)
-        running_loop.commands.wake()  # what the host's `on_news` does
+        running_loop.commands.wake()  # what the host's `on_kv_output` does
         loop.join(SOON_S)
         assert str(loop.failure) == f"rank 2 (pid {victim}) was killed by SIGKILL"
 

@@ -47,25 +47,25 @@ REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1, 2), sampling_params
 
 
 class RecordingSink:
-    """Keeps what the server was told, for a test to wait on."""
+    """Keeps the calls it received, for a test to wait on."""
 
     def __init__(self) -> None:
-        self.heard: queue.Queue[tuple[object, ...]] = queue.Queue()
+        self.received: queue.Queue[tuple[object, ...]] = queue.Queue()
 
     def submit(self, client_id: str, request: EngineRequest) -> None:
-        self.heard.put(("submit", client_id, request))
+        self.received.put(("submit", client_id, request))
 
     def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
-        self.heard.put(("abort", client_id, request_ids))
+        self.received.put(("abort", client_id, request_ids))
 
     def abort_client(self, client_id: str) -> None:
-        self.heard.put(("abort_client", client_id))
+        self.received.put(("abort_client", client_id))
 
     def subscribe_kv_events(self, client_id: str) -> None:
-        self.heard.put(("subscribe", client_id))
+        self.received.put(("subscribe", client_id))
 
     def fail(self, error: BaseException) -> None:
-        self.heard.put(("fail", error))
+        self.received.put(("fail", error))
 
 
 class GatewaySocket:
@@ -125,8 +125,8 @@ def test_requests_and_aborts_reach_the_engine_with_their_client(
     gateway.send(Hello("life-1", None, 0))
     gateway.send(SubmitRequest(REQUEST, 1))
     gateway.send(AbortRequests(("r",), 1))
-    assert sink.heard.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
-    assert sink.heard.get(timeout=60) == ("abort", gateway.client_id, ("r",))
+    assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
+    assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
 
 
 def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: GatewaySocket) -> None:
@@ -145,7 +145,7 @@ def test_c44_a_hello_meant_for_another_life_opens_nothing(
     gateway.send(SubmitRequest(REQUEST, None))
     gateway.send(Hello("life-1", None, 0))
     gateway.send(AbortRequests(("r",), 1))
-    assert sink.heard.get(timeout=60) == ("abort", gateway.client_id, ("r",))
+    assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
     assert server.num_bad_messages == 1
 
 
@@ -156,7 +156,7 @@ def test_garbage_is_counted_and_the_next_message_is_served(
     gateway.socket.send(b"\xc1 not msgpack")
     gateway.socket.send_multipart([b"two", b"frames"])
     gateway.send(SubmitRequest(REQUEST, 1))
-    assert sink.heard.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
+    assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
     assert server.num_bad_messages == 2
 
 
@@ -164,7 +164,7 @@ def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
     gateway.send(Hello("life-1", None, 0))
-    assert sink.heard.get(timeout=60) == ("abort_client", gateway.client_id)
+    assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
 class LeapingClock(SystemClock):
@@ -188,8 +188,8 @@ def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(sink: Recordi
         clock.leapt_s += 100 * NETWORK.peer_timeout_s
         for _ in range(4):
             assert gateway.receive() == Heartbeat(STATUS, 1, 0)
-        assert sink.heard.empty(), "that was not its silence"
-        assert sink.heard.get(timeout=60) == ("abort_client", gateway.client_id), "but this is"
+        assert sink.received.empty(), "that was not its silence"
+        assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id), "but this is"
         gateway.socket.close()
     server.stop()
 
@@ -200,17 +200,17 @@ def test_a_vanished_gateway_is_noticed_at_the_next_send(server: RequestServer, s
         gateway.send(Hello("life-1", None, 0))
         gateway.receive()
         gateway.socket.close()
-    assert sink.heard.get(timeout=60) == ("abort_client", gateway.client_id)
+    assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
 def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, sink: RecordingSink) -> None:
     gateway.send(Hello("life-1", None, 0))
     gateway.send(SubmitRequest(REQUEST, 1))
-    gateway.send(Hello("life-1", 1, 2))  # the second order is the one that did not come
+    gateway.send(Hello("life-1", 1, 2))  # the second command is the one that did not come
     gateway.send(AbortRequests(("r",), 1))  # said before the gateway could know
     gateway.send(SubmitRequest(REQUEST, 2))
-    heard = [sink.heard.get(timeout=60) for _ in range(3)]
-    assert heard == [
+    received = [sink.received.get(timeout=60) for _ in range(3)]
+    assert received == [
         ("submit", gateway.client_id, REQUEST),
         ("abort_client", gateway.client_id),
         ("submit", gateway.client_id, REQUEST),
@@ -261,7 +261,7 @@ def test_an_output_that_no_message_can_hold_ends_its_request_and_nothing_else(
         ErrorKind.INTERNAL,
     )
     assert "exceeds the limit" in (last.error or "")
-    assert sink.heard.get(timeout=60) == ("abort", gateway.client_id, ("r",))
+    assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
     server.send(gateway.client_id, [RequestOutput(request_id="s", first_position=0, token_ids=(7,))])
     assert gateway.receive_outputs().outputs[0].request_id == "s"
 
@@ -283,7 +283,7 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
         gateway.receive()
         is_broken.set()
         server.beat()
-        kind, error = sink.heard.get(timeout=60)
+        kind, error = sink.received.get(timeout=60)
         assert (kind, str(error)) == ("fail", "no status")
         while (beat := gateway.receive()) == Heartbeat(STATUS, 1, 0):
             continue
@@ -321,7 +321,7 @@ def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
     gateway.send(SubmitRequest(REQUEST, None))
     gateway.send(Hello("life-1", None, 0))
     gateway.receive()
-    assert sink.heard.empty()
+    assert sink.received.empty()
 
 
 def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
@@ -338,7 +338,7 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
     gateway.send(Hello("life-1", None, 0))
     gateway.send(SubscribeKVEvents(1))
     us = (gateway.client_id,)
-    assert sink.heard.get(timeout=60) == ("subscribe", *us)
+    assert sink.received.get(timeout=60) == ("subscribe", *us)
     server.send_kv_change(us, change(b"too soon"))  # meant for a session before this one
     server.send_kv_change(us, change(b"12345678", is_anew=True))
     server.send_kv_change((*us, b"\x07nobody".hex()), change(b"abcdefgh"))
@@ -350,7 +350,7 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
     assert next_events() == KVEvents(2, False, b"", b"ijklmnop")
     gateway.send(Hello("life-1", 1, 1))
     gateway.send(Hello("life-1", 1, 7))  # some were lost: another session
-    assert sink.heard.get(timeout=60) == ("abort_client", *us)
+    assert sink.received.get(timeout=60) == ("abort_client", *us)
     server.send_kv_change(us, change(b"stale..."))
     server.send_kv_change(us, change(b"newnewne", is_anew=True))
     assert next_events() == KVEvents(0, True, b"", b"newnewne")

@@ -114,8 +114,10 @@ async def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest
         line.cut()
         line.mend()
         assert await tokens == ANSWER
-        heard = [d0.received.get_nowait() for _ in range(d0.received.qsize())]
-        assert not any(isinstance(news, EngineRequest) for news in heard), "the command should have been lost"
+        received = [d0.received.get_nowait() for _ in range(d0.received.qsize())]
+        assert not any(isinstance(item, EngineRequest) for item in received), (
+            "the command should have been lost"
+        )
     assert "lost what worker d0 had" in caplog.text
     assert "silent for" not in caplog.text
 

@@ -33,7 +33,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.statuses: asyncio.Queue[WorkerStatus] = asyncio.Queue()
-        self.news: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self.outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.prefixes: set[bytes] = set()
         self.numbers: list[int] = []
         self.losses: list[str] = []
@@ -43,7 +43,7 @@ class Listener:
 
     def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:
-            self.news.put_nowait(output)
+            self.outputs.put_nowait(output)
 
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
         self.numbers.append(events.number)
@@ -65,7 +65,7 @@ class Listener:
     async def end_of(self, request_id: str) -> RequestOutput:
         async with asyncio.timeout(60):
             while True:
-                output = await self.news.get()
+                output = await self.outputs.get()
                 if output.request_id == request_id and output.finish_reason is not None:
                     return output
 
@@ -132,7 +132,7 @@ def test_a_role_changes_under_load_and_the_prefix_cache_stays(tmp_path: Path) ->
             assert (await listener.end_of("warm")).num_cached_tokens == 0
             for number in range(4):
                 await under_test.ask(f"load-{number}", max_tokens=900)
-            await listener.news.get()
+            await listener.outputs.get()
             change = asyncio.create_task(under_test.set_role(WorkerRole.PREFILL, 0.3))
             await listener.until(WorkerRole.DECODE, WorkerState.DRAINING)
             await under_test.ask("late")
@@ -166,7 +166,7 @@ def test_what_runs_is_given_back_with_its_tokens(tmp_path: Path) -> None:
         async with worker(tmp_path) as under_test:
             for number in range(3):
                 await under_test.ask(f"r{number}", max_tokens=900)
-            await under_test.listener.news.get()
+            await under_test.listener.outputs.get()
             await under_test.set_role(WorkerRole.PREFILL, 0.0)
             for number in range(3):
                 last = await under_test.listener.end_of(f"r{number}")

@@ -278,7 +278,7 @@ def test_c39_a_request_that_was_cancelled_before_the_prefill_worker_got_it_is_no
     p.add("A", TransferRole.PRODUCER, d)
     plans = [p.step() for _ in range(8)]
     assert p.ended == {"A": FinishReason.ABORT}
-    assert sum(plan.total_num_scheduled_tokens for plan in plans) == 16  # the step that carried the order
+    assert sum(plan.total_num_scheduled_tokens for plan in plans) == 16  # the step that carried the command
     assert p.scheduler.kv_block_counts().free == NUM_USABLE
 
 

@@ -34,15 +34,15 @@ async def test_the_description_comes_at_once_and_again_when_it_has_changed(folde
 
 async def test_what_changes_all_the_time_is_told_once_an_interval(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": answering([3])}) as under_test:
-        interval_s, told = 0.2, 0
+        interval_s, num_responses = 0.2, 0
         loop = asyncio.get_running_loop()
         began = loop.time()
         async with aclosing(under_test.client.watch(interval_s)) as watch:
             async for _ in watch:
-                told += 1
+                num_responses += 1
                 async for _ in under_test.client.generate(text="Hi"):
                     pass
-                if told == 4:
+                if num_responses == 4:
                     break
         assert loop.time() - began >= 3 * interval_s
 

@@ -1,4 +1,4 @@
-"""Malformed requests at both doors of a gateway; `python -m tests.property.api_fuzz --requests 100000` runs long."""
+"""Malformed requests to both frontends; `python -m tests.property.api_fuzz --requests 100000` runs long."""
 
 import argparse
 import asyncio
@@ -82,8 +82,8 @@ async def http_answer(under_test: GatewayUnderTest, data: bytes) -> str:
         writer.close()
     status = head.split()[1]
     if status != "200":
-        told = json.loads(body)["error"]
-        if set(told) != {"message", "type", "param", "code"} or not told["message"]:
+        details = json.loads(body)["error"]
+        if set(details) != {"message", "type", "param", "code"} or not details["message"]:
             return f"odd {status} {body}"
     return f"{status} {body}"
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.request import EngineRequest, ErrorKind, FinishReason
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from tests.factories.whole_engines import EnginesOf, Told, WholeEngine, hand_over
+from tests.factories.whole_engines import Answer, EnginesOf, WholeEngine, hand_over
 
 NUM_WORKLOADS = 6
 MAX_TOKENS = 24
@@ -27,7 +27,7 @@ class Spec:
     name: str
     prompt: tuple[int, ...]
     params: SamplingParams
-    whole: Told
+    whole: Answer
 
     def cut(self, num_outputs: int, request_id: str, cache_salt: str | None) -> EngineRequest:
         return EngineRequest(
@@ -70,26 +70,26 @@ def undisturbed(engines: EnginesOf, engine: WholeEngine, rng: random.Random, num
             request_id=f"{number}-{i}", prompt_token_ids=prompt, sampling_params=make_params(rng)
         )
         engine.add(request)
-        whole = engine.told[request.request_id]
+        whole = engine.answers[request.request_id]
         specs.append(Spec(request.request_id, prompt, request.sampling_params, whole))
     engines.run()
     return specs
 
 
-def assert_goes_on(spec: Spec, cut: int, told: Told) -> None:
-    """`told` has everything from position `cut` on."""
+def assert_goes_on(spec: Spec, cut: int, answer: Answer) -> None:
+    """`answer` has everything from position `cut` on."""
     what = f"{spec.name} cut at {cut}: {spec.params}"
-    assert told.first_position == cut, what
-    assert told.token_ids == spec.whole.token_ids[cut:], what
-    assert told.end is not None
+    assert answer.first_position == cut, what
+    assert answer.token_ids == spec.whole.token_ids[cut:], what
+    assert answer.end is not None
     assert spec.whole.end is not None
-    assert (told.end.finish_reason, told.end.stop_token_id) == (
+    assert (answer.end.finish_reason, answer.end.stop_token_id) == (
         spec.whole.end.finish_reason,
         spec.whole.end.stop_token_id,
     ), what
     expected = spec.whole.logprobs[cut:]
-    assert [(t.token_id, t.rank) for t in told.logprobs] == [(t.token_id, t.rank) for t in expected], what
-    for ours, theirs in zip(told.logprobs, expected, strict=True):
+    assert [(t.token_id, t.rank) for t in answer.logprobs] == [(t.token_id, t.rank) for t in expected], what
+    for ours, theirs in zip(answer.logprobs, expected, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4), what
         assert [i for i, _ in ours.top] == [i for i, _ in theirs.top], what
         assert [v for _, v in ours.top] == pytest.approx([v for _, v in theirs.top], abs=1e-4), what
@@ -122,7 +122,7 @@ def test_c52_a_request_that_moves_goes_on_as_if_it_had_not(engines: EnginesOf) -
                     moves.append((spec, cut, [(p, request_id), (d, request_id)]))
         engines.run()
         for spec, cut, owners in moves:
-            assert_goes_on(spec, cut, joined([engine.told[request_id] for engine, request_id in owners]))
+            assert_goes_on(spec, cut, joined([engine.answers[request_id] for engine, request_id in owners]))
         num_moves += len(moves)
     counters = d.core.counters()
     assert counters["kv_prompt_loads_done"] > num_moves / 4
@@ -130,11 +130,11 @@ def test_c52_a_request_that_moves_goes_on_as_if_it_had_not(engines: EnginesOf) -
     assert first.core.counters()["prefix_cache_hits"] > 0
 
 
-def joined(told: list[Told]) -> Told:
+def joined(answers: list[Answer]) -> Answer:
     """What the client receives: the first new token of a hand-over once, and then what the decode request adds."""
-    if len(told) == 1:
-        return told[0]
-    producer, consumer = told
+    if len(answers) == 1:
+        return answers[0]
+    producer, consumer = answers
     assert producer.end is not None
     if producer.end.finish_reason is not FinishReason.HANDED_OVER:
         return producer  # its one token ended the request
@@ -162,20 +162,20 @@ def test_c52_a_request_that_moves_again_and_again_says_every_token_once(engines:
             request = spec.cut(len(said[spec.name]), request_id, cache_salt=rng.choice([None, spec.name]))
             if rng.random() < 0.5:
                 d.add(request)
-                moves[spec.name] = [d.told[request_id]]
+                moves[spec.name] = [d.answers[request_id]]
             else:
                 hand_over(p, d, request)
-                moves[spec.name] = [p.told[request_id], d.told[request_id]]
+                moves[spec.name] = [p.answers[request_id], d.answers[request_id]]
             num_moves += 1
         for _ in range(rng.randrange(2, 10)):
             engines.step()
         for engine in pool:
             engine.note(engine.core.give_back_requests())
         engines.run()
-        for name, told in moves.items():
-            said[name] += max(told, key=lambda each: len(each.token_ids)).token_ids
-            ends = [each.end for each in told if each.end is not None]
-            assert len(ends) == len(told), "each request has ended"
+        for name, answers in moves.items():
+            said[name] += max(answers, key=lambda each: len(each.token_ids)).token_ids
+            ends = [each.end for each in answers if each.end is not None]
+            assert len(ends) == len(answers), "each request has ended"
             if any(end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for end in ends):
                 del left[name]
     assert {spec.name: spec.whole.token_ids for spec in specs} == said
@@ -195,8 +195,8 @@ def test_c52_workers_of_several_ranks_go_on_with_a_request_too(engines: EnginesO
         hand_over(p, d, request)
     engines.run()
     for name, (spec, cut) in cuts.items():
-        assert_goes_on(spec, cut, d.told[f"{name} alone"])
-        assert_goes_on(spec, cut, joined([p.told[name], d.told[name]]))
+        assert_goes_on(spec, cut, d.answers[f"{name} alone"])
+        assert_goes_on(spec, cut, joined([p.answers[name], d.answers[name]]))
 
 
 def test_c13_outputs_that_contradict_their_grammar_end_only_their_own_request(engines: EnginesOf) -> None:
@@ -205,7 +205,7 @@ def test_c13_outputs_that_contradict_their_grammar_end_only_their_own_request(en
     good = EngineRequest(request_id="good", prompt_token_ids=(5, 6, 7), sampling_params=params)
     d.add(good)
     engines.run()
-    outputs = tuple(d.told["good"].token_ids)
+    outputs = tuple(d.answers["good"].token_ids)
     assert outputs[0] != outputs[1]
     wrong = (outputs[1], *outputs[1:8])
     for number, (prompt_len, is_alone) in enumerate([(3, True), (40, True), (3, False), (40, False)]):
@@ -221,14 +221,14 @@ def test_c13_outputs_that_contradict_their_grammar_end_only_their_own_request(en
             hand_over(p, d, request)
     d.add(replace(good, request_id="right", output_token_ids=outputs[:4]))
     engines.run()
-    assert d.told["right"].token_ids == list(outputs[4:])
+    assert d.answers["right"].token_ids == list(outputs[4:])
     for engine, names in ((d, ("wrong0", "wrong1")), (p, ("wrong2", "wrong3"))):
         for name in names:
-            told = engine.told[name]
-            assert told.token_ids == [], "nothing follows what does not match"
-            assert told.end is not None
-            assert told.end.error_kind is ErrorKind.INVALID_REQUEST
-            assert "cannot continue with token" in (told.end.error or "")
+            answer = engine.answers[name]
+            assert answer.token_ids == [], "nothing follows what does not match"
+            assert answer.end is not None
+            assert answer.end.error_kind is ErrorKind.INVALID_REQUEST
+            assert "cannot continue with token" in (answer.end.error or "")
     for name in ("wrong2", "wrong3"):
-        assert (end := d.told[name].end) is not None
+        assert (end := d.answers[name].end) is not None
         assert end.error_kind is ErrorKind.KV_LOAD_FAILED

@@ -53,13 +53,13 @@ class RandomTransfers:
         self._open: set[str] = set()
         self._seen: set[str] = set()
 
-    def news(self) -> list[KVConnectorOutput]:
+    def outputs(self) -> list[KVConnectorOutput]:
         self._open |= self._connector.loading.keys() - self._seen
         self._seen |= self._connector.loading.keys()
         ended = [request_id for request_id in sorted(self._open) if self._rng.random() < 0.3]
         self._open.difference_update(ended)
-        news = [self._end(self._requests[request_id]) for request_id in ended]
-        return news + [n for n in news if self._rng.random() < 0.2]  # some things are said twice
+        outputs = [self._end(self._requests[request_id]) for request_id in ended]
+        return outputs + [n for n in outputs if self._rng.random() < 0.2]  # some things are said twice
 
     def _end(self, request: Request) -> KVConnectorOutput:
         if request.is_finished:
@@ -94,8 +94,8 @@ def run_with_transfers(seed: int, mode: Mode) -> None:
     def before_step() -> None:
         if arrivals and rng.random() < 0.5:
             driver.add(arrivals.pop(0))
-        for news in transfers.news():
-            driver.note(flatten(scheduler.update_connector_output(news)))
+        for output in transfers.outputs():
+            driver.note(flatten(scheduler.update_connector_output(output)))
         if rng.random() < 0.05 and scheduler.has_requests():
             aborted.add(victim := rng.choice(sorted(scheduler.request_ids)))
             driver.note(flatten(scheduler.finish_requests([victim], RequestStatus.FINISHED_ABORTED)))

@@ -77,8 +77,8 @@ class Played:
                 pod.start("ray-worker", kuberay(group["rayStartParams"] | of_worker), **token)
                 self._timeline[f"{pod.name} started"] = pod.wait_for("ray-worker", "startupProbe")
         gateway = self._pod("gateway", templates["gateway"])
-        doors = {f"{self._name}-{door}": gateway.address for door in ("grpc", "http")}
-        write_hosts({f"{self._name}-fleet": head.address} | doors)
+        frontends = {f"{self._name}-{api}": gateway.address for api in ("grpc", "http")}
+        write_hosts({f"{self._name}-fleet": head.address} | frontends)
         gateway.start("gateway")
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             self._timeline[f"gateway {probe}"] = gateway.wait_for("gateway", probe)

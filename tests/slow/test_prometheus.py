@@ -74,8 +74,8 @@ def test_a_real_prometheus_finds_everything_that_the_dashboard_asks_for(tmp_path
                 loading.cancel()
                 targets = json.loads(await asyncio.to_thread(read_url, f"http://{url}/metrics/targets"))
                 for address in (url, *(address for target in targets for address in target["targets"])):
-                    told = await asyncio.to_thread(read_url, f"http://{address}/metrics")
-                    problems = check("check", "metrics", text=told).splitlines()
+                    exposed = await asyncio.to_thread(read_url, f"http://{address}/metrics")
+                    problems = check("check", "metrics", text=exposed).splitlines()
                     assert [line for line in problems if not is_vllms(line)] == []
             finally:
                 process.terminate()

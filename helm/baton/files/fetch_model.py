@@ -89,7 +89,7 @@ def ensure(url: str, path: Path, sha256: str) -> str:
         if version is not None and sha256_of(path) == sha256:
             return "is there"
         with sole(path):
-            if version_of(path) == version:  # else another pod has put one there, which is to be looked at
+            if version_of(path) == version:  # else another pod has just replaced the file: verify that one
                 fetch(url, path, sha256)
                 return "fetched"
 

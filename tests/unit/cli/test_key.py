@@ -25,8 +25,8 @@ def test_what_it_prints_is_an_entry_of_the_key_file(
         assert keys[name] not in printed.out
         with file.open("a") as appended:
             appended.write(printed.out)
-    door = Authenticator(GatewayConfig(api_keys_file=str(file)), VirtualClock())
-    callers = {name: door.caller_of([f"Bearer {key}"]) for name, key in keys.items()}
+    authenticator = Authenticator(GatewayConfig(api_keys_file=str(file)), VirtualClock())
+    callers = {name: authenticator.caller_of([f"Bearer {key}"]) for name, key in keys.items()}
     rights = {name: {right for right in Right if caller.may(right)} for name, caller in callers.items()}
     assert rights == {"alice": {Right.GENERATE}, "ops": set(Right), "prometheus": {Right.OBSERVE}}
 

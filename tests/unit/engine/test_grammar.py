@@ -40,15 +40,15 @@ class Compiler:
     """A GrammarCompiler that is waited for."""
 
     def __init__(self, folder: Path, eos_token_ids: tuple[int, ...] = (EOS_TOKEN_ID,)) -> None:
-        self._has_news = threading.Event()
+        self._has_output = threading.Event()
         self.vocab_size = make_tokenizer().get_vocab_size()
-        self.compiler = GrammarCompiler(folder, self.vocab_size, eos_token_ids, self._has_news.set)
+        self.compiler = GrammarCompiler(folder, self.vocab_size, eos_token_ids, self._has_output.set)
 
     def error_of(self, output: StructuredOutput) -> str | None:
-        self._has_news.clear()
+        self._has_output.clear()
         self.compiler.compile(output)
-        assert self._has_news.wait(20)
-        (news,) = self.compiler.take_news()
+        assert self._has_output.wait(20)
+        (news,) = self.compiler.take_compiled()
         assert news.output == output
         return news.error
 
@@ -174,7 +174,7 @@ class SlowCompiler(GrammarCompiler):
     """Starts to compile when it may, and notes what it did."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, 8, (0,), on_news=lambda: None)
+        super().__init__(folder, 8, (0,), on_compiled=lambda: None)
         self.may_compile = threading.Event()
         self.compiled: list[str] = []
 
@@ -228,9 +228,9 @@ class Engine:
         config = make_config(**{"max_model_len": 256, **settings})
         assert config.num_blocks is not None
         pool = KVPool(config.num_blocks, model.kv_block_shape(16), model.device)
-        self._has_news = threading.Event()
+        self._has_output = threading.Event()
         self.grammars = GrammarCompiler(
-            folder, model.vocab_size, model.eos_token_ids, on_news=self._has_news.set
+            folder, model.vocab_size, model.eos_token_ids, on_compiled=self._has_output.set
         )
         self.core = EngineCore(
             Scheduler(config, KVConnectorScheduler(16)),
@@ -256,8 +256,8 @@ class Engine:
             for output in self.core.step().get("gateway", []):
                 outputs.setdefault(output.request_id, []).append(output)
             if not self.core.may_progress:
-                assert self._has_news.wait(20)
-                self._has_news.clear()
+                assert self._has_output.wait(20)
+                self._has_output.clear()
         self.core.close()
         return outputs
 

@@ -50,42 +50,42 @@ def test_results_come_in_the_order_of_the_plans_and_errors_in_their_place(make: 
     pipeline.close()
 
 
-class RankCommands:
+class FakeAsyncDevice:
     """An asynchronous device, which computes a step only when a test waits for it."""
 
     def __init__(self) -> None:
-        self.ordered: list[int] = []
+        self.launched: list[int] = []
         self.done: list[int] = []
 
-    def launch(self, plan: SchedulerOutput) -> "Order":
+    def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
         if plan.step == 0:
             raise ValueError("no room in the queue")
-        self.ordered.append(plan.step)
-        return Order(self, plan.step)
+        self.launched.append(plan.step)
+        return LaunchedStep(self, plan.step)
 
 
-class FakeLaunchingRunner(RankCommands):
+class FakeLaunchingRunner(FakeAsyncDevice):
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         return self.launch(plan).wait()
 
 
-class Order:
-    def __init__(self, orders: RankCommands, step: int) -> None:
-        self._orders, self._step = orders, step
+class LaunchedStep:
+    def __init__(self, device: FakeAsyncDevice, step: int) -> None:
+        self._device, self._step = device, step
 
     def wait(self) -> ModelRunnerOutput:
-        self._orders.done.append(self._step)
+        self._device.done.append(self._step)
         if self._step < 0:
             raise ValueError("the device is on fire")
         return ModelRunnerOutput({"step": [self._step]})
 
 
 def test_an_asynchronous_device_gets_its_commands_before_anything_waits() -> None:
-    device = RankCommands()
+    device = FakeAsyncDevice()
     pipeline = StreamPipeline(device)
     for step in (1, -1, 0, 2):
         pipeline.submit(make_plan(step))
-    assert (device.ordered, device.done) == ([1, -1, 2], [])
+    assert (device.launched, device.done) == ([1, -1, 2], [])
     results = [pipeline.take() for _ in range(3)]
     assert [result.output is None for result in results] == [False, True, True]
     assert [str(result.error) for result in results[1:]] == ["the device is on fire", "no room in the queue"]
@@ -182,7 +182,7 @@ def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_commands_go
     step(core)
     assert diary.entries == [("commands", ["BeginLoad"]), ("save", []), ("load", ["load"])]
     received = ReceivedKV("load", FirstToken(7, None), 1, 0.1, 0.1)
-    diary.news.append(KVConnectorOutput(finished_recving=(received,)))
+    diary.outputs.append(KVConnectorOutput(finished_recving=(received,)))
     run_until_idle(core)
     core.close()
 

@@ -84,7 +84,7 @@ def test_connections_that_the_configuration_does_not_count_are_as_many_as_fit(
     monkeypatch.setattr(resource, "getrlimit", Limits(1024, 4096).get)
     assert fitted_to_open_files(GatewayConfig()).max_connections == 1536
     assert (
-        "gateway.max_connections is 1536 instead of 2048, since this process may open only 4096 files"
+        "lowered gateway.max_connections from 2048 to 1536: this process may open only 4096 files"
         in caplog.text
     )
     monkeypatch.setattr(resource, "getrlimit", Limits(1024, 20_000).get)

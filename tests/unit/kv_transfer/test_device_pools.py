@@ -54,15 +54,15 @@ def test_nothing_is_offered_before_its_bytes_are_out_nor_acknowledged_before_the
     p_driver.run()
     fabric.advance(0.01)
     assert num_offered(fabric) == 1
-    assert not decode.news().finished_recving
-    while not (received := decode.news().finished_recving):
+    assert not decode.output().finished_recving
+    while not (received := decode.output().finished_recving):
         assert d_driver.queued, "nothing is under way, and nothing has arrived"
         d_driver.run()
         fabric.advance(0.01)
     assert [load.request_id for load in received] == ["r"]
     assert decode.holds(NUM_TOKENS)
     fabric.advance(0.01)
-    assert prefill.news().finished_sending == ("r",)
+    assert prefill.output().finished_sending == ("r",)
     fabric.assert_at_rest()
 
 
@@ -82,9 +82,9 @@ def test_c41_blocks_taken_back_while_they_are_copied_out_are_not_vouched_for(tra
     give(prefill)
     finish(prefill)
     fabric.advance(0.1)
-    assert [load.request_id for load in decode.news().finished_recving] == ["r"]
+    assert [load.request_id for load in decode.output().finished_recving] == ["r"]
     assert decode.holds(NUM_TOKENS)
-    assert prefill.news().finished_sending == ("r",)
+    assert prefill.output().finished_sending == ("r",)
     fabric.assert_at_rest()
 
 
@@ -97,8 +97,8 @@ def test_c33_a_hand_over_that_ends_while_it_is_copied_out_is_never_sent() -> Non
     fabric.drivers[0].run()
     fabric.advance(0.1)
     assert num_offered(fabric) == 0
-    assert prefill.news().finished_sending == ("r",)
-    assert [failed.request_id for failed in decode.news().failed_recving] == ["r"]
+    assert prefill.output().finished_sending == ("r",)
+    assert [failed.request_id for failed in decode.output().failed_recving] == ["r"]
     fabric.assert_at_rest()
 
 
@@ -111,10 +111,10 @@ def test_c32_a_load_that_is_given_up_is_quiet_only_when_nothing_writes_its_block
     assert driver.queued, "the bytes are on their way into the device"
     decode.command(AbortLoad("r", "the client left"))
     fabric.advance(0.1)
-    assert not decode.news().quiesced
+    assert not decode.output().quiesced
     driver.run()
     fabric.advance(0.01)
-    assert decode.news().quiesced == ("r",)
+    assert decode.output().quiesced == ("r",)
     decode.blocks[0][:] = 0x2A
     driver.run()
     assert (decode.blocks[0] == 0x2A).all()
@@ -129,10 +129,10 @@ def test_a_copy_that_is_refused_is_tried_again(end: int) -> None:
     give(prefill)
     finish(prefill)
     fabric.advance(0.005)
-    assert not decode.news().finished_recving
+    assert not decode.output().finished_recving
     driver.room = None
     fabric.advance(1.0)
-    assert [load.request_id for load in decode.news().finished_recving] == ["r"]
+    assert [load.request_id for load in decode.output().finished_recving] == ["r"]
     assert decode.holds(NUM_TOKENS)
     fabric.advance(0.1)
     fabric.assert_at_rest()

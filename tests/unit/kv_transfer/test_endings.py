@@ -22,11 +22,11 @@ def test_c34_a_load_that_takes_too_long_fails_and_frees_both_ends() -> None:
     start(wire)
     wire.ready(0, 1)
     wire.advance(LOAD_TIMEOUT_S)
-    assert wire.news == [
+    assert wire.notifications == [
         Failed(RankTransfer("r"), 16, f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s", False)
     ]
     wire.finish_send()
-    assert wire.news[1:] == [Freed(RankTransfer("r"))]
+    assert wire.notifications[1:] == [Freed(RankTransfer("r"))]
     wire.assert_at_rest()
 
 
@@ -38,8 +38,10 @@ def test_c35_a_failure_reports_how_many_blocks_were_verified_in_order() -> None:
     wire.ready(0, 4)
     wire.deliver()
     wire.advance(LOAD_TIMEOUT_S)
-    assert isinstance(wire.news[0], Failed)
-    assert wire.news[0].num_valid_tokens == 16  # block 0; blocks 2 and 3 came without their predecessor
+    assert isinstance(wire.notifications[0], Failed)
+    assert (
+        wire.notifications[0].num_valid_tokens == 16
+    )  # block 0; blocks 2 and 3 came without their predecessor
 
 
 def test_c37_a_finished_prefill_keeps_its_blocks_until_the_lease_ends() -> None:
@@ -48,9 +50,9 @@ def test_c37_a_finished_prefill_keeps_its_blocks_until_the_lease_ends() -> None:
     wire.ready(0, 1)
     wire.finish_send()
     wire.advance(LEASE_S - 0.1)
-    assert wire.news == []
+    assert wire.notifications == []
     wire.advance(0.2)
-    assert wire.news == [Freed(RankTransfer("r"))]
+    assert wire.notifications == [Freed(RankTransfer("r"))]
     assert wire.producer_counters["kv_lease_expiries"] == 1
     wire.assert_at_rest()
 
@@ -62,10 +64,10 @@ def test_c38_signs_of_life_lengthen_a_lease_and_the_readers_death_ends_it() -> N
     wire.ready(0, 1)
     wire.finish_send()
     wire.advance(5 * LEASE_S)
-    assert wire.news == []
+    assert wire.notifications == []
     wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
     wire.advance(LEASE_S)
-    assert wire.news == [Freed(RankTransfer("r"))]
+    assert wire.notifications == [Freed(RankTransfer("r"))]
 
 
 def test_c38_one_long_lease_does_not_delay_another() -> None:
@@ -77,7 +79,7 @@ def test_c38_one_long_lease_does_not_delay_another() -> None:
     for _ in range(4):
         wire.advance(LEASE_S / 2)
         wire.at_producer(wire.producer.on_message(b"d", Hold(make_key("long")), wire.clock.now()))
-    assert wire.news == [Freed(RankTransfer("short"))]
+    assert wire.notifications == [Freed(RankTransfer("short"))]
 
 
 @pytest.mark.parametrize("moment", ["queued", "loading", "complete"])
@@ -93,8 +95,8 @@ def test_c39_an_abort_on_the_decode_side_releases_the_producers_blocks_by_messag
         wire.deliver()
     wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
-    assert Freed(RankTransfer("r")) in wire.news
-    assert (Quiesced(RankTransfer("r")) in wire.news) == (moment != "queued")
+    assert Freed(RankTransfer("r")) in wire.notifications
+    assert (Quiesced(RankTransfer("r")) in wire.notifications) == (moment != "queued")
     wire.assert_at_rest()
 
 
@@ -108,7 +110,7 @@ def test_c39_a_cancel_that_overtakes_the_request_still_releases_it() -> None:
     wire.ready(0, 1)
     wire.finish_send()
     assert wire.unwanted == [RankTransfer("r")]
-    assert wire.news == [Freed(RankTransfer("r"))]
+    assert wire.notifications == [Freed(RankTransfer("r"))]
     wire.assert_at_rest()
 
 
@@ -124,7 +126,7 @@ def test_c40_a_request_that_ended_with_its_prefill_is_not_handed_over(is_loading
     wire.deliver()
     if not is_loading:
         wire.load(0, 1)
-    assert [news for news in wire.news if isinstance(news, Failed)] == [
+    assert [notification for notification in wire.notifications if isinstance(notification, Failed)] == [
         Failed(RankTransfer("r"), 0, "the request ended", True)
     ]
     wire.deliver()
@@ -138,7 +140,7 @@ def test_c40_a_consumer_that_comes_after_the_producer_ended_the_request_is_notif
     wire.begin_load(KEY, 16)
     wire.load(0, 1)
     wire.deliver()
-    assert Failed(RankTransfer("r"), 0, "the request ended", True) in wire.news
+    assert Failed(RankTransfer("r"), 0, "the request ended", True) in wire.notifications
     wire.assert_at_rest()
 
 
@@ -147,8 +149,8 @@ def test_c34_a_consumer_whose_producer_never_took_the_request_learns_it_in_the_e
     wire.begin_load(KEY, 16)
     wire.advance(MAX_EARLY_LEASES * LEASE_S + HEARTBEAT_S)
     wire.load(0, 1)
-    assert isinstance(wire.news[0], Failed)
-    assert "never received" in wire.news[0].reason
+    assert isinstance(wire.notifications[0], Failed)
+    assert "never received" in wire.notifications[0].reason
     wire.assert_at_rest()
 
 
@@ -160,7 +162,7 @@ def test_c38_a_consumer_that_beats_waits_for_a_producer_in_a_long_step() -> None
     wire.advance(2.5 * LEASE_S)
     wire.begin_send(KEY, 48)
     send_all(wire, 3)
-    assert [type(news) for news in wire.news] == [Received, Freed]
+    assert [type(notification) for notification in wire.notifications] == [Received, Freed]
     wire.assert_at_rest()
 
 
@@ -181,7 +183,7 @@ def test_c39_a_prompt_whose_consumer_was_refused_is_unwanted_when_it_begins() ->
     assert wire.unwanted == [RankTransfer("r")]
     wire.ready(0, 3)
     wire.finish_send()
-    assert wire.news == [Freed(RankTransfer("r"))]
+    assert wire.notifications == [Freed(RankTransfer("r"))]
     assert len(wire.producer) == 0
     wire.producer.check_integrity()
 
@@ -195,7 +197,7 @@ def test_c39_a_cancel_in_mid_prefill_is_news_for_the_producers_engine() -> None:
     wire.deliver()
     assert wire.unwanted == [RankTransfer("r")]
     wire.at_producer(wire.producer.abort(RankTransfer("r"), "unwanted", True))
-    assert wire.news == [Quiesced(RankTransfer("r")), Freed(RankTransfer("r"))]
+    assert wire.notifications == [Quiesced(RankTransfer("r")), Freed(RankTransfer("r"))]
     wire.assert_at_rest()
 
 
@@ -208,7 +210,7 @@ def test_c39_a_cancel_of_a_complete_prompt_only_frees() -> None:
     wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
     assert wire.unwanted == []
-    assert wire.news == [Freed(RankTransfer("r"))]
+    assert wire.notifications == [Freed(RankTransfer("r"))]
 
 
 def test_c38_a_consumer_that_is_alive_after_all_is_notified_of_the_expired_lease() -> None:
@@ -219,7 +221,7 @@ def test_c38_a_consumer_that_is_alive_after_all_is_notified_of_the_expired_lease
     wire.tamper = lambda frame: [] if frame.source == "consumer" else [frame]
     wire.advance(LEASE_S + HEARTBEAT_S)
     wire.load(0, 1)
-    assert [type(news) for news in wire.news] == [Freed, Failed]
+    assert [type(notification) for notification in wire.notifications] == [Freed, Failed]
 
 
 def test_a_second_claim_to_a_transfer_fails_alone() -> None:
@@ -231,8 +233,16 @@ def test_a_second_claim_to_a_transfer_fails_alone() -> None:
     wire.load(0, 3, "second")
     wire.finish_send("second")
     send_all(wire, 3)
-    assert {type(news) for news in wire.news if news.rank_transfer.request_id == "second"} == {Failed, Freed}
-    assert {type(news) for news in wire.news if news.rank_transfer.request_id == "r"} == {Received, Freed}
+    assert {
+        type(notification)
+        for notification in wire.notifications
+        if notification.rank_transfer.request_id == "second"
+    } == {Failed, Freed}
+    assert {
+        type(notification)
+        for notification in wire.notifications
+        if notification.rank_transfer.request_id == "r"
+    } == {Received, Freed}
     wire.assert_at_rest()
 
 

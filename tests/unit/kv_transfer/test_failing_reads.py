@@ -108,7 +108,7 @@ def test_c46_no_copy_that_was_queued_writes_blocks_whose_load_has_failed(room: i
     driver.is_slow, driver.room, driver.takes_rows = True, room, False
     prefill_at_once(prefill, NUM_TOKENS)
     fabric.advance(0.01)
-    [failed] = decode.news().failed_recving
+    [failed] = decode.output().failed_recving
     assert "out of memory" in failed.reason
     decode.blocks[0][:] = 0x2A  # the scheduler gave them to others
     driver.run()
@@ -124,10 +124,10 @@ def test_c32_a_device_that_is_lost_ends_the_loads_that_it_was_copying() -> None:
     fabric.advance(0.01)
     decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
-    assert decode.news().quiesced == (), "it is being copied"
+    assert decode.output().quiesced == (), "it is being copied"
     fabric.drivers[1].failure = "an illegal memory access was encountered (700)"
     fabric.advance(0.01)
-    assert decode.news().quiesced == ("r",)
+    assert decode.output().quiesced == ("r",)
     fabric.assert_at_rest()
 
 
@@ -142,14 +142,14 @@ def test_c48_a_read_that_never_reports_its_end_is_given_up_with_its_pool(is_abor
     if is_aborted:
         decode.command(AbortLoad("r", "the client left"))
     fabric.advance(READ_TIMEOUT_S - 0.1)
-    assert not decode.news(), "its bytes may still be on their way"
+    assert not decode.output(), "its bytes may still be on their way"
     fabric.advance(0.1)
-    news = decode.news()
+    news = decode.output()
     assert [*news.quiesced, *(failed.request_id for failed in news.failed_recving)] == ["r"]
     assert fabric.readers[1].closed == ["pool"]
     fabric.readers[1].is_silent = False  # its late report has no reader any more
     fabric.advance(1.0)
-    assert not decode.news()
+    assert not decode.output()
     fabric.assert_at_rest()
 
 
@@ -164,7 +164,7 @@ def test_c48_a_read_that_ended_while_this_rank_stood_still_has_not_failed() -> N
     fabric.advance(0.0)
     fabric.readers[1].is_silent = False
     fabric.advance(1.0)
-    assert [received.request_id for received in decode.news().finished_recving] == ["r"]
+    assert [received.request_id for received in decode.output().finished_recving] == ["r"]
     assert fabric.readers[1].closed == []
 
 
@@ -180,7 +180,7 @@ def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
         prefill_at_once(prefill, NUM_TOKENS, name)
         fabric.deliver()
         fabric.advance(1.0)
-        [received] = decode.news().finished_recving
+        [received] = decode.output().finished_recving
         choices.append(received.transport)
         assert decode.holds(NUM_TOKENS)
     assert choices == [ZMQ_TCP, SHARED_MEMORY, SHARED_MEMORY, SHARED_MEMORY]
@@ -228,6 +228,6 @@ def test_c42_a_failed_transport_is_tried_again_later_even_under_constant_traffic
         begin(fabric, prefill, decode, NUM_TOKENS, f"r{number + 1}")
         prefill_at_once(prefill, NUM_TOKENS, f"r{number}")
         fabric.advance(RETRY_S / 10)
-        choices += [received.transport for received in decode.news().finished_recving]
+        choices += [received.transport for received in decode.output().finished_recving]
     assert choices == [ZMQ_TCP] * 11 + [SHARED_MEMORY] * 9
     assert fabric.readers[1].num_opened == 2

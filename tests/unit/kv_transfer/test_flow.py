@@ -29,9 +29,13 @@ def test_c33_an_ack_counts_for_a_piece_that_was_about_to_be_offered_again() -> N
     wire.reads_at_once = True
     wire.finish_reads()
     wire.deliver()
-    received = [news.rank_transfer.request_id for news in wire.news if isinstance(news, Received)]
+    received = [
+        notification.rank_transfer.request_id
+        for notification in wire.notifications
+        if isinstance(notification, Received)
+    ]
     assert sorted(received) == ["a", "b"], "without waiting for another heartbeat"
-    assert sum(isinstance(news, Freed) for news in wire.news) == 2
+    assert sum(isinstance(notification, Freed) for notification in wire.notifications) == 2
     wire.assert_at_rest()
 
 
@@ -53,6 +57,6 @@ def test_an_ack_that_comes_twice_is_counted_and_changes_nothing() -> None:
     wire = Wire(lambda frame: [frame, frame] if isinstance(frame.message, Ack) else [frame])
     start(wire)
     send_all(wire, 3)
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
     assert wire.producer_counters["kv_duplicate_messages"] > 0
     wire.assert_at_rest()

@@ -94,7 +94,7 @@ def test_blocks_come_home_after_an_open_that_could_not_be_refused() -> None:
         make_open(transports=(ZMQ_TCP,) * 17)
     odd = KVFingerprint(2, "x" * 512, "x" * 512, "x" * 512, 2, 2, 8, 16, 1)
     end.take(Arrival(b"d", False, TO_PRODUCER.encode(make_open(odd))))
-    assert end.collect_news().finished_sending == ("r",)
+    assert end.collect_output().finished_sending == ("r",)
 
 
 def test_two_peers_that_cannot_read_each_other_do_not_report_it_for_ever() -> None:

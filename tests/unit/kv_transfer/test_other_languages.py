@@ -68,11 +68,11 @@ def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
     decode = fabric.add("d0", fingerprint=replace(FINGERPRINT, **{field: value}))
     prefill.compute(NUM_TOKENS)
     begin(fabric, prefill, decode, NUM_TOKENS)
-    (failed,) = decode.news().failed_recving
+    (failed,) = decode.output().failed_recving
     assert f"{field}: {getattr(FINGERPRINT, field)} != {value}" in failed.reason
     prefill.command(FinishSend("r", 4, prefill.blocks_for(NUM_TOKENS), TOKEN))
     fabric.deliver()
-    assert prefill.news().finished_sending == ("r",)
+    assert prefill.output().finished_sending == ("r",)
     assert counters(prefill, decode)["kv_bytes_sent"] == counters(prefill, decode)["kv_bytes_received"] == 0
     assert fabric.clock.now() == 0.0
     fabric.assert_at_rest()
@@ -87,7 +87,7 @@ def test_c43_workers_of_two_versions_say_so_on_the_first_message() -> None:
         PROTOCOL_VERSION + (1 if source == consumer else -1), header
     )
     begin(fabric, prefill, decode, NUM_TOKENS)
-    (failed,) = decode.news().failed_recving
+    (failed,) = decode.output().failed_recving
     assert failed.reason.endswith(
         f"protocol mismatch with the prefill worker: protocol_version: {PROTOCOL_VERSION} != {PROTOCOL_VERSION - 1}"
     )
@@ -102,7 +102,7 @@ def test_c43_a_producer_names_both_versions() -> None:
     (consumer,) = decode.ref.kv_addresses
     fabric.network.alter = lambda source, header: of_version(9, header) if source == consumer else header
     begin(fabric, prefill, decode, NUM_TOKENS)
-    (failed,) = decode.news().failed_recving
+    (failed,) = decode.output().failed_recving
     assert f"protocol_version: {PROTOCOL_VERSION} != 9" in failed.reason
 
 
@@ -111,7 +111,7 @@ def test_an_unintelligible_message_fails_its_load_at_once() -> None:
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     fabric.network.alter = with_changed("Open", lambda parts: parts.append(0))
     begin(fabric, prefill, decode, NUM_TOKENS)
-    (failed,) = decode.news().failed_recving
+    (failed,) = decode.output().failed_recving
     assert "protocol mismatch with the prefill worker: Open: expected 9 fields" in failed.reason
     assert counters(decode)["kv_version_mismatches"] == 0
 
@@ -123,10 +123,10 @@ def test_only_loads_from_that_producer_fail() -> None:
     decode.command(BeginLoad("s", both_ends(stranger.ref, decode.ref, "s")[1], NUM_TOKENS))
     fabric.network.alter = lambda source, header: of_version(9, header) if source == address else header
     begin(fabric, prefill, decode, NUM_TOKENS)
-    assert decode.news().failed_recving == ()
+    assert decode.output().failed_recving == ()
     decode.load(LoadBlocks("s", 0, decode.blocks_for(NUM_TOKENS)))
     fabric.deliver()
-    assert [failed.request_id for failed in decode.news().failed_recving] == ["s"]
+    assert [failed.request_id for failed in decode.output().failed_recving] == ["s"]
 
 
 def test_a_damaged_message_is_repeated_and_fails_nothing() -> None:
@@ -136,7 +136,7 @@ def test_a_damaged_message_is_repeated_and_fails_nothing() -> None:
     begin(fabric, prefill, decode, NUM_TOKENS)
     fabric.network.alter = lambda _, header: header
     fabric.advance(0.6)  # a heartbeat
-    assert decode.news().failed_recving == ()
+    assert decode.output().failed_recving == ()
     assert counters(prefill)["kv_bad_messages"] > 0
     assert prefill.connector.counters()["kv_sends_started"] == 1
 

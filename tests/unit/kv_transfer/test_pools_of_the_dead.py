@@ -137,7 +137,7 @@ def test_what_the_dead_had_announced_is_not_read_and_harms_nothing(mortals: list
     prefill.save(SendBlocks("r", 0, prefill.blocks_for(NUM_TOKENS)))
     prefill.command(FinishSend("r", 4, (), TOKEN))
     fabric.advance(1.0)
-    [received] = decode.news().finished_recving
+    [received] = decode.output().finished_recving
     assert received.transport == ZMQ_TCP
     assert decode.holds(NUM_TOKENS)
     fabric.assert_at_rest()
@@ -151,13 +151,13 @@ def test_a_producer_that_is_silent_but_alive_keeps_its_pool_open(mortals: list[M
     decode = fabric.add("d0")
     hand_over(fabric, prefill, decode, "r")
     fabric.advance(1.0)
-    decode.news()
+    decode.output()
     mortals[0].stop()
     fabric.advance(IDLE_S / 2)
     assert len(fabric.drivers[1].opened) == 1
     hand_over(fabric, prefill, decode, "again")
     fabric.advance(1.0)
-    assert [load.request_id for load in decode.news().finished_recving] == ["again"]
+    assert [load.request_id for load in decode.output().finished_recving] == ["again"]
 
 
 def test_without_reports_of_ends_a_pool_is_closed_when_it_is_idle(mortals: list[Mortal]) -> None:
@@ -184,7 +184,7 @@ def test_a_pool_whose_process_ended_while_it_was_opened_is_out_of_reach(mortals:
     fabric.advance(1.0)
     assert fabric.drivers[1].opened == []
     assert decode.connector.counters()["kv_unreachable_pools"] == 1
-    assert [load.transport for load in decode.news().finished_recving] == [ZMQ_TCP]
+    assert [load.transport for load in decode.output().finished_recving] == [ZMQ_TCP]
 
 
 def mapped() -> list[int]:

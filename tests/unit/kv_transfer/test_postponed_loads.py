@@ -44,16 +44,16 @@ def test_c31_a_load_is_put_off_with_what_it_has_and_goes_on_when_the_prompt_is_c
     wire.deliver()
     starve(wire)
     wire.deliver()
-    assert wire.news == [postponed(16)]
+    assert wire.notifications == [postponed(16)]
     assert sent(wire, Hold)[-1] == Hold(KEY, is_postponed=True)
     starve(wire, is_starved=False)
     wire.ready(1, 2)
     wire.finish_send()
     wire.deliver()
-    assert wire.news[1:] == [CanLoad(RankTransfer("r"))]
+    assert wire.notifications[1:] == [CanLoad(RankTransfer("r"))]
     wire.load(1, 2)
     wire.deliver()
-    assert [type(news) for news in wire.news[2:]] == [Received, Freed]
+    assert [type(notification) for notification in wire.notifications[2:]] == [Received, Freed]
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
     wire.consumer.check_integrity()
     wire.producer.check_integrity()
@@ -66,13 +66,13 @@ def test_c31_nothing_is_put_off_while_a_complete_prompt_is_on_its_way() -> None:
     wire.deliver()
     starve(wire)
     wire.deliver()
-    assert [type(news) for news in wire.news] == [Received]
+    assert [type(notification) for notification in wire.notifications] == [Received]
 
 
 def test_c31_nothing_is_put_off_while_others_compute() -> None:
     wire = start_stuck()
     wire.advance(5 * HEARTBEAT_S)
-    assert wire.news == []
+    assert wire.notifications == []
 
 
 def test_c31_what_is_lost_on_the_way_is_said_again() -> None:
@@ -82,10 +82,10 @@ def test_c31_what_is_lost_on_the_way_is_said_again() -> None:
     wire.tamper = lambda _frame: []
     starve(wire)
     wire.tamper = lambda frame: [frame]
-    assert wire.news == []
+    assert wire.notifications == []
     wire.tamper = lambda frame: [] if isinstance(frame.message, Hold) else [frame]
     wire.advance(HEARTBEAT_S)
-    assert wire.news == [postponed(16)]
+    assert wire.notifications == [postponed(16)]
     wire.tamper = lambda frame: [frame]
     wire.advance(HEARTBEAT_S)
     wire.tamper = lambda _frame: []
@@ -93,9 +93,9 @@ def test_c31_what_is_lost_on_the_way_is_said_again() -> None:
     wire.finish_send()
     wire.tamper = lambda frame: [frame]
     wire.advance(HEARTBEAT_S)
-    assert wire.news[1:] == [CanLoad(RankTransfer("r"))]
+    assert wire.notifications[1:] == [CanLoad(RankTransfer("r"))]
     wire.advance(5 * LEASE_S)  # it is said once, and the lease is kept meanwhile
-    assert len(wire.news) == 2
+    assert len(wire.notifications) == 2
 
 
 def test_c31_what_was_under_way_does_not_fill_the_window_of_others() -> None:
@@ -108,7 +108,7 @@ def test_c31_what_was_under_way_does_not_fill_the_window_of_others() -> None:
     wire.deliver()
     wire.load(0, 1, "other")
     wire.deliver()
-    assert [type(news) for news in wire.news] == [Failed, Received, Freed]
+    assert [type(notification) for notification in wire.notifications] == [Failed, Received, Freed]
 
 
 def test_c46_room_is_given_back_only_when_no_read_writes_it() -> None:
@@ -118,10 +118,10 @@ def test_c46_room_is_given_back_only_when_no_read_writes_it() -> None:
     assert len(wire.reads) == 1
     starve(wire)
     wire.deliver()
-    assert wire.news == []
+    assert wire.notifications == []
     wire.finish_reads()
     wire.deliver()
-    assert wire.news == [postponed(0)]
+    assert wire.notifications == [postponed(0)]
     assert wire.consumer.num_by_state["HOLDING"] == 2
 
 
@@ -135,7 +135,7 @@ def test_c32_an_abort_while_a_load_is_being_put_off() -> None:
     wire.deliver()
     assert wire.unwanted == [RankTransfer("r")]
     wire.finish_reads()
-    assert wire.news == [Quiesced(RankTransfer("r"))]
+    assert wire.notifications == [Quiesced(RankTransfer("r"))]
 
 
 def test_c39_an_abort_after_a_load_was_put_off_releases_the_producer_by_message() -> None:
@@ -146,7 +146,7 @@ def test_c39_an_abort_after_a_load_was_put_off_releases_the_producer_by_message(
     wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.deliver()
     assert wire.unwanted == [RankTransfer("r")]
-    assert wire.news == [postponed(16)]
+    assert wire.notifications == [postponed(16)]
     assert wire.consumer.next_deadline() is not None  # that of the other
     wire.consumer.check_integrity()
 
@@ -156,12 +156,12 @@ def test_c34_a_load_that_was_put_off_has_no_more_time_than_any_other() -> None:
     wire.deliver()
     starve(wire)
     wire.advance(LOAD_TIMEOUT_S)
-    assert wire.news == [postponed(16), CanLoad(RankTransfer("r"))]
+    assert wire.notifications == [postponed(16), CanLoad(RankTransfer("r"))]
     assert sent(wire, Cancel)[-1].key == KEY
     wire.load(0, 3)
-    assert isinstance(wire.news[-1], Failed)
-    assert "did not arrive" in wire.news[-1].reason
-    assert not wire.news[-1].is_postponed
+    assert isinstance(wire.notifications[-1], Failed)
+    assert "did not arrive" in wire.notifications[-1].reason
+    assert not wire.notifications[-1].is_postponed
 
 
 def test_c40_a_prompt_that_ended_elsewhere_after_it_was_put_off() -> None:
@@ -171,9 +171,9 @@ def test_c40_a_prompt_that_ended_elsewhere_after_it_was_put_off() -> None:
     wire.deliver()
     wire.at_producer(wire.producer.abort(RankTransfer("r"), "the request ended", True))
     wire.deliver()
-    assert wire.news == [postponed(16), Freed(RankTransfer("r")), CanLoad(RankTransfer("r"))]
+    assert wire.notifications == [postponed(16), Freed(RankTransfer("r")), CanLoad(RankTransfer("r"))]
     wire.load(0, 3)
-    assert wire.news[3:] == [Failed(RankTransfer("r"), 0, "the request ended", True)]
+    assert wire.notifications[3:] == [Failed(RankTransfer("r"), 0, "the request ended", True)]
 
 
 def test_c33_being_stuck_is_no_news_for_a_leg_that_holds_or_is_gone() -> None:
@@ -182,10 +182,10 @@ def test_c33_being_stuck_is_no_news_for_a_leg_that_holds_or_is_gone() -> None:
     opened = Opened(KEY, "host", None, b"", is_stuck=True)
     for _ in range(3):
         wire.at_consumer(wire.consumer.on_message(opened, wire.clock.now()))
-    assert wire.news == [postponed(16)]
+    assert wire.notifications == [postponed(16)]
     wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.at_consumer(wire.consumer.on_message(opened, wire.clock.now()))
-    assert wire.news == [postponed(16)]
+    assert wire.notifications == [postponed(16)]
 
 
 def test_c31_a_load_whose_prompt_is_not_even_begun_is_put_off_too() -> None:
@@ -200,7 +200,7 @@ def test_c31_a_load_whose_prompt_is_not_even_begun_is_put_off_too() -> None:
     wire.begin_send(KEY, 48)
     starve(wire)
     wire.deliver()
-    assert wire.news == [postponed(0)]
+    assert wire.notifications == [postponed(0)]
 
 
 def test_a_prompt_that_was_preempted_after_its_load_was_put_off_comes_whole() -> None:
@@ -236,4 +236,7 @@ def test_c45_a_late_word_of_the_load_that_was_put_off_vouches_for_nothing_of_the
     wire.deliver()
     wire.finish_reads()
     wire.deliver()
-    assert any(isinstance(news, Received) and news.rank_transfer == RankTransfer("r") for news in wire.news)
+    assert any(
+        isinstance(notification, Received) and notification.rank_transfer == RankTransfer("r")
+        for notification in wire.notifications
+    )

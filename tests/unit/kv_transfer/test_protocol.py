@@ -31,11 +31,11 @@ def test_blocks_leave_as_soon_as_they_are_computed() -> None:
     wire.ready(0, 2)
     wire.deliver()
     assert wire.received_blocks() == {0: 100_000, 1: 101_000}
-    assert wire.news == []
+    assert wire.notifications == []
     wire.ready(2, 1)
     wire.finish_send()
     wire.deliver()
-    assert wire.news == [
+    assert wire.notifications == [
         Received(RankTransfer("r"), FIRST_TOKEN, 3, ZMQ_TCP, 0.0, 0.0),
         Freed(RankTransfer("r")),
     ]
@@ -51,7 +51,7 @@ def test_blocks_computed_before_the_consumer_had_room_are_sent_when_it_has() -> 
     assert sent(wire, Pieces) == []
     wire.load(0, 3)
     wire.deliver()
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
     wire.assert_at_rest()
 
 
@@ -68,7 +68,7 @@ def test_a_consumers_message_may_come_before_the_producer_knows_of_the_request(f
     if first == "Hold":
         wire.load(0, 2)
     wire.deliver()
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
     wire.assert_at_rest()
 
 
@@ -79,7 +79,7 @@ def test_only_blocks_that_the_consumer_lacks_are_sent() -> None:
     wire.load(2, 2)
     send_all(wire, 4)
     assert [index for pieces in sent(wire, Pieces) for index in pieces.indices] == [2, 3]
-    assert wire.news[0] == Received(RankTransfer("r"), FIRST_TOKEN, 2, ZMQ_TCP, 0.0, 0.0)
+    assert wire.notifications[0] == Received(RankTransfer("r"), FIRST_TOKEN, 2, ZMQ_TCP, 0.0, 0.0)
 
 
 def test_no_more_blocks_are_under_way_to_a_peer_than_its_window_and_transfers_take_turns() -> None:
@@ -105,16 +105,16 @@ def test_c33_late_double_and_unknown_messages_are_counted_and_change_nothing() -
     wire = Wire(lambda frame: [frame, frame])
     start(wire)
     send_all(wire, 3)
-    assert [type(news) for news in wire.news] == [Received, Freed]
+    assert [type(notification) for notification in wire.notifications] == [Received, Freed]
     assert wire.consumer_counters["kv_duplicate_messages"] + wire.consumer_counters["kv_late_messages"] > 0
     assert wire.producer_counters["kv_late_messages"] > 0
-    before = list(wire.news)
+    before = list(wire.notifications)
     opened = Opened(KEY, "host", ZMQ_TCP, b"")
     for message in (opened, Refused(KEY, "?"), End(KEY, 3, FIRST_TOKEN), Aborted(KEY, "?", False)):
         wire.at_consumer(wire.consumer.on_message(message, wire.clock.now()))
     assert not wire.consumer.wanted(Pieces(KEY, 0, (0,), (0,), (0,)), wire.clock.now())
     assert wire.producer.on_message(b"d", Release(KEY), wire.clock.now()) == []
-    assert wire.news == before
+    assert wire.notifications == before
 
 
 def test_c42_a_silent_producer_is_noticed_by_heartbeat() -> None:
@@ -124,9 +124,9 @@ def test_c42_a_silent_producer_is_noticed_by_heartbeat() -> None:
     wire.deliver()
     wire.tamper = lambda frame: [] if frame.source == "producer" else [frame]
     wire.advance(PEER_TIMEOUT_S + 2 * HEARTBEAT_S)
-    assert isinstance(wire.news[0], Failed)
-    assert "silent" in wire.news[0].reason
-    assert wire.news[0].num_valid_tokens == 16
+    assert isinstance(wire.notifications[0], Failed)
+    assert "silent" in wire.notifications[0].reason
+    assert wire.notifications[0].num_valid_tokens == 16
 
 
 def test_c43_different_workers_are_refused_before_a_byte_moves_and_the_field_is_named() -> None:
@@ -135,8 +135,8 @@ def test_c43_different_workers_are_refused_before_a_byte_moves_and_the_field_is_
     wire.ready(0, 3)
     wire.deliver()
     assert sent(wire, Pieces) == []
-    assert isinstance(wire.news[0], Failed)
-    assert "dtype: float32 != bfloat16" in wire.news[0].reason
+    assert isinstance(wire.notifications[0], Failed)
+    assert "dtype: float32 != bfloat16" in wire.notifications[0].reason
 
 
 def test_c43_prompts_of_different_lengths_are_refused() -> None:
@@ -145,8 +145,8 @@ def test_c43_prompts_of_different_lengths_are_refused() -> None:
     wire.begin_load(KEY, 47)
     wire.load(0, 3)
     wire.deliver()
-    assert isinstance(wire.news[0], Failed)
-    assert "48 != 47" in wire.news[0].reason
+    assert isinstance(wire.notifications[0], Failed)
+    assert "48 != 47" in wire.notifications[0].reason
 
 
 def test_c44_a_message_for_an_earlier_incarnation_of_the_producer_is_refused() -> None:
@@ -155,8 +155,8 @@ def test_c44_a_message_for_an_earlier_incarnation_of_the_producer_is_refused() -
     wire.begin_load(old, 16)
     wire.load(0, 1)
     wire.deliver()
-    assert isinstance(wire.news[0], Failed)
-    assert "restarted" in wire.news[0].reason
+    assert isinstance(wire.notifications[0], Failed)
+    assert "restarted" in wire.notifications[0].reason
     assert wire.producer_counters["kv_foreign_messages"] > 0
     wire.assert_at_rest()
 
@@ -170,7 +170,7 @@ def test_c44_another_incarnation_of_the_consumer_has_no_claim_on_a_transfer() ->
     assert effects == []
     wire.finish_send()
     wire.deliver()
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
 
 
 def test_c45_a_damaged_block_is_found_and_sent_again() -> None:
@@ -186,7 +186,7 @@ def test_c45_a_damaged_block_is_found_and_sent_again() -> None:
     start(wire)
     send_all(wire, 3)
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
     assert (wire.consumer_counters["kv_checksum_failures"], wire.producer_counters["kv_pieces_resent"]) == (
         1,
         1,
@@ -198,8 +198,8 @@ def test_c45_a_path_that_damages_everything_is_given_up() -> None:
     start(wire)
     wire.ready(0, 3)
     wire.deliver()
-    assert isinstance(wire.news[0], Failed)
-    assert "damaged" in wire.news[0].reason
+    assert isinstance(wire.notifications[0], Failed)
+    assert "damaged" in wire.notifications[0].reason
 
 
 def test_a_lost_block_heals_without_ending_the_transfer() -> None:
@@ -216,7 +216,7 @@ def test_a_lost_block_heals_without_ending_the_transfer() -> None:
     wire.ready(0, 3)
     wire.finish_send()
     wire.advance(2 * HEARTBEAT_S)
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
     wire.assert_at_rest()
 
 
@@ -242,12 +242,20 @@ def test_on_a_bad_network_every_transfer_ends_on_both_sides_and_no_wrong_byte_is
         wire.finish_send(f"r{i}")
     wire.advance(LOAD_TIMEOUT_S + LEASE_S + PEER_TIMEOUT_S)
     wire.assert_at_rest()
-    freed = [news.rank_transfer.request_id for news in wire.news if isinstance(news, Freed)]
-    ended = [news.rank_transfer.request_id for news in wire.news if isinstance(news, Received | Failed)]
+    freed = [
+        notification.rank_transfer.request_id
+        for notification in wire.notifications
+        if isinstance(notification, Freed)
+    ]
+    ended = [
+        notification.rank_transfer.request_id
+        for notification in wire.notifications
+        if isinstance(notification, Received | Failed)
+    ]
     assert sorted(freed) == sorted(ended) == [f"r{i}" for i in range(num_transfers)]
-    for news in wire.news:
-        if isinstance(news, Received):
-            i = int(news.rank_transfer.request_id[1:])
+    for notification in wire.notifications:
+        if isinstance(notification, Received):
+            i = int(notification.rank_transfer.request_id[1:])
             assert [wire.target_blocks[200 + 10 * i + n] for n in range(num_blocks)] == [
                 1_000 * i + n for n in range(num_blocks)
             ]
@@ -273,7 +281,7 @@ def test_c41_a_preempted_producers_blocks_are_not_read_until_they_are_computed_a
     assert sent(wire, Pieces) == []
     send_all(wire, 3)
     assert wire.received_blocks() == {0: 100_000, 1: 101_000, 2: 102_000}
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
     wire.assert_at_rest()
 
 
@@ -285,7 +293,7 @@ def test_c41_what_arrived_before_a_preemption_is_not_sent_again() -> None:
     wire.at_producer(wire.producer.withdraw(RankTransfer("r")))
     send_all(wire, 3)
     assert [index for pieces in sent(wire, Pieces) for index in pieces.indices] == [0, 1, 2]
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
@@ -298,7 +306,7 @@ def test_c33_an_abort_that_crosses_the_end_of_its_load_is_ignored(is_complete: b
     else:
         wire.at_producer(wire.producer.abort(RankTransfer("r"), "the prefill failed", False))
     wire.deliver()
-    before = list(wire.news)
+    before = list(wire.notifications)
     wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
-    assert wire.news == before
+    assert wire.notifications == before
     wire.assert_at_rest()

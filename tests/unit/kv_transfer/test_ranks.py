@@ -31,12 +31,12 @@ def test_c47_a_prompt_arrives_whole_whatever_the_ranks_and_blocks(
     decode = fabric.add("d0", num_consumers, consumer_block)
     prefill.compute(NUM_TOKENS)
     begin(fabric, prefill, decode, NUM_TOKENS)
-    assert decode.news() == KVConnectorOutput()
+    assert decode.output() == KVConnectorOutput()
     finish(fabric, prefill, NUM_TOKENS)
-    (received,) = decode.news().finished_recving
+    (received,) = decode.output().finished_recving
     assert (received.request_id, received.first_token) == ("r", TOKEN)
     assert decode.holds(NUM_TOKENS)
-    assert prefill.news().finished_sending == ("r",)
+    assert prefill.output().finished_sending == ("r",)
     fabric.assert_at_rest()
 
 
@@ -47,12 +47,12 @@ def test_c47_while_one_rank_has_not_reported_nothing_has_arrived_and_nothing_is_
     begin(fabric, prefill, decode, NUM_TOKENS)
     fabric.network.cut(decode.ref.kv_addresses[1])
     finish(fabric, prefill, NUM_TOKENS)
-    assert decode.news() == KVConnectorOutput()
-    assert prefill.news() == KVConnectorOutput()
+    assert decode.output() == KVConnectorOutput()
+    assert prefill.output() == KVConnectorOutput()
     fabric.network.mend()
     fabric.advance(1.0)
-    assert [load.request_id for load in decode.news().finished_recving] == ["r"]
-    assert prefill.news().finished_sending == ("r",)
+    assert [load.request_id for load in decode.output().finished_recving] == ["r"]
+    assert prefill.output().finished_sending == ("r",)
     fabric.assert_at_rest()
 
 
@@ -70,13 +70,13 @@ def test_c47_a_failure_on_one_rank_is_one_failure_and_keeps_what_all_have(
     fabric.network.cut(decode.ref.kv_addresses[-1])
     prefill.save(SendBlocks("r", 2, block_ids[2:4]))
     fabric.advance(LOAD_TIMEOUT_S)
-    (failed,) = decode.news().failed_recving
+    (failed,) = decode.output().failed_recving
     assert (failed.request_id, failed.num_valid_blocks) == ("r", 2)
     fabric.network.mend()
     prefill.command(FinishSend("r", 5, block_ids[4:], TOKEN))
     fabric.advance(LEASE_S + 1)
-    assert prefill.news().finished_sending == ("r",)
-    assert decode.news() == KVConnectorOutput()
+    assert prefill.output().finished_sending == ("r",)
+    assert decode.output() == KVConnectorOutput()
     fabric.assert_at_rest()
 
 
@@ -87,9 +87,9 @@ def test_c47_an_abort_ends_on_every_rank() -> None:
     begin(fabric, prefill, decode, NUM_TOKENS)
     decode.command(AbortLoad("r", "the client left"))
     fabric.deliver()
-    assert decode.news().quiesced == ("r",)
+    assert decode.output().quiesced == ("r",)
     finish(fabric, prefill, NUM_TOKENS)
-    assert prefill.news().finished_sending == ("r",)
+    assert prefill.output().finished_sending == ("r",)
     fabric.assert_at_rest()
 
 
@@ -111,7 +111,7 @@ def test_c35_ranks_that_have_different_parts_keep_the_least() -> None:
         prefill.save(SendBlocks("r", index, (block_id,)))
         fabric.deliver()
     fabric.advance(LOAD_TIMEOUT_S)
-    (failed,) = decode.news().failed_recving
+    (failed,) = decode.output().failed_recving
     assert failed.num_valid_blocks == 2
 
 
@@ -125,11 +125,11 @@ def test_c43_workers_that_cannot_exchange_kv_say_so_and_hold_nothing(
     stranger = WorkerRef("x0", "x-life", tuple(decode.ref.kv_addresses * num_ranks), block_size)
     decode.command(BeginLoad("r", KVTransferParams(TransferRole.CONSUMER, "t", 0, stranger), NUM_TOKENS))
     decode.load(LoadBlocks("r", 0, (1, 2, 3, 4, 5)))
-    (failed,) = decode.news().failed_recving
+    (failed,) = decode.output().failed_recving
     assert reason in failed.reason
     prefill.command(BeginSend("r", KVTransferParams(TransferRole.PRODUCER, "t", 0, stranger), NUM_TOKENS))
     finish(fabric, prefill, NUM_TOKENS)
-    assert prefill.news().finished_sending == ("r",)
+    assert prefill.output().finished_sending == ("r",)
     fabric.assert_at_rest()
 
 
@@ -141,5 +141,5 @@ def test_c34_a_rank_that_is_gone_is_missed_while_the_others_talk_on() -> None:
     fabric.network.cut("sim://p0/1")
     fabric.advance(2 * CONFIG.peer_timeout_s)
     assert 2 * CONFIG.peer_timeout_s < LOAD_TIMEOUT_S
-    (failed,) = decode.news().failed_recving
+    (failed,) = decode.output().failed_recving
     assert "silent" in failed.reason

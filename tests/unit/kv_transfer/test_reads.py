@@ -34,7 +34,7 @@ def test_the_pool_is_opened_before_it_is_read_and_no_bytes_are_sent() -> None:
     assert [(pool.transport, pool.description) for pool in wire.opened_pools] == [(SHARED_MEMORY, b"pool")]
     assert not any(frame.payload for frame in wire.sent)
     assert wire.received_blocks() == TRUTH
-    assert [type(news) for news in wire.news] == [Received, Freed]
+    assert [type(notification) for notification in wire.notifications] == [Received, Freed]
     wire.assert_at_rest()
 
 
@@ -46,7 +46,7 @@ def test_the_end_waits_for_the_last_acknowledgement() -> None:
     wire.finish_reads()
     wire.deliver()
     assert len(sent(wire, End)) == 1
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
 
 
 def test_c46_blocks_withdrawn_during_their_read_are_read_again() -> None:
@@ -63,7 +63,7 @@ def test_c46_blocks_withdrawn_during_their_read_are_read_again() -> None:
     send_all(wire, 3)
     assert wire.received_blocks() == TRUTH
     assert [pieces.version for pieces in sent(wire, Pieces)][-1] == 1
-    assert [type(news) for news in wire.news] == [Received, Freed]
+    assert [type(notification) for notification in wire.notifications] == [Received, Freed]
 
 
 @pytest.mark.parametrize("is_acknowledged", [True, False])
@@ -81,7 +81,7 @@ def test_c46_after_a_preemption_only_what_was_acknowledged_in_time_is_believed(i
     send_all(wire, 3)
     again = [index for pieces in sent(wire, Pieces) if pieces.version == 1 for index in pieces.indices]
     assert again == ([2] if is_acknowledged else [0, 1, 2])
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
 
 
 @pytest.mark.parametrize("how", ["abort", "silence", "deadline", "refusal"])
@@ -100,10 +100,16 @@ def test_c32_a_load_is_over_only_when_nothing_is_being_read_any_more(how: str) -
     else:
         wire.at_producer(wire.producer.abort(RankTransfer("r"), "the prefill failed", False))
     wire.deliver()
-    assert not [news for news in wire.news if isinstance(news, Failed | Quiesced)]
+    assert not [
+        notification for notification in wire.notifications if isinstance(notification, Failed | Quiesced)
+    ]
     assert len(wire.consumer) == 1
     wire.finish_reads()
-    ends = [type(news) for news in wire.news if isinstance(news, Failed | Quiesced)]
+    ends = [
+        type(notification)
+        for notification in wire.notifications
+        if isinstance(notification, Failed | Quiesced)
+    ]
     assert ends == [Quiesced if how == "abort" else Failed]
     assert len(wire.consumer) == 0
 
@@ -116,9 +122,9 @@ def test_c33_an_abort_while_a_failed_load_drains_is_reported_as_quiet() -> None:
     wire.advance(LOAD_TIMEOUT_S)
     wire.at_consumer(wire.consumer.abort(RankTransfer("r"), "the client left"))
     wire.finish_reads()
-    assert [news for news in wire.news if isinstance(news, Failed | Quiesced)] == [
-        Quiesced(RankTransfer("r"), SHARED_MEMORY)
-    ]
+    assert [
+        notification for notification in wire.notifications if isinstance(notification, Failed | Quiesced)
+    ] == [Quiesced(RankTransfer("r"), SHARED_MEMORY)]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_c35_without_checksums_nothing_that_was_read_is_kept_of_a_failed_load(
     wire.at_producer(wire.producer.abort(RankTransfer("r"), "the prefill failed", False))
     wire.source_blocks.clear()
     wire.deliver()
-    assert wire.news[-1] == Failed(
+    assert wire.notifications[-1] == Failed(
         RankTransfer("r"), num_valid_tokens, "the prefill failed", False, SHARED_MEMORY
     )
 
@@ -174,7 +180,7 @@ def test_c45_a_preemption_under_many_reads_is_no_broken_path() -> None:
     wire.deliver()
     send_all(wire, num_blocks)
     wire.advance(HEARTBEAT_S)
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
     assert wire.consumer_counters["kv_checksum_failures"] == 0
 
 
@@ -202,7 +208,7 @@ def test_a_failed_read_is_tried_over_the_next_best_transport() -> None:
     assert sent(wire, Open)[-1].transports == (ZMQ_TCP,), (
         "reads that fail late do not speak against the next way"
     )
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
 
 
 def test_c34_without_a_transport_left_the_load_fails_and_both_ends_are_free() -> None:
@@ -211,8 +217,8 @@ def test_c34_without_a_transport_left_the_load_fails_and_both_ends_are_free() ->
     for transport in (SHARED_MEMORY, ZMQ_TCP):
         wire.at_consumer(wire.consumer.on_unreachable(KEY, transport, "no such memory", wire.clock.now()))
         wire.deliver()
-    assert isinstance(wire.news[0], Failed)
-    assert "no transport reaches the prefill worker: no such memory" in wire.news[0].reason
+    assert isinstance(wire.notifications[0], Failed)
+    assert "no transport reaches the prefill worker: no such memory" in wire.notifications[0].reason
     wire.finish_send()
     wire.advance(LEASE_S)
     wire.assert_at_rest()

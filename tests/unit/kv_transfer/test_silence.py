@@ -18,11 +18,11 @@ def test_c34_a_silent_producer_is_given_up_after_the_timeout_and_not_before(has_
     steps = int(PEER_TIMEOUT_S / HEARTBEAT_S)
     for _ in range(steps):
         wire.advance(HEARTBEAT_S)
-        assert wire.news == []
+        assert wire.notifications == []
     wire.advance(HEARTBEAT_S)
-    [news] = wire.news
-    assert isinstance(news, Failed)
-    assert "silent" in news.reason
+    [notification] = wire.notifications
+    assert isinstance(notification, Failed)
+    assert "silent" in notification.reason
 
 
 def test_c34_the_silence_of_an_earlier_leg_is_not_held_against_a_new_one() -> None:
@@ -43,7 +43,10 @@ def test_c34_the_silence_of_an_earlier_leg_is_not_held_against_a_new_one() -> No
     wire.ready(0, 1, "b")
     wire.finish_send("b")
     wire.deliver()
-    assert any(isinstance(news, Received) and news.rank_transfer == RankTransfer("b") for news in wire.news)
+    assert any(
+        isinstance(notification, Received) and notification.rank_transfer == RankTransfer("b")
+        for notification in wire.notifications
+    )
 
 
 def test_c34_a_standstill_of_the_consumer_itself_is_no_silence_of_the_producer() -> None:
@@ -53,9 +56,9 @@ def test_c34_a_standstill_of_the_consumer_itself_is_no_silence_of_the_producer()
     wire.deliver()
     wire.clock.advance(3 * PEER_TIMEOUT_S)  # SIGSTOP, a suspended laptop
     wire.at_consumer(wire.consumer.on_time(wire.clock.now()))
-    assert wire.news == [], "no producer could answer"
+    assert wire.notifications == [], "no producer could answer"
     wire.deliver()
     wire.ready(1, 2)
     wire.finish_send()
     wire.deliver()
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)

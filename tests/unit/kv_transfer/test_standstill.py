@@ -13,7 +13,7 @@ STOOD_S = 10 * LEASE_S
 
 
 def freed(wire: Wire) -> bool:
-    return any(isinstance(news, Freed) for news in wire.news)
+    return any(isinstance(notification, Freed) for notification in wire.notifications)
 
 
 def mute_consumer(frame: Frame) -> list[Frame]:
@@ -43,7 +43,7 @@ def test_c38_a_lease_outlives_a_standstill_of_its_producer(lasted_s: float) -> N
     assert not freed(wire), "its reader may have spoken meanwhile"
     wire.load(0, 1)
     wire.deliver()
-    assert any(isinstance(news, Received) for news in wire.news)
+    assert any(isinstance(notification, Received) for notification in wire.notifications)
     assert freed(wire)
 
 
@@ -91,11 +91,11 @@ def test_c36_a_load_has_its_time_beside_a_standstill_of_the_consumer() -> None:
     wire.advance(HEARTBEAT_S)
     wire.clock.advance(2 * LOAD_TIMEOUT_S)
     wire.at_consumer(wire.consumer.on_time(wire.clock.now()))
-    assert wire.news == []
+    assert wire.notifications == []
     wire.advance(LOAD_TIMEOUT_S)
-    [news] = wire.news
-    assert isinstance(news, Failed)
-    assert "did not arrive" in news.reason
+    [notification] = wire.notifications
+    assert isinstance(notification, Failed)
+    assert "did not arrive" in notification.reason
 
 
 def test_c36_a_consumer_that_stood_still_learns_that_its_lease_is_over() -> None:
@@ -109,8 +109,8 @@ def test_c36_a_consumer_that_stood_still_learns_that_its_lease_is_over() -> None
     wire.tamper = lambda frame: [frame]
     wire.load(0, 1)
     wire.deliver()
-    assert isinstance(wire.news[-1], Failed)
-    assert wire.news[-1].rank_transfer == RankTransfer("r")
+    assert isinstance(wire.notifications[-1], Failed)
+    assert wire.notifications[-1].rank_transfer == RankTransfer("r")
 
 
 def test_deadlines_are_put_off_by_standstills_and_by_nothing_else() -> None:

@@ -45,9 +45,9 @@ def hand_over(fabric: Fabric, prefill: Worker) -> None:
     fabric.deliver()
 
 
-def told(worker: Worker) -> TransferRecord:
-    """The one record in its news."""
-    (record,) = worker.news().transfers.values()
+def record_of(worker: Worker) -> TransferRecord:
+    """The one record in its output."""
+    (record,) = worker.output().transfers.values()
     return record
 
 
@@ -66,7 +66,7 @@ def test_both_ends_of_a_hand_over_tell_when_what_happened(
     prefill, decode = fabric.add("p0", num_producing), fabric.add("d0", num_consuming)
     begin(fabric, prefill, decode)
     hand_over(fabric, prefill)
-    given, taken = told(prefill), told(decode)
+    given, taken = record_of(prefill), record_of(decode)
     num_bytes = 2 * sum(blocks[0].nbytes for blocks in prefill.blocks)
     for record, role, peer in ((given, TransferRole.PRODUCER, "d0"), (taken, TransferRole.CONSUMER, "p0")):
         assert (record.role, record.peer, record.attempt) == (role, peer, ATTEMPT)
@@ -75,7 +75,7 @@ def test_both_ends_of_a_hand_over_tell_when_what_happened(
     assert events(taken) == {"begun": 0.0, "asked": 1.0, "first_piece": 1.25, "verified": 1.625}
     assert given.exposed_s == 0.125
     assert (taken.elapsed_s, taken.moving_s) == (0.625, 0.375)
-    assert not prefill.news()
+    assert not prefill.output()
     fabric.assert_at_rest()
 
 
@@ -86,11 +86,11 @@ def test_c34_a_load_that_failed_says_when_and_why(num_ranks: int) -> None:
     begin(fabric, prefill, decode)
     fabric.advance(LOAD_TIMEOUT_S)
     reason = f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s"
-    taken = told(decode)
+    taken = record_of(decode)
     assert events(taken) == {"begun": 0.0, "asked": 1.0, "failed": 1.0 + LOAD_TIMEOUT_S}
     assert (taken.reason, taken.num_bytes, taken.elapsed_s) == (reason, 0, LOAD_TIMEOUT_S)
     prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
-    given = told(prefill)
+    given = record_of(prefill)
     assert (given.events[-1].kind, given.reason, given.exposed_s) == (TransferEventKind.FAILED, reason, 0.0)
 
 
@@ -101,7 +101,7 @@ def test_c38_a_lease_that_ended_says_so() -> None:
     fabric.network.cut("sim://p0/0")
     hand_over(fabric, prefill)
     fabric.advance(LEASE_S)
-    given = told(prefill)
+    given = record_of(prefill)
     assert (given.events[-1].kind, given.at(TransferEventKind.PREFILLED)) == (TransferEventKind.FAILED, 1.5)
     assert given.reason == f"the decode worker was silent for {LEASE_S:g} s"
 
@@ -113,7 +113,7 @@ def test_c40_a_prompt_that_the_prefill_worker_answered_alone_was_not_needed() ->
     prefill.command(AbortSend("r", "token 0 was the last", is_cancelled=True, is_held=True))
     fabric.deliver()
     for worker in (prefill, decode):
-        record = told(worker)
+        record = record_of(worker)
         assert (record.events[-1].kind, record.reason) == (
             TransferEventKind.NOT_NEEDED,
             "token 0 was the last",
@@ -128,8 +128,8 @@ def test_an_aborted_hand_over_has_no_record(num_ranks: int) -> None:
     decode.command(AbortLoad("r", "the client left"))
     prefill.command(AbortSend("r", "the client left", is_cancelled=True, is_held=False))
     fabric.deliver()
-    assert not prefill.news().transfers
-    assert not decode.news().transfers
+    assert not prefill.output().transfers
+    assert not decode.output().transfers
     fabric.assert_at_rest()
     for connector in fabric.connectors:
         connector.endpoint.check_integrity()
@@ -141,7 +141,7 @@ def test_workers_that_do_not_match_say_so_in_their_records() -> None:
     begin(fabric, prefill, decode)
     prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
     for worker in (prefill, decode):
-        record = told(worker)
+        record = record_of(worker)
         assert record.events[-1].kind is TransferEventKind.FAILED
         assert "block" in record.reason
 

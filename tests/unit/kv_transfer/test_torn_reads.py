@@ -46,7 +46,10 @@ def test_c35_a_torn_read_is_not_kept_because_another_one_failed() -> None:
     assert wire.consumer.transport_of(KEY) != SHARED_MEMORY
     wire.advance(LOAD_TIMEOUT_S)
     assert wire.received_blocks()[0] == FOREIGN
-    assert [(type(news), getattr(news, "num_valid_tokens", None)) for news in wire.news] == [(Failed, 0)]
+    assert [
+        (type(notification), getattr(notification, "num_valid_tokens", None))
+        for notification in wire.notifications
+    ] == [(Failed, 0)]
 
 
 def test_c45_a_torn_read_is_not_accepted_because_the_rest_came_as_bytes() -> None:
@@ -60,7 +63,7 @@ def test_c45_a_torn_read_is_not_accepted_because_the_rest_came_as_bytes() -> Non
     wire.finish_reads()
     wire.source_blocks[101] = 101_000
     wire.deliver()
-    assert wire.news == []
+    assert wire.notifications == []
     wire.advance(2 * HEARTBEAT_S)
-    assert isinstance(wire.news[0], Received)
+    assert isinstance(wire.notifications[0], Received)
     assert wire.received_blocks() == {0: 100_000, 1: 101_000}

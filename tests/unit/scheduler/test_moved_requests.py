@@ -151,11 +151,11 @@ def test_c52_what_ends_a_request_counts_from_its_first_output(async_scheduling: 
         scheduler = make_scheduler(max_model_len=40, async_scheduling=async_scheduling)
         runner = FakeRunner(next_token)
         scheduler.add_request(make_request(15, request_id="r", output_token_ids=outputs, **options))
-        told = []
+        produced = []
         while scheduler.has_requests():
-            told += run_step(scheduler, runner)[1]
-        num_tokens = sum(len(output.token_ids) for output in told)
-        assert (told[-1].finish_reason, num_tokens) == expected, options
+            produced += run_step(scheduler, runner)[1]
+        num_tokens = sum(len(output.token_ids) for output in produced)
+        assert (produced[-1].finish_reason, num_tokens) == expected, options
 
 
 def test_c40_a_producer_whose_one_token_ends_the_request_answers_it_alone() -> None:

@@ -350,7 +350,7 @@ def test_the_connector_is_notified_of_every_transfer_and_of_nothing_else() -> No
     assert connector.finished == [consumer]
     news = KVConnectorOutput(failed_recving=(FailedKV("nobody", 0, "?"),))
     scheduler.update_connector_output(news)
-    assert connector.news == [news]
+    assert connector.outputs == [news]
 
 
 def test_a_forced_reset_amid_loads_that_share_a_prefix_forgets_it_for_good() -> None:

@@ -16,7 +16,7 @@ def test_prompts_are_counted_by_the_scheduler_and_rank_transfers_by_the_connecto
     core.step()
     arrived = ReceivedKV("arrives", FirstToken(7, None), 1_000, 1.0, 0.5)
     failures = FailedKV("fails", 0, "the prefill failed"), FailedKV("ends elsewhere", 0, "EOS", True)
-    connector.news.append(KVConnectorOutput(finished_recving=(arrived,), failed_recving=failures))
+    connector.outputs.append(KVConnectorOutput(finished_recving=(arrived,), failed_recving=failures))
     core.step()
     counters = core.counters()
     by_prompt = {name: count for name, count in counters.items() if name.startswith("kv_prompt_loads_")}

@@ -41,16 +41,16 @@ def test_c52_whatever_state_a_request_is_in_it_is_given_back_once_and_says_nothi
     assert sorted(output.request_id for output in ended) == ["computes", "loads", "runs", "waits"]
     assert all(map(is_given_back, ended))
     assert all(output.error for output in ended)
-    told = [token_id for output in outputs for token_id in output.token_ids]
-    assert told == [token_at("runs", position) for position in range(len(told))]
+    token_ids = [token_id for output in outputs for token_id in output.token_ids]
+    assert token_ids == [token_at("runs", position) for position in range(len(token_ids))]
     (end,) = [output for output in ended if output.request_id == "runs"]
-    assert (end.first_position, end.token_ids) == (len(told), ())
+    assert (end.first_position, end.token_ids) == (len(token_ids), ())
     assert step(core, 3) == [], "what was under way gets no more outputs"
     assert core.give_back_requests() == {}
     blocks, counts = core.kv_block_counts(), core.request_counts()
     assert (counts.running, counts.waiting, counts.waiting_for_remote_kvs) == (0, 0, 0)
     assert blocks.free + blocks.leased + blocks.quarantined == blocks.total
-    assert blocks.leased > 0, "its consumer may read until it is told"
+    assert blocks.leased > 0, "its consumer may read until the blocks are released"
     assert core.counters()["requests_given_back"] == 4
     core.close()
 

@@ -1,4 +1,4 @@
-"""The scheduler half: what happens to requests becomes the right orders, driven by the real scheduler."""
+"""The scheduler half: what happens to requests becomes the right commands, driven by the real scheduler."""
 
 from baton.kv import TransferRole
 from baton.request import FirstToken
@@ -142,7 +142,7 @@ def test_c30_how_much_can_be_loaded_is_known_from_the_first_step_on_and_asked_fo
     scheduler, runner = Scheduler(make_config(), connector, hash_key=b"k" * 16), FakeRunner()
     request = make_request(40, role=CONSUMER)
     scheduler.add_request(request)
-    for num_hit_tokens in (0, 16, 32):  # nothing was heard of the producer yet
+    for num_hit_tokens in (0, 16, 32):  # no message of the producer has arrived yet
         assert connector.get_num_new_matched_tokens(request, num_hit_tokens) == (40 - num_hit_tokens, True)
     step(scheduler, runner)
     assert scheduler.request_counts().waiting_for_remote_kvs == 1, "it does not wait to be asked about again"

@@ -1,4 +1,4 @@
-"""What followers of a prefix cache are told: the sum of what happened, in pieces that fit."""
+"""What followers of a prefix cache receive: the sum of all changes, in pieces that fit a message."""
 
 import random
 

@@ -225,7 +225,7 @@ def test_c50_a_drain_ends_with_the_last_lease_and_joins_another_one() -> None:
         drains = [in_background(lambda: running.loop.drain(30.0)) for _ in range(2)]
         until_draining(running)
         assert not any(drain.done() for drain in drains)
-        connector.news.append(KVConnectorOutput(finished_sending=("p",)))
+        connector.outputs.append(KVConnectorOutput(finished_sending=("p",)))
         running.commands.wake()
         assert [drain.result(5) for drain in drains] == [True, True]
 
@@ -245,8 +245,8 @@ def test_a_role_is_exchanged_between_steps_and_the_prefix_cache_is_kept() -> Non
         running.loop.set_role(PrefillWorker(9), 5.0)
         assert running.loop.snapshot.role is WorkerRole.PREFILL
         assert not running.loop.snapshot.is_draining
-        told = running.beats.get(timeout=60)
-        assert (told.role, told.is_draining) == (WorkerRole.PREFILL, False), "gateways hear of it at once"
+        beat = running.beats.get(timeout=60)
+        assert (beat.role, beat.is_draining) == (WorkerRole.PREFILL, False), "gateways learn of it at once"
         running.loop.submit("gateway", make_engine_request("whole"))
         assert running.until_finished("whole").error_kind is ErrorKind.OVERLOADED, "not what it does any more"
         hand_over(running)
@@ -285,7 +285,7 @@ def test_while_a_worker_leaves_nothing_else_may_begin() -> None:
         for call in (lambda: running.loop.drain(1.0), lambda: running.loop.set_role(PrefillWorker(9), 1.0)):
             with pytest.raises(FleetError, match="it is changing to a decode worker"):
                 call()
-        connector.news.append(KVConnectorOutput(finished_sending=("p",)))
+        connector.outputs.append(KVConnectorOutput(finished_sending=("p",)))
         running.commands.wake()
         change.result(5)
         assert running.loop.drain(5.0)

@@ -58,9 +58,12 @@ def test_a_worker_exports_its_state_and_its_counters() -> None:
     steps = StepCounts()
     steps.done(num_prompt_tokens=100, num_decode_tokens=3, time_s=0.04)
     steps.done(num_prompt_tokens=0, num_decode_tokens=4, time_s=0.01)
-    told = families(steps, {"total": 80, "free": 20})
+    exported = families(steps, {"total": 80, "free": 20})
     assert all(
-        sample.labels["worker"] == "w0" for f in told.values() for sample in f.samples if "baton" in f.name
+        sample.labels["worker"] == "w0"
+        for f in exported.values()
+        for sample in f.samples
+        if "baton" in f.name
     )
     for name, expected in (
         *(("num_requests_running", 4), ("num_requests_waiting", 3), ("num_requests_loading", 2)),
@@ -72,20 +75,22 @@ def test_a_worker_exports_its_state_and_its_counters() -> None:
         ),
         ("worker_queued_prompt_tokens", 700),
     ):
-        assert value(told[f"baton_{name}"]) == expected, name
-    assert value(told["baton_kv_cache_usage_perc"], role="decode") == pytest.approx(0.4)
-    assert value(told["baton_kv_blocks"], state="referenced") == 25
-    assert value(told["baton_host_kv_blocks"], state="free") == 5
-    assert value(told["baton_denied_peers"], plane="kv") == 1
-    assert value(told["baton_worker_events"], event="kv_checksum_failures") == 9
-    assert value(told["baton_kv_peer_handovers"], outcome="failed", peer="w1") == 1
-    assert value(told["baton_kv_peer_seconds"], phase="moving", transport="shared_memory") == 0.25
-    assert value(told["baton_worker_computed_tokens"], kind="prompt") == 100
-    assert value(told["baton_device_memory_bytes"], kind="free") == 20
-    assert value(told["baton_worker_info"], incarnation="a-life", state="ready", block_size="16") == 1
-    sums = {s.labels["kind"]: s.value for s in told["baton_step_seconds"].samples if s.name.endswith("_sum")}
+        assert value(exported[f"baton_{name}"]) == expected, name
+    assert value(exported["baton_kv_cache_usage_perc"], role="decode") == pytest.approx(0.4)
+    assert value(exported["baton_kv_blocks"], state="referenced") == 25
+    assert value(exported["baton_host_kv_blocks"], state="free") == 5
+    assert value(exported["baton_denied_peers"], plane="kv") == 1
+    assert value(exported["baton_worker_events"], event="kv_checksum_failures") == 9
+    assert value(exported["baton_kv_peer_handovers"], outcome="failed", peer="w1") == 1
+    assert value(exported["baton_kv_peer_seconds"], phase="moving", transport="shared_memory") == 0.25
+    assert value(exported["baton_worker_computed_tokens"], kind="prompt") == 100
+    assert value(exported["baton_device_memory_bytes"], kind="free") == 20
+    assert value(exported["baton_worker_info"], incarnation="a-life", state="ready", block_size="16") == 1
+    sums = {
+        s.labels["kind"]: s.value for s in exported["baton_step_seconds"].samples if s.name.endswith("_sum")
+    }
     assert sums == {"prefill": 0.04, "decode": 0.01}
-    counts = [s.value for s in told["baton_iteration_tokens_total"].samples if s.name.endswith("_count")]
+    counts = [s.value for s in exported["baton_iteration_tokens_total"].samples if s.name.endswith("_count")]
     assert counts == [2]
 
 

@@ -29,7 +29,7 @@ def run(core_step_s: float, role: TransferRole | None, received_after_s: float =
         if role is TransferRole.CONSUMER and not outputs:
             clock.advance(received_after_s)
             load = ReceivedKV("r", FirstToken(7, None), 1_000, received_after_s, received_after_s / 2)
-            connector.news.append(KVConnectorOutput(finished_recving=(load,)))
+            connector.outputs.append(KVConnectorOutput(finished_recving=(load,)))
     assert outputs[-1].finish_reason is not None
     stages = outputs[-1].stage_times
     assert stages is not None
@@ -62,15 +62,15 @@ def test_the_first_step_is_what_lies_between_a_received_prompt_and_the_token_beh
     timer.arrived("r", "gateway")
     timer.received([ReceivedKV("r", FirstToken(7, None), 1_000, 0.5, 0.25)])
     clock.advance(0.5)
-    told = []
+    reported = []
     for position, token_ids in enumerate(tokens):
-        told.append(
+        reported.append(
             timer.produced(RequestOutput(request_id="r", first_position=position, token_ids=token_ids))
         )
         clock.advance(0.75)
     end = RequestOutput(request_id="r", first_position=3, finish_reason=FinishReason.STOP)
     last = timer.produced(end)
-    assert [stages is not None for stages in told] == [True, False, False]
+    assert [stages is not None for stages in reported] == [True, False, False]
     assert last is not None
     assert (last.first_step_s, last.decode_s) == ((0.75, 2.25) if len(tokens[0]) == 1 else (0.0, 2.25))
 
@@ -124,7 +124,7 @@ def test_c34_the_time_of_a_transfer_that_failed_is_the_transfers_and_not_the_que
     core.step()
     clock.advance(100.0)
     news = FailedKV("r", 0, FAILED.reason)
-    connector.news.append(KVConnectorOutput(failed_recving=(news,), transfers={"r": FAILED}))
+    connector.outputs.append(KVConnectorOutput(failed_recving=(news,), transfers={"r": FAILED}))
     outputs: list[RequestOutput] = []
     for _ in range(3):
         outputs += core.step().get("gateway", [])
@@ -151,11 +151,11 @@ def test_a_release_after_the_prefills_end_is_reported_once_more_and_then_dropped
     clock.advance(2.0)
     events = TransferEvent(TransferEventKind.PREFILLED, 0.25), TransferEvent(TransferEventKind.RELEASED, 2.25)
     record = replace(FAILED, role=TransferRole.PRODUCER, events=events, reason="")
-    for _ in range(2):  # said twice, told once
-        connector.news.append(KVConnectorOutput(finished_sending=("r",), transfers={"r": record}))
-    (told,) = core.step()["gateway"]
-    assert (told.token_ids, told.finish_reason, told.error) == ((), None, None)
-    assert told.stage_times == StageTimes(prefill_s=0.5, transfers=(record.shifted(0.25),))
+    for _ in range(2):  # reported twice, passed on once
+        connector.outputs.append(KVConnectorOutput(finished_sending=("r",), transfers={"r": record}))
+    (report,) = core.step()["gateway"]
+    assert (report.token_ids, report.finish_reason, report.error) == ((), None, None)
+    assert report.stage_times == StageTimes(prefill_s=0.5, transfers=(record.shifted(0.25),))
     assert core.step() == {}
 
 
@@ -166,5 +166,5 @@ def test_a_prompt_answered_by_the_prefill_worker_alone_is_not_reported_again() -
     core.add_request(make_engine_request(max_tokens=1, kv_transfer=transfer), "gateway")
     (last,) = core.step()["gateway"]
     assert last.finish_reason is FinishReason.LENGTH
-    connector.news.append(KVConnectorOutput(finished_sending=("r",), transfers={"r": FAILED}))
+    connector.outputs.append(KVConnectorOutput(finished_sending=("r",), transfers={"r": FAILED}))
     assert core.step() == {}

@@ -36,7 +36,7 @@ class Line:
 
     def submit(self, *, is_lost: bool = False) -> None:
         order = self.gateway.submit(REQUEST)
-        self.gateway.count_order()
+        self.gateway.count_command()
         if not is_lost:
             self.worker.take(GATEWAY, order)
 

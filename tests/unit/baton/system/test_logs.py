@@ -42,9 +42,9 @@ def test_json_lines_have_the_process_and_what_the_record_adds() -> None:
     stream, logger = lines_of(LoggingConfig(level="info", format="json"), component="worker", worker="w0")
     logger.info("request %s:\nends", "r1", extra={"request_id": "r1", "total_s": 0.5})
     (line,) = written(stream).splitlines()
-    told = json.loads(line)
-    assert told.pop("time").endswith("+00:00")
-    assert told == {
+    record = json.loads(line)
+    assert record.pop("time").endswith("+00:00")
+    assert record == {
         "level": "info",
         "logger": "gateway.requests",
         "message": "request r1:\nends",
@@ -103,9 +103,9 @@ def test_fields_that_a_library_adds_to_every_record_are_left_out() -> None:
         logger.warning("slow", extra={"request_id": "r1"})
     finally:
         logging.setLogRecordFactory(former)
-    told = json.loads(written(stream))
-    assert told["request_id"] == "r1"
-    assert "package" not in told
+    record = json.loads(written(stream))
+    assert record["request_id"] == "r1"
+    assert "package" not in record
 
 
 @pytest.mark.parametrize("name", ["asyncio", "uvicorn.error", "gateway.requests", "worker.core"])

@@ -11,7 +11,7 @@ def record(
     return logging.LogRecord(name, level, "", 0, words, values, None)
 
 
-def told(limit: RepeatLimit, now: float) -> list[str]:
+def lines(limit: RepeatLimit, now: float) -> list[str]:
     return [summary.getMessage() for summary in limit.summaries(now)]
 
 
@@ -21,11 +21,11 @@ def test_a_line_without_end_is_written_a_few_times_a_minute_and_then_counted() -
         limit.admits(record("cannot accept: %s", number), now=number * 0.001) for number in range(12_000)
     ]
     assert written == [True] * MAX_PER_WINDOW + [False] * (12_000 - MAX_PER_WINDOW)
-    assert told(limit, WINDOW_S - 0.001) == []
+    assert lines(limit, WINDOW_S - 0.001) == []
     (summary,) = limit.summaries(WINDOW_S)
     assert summary.getMessage() == "suppressed 11,970 repetitions in 60 s: cannot accept: %s"
     assert (summary.name, summary.levelno) == ("asyncio", logging.ERROR)
-    assert told(limit, WINDOW_S) == [], "it comes once"
+    assert lines(limit, WINDOW_S) == [], "it comes once"
     assert limit.admits(record("cannot accept: %s", 12_000), WINDOW_S)
 
 
@@ -36,7 +36,7 @@ def test_a_new_minute_begins_with_the_first_line_after_it() -> None:
         assert [limit.admits(record(), now) for _ in range(MAX_PER_WINDOW + 1)] == [True] * MAX_PER_WINDOW + [
             False
         ]
-    assert [words.split(":")[0] for words in told(limit, 3 * WINDOW_S)] == [
+    assert [words.split(":")[0] for words in lines(limit, 3 * WINDOW_S)] == [
         "suppressed 1 repetitions in 60 s"
     ] * 3
 
@@ -44,7 +44,7 @@ def test_a_new_minute_begins_with_the_first_line_after_it() -> None:
 def test_few_lines_are_all_written_and_not_summarised() -> None:
     limit = RepeatLimit()
     assert all(limit.admits(record(), now=float(number)) for number in range(MAX_PER_WINDOW))
-    assert told(limit, 1000.0) == []
+    assert lines(limit, 1000.0) == []
     assert limit.next_end is None
 
 
@@ -71,7 +71,7 @@ def test_kinds_without_end_take_no_memory_without_end_and_lose_no_count() -> Non
         limit.admits(record("first"), 0.0)
     for number in range(MAX_KINDS):
         limit.admits(record("x" * (number % 200), name=f"logger.{number}"), 1.0)
-    assert told(limit, 1.0) == ["suppressed 5 repetitions in 1 s: first"]
+    assert lines(limit, 1.0) == ["suppressed 5 repetitions in 1 s: first"]
     assert len(limit._windows) == MAX_KINDS
 
 

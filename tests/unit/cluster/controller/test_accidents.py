@@ -55,7 +55,7 @@ async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() ->
         stranger = await launcher.place("w7", DECODE, 1)
         async with fleet(config, launcher, store) as second:
             await second.all_serve(3)
-            assert stranger.orders == ["stop 0"]
+            assert stranger.commands == ["stop 0"]
 
 
 async def test_a_worker_that_dies_while_its_next_incarnation_starts_leaves_no_orphan() -> None:

@@ -24,7 +24,7 @@ class FakeFleet:
     def __init__(self, *roles: WorkerRole, refuses: bool = False) -> None:
         self.roles = {f"w{index}": role for index, role in enumerate(roles)}
         self.refuses = refuses
-        self.orders: list[tuple[Any, ...]] = []
+        self.commands: list[tuple[Any, ...]] = []
 
     def replicas(self) -> Sequence[ReplicaDescription]:
         return [
@@ -44,8 +44,8 @@ class FakeFleet:
         self._obey("set_role", worker, role)
         self.roles[worker] = role
 
-    def _obey(self, *order: Any) -> None:
-        self.orders.append(order)
+    def _obey(self, *command: Any) -> None:
+        self.commands.append(command)
         if self.refuses:
             raise FleetError("w0 still holds leased blocks")
 
@@ -75,16 +75,16 @@ def look_often(
 
 
 @pytest.mark.parametrize(
-    ("mode", "orders", "prefix"),
+    ("mode", "commands", "prefix"),
     [("on", [("scale", D, 2)], "decode +1 (1 -> 2): "), ("dry_run", [], "would do: decode +1 (1 -> 2): ")],
 )
 def test_it_does_what_it_says_and_a_dry_run_only_says_it(
-    mode: str, orders: list[tuple[Any, ...]], prefix: str
+    mode: str, commands: list[tuple[Any, ...]], prefix: str
 ) -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, D)
     autoscaler = autoscaler_of(fleet, clock, mode=mode)
     look_often(autoscaler, fleet, clock, 3, **SLOW)
-    assert fleet.orders == orders
+    assert fleet.commands == commands
     assert autoscaler.decisions[-1].startswith(f"{prefix}inter-token latency p99 is 83 ms")
 
 
@@ -92,7 +92,7 @@ def test_a_refused_change_is_logged_and_not_tried_again_at_once() -> None:
     clock, fleet = VirtualClock(), FakeFleet(P, P, D, refuses=True)
     autoscaler = autoscaler_of(fleet, clock, prefill=2)
     look_often(autoscaler, fleet, clock, 6, running=0, **SLOW)
-    assert fleet.orders == [("set_role", "w0", D)]
+    assert fleet.commands == [("set_role", "w0", D)]
     assert "the change failed: w0 still holds leased blocks" in autoscaler.decisions
 
 
@@ -112,7 +112,7 @@ def test_a_standstill_of_the_controller_makes_no_report_stale_and_no_shortage_lo
     decision = asyncio.run(autoscaler.look())
     assert decision.reason is Reason.NOT_YET
     look_often(autoscaler, fleet, clock, 3, **SLOW)
-    assert fleet.orders == [("scale", D, 2)]
+    assert fleet.commands == [("scale", D, 2)]
 
 
 def test_decisions_that_are_kept_do_not_grow_without_end() -> None:
@@ -136,8 +136,8 @@ def test_the_report_of_a_silent_gateway_does_not_count() -> None:
             reasons.append((await autoscaler.look()).reason)
         return reasons
 
-    assert asyncio.run(silence()) == [Reason.STEADY] * 3 + [Reason.NO_NEWS] * 27
-    assert fleet.orders == []  # an idle fleet shrinks, a fleet without reports does not
+    assert asyncio.run(silence()) == [Reason.STEADY] * 3 + [Reason.NO_REPORT] * 27
+    assert fleet.commands == []  # an idle fleet shrinks, a fleet without reports does not
 
 
 def test_the_loop_looks_at_its_interval() -> None:

@@ -53,7 +53,7 @@ async def test_a_worker_that_does_not_answer_is_killed_and_replaced() -> None:
         frozen = tested.launcher.latest("w2")
         frozen.is_frozen = True
         await tested.until(lambda known: "w2" in known and known["w2"].pid != before.pid)
-        assert frozen.orders == ["stop 0"]
+        assert frozen.commands == ["stop 0"]
         assert "cluster.unresponsive_timeout_s" in dict(tested.view.deaths)[before.ref.incarnation]
 
 
@@ -117,7 +117,7 @@ async def test_c50_a_drained_worker_gives_away_what_it_has_and_leaves_for_good()
         assert len(await tested.all_serve(3)) == 3  # gateways still talk to it
         incarnation.may_drain.set()
         await draining
-        assert incarnation.orders == ["drain 0.5", "stop 5"]
+        assert incarnation.commands == ["drain 0.5", "stop 5"]
         assert set(await tested.all_serve(2)) == set(await tested.states()) == {"w0", "w2"}
         await tested.controller.drain("w1")  # as a caller that missed the first answer does
         with pytest.raises(FleetError, match="there is no worker 'w9'; the fleet has w0, w2"):
@@ -211,7 +211,7 @@ async def test_a_rollout_restarts_one_worker_after_the_other() -> None:
         after = await tested.until(lambda known: renewed == {n: e.ref.incarnation for n, e in known.items()})
         assert all(before[name].pid != after[name].pid for name in before)
         for incarnation in tested.launcher.incarnations[:3]:
-            assert incarnation.orders[:2] == ["drain 0", "stop 5"]
+            assert incarnation.commands[:2] == ["drain 0", "stop 5"]
         assert len(tested.launcher.incarnations) == 6
 
 
@@ -357,6 +357,6 @@ async def test_shutdown_drains_all_and_leaves_nothing() -> None:
         await tested.all_serve(3)
         await tested.controller.shutdown(may_drain=True)
         assert all(
-            incarnation.orders[:2] == ["drain 0", "stop 5"] for incarnation in tested.launcher.incarnations
+            incarnation.commands[:2] == ["drain 0", "stop 5"] for incarnation in tested.launcher.incarnations
         )
         assert tested.store.load() is None

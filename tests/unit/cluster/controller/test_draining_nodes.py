@@ -30,7 +30,7 @@ async def test_workers_give_away_what_they_have_and_begin_anew_elsewhere(node: s
         await tested.controller.drain_node(node, 10.0)
         # They have ended, the last decode worker included; their successors may take their time.
         assert all(
-            incarnation.death.done() and incarnation.orders[0] == "drain 0.5" for incarnation in former
+            incarnation.death.done() and incarnation.commands[0] == "drain 0.5" for incarnation in former
         )
         await all_serve_on(tested, "n2")
         described = {each.name: each for each in (await tested.controller.describe()).nodes}

@@ -19,12 +19,12 @@ class Fleet:
     """Notes what it is scaled to; refuses as often as `refusals` says."""
 
     def __init__(self, refusals: int = 0) -> None:
-        self.orders: list[tuple[WorkerRole, int]] = []
+        self.commands: list[tuple[WorkerRole, int]] = []
         self._refusals = refusals
 
     async def call(self, request: ControlRequest[R]) -> R:
         assert isinstance(request, ScaleRole)
-        self.orders.append((request.role, request.count))
+        self.commands.append((request.role, request.count))
         if self._refusals:
             self._refusals -= 1
             raise FleetError("not now")
@@ -64,26 +64,26 @@ def follow(fleet: Fleet, begun_as: BatonConfig, *later: BatonConfig) -> None:
 def test_the_fleet_is_scaled_once_for_each_change() -> None:
     fleet = Fleet()
     follow(fleet, config(1, 1), config(1, 1), config(2, 4), config(2, 3))
-    assert fleet.orders == [(WorkerRole.PREFILL, 2), (WorkerRole.DECODE, 4), (WorkerRole.DECODE, 3)]
+    assert fleet.commands == [(WorkerRole.PREFILL, 2), (WorkerRole.DECODE, 4), (WorkerRole.DECODE, 3)]
 
 
 def test_what_is_refused_is_tried_again() -> None:
     fleet = Fleet(refusals=1)
     follow(fleet, config(1, 1), config(1, 2))
-    assert fleet.orders == [(WorkerRole.DECODE, 2)] * 2
+    assert fleet.commands == [(WorkerRole.DECODE, 2)] * 2
 
 
 def test_autoscaling_begins_there_and_goes_its_own_way() -> None:
     fleet, scaling = Fleet(), {"mode": "on", "min_decode": 1, "max_decode": 8}
     follow(fleet, config(1, 1, autoscaling=scaling), config(1, 4, autoscaling=scaling))
-    assert fleet.orders == []
+    assert fleet.commands == []
 
 
 def test_what_makes_another_fleet_is_said_and_counts_later(caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet()
     with caplog.at_level(logging.WARNING):
         follow(fleet, config(1, 1), config(1, 2, model={"dtype": "float32"}))
-    assert fleet.orders == [(WorkerRole.DECODE, 2)]
+    assert fleet.commands == [(WorkerRole.DECODE, 2)]
     (message,) = caplog.messages
     assert "model.dtype is 'bfloat16' there, 'float32' here" in message
     assert "when the fleet is started again" in message

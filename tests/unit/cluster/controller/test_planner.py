@@ -208,7 +208,7 @@ def test_a_worker_that_is_silent_keeps_its_role_from_shrinking() -> None:
 def test_without_reports_nothing_changes() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     looks = look(planner, None, 0.0, 600.0)
-    assert {decision.reason for _, decision in looks} == {Reason.NO_NEWS}
+    assert {decision.reason for _, decision in looks} == {Reason.NO_REPORT}
 
 
 def test_a_replica_without_a_node_is_removed_when_it_is_not_needed() -> None:

@@ -228,11 +228,11 @@ def test_only_administrators_learn_why_a_hand_over_failed() -> None:
     )
     delta = collect(state, [*story[:-1], ("d0", last)])[-1]
     assert delta.finish is not None
-    told = delta.without_reasons().finish
-    assert told is not None
+    finish = delta.without_reasons().finish
+    assert finish is not None
     assert [seen.record.reason for seen in delta.finish.timing.transfers] == ["cannot open /dev/shm/kv"]
-    assert [seen.record for seen in told.timing.transfers] == [replace(why, reason="")]
-    assert replace(told, timing=delta.finish.timing) == delta.finish
+    assert [seen.record for seen in finish.timing.transfers] == [replace(why, reason="")]
+    assert replace(finish, timing=delta.finish.timing) == delta.finish
 
 
 def test_every_hand_over_is_reported_even_those_of_failed_attempts() -> None:

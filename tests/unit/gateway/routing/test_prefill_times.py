@@ -49,11 +49,11 @@ def test_the_time_is_unknown_after_few_prompts_or_long_ago(now: float) -> None:
     assert seen(1000, 8.0).least_s({"p0": 2000}, now) > 0.0
     assert seen(1000, 8.0, count=MIN_SEEN - 1).least_s({"p0": 2000}, now) == 0.0
     assert seen(1000, 8.0).least_s({"p0": 2000}, MEMORY_S + 0.1) == 0.0
-    untold = PrefillTimes()
-    untold.on_rate("p0", 0.0, 0.0)
+    unreported = PrefillTimes()
+    unreported.on_rate("p0", 0.0, 0.0)
     for _ in range(MIN_SEEN):
-        untold.computed("p0", 1000, 8.0, 0.0)
-    assert untold.least_s({"p0": 2000}, now) == 0.0
+        unreported.computed("p0", 1000, 8.0, 0.0)
+    assert unreported.least_s({"p0": 2000}, now) == 0.0
 
 
 def test_one_worker_that_is_not_known_may_be_fast() -> None:

@@ -33,7 +33,7 @@ def test_the_first_step_of_a_request_that_moved_lies_in_its_latest_attempt() -> 
         Attempt("r.1", PAIR, 2, number=1, began_at=1.0, ended_at=record.ended_at),
     )
     stages = stages_of(replace(record, finish=replace(record.finish, timing=timing), attempts=attempts))
-    assert [stage.name for stage in stages] == ["intake", "queue", "attempt", "queue", "attempt"]
+    assert [stage.name for stage in stages] == ["preprocess", "queue", "attempt", "queue", "attempt"]
     first, latest = stages[2], stages[4]
     assert [stage.name for stage in _all(first)] == ["worker_queue", "prefill", "decode"]
     assert [stage.name for stage in _all(latest)] == ["decode", "first_decode_step"]
