@@ -72,6 +72,8 @@ class EngineCore:
         self._stages = StageTimer(clock)
         self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
+        self.num_non_finite_steps = 0
+        """Steps whose logits were not all finite."""
         self._meter = LoadMeter()
         self.progress = progress or Progress("its engine", clock, math.inf)
         """A step is as large as the number of tokens that the device computes."""
@@ -174,12 +176,13 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by rank transfer."""
+        """Monotonic counts, also of both halves: the scheduler counts loads by prompt, the connector by rank
+        transfer."""
         ours, theirs = self._scheduler.counters(), self._connector.counters()
         assert not ours.keys() & theirs.keys(), (
             "a scheduler counter and a connector counter have the same name"
         )
-        return {**ours, **theirs}
+        return {**ours, **theirs, "non_finite_steps": self.num_non_finite_steps}
 
     def close(self) -> None:
         """Ends after the current step, whose output is dropped, and ends all hand-overs, so that peers need not wait
@@ -231,6 +234,9 @@ class EngineCore:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
+        if requests := result.output.non_finite:
+            self.num_non_finite_steps += 1
+            logger.error("the logits of %d request(s) of a step are not finite", len(requests))
         news = self._scheduler.update_from_output(step.plan, result.output)
         return self._traced(step.plan, result.output, news)
 
