@@ -11,7 +11,7 @@ step is computed while the next is planned:
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
@@ -234,11 +234,15 @@ class EngineCore:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
-        if requests := result.output.non_finite:
-            self.num_non_finite_steps += 1
-            logger.error("the logits of %d request(s) of a step are not finite", len(requests))
+        self._count_non_finite(result.output.non_finite)
         news = self._scheduler.update_from_output(step.plan, result.output)
         return self._traced(step.plan, result.output, news)
+
+    def _count_non_finite(self, request_ids: Set[str]) -> None:
+        """Counts the step, unless these requests have ended: then it was under way when the previous one failed."""
+        if request_ids and not request_ids.isdisjoint(self._scheduler.request_ids):
+            self.num_non_finite_steps += 1
+            logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
 
     def _measure(self, step: StepUnderWay) -> None:
         counts = step.plan.num_scheduled_tokens
