@@ -86,7 +86,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[S
     raw_RV = logits_RV.to(torch.float32)
     processed_RV = _processed(raw_RV, requests)
     likeliest_R = processed_RV.argmax(-1)
-    is_finite = _are_finite(raw_RV, None if processed_RV is not raw_RV else likeliest_R)
+    is_finite = _are_finite(raw_RV, likeliest_R if processed_RV is raw_RV else None)
     token_ids = likeliest_R.tolist()
     random_rows = [row for row, request in enumerate(requests) if not request.sampling_params.is_greedy]
     if random_rows:
@@ -105,9 +105,8 @@ def _are_finite(raw_RV: torch.Tensor, likeliest_R: torch.Tensor | None) -> list[
 
     `likeliest_R`: where each row's largest logit is, if known.
     """
-    if likeliest_R is None:
-        return raw_RV.amax(-1).isfinite().tolist()
-    return raw_RV.gather(1, likeliest_R.unsqueeze(1)).isfinite().squeeze(1).tolist()
+    largest_R = raw_RV.amax(-1) if likeliest_R is None else raw_RV.gather(1, likeliest_R[:, None])[:, 0]
+    return [math.isfinite(logit) for logit in largest_R.tolist()]
 
 
 def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch.Tensor:
