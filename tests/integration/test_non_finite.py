@@ -124,17 +124,13 @@ def test_c55_a_prefill_worker_whose_logits_are_not_finite_hands_nothing_over(
         EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
         for name, prompt in prompts.items()
     ]
-    with EnginesOf(folder) as right, EnginesOf(wrong_folder) as engines:
-        reference = right.start("reference")
+    with EnginesOf(folder) as engines:
+        reference, consumer = engines.start("reference"), engines.start("d")
+        producer = engines.start("p", num_ranks, wrong_folder)
         for request in requests:
             reference.add(request)
-        right.run()
-        producer, consumer = engines.start("p", num_ranks), right.start("d")
-        engines._engines.append(consumer)
-        for request in requests:
             hand_over(producer, consumer, request, OnLoadFailure.RECOMPUTE)
         engines.run()
-        engines._engines.remove(consumer)
         for name in prompts:
             told = producer.told[name].end
             assert told is not None
