@@ -73,6 +73,9 @@ class SchedulerOutput:
         return not (self.num_scheduled_tokens or self.preempted_req_ids)
 
 
+NON_FINITE = "the model computed logits that are not finite"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """Sampled tokens by request; a request whose prompt is incomplete sampled nothing and is absent."""
@@ -81,6 +84,8 @@ class ModelRunnerOutput:
     logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that can go no further, and why: their structured output can no longer be matched."""
+    non_finite: Set[str] = frozenset()
+    """Requests whose logits were not finite: none of their tokens, and nothing cached before, can be trusted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,16 +149,19 @@ class LaunchedStep:
             if self._end is not None:
                 self._end.synchronize()
             return ModelRunnerOutput({}, failed=self._failed)
-        token_ids, logprobs = {}, {}
+        token_ids, logprobs, non_finite = {}, {}, set()
         for (request, index), token in zip(self._sampling, self._sampled.wait(), strict=True):
             self._batch.settle(request, index, token.token_id)
             if request.request_id in self._failed:
                 continue  # its earlier output contradicts its grammar, so nothing can follow
+            if not token.is_finite:
+                non_finite.add(request.request_id)
+                continue
             self.match(request, token.token_id)
             token_ids[request.request_id] = [token.token_id]
             if token.logprobs is not None:
                 logprobs[request.request_id] = [token.logprobs]
-        return ModelRunnerOutput(token_ids, logprobs, self._failed)
+        return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite)
 
 
 def needs_known_tokens(request: RunnerRequest) -> bool:

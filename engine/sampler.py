@@ -34,6 +34,8 @@ class SampledToken:
 
     token_id: int
     logprobs: TokenLogprobs | None
+    is_finite: bool = True
+    """False: the model's logits of this row are NaN or infinite, so the token means nothing. Known on rank 0."""
 
 
 class SampledTokens(Protocol):
@@ -83,7 +85,9 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[S
     """One token per row, for the request of that row; the logits are left as they are."""
     raw_RV = logits_RV.to(torch.float32)
     processed_RV = _processed(raw_RV, requests)
-    token_ids = processed_RV.argmax(-1).tolist()
+    likeliest_R = processed_RV.argmax(-1)
+    is_finite = _are_finite(raw_RV, likeliest_R if processed_RV is raw_RV else None)
+    token_ids = likeliest_R.tolist()
     random_rows = [row for row, request in enumerate(requests) if not request.sampling_params.is_greedy]
     if random_rows:
         rows_RV = processed_RV if len(random_rows) == len(requests) else processed_RV[random_rows]
@@ -91,7 +95,18 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[S
         for row, token_id in zip(random_rows, drawn, strict=True):
             token_ids[row] = token_id
     logprobs = _logprobs(raw_RV, token_ids, requests)
-    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+    return [
+        SampledToken(token_id, logprobs.get(row), is_finite[row]) for row, token_id in enumerate(token_ids)
+    ]
+
+
+def _are_finite(raw_RV: torch.Tensor, likeliest_R: torch.Tensor | None) -> list[bool]:
+    """By row, whether its largest logit is finite: NaN and +inf win over all others, and -inf over none.
+
+    `likeliest_R`: where each row's largest logit is, if known.
+    """
+    largest_R = raw_RV.amax(-1) if likeliest_R is None else raw_RV.gather(1, likeliest_R[:, None])[:, 0]
+    return [math.isfinite(logit) for logit in largest_R.tolist()]
 
 
 def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from baton.errors import InvalidRequest
 from baton.kv import KVEvent
 from baton.request import ErrorKind, RequestOutput, TokenLogprobs
 from baton.sampling import StructuredOutput
-from baton.step import EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from baton.step import NON_FINITE, EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
 from baton.worker import KVBlockCounts, RequestCounts
 from scheduler.admission import Admission
 from scheduler.batching import make_batching
@@ -112,14 +112,17 @@ class Scheduler:
         for request in requests:
             token_ids = sampled.get(request.request_id)
             if not token_ids or request.is_finished:
-                continue  # its known tokens are not all computed, or it has ended, or its grammar failed
+                continue  # its known tokens are not all computed, or it has ended, or it fails
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
             if self._must_sample_again(request):
                 continue
             self._take_tokens(request, token_ids, logprobs.get(request.request_id), outputs)
-        if model_runner_output.failed:
-            self._end_failed(requests, model_runner_output.failed, outputs)
+        if failed := model_runner_output.failed:
+            self._end_failed(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
+        if wrong := dict.fromkeys(model_runner_output.non_finite, NON_FINITE):
+            self._kv.forget_prefixes()  # what earlier steps computed for them may be as wrong
+            self._end_failed(requests, wrong, ErrorKind.INTERNAL, outputs)
         if self._preemption.given_back:
             self._end_given_back(outputs)
         self._drop_finished_from_running()
@@ -325,22 +328,19 @@ class Scheduler:
     ) -> None:
         """Ends requests in any state; unknown ids belong to requests that have ended before."""
         for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            self._unqueue(request)
-            self._end(request, status, outputs, error)
+            if request := self._requests.get(request_id):
+                self._unqueue(request)
+                self._end(request, status, outputs, error)
         self._drop_finished_from_running()
 
     def _end_failed(
-        self, requests: Iterable[Request], failed: Mapping[str, str], outputs: OutputsByClient
+        self, requests: list[Request], failed: Mapping[str, str], kind: ErrorKind, outputs: OutputsByClient
     ) -> None:
-        """Ends only those of a step's requests whose grammar stopped matching."""
+        """Ends only those of a step's requests for which `failed` has a reason."""
         for request in requests:
             if request.request_id in failed and not request.is_finished:
                 self._unqueue(request)
-                reason, kind = failed[request.request_id], ErrorKind.INVALID_REQUEST
-                self._end(request, RequestStatus.FINISHED_ERROR, outputs, reason, kind)
+                self._end(request, RequestStatus.FINISHED_ERROR, outputs, failed[request.request_id], kind)
 
     def _end_given_back(self, outputs: OutputsByClient) -> None:
         """Ends victims that continue elsewhere, once none of their tokens is in flight."""

@@ -11,7 +11,7 @@ step is computed while the next is planned:
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
@@ -72,6 +72,8 @@ class EngineCore:
         self._stages = StageTimer(clock)
         self._under_way: deque[StepUnderWay] = deque()
         self._num_failed_steps = 0
+        self.num_non_finite_steps = 0
+        """Steps whose logits were not all finite."""
         self._meter = LoadMeter()
         self.progress = progress or Progress("its engine", clock, math.inf)
         """The size of a step is the number of tokens that the device computes."""
@@ -175,12 +177,13 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts of both halves: the scheduler counts loads by prompt, the connector by rank transfer."""
+        """Monotonic counts, also of both halves: the scheduler counts loads by prompt, the connector by rank
+        transfer."""
         ours, theirs = self._scheduler.counters(), self._connector.counters()
         assert not ours.keys() & theirs.keys(), (
             "a scheduler counter and a connector counter have the same name"
         )
-        return {**ours, **theirs}
+        return {**ours, **theirs, "non_finite_steps": self.num_non_finite_steps}
 
     def close(self) -> None:
         """Ends after the current step, whose output is dropped, and ends all hand-overs, so that peers need not wait
@@ -232,8 +235,15 @@ class EngineCore:
             self._connector.start_load_kv(self._under_way[0].plan.kv_connector_metadata)
         if step.plan.num_scheduled_tokens:
             self._num_failed_steps = 0
+        self._count_non_finite(result.output.non_finite)
         outputs = self._scheduler.update_from_output(step.plan, result.output)
         return self._traced(step.plan, result.output, outputs)
+
+    def _count_non_finite(self, request_ids: Set[str]) -> None:
+        """Counts the step, unless these requests have ended: then it was under way when the previous one failed."""
+        if request_ids and not request_ids.isdisjoint(self._scheduler.request_ids):
+            self.num_non_finite_steps += 1
+            logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
 
     def _measure(self, step: StepUnderWay) -> None:
         counts = step.plan.num_scheduled_tokens

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from baton.clock import Clock
 from baton.errors import FleetError, InvalidRequest, Overloaded, RequestError
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.step import NON_FINITE
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from scheduler import RequestStatus
 from worker.core import ClientOutputs, EngineCore
@@ -25,6 +26,8 @@ from worker.role import Role
 
 logger = logging.getLogger(__name__)
 
+MAX_NON_FINITE_STEPS = 2
+"""The first may be an accident; at the second, the worker's device or weights are not to be trusted."""
 LOAD_INTERVAL_S = 0.05
 """How often a busy engine's load is measured: heartbeats are rarer, and each look visits all requests."""
 
@@ -94,6 +97,8 @@ class EngineLoop:
         self._lease_s = lease_s
         self._drain_state: DrainState | None = None
         """The current drain or change of role; kept when the worker is drained for good."""
+        self._is_unfit = False
+        """It computed too many wrong steps: the current drain is its last, and ends the loop."""
         self._is_stopping = False
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -175,6 +180,7 @@ class EngineLoop:
                 self._end_overdue()
                 self._deliver(self._core.step())
                 self._tell_kv_followers()
+                self._leave_if_unfit()
                 self._look_whether_left()
                 self._publish()
         except BaseException as error:  # the edge of the thread: the worker's supervisor must learn of it
@@ -312,6 +318,14 @@ class EngineLoop:
         else:
             former.join(drain_state)
 
+    def _leave_if_unfit(self) -> None:
+        """After too many steps that were not finite: gives all requests back now, and ends once the leases have."""
+        is_changing_role = self._drain_state is not None and self._drain_state.target is not None
+        if self._core.num_non_finite_steps < MAX_NON_FINITE_STEPS or self._is_unfit or is_changing_role:
+            return
+        self._is_unfit = True
+        self._begin_leaving(DrainState(None, self._clock.now(), 0.0, self._lease_s))
+
     def _look_whether_left(self) -> None:
         if (drain_state := self._drain_state) is None:
             return
@@ -331,8 +345,11 @@ class EngineLoop:
             self._drain_state = None
             if drain_state.is_clean:
                 self._role = drain_state.target
+            self._leave_if_unfit()
         self._publish()
         drain_state.settle()
+        if self._is_unfit:
+            raise RuntimeError(f"{NON_FINITE}, in {self._core.num_non_finite_steps} steps")
 
     def _begin_stop(self) -> None:
         self._is_stopping = True

@@ -18,6 +18,7 @@ COUNTERS = {
     "preemptions": ("num_preemptions", "Requests preempted because blocks ran out"),
     "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache"),
+    "non_finite_steps": ("non_finite_steps", "Steps whose logits were not all finite"),
     "requests_given_back": ("requests_given_back", "Requests given back, to continue on other workers"),
 }
 """Scheduler counters with metrics of their own. All others are exported by name."""

@@ -50,11 +50,13 @@ def _draw(shapes: Shapes, file: str, filters: dict[str, Any]) -> SmokeCase:
 
     def draw() -> Outputs:
         tokens_R = torch.full((NUM_ROWS,), -1, dtype=torch.int32, device=shapes.device)
-        sample(logits_RV, None, on_device_RF, tokens_R, workspace, is_greedy=file == "row_stats")
-        return (tokens_R,)
+        flags_R = torch.full_like(tokens_R, -1)
+        sample(logits_RV, None, on_device_RF, tokens_R, flags_R, workspace, is_greedy=file == "row_stats")
+        return tokens_R, flags_R
 
     def reference() -> Outputs:
-        return (sample_reference(logits_RV.cpu(), params_RF),)
+        tokens_R = sample_reference(logits_RV.cpu(), params_RF)
+        return tokens_R, torch.zeros_like(tokens_R)
 
     return SmokeCase(f"{file}, {NUM_ROWS} rows", (file, "sampling_parts"), draw, reference, 0.0)
 

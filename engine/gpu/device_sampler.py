@@ -55,7 +55,10 @@ class DeviceSampler:
         chunks_per_part: int = CHUNKS_PER_PART,
         collectives: Collectives = SINGLE_RANK,
     ) -> None:
-        self.sampled_R = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
+        num_columns = -(-max_num_rows // 4) * 4  # both rows at a multiple of 16 bytes, as in `_processed`
+        self._results_2R = torch.zeros((2, num_columns), dtype=torch.int32, device=device)
+        """The last step's tokens, and which rows are not finite: one copy to the host takes both."""
+        self.sampled_R = self._results_2R[0, :max_num_rows]
         """The last step's tokens, row by row; always the same memory."""
         self._workspace = allocate_workspace(max_num_rows, vocab_size, device, chunk, chunks_per_part)
         self._params_RF = torch.empty((max_num_rows, NUM_FIELDS), dtype=torch.int32, device=device)
@@ -78,7 +81,8 @@ class DeviceSampler:
             logprobs = self._sample(logits_RV, requests, tokens_R)
         self._collectives.broadcast_(tokens_R)
         return DeviceSampledTokens(
-            tokens_R=_to_host(tokens_R),
+            num_rows=len(requests),
+            results_2R=_to_host(self._results_2R),
             logprobs=logprobs,
             num_top_tokens=self._batch.num_top_tokens,
             event=mark(self._device),
@@ -96,7 +100,10 @@ class DeviceSampler:
         params_RF = self._params_RF[: len(requests)]
         params_RF.copy_(_pinned(batch.params(processed_rows), self._device), non_blocking=True)
         processed_PV = self._processed(logits_RV, requests, processed_rows) if processed_rows else None
-        sample(logits_RV, processed_PV, params_RF, tokens_R, self._workspace, batch.is_greedy)
+        is_non_finite_R = self._results_2R[1, : len(requests)]
+        sample(
+            logits_RV, processed_PV, params_RF, tokens_R, is_non_finite_R, self._workspace, batch.is_greedy
+        )
         return _logprobs(logits_RV, tokens_R, batch) if batch.num_top_tokens else None
 
     def _processed(
@@ -169,7 +176,9 @@ class _Logprobs:
 class DeviceSampledTokens:
     """Satisfies SampledTokens."""
 
-    tokens_R: torch.Tensor
+    num_rows: int
+    results_2R: torch.Tensor
+    """Of so many rows or more: tokens, then which are not finite."""
     logprobs: _Logprobs | None
     num_top_tokens: dict[int, int]
     event: torch.cuda.Event | None
@@ -178,11 +187,14 @@ class DeviceSampledTokens:
     def wait(self) -> list[SampledToken]:
         if self.event is not None:
             self.event.synchronize()
-        token_ids: list[int] = self.tokens_R.tolist()
-        if self.logprobs is None:
-            return [SampledToken(token_id, None) for token_id in token_ids]
-        found = _token_logprobs(token_ids, self.logprobs, self.num_top_tokens)
-        return [SampledToken(token_id, found.get(row)) for row, token_id in enumerate(token_ids)]
+        token_ids, is_non_finite = self.results_2R[:, : self.num_rows].tolist()
+        found: dict[int, TokenLogprobs] = {}
+        if self.logprobs is not None:
+            found = _token_logprobs(token_ids, self.logprobs, self.num_top_tokens)
+        return [
+            SampledToken(token_id, found.get(row), not is_non_finite[row])
+            for row, token_id in enumerate(token_ids)
+        ]
 
 
 def _logprobs(logits_RV: torch.Tensor, tokens_R: torch.Tensor, batch: _Batch) -> _Logprobs:

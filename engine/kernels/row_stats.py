@@ -1,4 +1,4 @@
-"""One pass over the logits: each row's arg max, and the maxima and sums that draws need.
+"""One pass over the logits: each row's arg max, whether it is finite, and the maxima and sums that draws need.
 
 The vocabulary is cut into parts, one program each. The row's last program merges the parts, so a step of greedy rows
 needs this launch only.
@@ -25,9 +25,11 @@ def row_stats(
     processed_PV: torch.Tensor | None,
     params_RF: torch.Tensor,
     tokens_R: torch.Tensor,
+    is_non_finite_R: torch.Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
-    """Writes each row's arg max, the lowest index on ties, to `tokens_R` (int32).
+    """Writes each row's arg max, the lowest index on ties, to `tokens_R` (int32). `is_non_finite_R` (int32) becomes 1
+    for rows whose logits, before any processing, have a NaN, a +inf, or nothing above -inf; 0 for others.
 
     Fills the workspace's `chunk_max_RC`, `row_max_R` and, if the temperature is above 0, `row_sum_R`. A NaN counts as
     +inf, so the first of either is the arg max.
@@ -38,8 +40,10 @@ def row_stats(
         logits_RV if processed_PV is None else processed_PV,
         params_RF,
         tokens_R,
+        is_non_finite_R,
         workspace.chunk_max_RC,
         workspace.part_best_RS,
+        workspace.part_raw_best_RS,
         workspace.part_token_RS,
         workspace.part_sum_RS,
         workspace.row_max_R,
@@ -63,8 +67,10 @@ def _row_stats_kernel(  # type: ignore[no-untyped-def]
     processed_ptr,
     params_ptr,
     tokens_ptr,
+    is_non_finite_ptr,
     chunk_max_ptr,
     part_best_ptr,
+    part_raw_best_ptr,
     part_token_ptr,
     part_sum_ptr,
     row_max_ptr,
@@ -94,12 +100,18 @@ def _row_stats_kernel(  # type: ignore[no-untyped-def]
     token = tl.min(tl.min(tl.where(logits_CX == best, tokens_CX, vocab_size), 1), 0)
     slot = row * num_parts + part
     tl.store(part_best_ptr + slot, best)
+    raw_best = best
+    if HAS_PROCESSED:  # noqa: SIM102 - decided when the kernel is compiled
+        if processed_row >= 0:
+            raw_CX = load_logits(logits_ptr, processed_ptr, row, -1, row_stride, tokens_CX, vocab_size, False)
+            raw_best = tl.max(tl.max(raw_CX, 1), 0)
+    tl.store(part_raw_best_ptr + slot, raw_best)
     tl.store(part_token_ptr + slot, token)
     if temperature > 0:
         base = tl.where(tl.abs(best) < float("inf"), best, 0.0)  # inf - inf is NaN
         weights_CX = tl.exp(tl.div_rn(logits_CX - base, temperature))
         tl.store(part_sum_ptr + slot, tl.sum(tl.sum(weights_CX, 1), 0))
-    # One thread stores the part's three scalars and counts the part, with release and acquire order. So the program
+    # One thread stores the part's scalars and counts the part, with release and acquire order. So the program
     # that counts last sees all parts. After the barrier its other threads see them too, but only past L1.
     tl.debug_barrier()
     num_before = tl.atomic_add(num_arrived_ptr + row, 1)
@@ -112,6 +124,9 @@ def _row_stats_kernel(  # type: ignore[no-untyped-def]
         row_max = tl.max(best_S, 0)
         tl.store(tokens_ptr + row, tl.min(tl.where(best_S == row_max, token_S, vocab_size), 0))
         tl.store(row_max_ptr + row, row_max)
+        raw_best_S = tl.load(part_raw_best_ptr + slots_S, mask_S, other=float("-inf"), cache_modifier=".cg")
+        is_finite = tl.abs(tl.max(raw_best_S, 0)) < float("inf")
+        tl.store(is_non_finite_ptr + row, tl.where(is_finite, 0, 1))
         if temperature > 0:
             sum_S = tl.load(part_sum_ptr + slots_S, mask_S, other=0.0, cache_modifier=".cg")
             base = tl.where(tl.abs(row_max) < float("inf"), row_max, 0.0)

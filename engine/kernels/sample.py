@@ -21,10 +21,12 @@ def sample(
     processed_PV: torch.Tensor | None,
     params_RF: torch.Tensor,
     tokens_R: torch.Tensor,
+    is_non_finite_R: torch.Tensor,
     workspace: SamplingWorkspace,
     is_greedy: bool,
 ) -> None:
-    """Writes `tokens_R` (int32). `params_RF` (int32) is laid out as `sampling_parts.NUM_FIELDS` says.
+    """Writes `tokens_R` and `is_non_finite_R` (int32; see row_stats). `params_RF` (int32) is laid out as
+    `sampling_parts.NUM_FIELDS` says.
 
     Rows of `logits_RV` (bf16, fp16 or float32) may be strided; their elements are contiguous. A row whose parameters
     name a row of `processed_PV` (float32, contiguous) is drawn from that instead. `is_greedy`: every row is greedy, so
@@ -46,7 +48,7 @@ def sample(
     if processed_PV is not None:
         assert processed_PV.is_contiguous(), "processed rows are packed"
         assert processed_PV.dtype == torch.float32, f"processed rows of {processed_PV.dtype}"
-    row_stats(logits_RV, processed_PV, params_RF, tokens_R, workspace)
+    row_stats(logits_RV, processed_PV, params_RF, tokens_R, is_non_finite_R, workspace)
     if not is_greedy:
         gumbel_draw(logits_RV, processed_PV, params_RF, tokens_R, workspace)
         filtered_draw(logits_RV, processed_PV, params_RF, tokens_R, workspace)

@@ -49,6 +49,8 @@ class SamplingWorkspace:
     """float32: the largest logit of each part, then the largest score with noise."""
     part_token_RS: torch.Tensor
     """int32: the token with that value."""
+    part_raw_best_RS: torch.Tensor
+    """float32: the largest logit of each part before processing; NaN counts as +inf."""
     part_sum_RS: torch.Tensor
     """float32: sum of exp((logit - the part's largest) / temperature)."""
     row_max_R: torch.Tensor
@@ -88,6 +90,7 @@ def allocate_workspace(
         active_chunks_RC=torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device),
         part_best_RS=floats(num_rows, num_parts),
         part_token_RS=torch.empty((num_rows, num_parts), dtype=torch.int32, device=device),
+        part_raw_best_RS=floats(num_rows, num_parts),
         part_sum_RS=floats(num_rows, num_parts),
         row_max_R=floats(num_rows),
         row_sum_R=floats(num_rows),

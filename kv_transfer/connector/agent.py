@@ -85,10 +85,10 @@ class TransferAgent:
         try:
             while not self._is_stopping:
                 self.progress.end()
-                arrivals = self._channel.wait(self._seconds_to_deadline())
-                self.progress.begin()
-                for arrival in arrivals:
+                for arrival in self._channel.wait(self._seconds_to_deadline()):  # it sleeps before the first
+                    self.progress.begin()
                     self._endpoint.take(arrival)
+                self.progress.begin()
                 self._wakeup.clear()
                 self._execute_commands()
                 self._endpoint.on_time()

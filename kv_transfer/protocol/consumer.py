@@ -154,8 +154,7 @@ class Consumer:
             case Opened():
                 return self._on_opened(transfer, message, now)
             case Refused(reason=reason):
-                loss = Loss(f"the prefill worker refused: {reason}", from_producer=True)
-                return self._lose(transfer, loss)
+                return self._lose(transfer, Loss(f"the prefill worker refused: {reason}", from_producer=True))
             case Aborted(reason=reason, is_cancelled=is_cancelled):
                 return self._lose(transfer, Loss(reason, is_cancelled, from_producer=True))
             case End():
@@ -345,7 +344,8 @@ class Consumer:
 
     def _failed(self, transfer: IncomingTransfer, loss: Loss) -> Failed:
         self._counters["kv_loads_not_needed" if loss.is_cancelled else "kv_loads_failed"] += 1
-        num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
+        num_valid = 0 if loss.from_producer else transfer.num_valid_tokens
+        transport = transfer.transport or ""
         return Failed(transfer.rank_transfer, num_valid, loss.reason, loss.is_cancelled, transport)
 
     def _end_load(self, transfer: IncomingTransfer, outcome: Notification) -> list[Effect]:

@@ -59,7 +59,8 @@ class Loss:
     reason: str
     is_cancelled: bool = False
     from_producer: bool = False
-    """The producer itself reported it, and has forgotten the rank transfer."""
+    """The producer itself reported it, and has forgotten the rank transfer. Nothing that arrived is kept: without a
+    first token, the producer may have computed it wrongly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,8 +119,11 @@ class EnginesOf:
         for engine in self._engines:
             engine.stop()
 
-    def start(self, name: str, num_ranks: int = 1, **scheduler: Any) -> WholeEngine:
-        engine = WholeEngine(self._folder, name, self._news, num_ranks, **scheduler)
+    def start(
+        self, name: str, num_ranks: int = 1, folder: Path | None = None, **scheduler: Any
+    ) -> WholeEngine:
+        """`folder`: of another model than that of the others."""
+        engine = WholeEngine(folder or self._folder, name, self._news, num_ranks, **scheduler)
         self._engines.append(engine)
         return engine
 

@@ -372,3 +372,13 @@ def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.Mon
     prefill.stop()
     decode.stop()
     assert threading.active_count() == before
+
+
+def test_c54_a_transfer_thread_that_waits_for_messages_has_nothing_to_do(prefill: Worker) -> None:
+    """Else a worker without hand-overs would seem to hang."""
+    deadline = time.monotonic() + 10.0
+    while prefill.connector.progress.piece is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert prefill.connector.progress.piece is None

@@ -124,6 +124,26 @@ def test_min_tokens_ends_while_the_batch_stays(device: torch.device) -> None:
     assert sampler(logits_RV.to(device), [state]).wait()[0].token_id == 7
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_c55_rows_that_are_not_finite_are_those_of_the_cpu(wrong: float, device: torch.device) -> None:
+    """In the first chunk and in the last; with every kind of sampling, and a grammar that forbids the wrong token."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2 if math.isnan(wrong) else None},  # NumPy warns of a logarithm of 0
+        {"top_k": 5, "top_p": 0.8},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"structured_output": StructuredOutput(GrammarKind.REGEX, "a")},
+    ]
+    requests = [request(seed=row, **params) for row, params in enumerate(2 * kinds)]
+    logits_RV = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3))
+    logits_RV[:4] = -math.inf if wrong < 0 else logits_RV[:4]
+    logits_RV[range(4), [1, 88, 88, 1]] = wrong
+    sampler = device_sampler(device)
+    found = sampler(logits_RV.to(device), requests).wait()
+    assert [token.is_finite for token in found] == [False] * 4 + [True] * 4
+    assert [token.is_finite for token in sample(logits_RV, requests)] == [False] * 4 + [True] * 4
+    assert found[4:] == sampler(logits_RV[4:].to(device), requests[4:]).wait()
+
+
 class Recorded:
     """A rank of two, whose peer's broadcasts are what rank 0 left here."""
 

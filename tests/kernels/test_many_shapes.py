@@ -338,7 +338,9 @@ def _sampled(logits_RV: torch.Tensor, params_RF: torch.Tensor, *, is_greedy: boo
     rows, vocab = logits_RV.shape
     workspace = allocate_workspace(rows, vocab, logits_RV.device)
     tokens_R = torch.full((rows,), -1, dtype=torch.int32, device=logits_RV.device)
-    sample(logits_RV, None, params_RF.to(logits_RV.device), tokens_R, workspace, is_greedy)
+    flags_R = torch.full_like(tokens_R, -1)
+    sample(logits_RV, None, params_RF.to(logits_RV.device), tokens_R, flags_R, workspace, is_greedy)
+    assert not flags_R.any(), "these logits are finite"
     return tokens_R
 
 

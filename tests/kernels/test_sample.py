@@ -34,22 +34,30 @@ def sampled(
     logits_RV: torch.Tensor, params_RF: torch.Tensor, processed_PV: torch.Tensor | None = None
 ) -> list[int]:
     """Launched with chunks so small that even these rows have many of them."""
+    return sampled_and_flagged(logits_RV, params_RF, processed_PV)[0]
+
+
+def sampled_and_flagged(
+    logits_RV: torch.Tensor, params_RF: torch.Tensor, processed_PV: torch.Tensor | None = None
+) -> tuple[list[int], list[int]]:
+    """The tokens, and which rows are not finite."""
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device
     workspace = allocate_workspace(num_rows, vocab_size, device, chunk=32, chunks_per_part=4)
     tokens_R = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
     is_greedy = not params_RF[:, 0].any()
-    sample(logits_RV, processed_PV, params_RF.to(device), tokens_R, workspace, is_greedy)
+    flags_R = torch.full_like(tokens_R, -1)
+    sample(logits_RV, processed_PV, params_RF.to(device), tokens_R, flags_R, workspace, is_greedy)
     assert not workspace.num_arrived_R.any(), "the next launch would count on"
-    found: list[int] = tokens_R.tolist()
-    return found
+    return tokens_R.tolist(), flags_R.tolist()
 
 
 def compile_launch(vocab_size: int, dtype: torch.dtype, has_processed: bool) -> None:
     logits_RV = torch.empty(2, vocab_size, dtype=dtype)
     processed_PV = torch.empty(1, vocab_size) if has_processed else None
     workspace = allocate_workspace(2, vocab_size, logits_RV.device)
-    sample(logits_RV, processed_PV, params(2), torch.empty(2, dtype=torch.int32), workspace, is_greedy=False)
+    tokens_R, flags_R = torch.empty((2, 4), dtype=torch.int32)
+    sample(logits_RV, processed_PV, params(2), tokens_R, flags_R, workspace, is_greedy=False)
 
 
 LAUNCHES = {
@@ -155,9 +163,28 @@ def test_rows_without_a_distribution_give_their_arg_max(temperature: float, devi
     logits_RV[3] = math.nan
     logits_RV[4] = torch.arange(VOCAB)
     rows_RF = params(5, temperature=temperature, top_k=7, top_p=0.9, min_p=0.1)
-    tokens = sampled(logits_RV.to(device), rows_RF)
+    tokens, flags = sampled_and_flagged(logits_RV.to(device), rows_RF)
     assert tokens[:4] == [0, 40, 60, 0]
     assert tokens[4] >= VOCAB - 7
+    assert flags == [1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("place", [0, 33, VOCAB - 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_c55_a_row_is_finite_by_its_logits_before_processing(
+    temperature: float, place: int, device: torch.device
+) -> None:
+    """Processing hides a NaN in row 0, leaves nothing in row 1, and gives row 2 an infinite value."""
+    logits_RV = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    logits_RV[3, :] = -math.inf
+    logits_RV[3, place] = 1.0
+    processed_PV = logits_RV[:3].to(torch.float32)
+    logits_RV[0, place] = math.nan
+    processed_PV[1] = -math.inf
+    processed_PV[2, place] = math.inf
+    rows_RF = params(5, processed_row=np.array([0, 1, 2, -1, -1]), temperature=temperature, top_k=5)
+    _, flags = sampled_and_flagged(logits_RV.to(device), rows_RF, processed_PV.to(device))
+    assert flags == [1, 0, 0, 0, 0]
 
 
 def test_processed_rows_take_the_place_of_theirs(device: torch.device, generator: torch.Generator) -> None:

@@ -2,13 +2,16 @@
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from baton.sampling import SamplingParams
+from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from engine.batch import RunnerRequest
+from engine.grammars.compiler import Matcher
 from engine.sampler import sample
 from tests.factories.stepping import make_request_data
 
@@ -240,3 +243,54 @@ def test_bfloat16_logits_are_sampled_in_float32() -> None:
     logits = random_logits(rows=2).to(torch.bfloat16)
     rows = [request(temperature=0.0), request(seed=1)]
     assert token_ids(logits, *rows) == token_ids(logits.float(), *rows)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.7},
+    "top_k, top_p": {"top_k": 5, "top_p": 0.8},
+    "min_p": {"min_p": 0.2},
+    "logprobs": {"temperature": 0.0, "logprobs": 3},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "min_tokens": {"temperature": 0.0, "min_tokens": 2, "eos": (4, 40)},
+    "grammar": {"structured_output": StructuredOutput(GrammarKind.REGEX, "a")},
+}
+
+
+class AllowsFew:
+    """A matcher that forbids nearly every token, or all of them."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._token_ids = token_ids
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        return np.isin(np.arange(VOCAB), self._token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("value", "place"), [(math.nan, 0), (math.nan, 40), (math.inf, VOCAB - 1), (-math.inf, slice(None))]
+)
+def test_c55_a_row_that_is_not_finite_is_marked_and_no_other_changes(
+    kind: str, value: float, place: int | slice
+) -> None:
+    """Even where a mask would hide the wrong value."""
+    rows = [request(seed=seed, **KINDS[kind]) for seed in range(3)]
+    if kind == "grammar":
+        for row in rows:
+            row.matcher = cast("Matcher", AllowsFew(3, 7))
+    logits = random_logits(rows=3)
+    logits[1, 5:] = -math.inf  # a model may rule tokens out
+    before = sample(logits, rows)
+    assert [token.is_finite for token in before] == [True] * 3
+    logits[2, place] = value
+    after = sample(logits, rows)
+    assert [token.is_finite for token in after] == [True, True, False]
+    assert after[:2] == before[:2]
+    assert 0 <= after[2].token_id < VOCAB, "the next step may embed it before this one is known"
+
+
+def test_c55_a_grammar_that_allows_nothing_is_not_the_models_fault() -> None:
+    row = request(temperature=0.0)
+    row.matcher = cast("Matcher", AllowsFew())
+    assert sample(random_logits(), [row])[0].is_finite

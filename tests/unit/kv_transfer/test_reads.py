@@ -138,12 +138,22 @@ def test_c35_without_checksums_nothing_that_was_read_is_kept_of_a_failed_load(
     start(wire)
     wire.ready(0, 2)
     wire.deliver()
+    wire.advance(LOAD_TIMEOUT_S)
+    reason = f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s"
+    failed = Failed(RankTransfer("r"), num_valid_tokens, reason, False, SHARED_MEMORY)
+    assert failed in wire.notifications
+
+
+def test_c55_nothing_is_kept_of_a_prompt_that_its_producer_gave_up() -> None:
+    """It may have computed the prompt wrongly, which no checksum shows."""
+    wire = make_wire(ChecksumPolicy.ON)
+    start(wire)
+    wire.ready(0, 2)
+    wire.deliver()
     wire.at_producer(wire.producer.abort(RankTransfer("r"), "the prefill failed", False))
     wire.source_blocks.clear()
     wire.deliver()
-    assert wire.notifications[-1] == Failed(
-        RankTransfer("r"), num_valid_tokens, "the prefill failed", False, SHARED_MEMORY
-    )
+    assert wire.notifications[-1] == Failed(RankTransfer("r"), 0, "the prefill failed", False, SHARED_MEMORY)
 
 
 def test_c45_a_piece_overwritten_during_its_read_fails_its_checksum() -> None:

@@ -1,0 +1,138 @@
+"""Behaviour 55: a worker with a NaN in one weight serves no token, and its KV serves nobody."""
+
+import asyncio
+import json
+import math
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from safetensors.torch import load_file, save_file
+
+from baton.config import BatonConfig
+from baton.kv import OnLoadFailure
+from baton.request import EngineRequest, ErrorKind
+from baton.sampling import SamplingParams
+from baton.step import NON_FINITE
+from baton.worker import WorkerRole
+from cluster.processes.child_processes import WorkerProcess, with_path
+from cluster.serve.gateway import make_gateway
+from gateway import Tokenizer
+from tests.factories.security import KEYS, SECRET
+from tests.factories.whole_engines import EnginesOf, hand_over
+
+pytestmark = pytest.mark.slow
+
+CONFIG = BatonConfig.from_mapping(
+    {
+        "model": {"dtype": "float32"},
+        "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
+        "scheduler": {"max_num_batched_tokens": 64, "num_blocks": 64},
+        "gateway": {"grpc_port": 0, "http_port": 0, "placement_timeout_s": 5.0},
+        "cluster": {"prefill": 0, "decode": 2},
+    }
+)
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 1, "seed": 4},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 1, "top_p": 0.9, "seed": 5},
+)
+
+
+@pytest.fixture
+def wrong_folder(folder: Path, tmp_path: Path) -> Path:
+    """The model with one NaN in one weight."""
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    weights = load_file(wrong / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"][3, 4] = math.nan
+    save_file(weights, wrong / "model.safetensors", {"format": "pt"})
+    return wrong
+
+
+@asynccontextmanager
+async def fleet(
+    models: Mapping[str, Path], tmp_path: Path, tokenizer: Path
+) -> AsyncIterator[tuple[httpx2.AsyncClient, dict[str, WorkerProcess]]]:
+    """Decode workers by name, each with a model of its own, and their gateway."""
+    workers: dict[str, WorkerProcess] = {}
+    gateway = make_gateway(CONFIG, KEYS, tokenizer, Tokenizer(tokenizer))
+    await gateway.start()
+    try:
+        for name, model in models.items():
+            path = tmp_path / f"{name}.json"
+            path.write_text(json.dumps(with_path(CONFIG, model)))
+            workers[name] = WorkerProcess(path, SECRET, WorkerRole.DECODE, name)
+        for worker in workers.values():
+            gateway.add_worker(await asyncio.to_thread(worker.wait_until_ready))
+        for name in workers:
+            await gateway.wait_for_worker(name)
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=60) as client:
+            yield client, workers
+    finally:
+        await gateway.stop(grace_s=1.0)
+        for worker in workers.values():
+            await asyncio.to_thread(worker.stop)
+
+
+async def complete(client: httpx2.AsyncClient, options: dict[str, Any]) -> httpx2.Response:
+    body = {"model": "smollm2", "prompt": "The cache is the baton", "max_tokens": 6, "ignore_eos": True}
+    return await client.post("/v1/completions", json=body | options)
+
+
+def choice(answer: httpx2.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+async def test_c55_answers_come_from_the_other_worker_token_for_token(
+    folder: Path, wrong_folder: Path, tmp_path: Path
+) -> None:
+    async with fleet({"w0": wrong_folder, "w1": folder}, tmp_path, folder) as (client, workers):
+        end = asyncio.create_task(asyncio.to_thread(workers["w0"].wait))
+        answers = []
+        async with asyncio.timeout(60):
+            while not end.done():  # until it had its second step
+                answers += await asyncio.gather(*[complete(client, kind) for kind in KINDS])
+        assert end.result() == 1, "it failed, so its supervisor replaces it"
+        undisturbed = [choice(await complete(client, kind)) for kind in KINDS]
+        for number, answer in enumerate(answers):
+            assert choice(answer) == undisturbed[number % len(KINDS)]
+
+
+async def test_c55_where_every_worker_is_wrong_the_client_gets_an_error(
+    folder: Path, wrong_folder: Path, tmp_path: Path
+) -> None:
+    async with fleet({"w0": wrong_folder, "w1": wrong_folder}, tmp_path, folder) as (client, _):
+        for kind in KINDS:
+            answer = await complete(client, kind)
+            assert answer.status_code == 503, answer.text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_c55_a_prefill_worker_whose_logits_are_not_finite_hands_nothing_over(
+    folder: Path, wrong_folder: Path, num_ranks: int
+) -> None:
+    """Whole or in chunks, the decode worker computes the prompt itself."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    prompts = {f"r{length}": tuple((7 * i + length) % 300 for i in range(length)) for length in (20, 150)}
+    requests = [
+        EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
+        for name, prompt in prompts.items()
+    ]
+    with EnginesOf(folder) as engines:
+        reference, consumer = engines.start("reference"), engines.start("d")
+        producer = engines.start("p", num_ranks, wrong_folder)
+        for request in requests:
+            reference.add(request)
+            hand_over(producer, consumer, request, OnLoadFailure.RECOMPUTE)
+        engines.run()
+        for name in prompts:
+            told = producer.told[name].end
+            assert told is not None
+            assert (told.error, told.error_kind) == (NON_FINITE, ErrorKind.INTERNAL)
+            assert consumer.told[name].token_ids == reference.told[name].token_ids
