@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import News, RankTransfer, Received
+from kv_transfer.protocol.effects import Failed, News, RankTransfer, Received
 from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.messages import ChecksumPolicy, End, Open, TransferKey
 from kv_transfer.protocol.transports import TransportOffer
@@ -60,6 +60,13 @@ class Loss:
     is_cancelled: bool = False
     from_producer: bool = False
     """The producer itself reported it, and has forgotten the rank transfer."""
+    is_link_failure: bool = False
+    """See TransferRecord."""
+
+
+def link_failure(reason: str, *, from_producer: bool = False) -> Loss:
+    """The two workers cannot exchange KV, though each may be healthy."""
+    return Loss(reason, from_producer=from_producer, is_link_failure=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +145,17 @@ class IncomingTransfer:
             identity.offer.host,
             transports,
             identity.checksums,
+        )
+
+    def failed(self, loss: Loss, *, is_postponed: bool = False) -> Failed:
+        return Failed(
+            self.rank_transfer,
+            self.num_valid_tokens,
+            loss.reason,
+            loss.is_cancelled,
+            self.transport or "",
+            is_postponed,
+            loss.is_link_failure,
         )
 
     def received(self, now: float) -> Received:
