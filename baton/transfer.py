@@ -56,6 +56,9 @@ class TransferRecord:
     """In the order of their times; the last one says how the hand-over ended."""
     reason: str = ""
     """Why it failed or was not needed."""
+    is_link_failure: bool = False
+    """It failed because these two workers cannot exchange KV, though each may be healthy: no answer comes, no transport
+    works, pieces arrive damaged, or the two do not match."""
 
     def at(self, kind: TransferEventKind) -> float | None:
         """When this event happened; None if it did not."""

@@ -4,6 +4,7 @@ All APIs use it, so a prompt means the same in each, and all refuse the same req
 """
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -37,10 +38,17 @@ class Preprocessor:
     """One instance serves all APIs of a gateway."""
 
     def __init__(
-        self, tokenizer: Tokenizer, model: ServedModel, grammars: GrammarCheck, *, log_prompts: bool = False
+        self,
+        tokenizer: Tokenizer,
+        model: ServedModel,
+        grammars: GrammarCheck,
+        *,
+        log_prompts: bool = False,
+        isolate_prefix_cache: bool = False,
     ) -> None:
-        """`log_prompts`: log what users write."""
+        """`log_prompts`: log what users write. `isolate_prefix_cache`: callers share no cached prefix."""
         self._log_prompts = log_prompts
+        self._isolate_prefix_cache = isolate_prefix_cache
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._model = model
@@ -100,7 +108,7 @@ class Preprocessor:
             sampling_params=params,
             text=self._text(params, keep_special_tokens, prompt_token_ids),
             priority=_priority_for(caller, priority),
-            cache_salt=cache_salt,
+            cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
             mode=mode,
             timeout_s=_left(timeout_s, now() - began),
             caller=caller,
@@ -190,6 +198,11 @@ class Preprocessor:
 
 def _left(timeout_s: float | None, gone_s: float) -> float | None:
     return None if timeout_s is None else max(0.0, timeout_s - gone_s)
+
+
+def _own_salt(caller: Caller, cache_salt: str | None) -> str:
+    """No two callers have a salt in common, whatever salts they send."""
+    return json.dumps([caller.name, cache_salt])
 
 
 def _priority_for(caller: Caller, asked: int) -> int:

@@ -99,7 +99,11 @@ class Gateway:
             self._metrics.grammar_checked,
         )
         self._preprocessor = preprocessor = Preprocessor(
-            tokenizer, model, self._grammars, log_prompts=log_prompts
+            tokenizer,
+            model,
+            self._grammars,
+            log_prompts=log_prompts,
+            isolate_prefix_cache=config.isolate_prefix_cache,
         )
         self._cluster = ClusterService(self._driver, model, control)
         generation = GenerationService(self._driver, preprocessor, model)

@@ -25,6 +25,7 @@ class _Timeline:
     num_bytes: int = 0
     end: TransferEventKind | None = None
     reason: str = ""
+    is_link_failure: bool = False
 
 
 class Timelines:
@@ -52,13 +53,20 @@ class Timelines:
             timeline.num_bytes += num_bytes
 
     def part_ended(
-        self, request_id: str, kind: TransferEventKind, transport: str = "", reason: str = ""
+        self,
+        request_id: str,
+        kind: TransferEventKind,
+        transport: str = "",
+        reason: str = "",
+        *,
+        is_link_failure: bool = False,
     ) -> None:
         """Records the end of one rank transfer, in one of the ways of ENDS."""
         timeline = self._timelines.get(request_id)
         if timeline is None:
             return
         timeline.transport = transport or timeline.transport
+        timeline.is_link_failure |= is_link_failure
         if timeline.end is None or ENDS.index(kind) > ENDS.index(timeline.end):
             timeline.end, timeline.reason = kind, reason
 
@@ -78,6 +86,7 @@ class Timelines:
             num_bytes=timeline.num_bytes,
             events=tuple(timeline.events),
             reason=timeline.reason,
+            is_link_failure=timeline.is_link_failure,
         )
 
     def forget(self, request_id: str) -> None:
@@ -101,5 +110,9 @@ def combine(records: Iterable[TransferRecord]) -> TransferRecord:
     ]
     events.sort(key=lambda event: event.at_s)
     end = TransferEvent(worst.events[-1].kind, max(part.ended_s for part in parts))
-    num_bytes = sum(part.num_bytes for part in parts)
-    return replace(worst, num_bytes=num_bytes, events=(*events, end))
+    return replace(
+        worst,
+        num_bytes=sum(part.num_bytes for part in parts),
+        events=(*events, end),
+        is_link_failure=any(part.is_link_failure for part in parts),
+    )

@@ -36,6 +36,9 @@ class GatewayConfig(Section):
     since they may come from a web page."""
     metrics_need_key: bool = True
     """With API keys, /metrics needs a key with the scope `observe`; false opens it to everyone who can connect."""
+    isolate_prefix_cache: bool = False
+    """Requests of different callers share no cached prefix, so that neither times nor `cached_tokens` tell one caller
+    what another sent. Callers are told apart by their API keys' names; those without a key are one caller."""
     routing_policy: Literal["round_robin", "least_loaded", "kv_aware"] = "kv_aware"
     """How workers are chosen. `round_robin`: in turn. `least_loaded`: those with the fewest requests. `kv_aware`:
     those that cost the least time, given their prefix caches, their load, and how fast KV moves between them."""
@@ -112,6 +115,10 @@ class GatewayConfig(Section):
     def _check_access(self) -> Self:
         if reason := contradiction_among(self.api_keys):
             raise ValueError(f"api_keys: {reason}")
+        if self.isolate_prefix_cache and not self.has_keys:
+            raise ValueError(
+                "isolate_prefix_cache needs API keys, since all callers without a key are one caller; set api_keys_file"
+            )
         if is_loopback(self.host):
             return self
         has_client_certificates = self.tls is not None and self.tls.client_ca_file is not None

@@ -11,6 +11,7 @@ from enum import Enum
 from baton.errors import InvalidRequest, RequestError
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
 from baton.request import EngineRequest, ErrorKind, FinishReason, OnPreemption, RequestOutput
+from baton.transfer import TransferRecord
 from gateway.routing.placement import Placement
 
 
@@ -86,6 +87,7 @@ class Attempt:
     _lost_prompt: AttemptFailure | None = None
     """The decode worker reported that its prompt did not arrive; the prefill worker has yet to report why."""
     _is_prefill_aborted: bool = False
+    _is_transfer_reported: bool = False
     _uncounted: set[str] = field(init=False)
     """Workers whose sub-request's end `newly_ended` has not returned yet."""
 
@@ -146,6 +148,15 @@ class Attempt:
         if was_draining:
             return AttemptFailure(worker, Cause.GIVEN_BACK, "the worker has stopped after its drain", reason)
         return AttemptFailure(worker, Cause.LOST, "the worker was lost", reason, is_prompt_lost=is_prefill)
+
+    def transfer_of(self, worker: str, output: RequestOutput) -> TransferRecord | None:
+        """How the hand-over ended for the decode worker, if this output says so; returned once."""
+        is_news = worker == self.placement.decode and not self._is_transfer_reported
+        if not is_news or self.placement.pair is None or output.stage_times is None:
+            return None
+        (*_, transfer) = output.stage_times.transfers or (None,)
+        self._is_transfer_reported = transfer is not None
+        return transfer
 
     def prefill_to_abort(self) -> str | None:
         """The prefill worker, if its request is open only to learn how it ended; returned once."""

@@ -19,6 +19,7 @@ from itertools import starmap
 
 from baton.errors import DeadlinePassed, DeadlineTooClose, RequestError
 from baton.request import FinishReason, RequestOutput
+from baton.transfer import TransferEventKind, TransferRecord
 from baton.worker import WorkerStatus
 from gateway.auth.callers import Caller
 from gateway.requests.attempt import Attempt, AttemptFailure
@@ -47,6 +48,7 @@ from gateway.requests.record import Outcome, Tally, record_of
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestPhase, RequestState
 from gateway.requests.retry import LoadFailurePolicy, RetryState
+from gateway.routing.avoided_pairs import AvoidedPairs
 from gateway.routing.placement import NoRoom, Placement
 from gateway.routing.prefill_times import PrefillTimes
 from gateway.routing.router import Router
@@ -79,6 +81,7 @@ class Dispatcher:
         self.router = router
         self.tally = Tally()
         self.latencies = LatencyWindow(on_first_token)
+        self.avoided_pairs = AvoidedPairs()
         self._policy = policy
         self._draw_id = draw_id
         self._max_in_flight = max_in_flight
@@ -234,7 +237,8 @@ class Dispatcher:
         if len(self._placed) >= self._max_in_flight:
             return NoRoom(f"{len(self._placed)} requests are with workers, which is the limit")
         try:
-            placement = state.retry.route(self.router, state.output_token_ids)
+            avoided = self.avoided_pairs.at(self._now)
+            placement = state.retry.route(self.router, state.output_token_ids, avoided)
         except Exception as error:
             del self._entries[state]
             self._refuse(state, error)
@@ -262,7 +266,9 @@ class Dispatcher:
         _log(logging.DEBUG, state, f"goes to {' and '.join(attempt.workers)}")
         if state.request.on_placed is not None:
             self._effects.append(Placed(state.request, placement))
-        transfer_id = "" if placement.prefill is None else self._draw_id(16)
+        if placement.pair is not None:
+            self.avoided_pairs.placed(placement.pair, self._now)
+        transfer_id = "" if placement.pair is None else self._draw_id(16)
         self._effects += starmap(SubmitTo, state.sub_requests(refs, transfer_id, self._now))
 
     def _close_attempt(self, state: RequestState, failure: AttemptFailure | None = None) -> None:
@@ -314,6 +320,8 @@ class Dispatcher:
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
             self._effects.append(Deliver(state.request, result))
+        if (transfer := attempt.transfer_of(worker, output)) is not None:
+            self._note_transfer(attempt, transfer)
         if output.stage_times is not None and not isinstance(result, AttemptFailure):
             self._learn(state, worker, output)
         if state.finish is not None:
@@ -324,6 +332,14 @@ class Dispatcher:
             if (prefill := attempt.prefill_to_abort()) is not None:
                 self._effects.append(AbortAt(prefill, attempt.engine_request_id))
             self._count_ended(attempt)
+
+    def _note_transfer(self, attempt: Attempt, transfer: TransferRecord) -> None:
+        pair = attempt.placement.pair
+        assert pair is not None, f"{attempt} has no hand-over"
+        if transfer.is_link_failure:
+            self.avoided_pairs.failed(pair, attempt.began_at, transfer.reason, self._now)
+        elif transfer.at(TransferEventKind.VERIFIED) is not None:
+            self.avoided_pairs.works(pair)
 
     def _learn(self, state: RequestState, worker: str, output: RequestOutput) -> None:
         """Learns from a worker's stage times how long transfers and prompts take."""
@@ -351,6 +367,7 @@ class Dispatcher:
         self._workers.remove(worker)
         self.router.on_worker_lost(worker)
         self._prefill_times.forget(worker)
+        self.avoided_pairs.forget(worker)
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
                 attempt = state.attempt

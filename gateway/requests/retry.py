@@ -12,6 +12,7 @@ So a request that kills its workers at the same token kills at most MAX_LOSSES o
 or refused do not count; the time that a request may look for a place bounds them.
 """
 
+from collections.abc import Set
 from typing import Literal
 
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
@@ -19,7 +20,7 @@ from baton.request import OnPreemption
 from baton.worker import WorkerRole
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause
 from gateway.requests.request import GatewayRequest
-from gateway.routing.placement import Mode, NoRoom, Placement, RouteQuery
+from gateway.routing.placement import Mode, NoRoom, Pair, Placement, RouteQuery
 from gateway.routing.router import Router
 from gateway.workers.worker_list import WorkerList
 
@@ -65,15 +66,17 @@ class RetryState:
         """Since when the request looks for a place. Time on workers that gave it back without progress is added, so
         that queueing there does not use up its time."""
 
-    def route(self, router: Router, output_token_ids: tuple[int, ...]) -> Placement | RequestError:
+    def route(
+        self, router: Router, output_token_ids: tuple[int, ...], avoided: Set[Pair] = frozenset()
+    ) -> Placement | RequestError:
         """The next placement; NoRoom or WorkerUnavailable if the request has to wait.
 
         If every other worker is excluded, the request is retried on one that failed it before.
         """
         failed, refused = self._excluded()
-        placement = _route(router, self._query(output_token_ids, failed | refused))
+        placement = _route(router, self._query(output_token_ids, failed | refused, avoided))
         if isinstance(placement, WorkerUnavailable) and (failed or refused):
-            placement = _route(router, self._query(output_token_ids, refused))
+            placement = _route(router, self._query(output_token_ids, refused, avoided))
         if isinstance(placement, WorkerUnavailable) and refused and self._last_failure is not None:
             return NoRoom(self._disclosed(self._last_failure))
         return placement
@@ -154,7 +157,9 @@ class RetryState:
         refused = (name for name, worker in listed if self._refused.get(name) == worker.heartbeat)
         return frozenset(failed), frozenset(refused)
 
-    def _query(self, output_token_ids: tuple[int, ...], excluded: frozenset[str]) -> RouteQuery:
+    def _query(
+        self, output_token_ids: tuple[int, ...], excluded: Set[str], avoided: Set[Pair] = frozenset()
+    ) -> RouteQuery:
         request = self._request
         return RouteQuery(
             token_ids=request.prompt_token_ids + output_token_ids,
@@ -163,6 +168,7 @@ class RetryState:
             mode=request.mode,
             excluded=excluded,
             without_prefill=self._is_without_prefill,
+            avoided=avoided,
         )
 
     def _count(

@@ -1,10 +1,13 @@
 """RouteQuery and Placement: what the router is asked, and its answer."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 from enum import Enum
 
 from baton.errors import RequestError
+
+Pair = tuple[str, str]
+"""The names of a prefill and a decode worker."""
 
 
 class Mode(Enum):
@@ -29,6 +32,9 @@ class RouteQuery:
     """Names of workers that failed this request."""
     without_prefill: bool = False
     """Prefill workers failed it too often."""
+    avoided: Set[Pair] = frozenset()
+    """Pairs that cannot exchange KV at present. A request that requires a prefill worker gets one of them if there is
+    no other pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,10 @@ class Placement:
     """Prompt tokens that the decode worker does not have yet and loads."""
     num_decode_blocks: int = 0
     """Blocks that the prompt and one more token take on the decode worker."""
+
+    @property
+    def pair(self) -> Pair | None:
+        return None if self.prefill is None else (self.prefill, self.decode)
 
 
 class NoRoom(RequestError):

@@ -1,11 +1,12 @@
 """Policies: which of the candidate workers gets a request. Candidates start with the next in turn, so equals share
 the load."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from heapq import nsmallest
 from typing import Protocol
 
 from gateway.routing.cost import CostModel, Need
+from gateway.routing.placement import Pair
 from gateway.routing.worker_snapshot import WorkerSnapshot
 
 NUM_JOINT = 8
@@ -13,13 +14,14 @@ NUM_JOINT = 8
 are compared."""
 
 Workers = Sequence[WorkerSnapshot]
+Chosen = tuple[WorkerSnapshot, WorkerSnapshot]
 
 
 class Policy(Protocol):
     """Lists are never empty."""
 
-    def pair(self, need: Need, prefills: Workers, decodes: Workers) -> tuple[WorkerSnapshot, WorkerSnapshot]:
-        """The workers for prefill and decode."""
+    def pair(self, need: Need, prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Chosen | None:
+        """The workers for prefill and decode; None if every pair is avoided."""
         ...
 
     def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
@@ -30,8 +32,8 @@ class Policy(Protocol):
 class RoundRobin:
     """Workers in turn."""
 
-    def pair(self, need: Need, prefills: Workers, decodes: Workers) -> tuple[WorkerSnapshot, WorkerSnapshot]:
-        return prefills[0], decodes[0]
+    def pair(self, need: Need, prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Chosen | None:
+        return next(_pairs(prefills, decodes, avoided), None)
 
     def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
         return decodes[0]
@@ -40,8 +42,9 @@ class RoundRobin:
 class LeastLoaded:
     """Workers with the fewest requests, whatever their size."""
 
-    def pair(self, need: Need, prefills: Workers, decodes: Workers) -> tuple[WorkerSnapshot, WorkerSnapshot]:
-        return min(prefills, key=_num_requests), min(decodes, key=_num_requests)
+    def pair(self, need: Need, prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Chosen | None:
+        by_load = sorted(prefills, key=_num_requests), sorted(decodes, key=_num_requests)
+        return next(_pairs(*by_load, avoided), None)
 
     def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
         return min(decodes, key=_num_requests)
@@ -53,15 +56,21 @@ class KVAware:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
 
-    def pair(self, need: Need, prefills: Workers, decodes: Workers) -> tuple[WorkerSnapshot, WorkerSnapshot]:
+    def pair(self, need: Need, prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Chosen | None:
         costs = self._costs
-        prefills = nsmallest(NUM_JOINT, prefills, key=lambda each: costs.prefill_s(each, need))
-        decodes = nsmallest(NUM_JOINT, decodes, key=lambda each: costs.receiver_s(each, need))
-        pairs = ((prefill, decode) for prefill in prefills for decode in decodes)
-        return min(pairs, key=lambda pair: costs.pair_s(pair[0], pair[1], need))
+        best_prefills = nsmallest(NUM_JOINT, prefills, key=lambda each: costs.prefill_s(each, need))
+        best_decodes = nsmallest(NUM_JOINT, decodes, key=lambda each: costs.receiver_s(each, need))
+        pairs = list(_pairs(best_prefills, best_decodes, avoided)) or _pairs(prefills, decodes, avoided)
+        return min(pairs, key=lambda pair: costs.pair_s(pair[0], pair[1], need), default=None)
 
     def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
         return min(decodes, key=lambda each: self._costs.local_s(each, need))
+
+
+def _pairs(prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Iterator[Chosen]:
+    """Pairs that are not avoided, those of the first prefill worker first."""
+    pairs = ((prefill, decode) for prefill in prefills for decode in decodes)
+    return (pair for pair in pairs if (pair[0].name, pair[1].name) not in avoided) if avoided else pairs
 
 
 def _num_requests(worker: WorkerSnapshot) -> int:

@@ -4,7 +4,7 @@ Inputs are the workers' reports (`on_status`, `on_worker_lost`, `kv_events`), th
 and measurements (`measured`); `route` returns a placement. The router has no clock: all times are reported durations.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from itertools import count
 
 from baton.block_hash import block_hashes
@@ -14,7 +14,7 @@ from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need
-from gateway.routing.placement import Mode, NoRoom, Placement, RouteQuery
+from gateway.routing.placement import Mode, NoRoom, Pair, Placement, RouteQuery
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.worker_snapshot import WorkerSnapshot
@@ -111,8 +111,7 @@ class Router:
             raise WorkerUnavailable("no decode worker is available")
         prefills = [] if query.without_prefill else self._able_to(WorkerRole.PREFILL, query.excluded, turn)
         mode = query.mode or self._default_mode
-        is_required = query.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
-        if mode is not Mode.LOCAL and not prefills and is_required:
+        if mode is not Mode.LOCAL and not prefills and self._requires_prefill(query):
             raise WorkerUnavailable("no prefill worker is available, but the request requires one")
         num_tokens = len(query.token_ids)
         large = [worker for worker in decodes if worker.may_ever_hold(num_tokens + 1)]
@@ -153,24 +152,36 @@ class Router:
             return self._local(need, self._policy.local(need, decodes), reason)
         if mode is None:
             local = self._policy.local(need, decodes)
-            if reason := self._reason_for_local(need, local, prefills, decodes):
+            if reason := self._reason_for_local(need, local, prefills, decodes, query.avoided):
                 return self._local(need, local, reason)
-        if not prefills:
-            return self._local(need, self._policy.local(need, decodes), "no prefill worker", is_fallback=True)
-        return self._pair(need, *self._policy.pair(need, prefills, decodes))
+        pair = self._policy.pair(need, prefills, decodes, query.avoided)
+        if pair is None and self._requires_prefill(query):
+            pair = self._policy.pair(need, prefills, decodes, frozenset())
+        if pair is None:
+            reason = "no link to a prefill worker" if prefills else "no prefill worker"
+            return self._local(need, self._policy.local(need, decodes), reason, is_fallback=True)
+        return self._pair(need, *pair)
+
+    def _requires_prefill(self, query: RouteQuery) -> bool:
+        return query.mode is Mode.DISAGGREGATED or self._config.require_disaggregated
 
     def _reason_for_local(
-        self, need: Need, local: WorkerSnapshot, prefills: list[WorkerSnapshot], decodes: list[WorkerSnapshot]
+        self,
+        need: Need,
+        local: WorkerSnapshot,
+        prefills: list[WorkerSnapshot],
+        decodes: list[WorkerSnapshot],
+        avoided: Set[Pair],
     ) -> str:
         """Why a request that may run either way should use a decode worker alone; empty if it should not."""
         costs, threshold = self._costs, self._config.local_prefill_tokens
         if threshold is not None and need.num_tokens - need.hits.get(local.name, 0) <= threshold:
             return "short prompt"
-        if not prefills:
+        pair = self._policy.pair(need, prefills, decodes, avoided)
+        if pair is None:
             return ""
-        prefill, decode = self._policy.pair(need, prefills, decodes)
-        pair_s, local_s = costs.pair_s(prefill, decode, need), costs.local_s(local, need)
-        if threshold is None and local_s <= pair_s - costs.wait_s(prefill):
+        pair_s, local_s = costs.pair_s(*pair, need), costs.local_s(local, need)
+        if threshold is None and local_s <= pair_s - costs.wait_s(pair[0]):
             return "short prompt"
         return "busy prefill workers" if local_s <= pair_s else ""
 

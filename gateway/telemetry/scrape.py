@@ -52,6 +52,12 @@ class GatewayScrape:
             [],
             {(): self._driver.oldest_queued_s},
         )
+        yield gauge(
+            "pairs_avoided",
+            "Pairs of workers that could not exchange KV when they were last tried",
+            [],
+            {(): len(dispatcher.avoided_pairs)},
+        )
 
     def _workers(self) -> Iterator[Metric]:
         clients = self._driver.workers.clients

@@ -162,7 +162,9 @@ class ConsumerEndpoint:
         if (reason := self._rank_transfers.refusal(command.request_id)) is not None:
             reason = f"the workers do not match: {reason}"
             self._rank_transfers.close(command.request_id)
-            self._timelines.part_ended(command.request_id, TransferEventKind.FAILED, reason=reason)
+            self._timelines.part_ended(
+                command.request_id, TransferEventKind.FAILED, reason=reason, is_link_failure=True
+            )
             failed = FailedKV(command.request_id, 0, reason)
             self.output += KVConnectorOutput(
                 failed_recving=(failed,), transfers=self._record(command.request_id)
@@ -308,7 +310,13 @@ class ConsumerEndpoint:
                 self._rank_transfers.peer_of(rank_transfer), transport, is_needed=not is_cancelled
             )
             kind = TransferEventKind.NOT_NEEDED if is_cancelled else TransferEventKind.FAILED
-            self._timelines.part_ended(rank_transfer.request_id, kind, transport, failed.reason)
+            self._timelines.part_ended(
+                rank_transfer.request_id,
+                kind,
+                transport,
+                failed.reason,
+                is_link_failure=failed.is_link_failure,
+            )
         num_blocks = failed.num_valid_tokens // self._pool.layout.block_size
         lost = FailedKV(
             rank_transfer.request_id,

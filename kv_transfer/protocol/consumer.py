@@ -24,6 +24,7 @@ from kv_transfer.protocol.incoming import (
     IncomingTransfer,
     Loss,
     WantedPieces,
+    link_failure,
 )
 from kv_transfer.protocol.messages import (
     Aborted,
@@ -154,7 +155,8 @@ class Consumer:
             case Opened():
                 return self._on_opened(transfer, message, now)
             case Refused(reason=reason):
-                return self._lose(transfer, Loss(f"the prefill worker refused: {reason}", from_producer=True))
+                loss = link_failure(f"the prefill worker refused: {reason}", from_producer=True)
+                return self._lose(transfer, loss)
             case Aborted(reason=reason, is_cancelled=is_cancelled):
                 return self._lose(transfer, Loss(reason, is_cancelled, from_producer=True))
             case End():
@@ -164,7 +166,7 @@ class Consumer:
 
     def on_other_language(self, address: str, reason: str) -> list[Effect]:
         """The producer at this address has an incompatible protocol: stops waiting for anything from it."""
-        loss = Loss(reason, from_producer=True)
+        loss = link_failure(reason, from_producer=True)
         live = (IncomingState.HOLDING, IncomingState.LOADING)
         transfers = [known for known in self._transfers.values() if known.address == address]
         lost = [transfer for transfer in transfers if transfer.state in live]
@@ -217,7 +219,7 @@ class Consumer:
         effects: list[Effect] = [Send(transfer.address, Ack(key, version, tuple(valid), tuple(damaged)))]
         transfer.damaged.update(dict.fromkeys(damaged, version))
         if damaged and transfer.num_bad > MAX_BAD_PIECES:
-            return effects + self._lose(transfer, Loss(f"{transfer.num_bad} pieces arrived damaged"))
+            return effects + self._lose(transfer, link_failure(f"{transfer.num_bad} pieces arrived damaged"))
         return effects + self._complete(transfer, now)
 
     def on_unread(
@@ -245,7 +247,7 @@ class Consumer:
             return []  # it has ended, or has moved to another transport
         transfer.transport = None
         if not self._transports_to(transfer, now):
-            return self._lose(transfer, Loss(f"no transport reaches the prefill worker: {reason}"))
+            return self._lose(transfer, link_failure(f"no transport reaches the prefill worker: {reason}"))
         return self._beat(transfer, now)
 
     def on_time(self, now: float) -> list[Effect]:
@@ -258,7 +260,8 @@ class Consumer:
             transfer = self._transfers[key]
             silent_s = self._silence.seconds(key, now)
             if silent_s > self._identity.peer_timeout_s:
-                effects += self._lose(transfer, Loss(f"the prefill worker was silent for {silent_s:.1f} s"))
+                loss = link_failure(f"the prefill worker was silent for {silent_s:.1f} s")
+                effects += self._lose(transfer, loss)
             else:
                 effects += self._beat(transfer, now)
         return effects
@@ -344,9 +347,7 @@ class Consumer:
 
     def _failed(self, transfer: IncomingTransfer, loss: Loss) -> Failed:
         self._counters["kv_loads_not_needed" if loss.is_cancelled else "kv_loads_failed"] += 1
-        num_valid = 0 if loss.from_producer else transfer.num_valid_tokens
-        transport = transfer.transport or ""
-        return Failed(transfer.rank_transfer, num_valid, loss.reason, loss.is_cancelled, transport)
+        return transfer.failed(loss)
 
     def _end_load(self, transfer: IncomingTransfer, outcome: Notification) -> list[Effect]:
         """Reports the outcome as soon as nothing is being written."""
@@ -371,8 +372,7 @@ class Consumer:
     def _postpone(self, transfer: IncomingTransfer, reason: str, now: float) -> list[Effect]:
         """Ends the load; its room is given back once nothing is being written, and the rank transfer holds again."""
         self._counters["kv_loads_postponed"] += 1
-        num_valid, transport = transfer.num_valid_tokens, transfer.transport or ""
-        outcome = Failed(transfer.rank_transfer, num_valid, reason, False, transport, is_postponed=True)
+        outcome = transfer.failed(Loss(reason), is_postponed=True)
         if transfer.arriving:
             return self._end_load(transfer, outcome)
         return self._hold_again(transfer, outcome, now)

@@ -100,6 +100,8 @@ class Failed:
     transport: str = field(default="", compare=False)
     is_postponed: bool = False
     """The rest may come later: the rank transfer holds again, and `CanLoad` says when to load it."""
+    is_link_failure: bool = field(default=False, compare=False)
+    """See TransferRecord."""
 
 
 @dataclass(frozen=True, slots=True)

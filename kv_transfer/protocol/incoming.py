@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.kv import KVFingerprint
-from kv_transfer.protocol.effects import Notification, RankTransfer, Received
+from kv_transfer.protocol.effects import Failed, Notification, RankTransfer, Received
 from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.messages import ChecksumPolicy, End, Open, TransferKey
 from kv_transfer.protocol.transports import TransportOffer
@@ -61,6 +61,13 @@ class Loss:
     from_producer: bool = False
     """The producer itself reported it, and has forgotten the rank transfer. Nothing that arrived is kept: without a
     first token, the producer may have computed it wrongly."""
+    is_link_failure: bool = False
+    """See TransferRecord."""
+
+
+def link_failure(reason: str, *, from_producer: bool = False) -> Loss:
+    """The two workers cannot exchange KV, though each may be healthy."""
+    return Loss(reason, from_producer=from_producer, is_link_failure=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +146,17 @@ class IncomingTransfer:
             identity.offer.host,
             transports,
             identity.checksums,
+        )
+
+    def failed(self, loss: Loss, *, is_postponed: bool = False) -> Failed:
+        return Failed(
+            self.rank_transfer,
+            0 if loss.from_producer else self.num_valid_tokens,
+            loss.reason,
+            loss.is_cancelled,
+            self.transport or "",
+            is_postponed,
+            loss.is_link_failure,
         )
 
     def received(self, now: float) -> Received:

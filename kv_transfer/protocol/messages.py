@@ -113,6 +113,8 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """These two workers cannot exchange KV."""
+
     key: TransferKey
     reason: str
     """Cut to MAX_REASON_CHARS, like every reason."""

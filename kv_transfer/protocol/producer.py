@@ -164,7 +164,7 @@ class Producer:
         key = message.key
         if key.producer != self._identity.incarnation or key.producer_rank != self._identity.layout.rank:
             self._counters["kv_foreign_messages"] += 1
-            return [Send(peer, Refused(key, "this worker has restarted; the blocks are gone"))]
+            return [Send(peer, Aborted(key, "this worker has restarted; the blocks are gone", False))]
         transfer = self._transfers.get(key)
         if transfer is None:
             return self._on_unknown(peer, message, now)
@@ -260,7 +260,8 @@ class Producer:
             self._counters["kv_late_messages"] += 1
             return []
         if self._num_early >= MAX_EARLY:
-            return [Send(peer, Refused(key, f"{MAX_EARLY} hand-overs have been announced already"))]
+            reason = f"{MAX_EARLY} hand-overs have been announced already"
+            return [Send(peer, Aborted(key, reason, is_cancelled=False))]
         early_until = self._standstill.running(now) + MAX_EARLY_LEASES * self._lease_s
         early = OutgoingTransfer(key, OutgoingState.EARLY, peer=peer, early_until=early_until)
         self._transfers.add(early)

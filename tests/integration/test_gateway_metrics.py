@@ -11,7 +11,9 @@ import httpx2
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from baton.request import ErrorKind, StageTimes
+from baton.kv import TransferRole
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from gateway import GatewayError
 from tests.factories.gateway import (
     GatewayUnderTest,
@@ -99,6 +101,33 @@ async def test_failures_are_counted_by_what_was_wrong(folder: Path) -> None:
         assert now("request_migrations_total", cause="failed") == now("request_attempts_total") - 1 > 0
         assert now("grpc_calls_total", code="UNAVAILABLE") == now("grpc_calls_total", code="INVALID_ARGUMENT")
         assert now("request_success_total") == 0
+
+
+async def test_c42_a_pair_without_a_link_is_shown_and_the_next_request_does_not_try_it(folder: Path) -> None:
+    def hand_over(request: EngineRequest) -> list[RequestOutput]:
+        return outputs_of(request, [5], finish=FinishReason.HANDED_OVER)
+
+    def hear_nothing(request: EngineRequest) -> list[RequestOutput]:
+        if request.kv_transfer is None:
+            return outputs_of(request, [5, 6, 7])
+        record = TransferRecord(
+            role=TransferRole.CONSUMER,
+            peer="p0",
+            attempt=request.kv_transfer.attempt,
+            events=(TransferEvent(TransferEventKind.FAILED, 5.0),),
+            is_link_failure=True,
+        )
+        failure = failure_of(request, ErrorKind.KV_LOAD_FAILED, "the prefill worker was silent")
+        failure.stage_times = StageTimes(transfers=(record,))
+        return [failure]
+
+    async with gateway_with(folder, {"p0": hand_over}, {"d0": hear_nothing}) as under_test:
+        assert (await scrape(under_test))("pairs_avoided") == 0
+        for num_attempts in (2, 3):
+            await ask(under_test)
+            now = await scrape(under_test)
+            assert (now("pairs_avoided"), now("request_attempts_total")) == (1, num_attempts)
+        assert now("request_paths_total", path="fallback", reason="no link to a prefill worker") == 1
 
 
 async def test_calls_that_there_are_not_are_counted_together(folder: Path) -> None:

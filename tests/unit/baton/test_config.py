@@ -37,6 +37,7 @@ from baton.worker import WorkerRole
             r"network: secret_file \('a'\) needs security 'curve'",
         ),
         ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port: got 70000"),
+        ({"gateway": {"isolate_prefix_cache": True}}, "gateway: isolate_prefix_cache needs API keys"),
         ({"kv_transfer": None}, "kv_transfer: got None"),
         (
             {"scheduler": {"enable_chunked_prefill": False, "max_num_batched_tokens": 5, "max_model_len": 9}},

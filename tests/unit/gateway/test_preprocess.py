@@ -12,6 +12,7 @@ import pytest
 from baton.clock import SystemClock
 from baton.errors import DeadlinePassed, InvalidRequest
 from baton.sampling import SamplingParams
+from gateway.auth.callers import Caller
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
@@ -37,6 +38,23 @@ def take_in(
         return params or SamplingParams(max_tokens=room)
 
     return asyncio.run(preprocessor.preprocess(prompt, sampling))
+
+
+def test_c22_isolated_callers_have_no_salt_in_common_whatever_they_send(
+    preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def salt_of(name: str, cache_salt: str | None) -> str | None:
+        asked = preprocessor.preprocess(
+            (5,), lambda _: SamplingParams(), caller=Caller(name), cache_salt=cache_salt
+        )
+        return asyncio.run(asked).cache_salt
+
+    sent = (None, "", "a", "b", '["a", null]', '["b", "a"]')
+    assert [salt_of("a", salt) for salt in sent] == [*sent], "without isolation, salts are the callers' own"
+    monkeypatch.setattr(preprocessor, "_isolate_prefix_cache", True)
+    salts = {salt_of(name, salt) for name in ("a", "b", '"') for salt in sent}
+    assert len(salts - {None}) == 3 * len(sent)
+    assert salt_of("a", "b") == salt_of("a", "b"), "a caller's own prefixes are found again"
 
 
 def test_an_answer_may_fill_what_the_prompt_leaves(preprocessor: Preprocessor) -> None:

@@ -68,8 +68,10 @@ def test_c43_unlike_workers_refuse_before_a_byte_moves_and_name_the_field(
     decode = fabric.add("d0", fingerprint=replace(FINGERPRINT, **{field: value}))
     prefill.compute(NUM_TOKENS)
     begin(fabric, prefill, decode, NUM_TOKENS)
-    (failed,) = decode.output().failed_recving
+    output = decode.output()
+    (failed,), (record,) = output.failed_recving, output.transfers.values()
     assert f"{field}: {getattr(FINGERPRINT, field)} != {value}" in failed.reason
+    assert record.is_link_failure, "no request should try this pair again soon"
     prefill.command(FinishSend("r", 4, prefill.blocks_for(NUM_TOKENS), TOKEN))
     fabric.deliver()
     assert prefill.output().finished_sending == ("r",)
@@ -87,7 +89,9 @@ def test_c43_workers_of_two_versions_say_so_on_the_first_message() -> None:
         PROTOCOL_VERSION + (1 if source == consumer else -1), header
     )
     begin(fabric, prefill, decode, NUM_TOKENS)
-    (failed,) = decode.output().failed_recving
+    output = decode.output()
+    (failed,), (record,) = output.failed_recving, output.transfers.values()
+    assert record.is_link_failure
     assert failed.reason.endswith(
         f"protocol mismatch with the prefill worker: protocol_version: {PROTOCOL_VERSION} != {PROTOCOL_VERSION - 1}"
     )

@@ -89,9 +89,35 @@ def test_c34_a_load_that_failed_says_when_and_why(num_ranks: int) -> None:
     taken = record_of(decode)
     assert events(taken) == {"begun": 0.0, "asked": 1.0, "failed": 1.0 + LOAD_TIMEOUT_S}
     assert (taken.reason, taken.num_bytes, taken.elapsed_s) == (reason, 0, LOAD_TIMEOUT_S)
+    assert not taken.is_link_failure, "its prefill worker answered all the time"
     prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
     given = record_of(prefill)
     assert (given.events[-1].kind, given.reason, given.exposed_s) == (TransferEventKind.FAILED, reason, 0.0)
+
+
+@pytest.mark.parametrize(("num_producing", "num_consuming"), [(1, 1), (1, 2), (2, 1)])
+def test_c42_a_load_without_any_answer_counts_against_the_link(
+    num_producing: int, num_consuming: int
+) -> None:
+    """One rank that hears nothing is enough: the others only give up with it."""
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0", num_producing), fabric.add("d0", num_consuming)
+    begin(fabric, prefill, decode)
+    fabric.network.cut("sim://p0/0")
+    fabric.advance(2 * LEASE_S)
+    taken = told(decode)
+    assert taken.events[-1].kind is TransferEventKind.FAILED
+    assert (taken.is_link_failure, "was silent" in taken.reason) == (True, True)
+
+
+def test_a_prefill_that_its_worker_gave_up_is_not_the_links_fault() -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    begin(fabric, prefill, decode)
+    prefill.command(AbortSend("r", "it drains", is_cancelled=False, is_held=True))
+    fabric.deliver()
+    taken = told(decode)
+    assert (taken.events[-1].kind, taken.is_link_failure) == (TransferEventKind.FAILED, False)
 
 
 def test_c38_a_lease_that_ended_says_so() -> None:
@@ -140,10 +166,13 @@ def test_workers_that_do_not_match_say_so_in_their_records() -> None:
     prefill, decode = fabric.add("p0", block_size=16), fabric.add("d0", block_size=24)
     begin(fabric, prefill, decode)
     prefill.command(FinishSend("r", 2, (1, 2), TOKEN))
+    are_link_failures = []
     for worker in (prefill, decode):
         record = record_of(worker)
+        are_link_failures.append(record.is_link_failure)
         assert record.events[-1].kind is TransferEventKind.FAILED
         assert "block" in record.reason
+    assert are_link_failures == [False, True], "the consumer reports it, once"
 
 
 def test_the_record_of_all_ranks_begins_with_the_first_and_ends_with_the_last_and_the_worst() -> None:

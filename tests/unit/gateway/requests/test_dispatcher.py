@@ -6,9 +6,10 @@ import pytest
 
 from baton.config import GatewayConfig
 from baton.errors import InvalidRequest, RateLimited
-from baton.kv import WorkerRef
-from baton.request import ErrorKind, FinishReason, RequestOutput
+from baton.kv import TransferRole, WorkerRef
+from baton.request import ErrorKind, FinishReason, RequestOutput, StageTimes
 from baton.sampling import SamplingParams
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.requests.dispatcher import Dispatcher
@@ -164,3 +165,42 @@ def test_a_bug_in_routing_one_request_of_a_sweep_ends_that_request_alone(
     (recorded,) = dispatcher.handle(StreamEnded(cursed, bug), 2.0)
     assert isinstance(recorded, Record)
     assert recorded.record.outcome is Outcome.REJECTED
+
+
+def link_failure(engine_id: str, *token_ids: int) -> WorkerOutputs:
+    """Of d0, whose prompt did not come from p0; with tokens, it recomputed the prompt."""
+    record = TransferRecord(
+        role=TransferRole.CONSUMER,
+        peer="p0",
+        attempt=0,
+        events=(TransferEvent(TransferEventKind.FAILED, 5.0),),
+        reason="silence",
+        is_link_failure=True,
+    )
+    output = outputs("d0", engine_id, *token_ids).outputs[0]
+    output.stage_times = StageTimes(transfers=(record,))
+    if not token_ids:
+        output.finish_reason, output.error_kind = FinishReason.ERROR, ErrorKind.KV_LOAD_FAILED
+    return WorkerOutputs("d0", (output,))
+
+
+def test_c42_a_link_that_failed_one_request_is_spared_the_next() -> None:
+    dispatcher = make_dispatcher("p0", "d0", "d1")
+    placed = submitted(dispatcher.handle(Submitted(make_request("a")), 0.0))
+    assert placed.keys() == {"p0", "d0"}
+    dispatcher.handle(link_failure(placed["d0"]), 5.0)
+    assert dispatcher.avoided_pairs.at(5.0) == {("p0", "d0")}
+    for name in "bcd":
+        assert submitted(dispatcher.handle(Submitted(make_request(name)), 6.0)).keys() == {"p0", "d1"}
+    dispatcher.handle(WorkerLost("p0", "silent"), 7.0)
+    assert len(dispatcher.avoided_pairs) == 0, "the worker was the cause"
+
+
+def test_c42_a_failure_that_two_outputs_report_counts_once() -> None:
+    """The first token after a recomputation reports it, and so does the finish, which may come after a pause."""
+    dispatcher = make_dispatcher("p0", "d0")
+    engine_id = submitted(dispatcher.handle(Submitted(make_request()), 0.0))["d0"]
+    dispatcher.handle(link_failure(engine_id, 7), 5.0)
+    dispatcher.avoided_pairs.works(("p0", "d0"))
+    dispatcher.handle(link_failure(engine_id, 7, 8), 50.0)
+    assert len(dispatcher.avoided_pairs) == 0

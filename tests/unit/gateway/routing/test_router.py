@@ -9,6 +9,7 @@ from baton.errors import ConfigError, WorkerUnavailable
 from baton.kv import WorkerRef
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from gateway.routing.placement import Mode, Placement, RouteQuery
+from gateway.routing.policies import NUM_JOINT
 from gateway.routing.router import Router
 
 KEY = b"a key of the tests"
@@ -149,6 +150,42 @@ def test_c53_without_prefill_workers_a_default_falls_back_visibly_and_a_demand_f
             router_of("round_robin", mode, *statuses, require_disaggregated=True).route(one)
     with pytest.raises(WorkerUnavailable, match="requires one"):
         router_of("round_robin", mode, *D).route(ask(mode=Mode.DISAGGREGATED))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_c42_a_pair_without_a_link_gets_no_request_while_there_is_another(policy: str) -> None:
+    router = router_of(policy, DISAGGREGATED, *P, *D)
+    avoided = {("p0", "d0"), ("p1", "d1")}
+    pairs = {send(router, ask(avoided=avoided)).pair for _ in range(8)}
+    assert pairs
+    assert pairs <= {("p0", "d1"), ("p1", "d0")}
+    assert send(router, ask(avoided=avoided, excluded={"d0"})).pair == ("p0", "d1")
+
+
+def test_c42_the_best_workers_of_a_large_fleet_may_all_be_cut_off_from_each_other() -> None:
+    near = [status(f"{kind}{number}") for kind in "pd" for number in range(NUM_JOINT)]
+    far = [status("p-far", 50), status("d-far", 50)]
+    router = router_of("kv_aware", DISAGGREGATED, *near, *far)
+    names = [one.ref.name for one in near]
+    avoided = {(p, d) for p in names for d in names}
+    pair = router.route(ask(avoided=avoided)).pair
+    assert pair is not None
+    assert {"p-far", "d-far"} & set(pair)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", [DISAGGREGATED, "auto"])
+def test_c53_where_no_pair_has_a_link_a_default_falls_back_and_a_demand_tries_one(
+    policy: str, mode: str
+) -> None:
+    avoided = {(p, d) for p in ("p0", "p1") for d in ("d0", "d1")}
+    placement = router_of(policy, mode, *P, *D).route(ask(avoided=avoided))
+    assert (placement.mode, placement.is_fallback) == (Mode.LOCAL, True)
+    assert placement.reason == "no link to a prefill worker"
+    required = router_of(policy, mode, *P, *D, require_disaggregated=True)
+    assert required.route(ask(avoided=avoided)).pair in avoided
+    demand = ask(avoided=avoided, mode=Mode.DISAGGREGATED)
+    assert router_of(policy, mode, *P, *D).route(demand).pair in avoided
 
 
 def test_c53_what_is_local_by_choice_is_no_fallback_and_may_be_had_where_fallback_is_forbidden() -> None:

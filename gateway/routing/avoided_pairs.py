@@ -1,0 +1,69 @@
+"""AvoidedPairs: pairs whose latest hand-over failed on the link between them, though both workers may be healthy; pure.
+
+    works ---- a hand-over fails on the link ----> avoided for a pause
+      ^                                               |
+      |                                               v
+      +------ it succeeds ------ one request in each pause tries the pair ------ it fails: the pause doubles
+
+The gateway does not see such a link, so nothing but a request can tell whether it works again.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from gateway.routing.placement import Pair
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 30.0
+LONGEST_PAUSE_S = 300.0
+
+
+@dataclass(slots=True)
+class _Failure:
+    """The latest one of a pair."""
+
+    at: float
+    pause_s: float
+    avoided_until: float
+
+
+class AvoidedPairs:
+    """Times are the caller's and must not run backwards."""
+
+    def __init__(self) -> None:
+        self._failures: dict[Pair, _Failure] = {}
+
+    def at(self, now: float) -> frozenset[Pair]:
+        """Pairs that no request should try now."""
+        return frozenset(pair for pair, failure in self._failures.items() if now < failure.avoided_until)
+
+    def placed(self, pair: Pair, now: float) -> None:
+        """A request tries the pair. If its pause was over, no other request tries it in the next one."""
+        failure = self._failures.get(pair)
+        if failure is not None and now >= failure.avoided_until:
+            failure.avoided_until = now + failure.pause_s
+
+    def failed(self, pair: Pair, began_at: float, reason: str, now: float) -> None:
+        """A hand-over of an attempt that began then failed on the link. Attempts that were under way when another one
+        failed bring no news."""
+        failure = self._failures.get(pair)
+        if failure is not None and began_at <= failure.at:
+            return
+        pause_s = FIRST_PAUSE_S if failure is None else min(2.0 * failure.pause_s, LONGEST_PAUSE_S)
+        self._failures[pair] = _Failure(now, pause_s, now + pause_s)
+        if failure is None:
+            logger.warning("KV does not get from %s to %s; the pair is avoided: %s", *pair, reason)
+
+    def works(self, pair: Pair) -> None:
+        """A hand-over succeeded."""
+        if self._failures.pop(pair, None) is not None:
+            logger.info("KV gets from %s to %s again; the pair is no longer avoided", *pair)
+
+    def forget(self, worker: str) -> None:
+        """The worker is lost, which explains its failures."""
+        self._failures = {pair: failure for pair, failure in self._failures.items() if worker not in pair}
+
+    def __len__(self) -> int:
+        """Pairs that have not worked since they failed."""
+        return len(self._failures)
