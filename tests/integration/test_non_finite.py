@@ -1,7 +1,6 @@
 """Behaviour 55: a worker with a NaN in one weight serves no token, and its KV serves nobody."""
 
 import asyncio
-import json
 import math
 import shutil
 from collections.abc import AsyncIterator, Mapping
@@ -19,7 +18,7 @@ from baton.request import EngineRequest, ErrorKind
 from baton.sampling import SamplingParams
 from baton.step import NON_FINITE
 from baton.worker import WorkerRole
-from cluster.processes.child_processes import WorkerProcess, with_path
+from cluster.processes.worker_process import WorkerProcess, write_config
 from cluster.serve.gateway import make_gateway
 from gateway import Tokenizer
 from tests.factories.security import KEYS, SECRET
@@ -64,8 +63,8 @@ async def fleet(
     await gateway.start()
     try:
         for name, model in models.items():
-            path = tmp_path / f"{name}.json"
-            path.write_text(json.dumps(with_path(CONFIG, model)))
+            (tmp_path / name).mkdir()
+            path = write_config(str(tmp_path / name), CONFIG, model)
             workers[name] = WorkerProcess(path, SECRET, WorkerRole.DECODE, name)
         for worker in workers.values():
             gateway.add_worker(await asyncio.to_thread(worker.wait_until_ready))
@@ -132,7 +131,7 @@ def test_c55_a_prefill_worker_whose_logits_are_not_finite_hands_nothing_over(
             hand_over(producer, consumer, request, OnLoadFailure.RECOMPUTE)
         engines.run()
         for name in prompts:
-            told = producer.told[name].end
-            assert told is not None
-            assert (told.error, told.error_kind) == (NON_FINITE, ErrorKind.INTERNAL)
-            assert consumer.told[name].token_ids == reference.told[name].token_ids
+            end = producer.answers[name].end
+            assert end is not None
+            assert (end.error, end.error_kind) == (NON_FINITE, ErrorKind.INTERNAL)
+            assert consumer.answers[name].token_ids == reference.answers[name].token_ids

@@ -105,7 +105,7 @@ def test_c42_a_load_without_any_answer_counts_against_the_link(
     begin(fabric, prefill, decode)
     fabric.network.cut("sim://p0/0")
     fabric.advance(2 * LEASE_S)
-    taken = told(decode)
+    taken = record_of(decode)
     assert taken.events[-1].kind is TransferEventKind.FAILED
     assert (taken.is_link_failure, "was silent" in taken.reason) == (True, True)
 
@@ -116,7 +116,7 @@ def test_a_prefill_that_its_worker_gave_up_is_not_the_links_fault() -> None:
     begin(fabric, prefill, decode)
     prefill.command(AbortSend("r", "it drains", is_cancelled=False, is_held=True))
     fabric.deliver()
-    taken = told(decode)
+    taken = record_of(decode)
     assert (taken.events[-1].kind, taken.is_link_failure) == (TransferEventKind.FAILED, False)
 
 

@@ -73,14 +73,14 @@ def test_c55_it_ends_after_a_change_of_role_that_had_begun() -> None:
     running.loop.start()
     submit_prefill(running, "wrong 1", num_tokens=10)
     running.until_finished("wrong 1")
-    connector.news.append(KVConnectorOutput(finished_sending=("wrong 1",)))
+    connector.outputs.append(KVConnectorOutput(finished_sending=("wrong 1",)))
     submit_prefill(running, "wrong 2", num_tokens=1_500)
     change = threading.Thread(target=running.loop.set_role, args=(DecodeWorker(9), 60.0))
     change.start()
     while not running.beats.get(timeout=60).is_draining:
         continue
     assert running.until_finished("wrong 2").error == NON_FINITE
-    connector.news.append(KVConnectorOutput(finished_sending=("wrong 2",)))
+    connector.outputs.append(KVConnectorOutput(finished_sending=("wrong 2",)))
     running.commands.wake()
     change.join(60)
     running.loop.join(10)
