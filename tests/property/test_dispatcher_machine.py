@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.config import GatewayConfig
 from baton.kv import TransferRole, WorkerRef
-from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
 from baton.sampling import SamplingParams
+from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 from gateway.auth.callers import Caller
 from gateway.requests.dispatcher import Dispatcher
@@ -36,7 +37,8 @@ from gateway.requests.events import (
 from gateway.requests.record import OUTCOMES
 from gateway.requests.request import GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
-from gateway.routing.placement import Mode
+from gateway.routing.avoided_pairs import FIRST_PAUSE_S
+from gateway.routing.placement import Mode, Pair
 from gateway.routing.router import Router
 from simulator.driver import SilentText
 
@@ -68,6 +70,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         config = GatewayConfig(routing_policy="round_robin", require_disaggregated=must_not_fall_back)
         self.ids = count()
         self.now = 0.0
+        self.avoided: frozenset[Pair] = frozenset()
+        """Before the current event."""
         self.router = Router(config, b"key")
         self.dispatcher = Dispatcher(
             self.router,
@@ -177,14 +181,23 @@ class DispatcherMachine(RuleBasedStateMachine):
         return self.outputs(worker, [*outputs[1:], outputs[0]] if skips else outputs)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), kind=st.sampled_from(FAILURES))
-    def fail(self, data: st.DataObject, kind: ErrorKind | None) -> None:
+    @rule(data=st.data(), kind=st.sampled_from(FAILURES), is_link_failure=st.booleans())
+    def fail(self, data: st.DataObject, kind: ErrorKind | None, is_link_failure: bool) -> None:
         worker, engine_id = data.draw(st.sampled_from(sorted(self.open)))
         sub_request = self.open[worker, engine_id]
         self.close(worker, engine_id)
         reason = FinishReason.ABORT if kind is None else FinishReason.ERROR
         output = self.output(sub_request, len(sub_request.output_token_ids), 0, reason)
         output.error_kind = kind or ErrorKind.INTERNAL
+        if kind is ErrorKind.KV_LOAD_FAILED and (transfer := sub_request.kv_transfer) is not None:
+            record = TransferRecord(
+                role=transfer.role,
+                peer=transfer.peer.name,
+                attempt=transfer.attempt,
+                events=(TransferEvent(TransferEventKind.FAILED, 0.0),),
+                is_link_failure=is_link_failure,
+            )
+            output.stage_times = StageTimes(transfers=(record,))
         self.outputs(worker, [output])
 
     @precondition(lambda self: self.closed)
@@ -196,7 +209,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     # time
 
-    @rule(seconds=st.sampled_from([0.0, 0.3, 1.0, 4.0]))
+    @rule(seconds=st.sampled_from([0.0, 0.3, 1.0, 4.0, FIRST_PAUSE_S]))
     def wait(self, seconds: float) -> None:
         """Ticks come when they are due."""
         end = self.now + seconds
@@ -213,6 +226,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def handle(self, event: Event) -> None:
         events = [event]
         for each in events:
+            self.avoided = self.dispatcher.avoided_pairs.at(self.now)
             ended = map(self.check, self.dispatcher.handle(each, self.now))
             events += [event for event in ended if event is not None]
 
@@ -253,6 +267,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert worker in self.ready, "only workers that take requests get some"
         assert sub_request.output_token_ids == tuple(asked.tokens), "it goes on behind what the client has"
         assert asked.deadline is None or asked.deadline >= self.now, "not after its deadline"
+        if (transfer := sub_request.kv_transfer) is not None and asked.request.mode is None:
+            assert (transfer.peer.name, worker) not in self.avoided, "a pair without a link rests"
         asked.engine_ids.add(engine_id)
         self.open[worker, engine_id] = sub_request
         self.said[worker, engine_id] = len(asked.tokens)
