@@ -68,6 +68,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["retry", "recompute", "fail"]), must_not_fall_back=st.booleans())
     def begin(self, policy: LoadFailurePolicy, must_not_fall_back: bool) -> None:
         config = GatewayConfig(routing_policy="round_robin", require_disaggregated=must_not_fall_back)
+        self.must_not_fall_back = must_not_fall_back
         self.ids = count()
         self.now = 0.0
         self.avoided: frozenset[Pair] = frozenset()
@@ -267,7 +268,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert worker in self.ready, "only workers that take requests get some"
         assert sub_request.output_token_ids == tuple(asked.tokens), "it goes on behind what the client has"
         assert asked.deadline is None or asked.deadline >= self.now, "not after its deadline"
-        if (transfer := sub_request.kv_transfer) is not None and asked.request.mode is None:
+        may_fall_back = asked.request.mode is None and not self.must_not_fall_back
+        if (transfer := sub_request.kv_transfer) is not None and may_fall_back:
             assert (transfer.peer.name, worker) not in self.avoided, "a pair without a link rests"
         asked.engine_ids.add(engine_id)
         self.open[worker, engine_id] = sub_request
