@@ -27,7 +27,7 @@ from worker.progress_watch import EXIT_HUNG
 
 LEASE_S = 1.0
 STANDSTILL_S = 2.0 * LEASE_S
-HANG_S = 3.0
+HANG_S = 5.0
 """A step of this model takes milliseconds."""
 NUM_AT_ONCE = 12
 TRANSFERS_PER_FAULT = 50
