@@ -17,16 +17,18 @@ class DecodeWorker:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
 
-    def admit(self, request: EngineRequest, load: RequestCounts) -> None:
+    def admit(self, request: EngineRequest, counts: RequestCounts) -> None:
         transfer = request.kv_transfer
         if transfer is not None and transfer.role is not TransferRole.CONSUMER:
             # No error: the sender does not know yet that the worker changed its role.
             raise Overloaded(
                 "this is a decode worker at present; it does not compute prompts for others", 1.0
             )
-        waiting = load.waiting + load.waiting_for_remote_kvs
+        waiting = counts.waiting + counts.waiting_for_remote_kvs
         if waiting >= self._max_waiting:
             raise Overloaded(f"{waiting} requests wait to decode, the limit is {self._max_waiting}", 1.0)
 
-    def is_drained(self, load: RequestCounts, blocks: KVBlockCounts) -> bool:
-        return load.running == load.waiting == load.waiting_for_remote_kvs == 0 and blocks.quarantined == 0
+    def is_drained(self, counts: RequestCounts, blocks: KVBlockCounts) -> bool:
+        return (
+            counts.running == counts.waiting == counts.waiting_for_remote_kvs == 0 and blocks.quarantined == 0
+        )

@@ -43,7 +43,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Or a gateway that comes back after a while is not found again for up to two minutes.
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A gateway whose machine is gone closes no connection. It lets clients ask every ten seconds.
+    # A gateway whose machine is gone closes no connection. The gateway allows a ping every ten seconds.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),

@@ -58,7 +58,7 @@ PICTURES = (
     ),
     Picture(
         "preemption",
-        # Each prompt has room when it comes: the gateway sends no more than that. Their answers grow out of it.
+        # Each prompt finds free blocks, because a gateway sends no more than fit. Their answers outgrow them.
         {"max_num_batched_tokens": 128, "num_blocks": 13, "block_size": 8, "enable_prefix_caching": False},
         (Question(20, 28), Question(22, 22), Question(13, 24)),
     ),

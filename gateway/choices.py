@@ -88,9 +88,9 @@ def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, s
     fewer = f"lower {logprobs} or n" if num_top else "lower n"
     raise InvalidRequest(
         max_tokens,
-        f"{longest} tokens x {1 + num_top} values each (the token, {num_top} {logprobs}) x {len(requests)} answers "
-        f"are {num_values} values; an answer that is not streamed may hold {MAX_VALUES}. Set {max_tokens} to at most "
-        f"{fitting}, {fewer}, or set stream: true",
+        f"an answer that is not streamed may hold {MAX_VALUES} values; this one may have {num_values}: {len(requests)} "
+        f"answers x {longest} tokens x {1 + num_top} values (the token and {num_top} {logprobs}). Set {max_tokens} to "
+        f"at most {fitting}, {fewer}, or set stream: true",
     )
 
 

@@ -7,7 +7,7 @@ from baton.kv import TransferRole
 from baton.worker import KVPeerCounts
 
 MAX_ROWS = 128
-"""Limit of rows kept per peer; beyond it, the least recently used peers are summed up, since peers come and go."""
+"""At most this many peers have a row of their own. The least recently used are summed up in one row."""
 
 OTHERS = "(others)"
 """The name under which peers are summed up."""

@@ -17,17 +17,17 @@ class PrefillWorker:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
 
-    def admit(self, request: EngineRequest, load: RequestCounts) -> None:
+    def admit(self, request: EngineRequest, counts: RequestCounts) -> None:
         transfer = request.kv_transfer
         if transfer is None or transfer.role is not TransferRole.PRODUCER:
             # No error: the sender does not know yet that the worker changed its role.
             raise Overloaded(
                 "this is a prefill worker at present; it only computes prompts for decode workers", 1.0
             )
-        if load.waiting >= self._max_waiting:
+        if counts.waiting >= self._max_waiting:
             raise Overloaded(
-                f"{load.waiting} prompts wait for prefill, the limit is {self._max_waiting}", 1.0
+                f"{counts.waiting} prompts wait for prefill, the limit is {self._max_waiting}", 1.0
             )
 
-    def is_drained(self, load: RequestCounts, blocks: KVBlockCounts) -> bool:
-        return load.running == load.waiting == 0 and blocks.leased == 0
+    def is_drained(self, counts: RequestCounts, blocks: KVBlockCounts) -> bool:
+        return counts.running == counts.waiting == 0 and blocks.leased == 0

@@ -73,7 +73,7 @@ class StdioControlServer:
     def _answer(self, number: int, frame: bytes) -> None:
         try:
             self._reply(CODEC.carry_out(frame, self._call))
-        except Exception as error:  # the edge of the thread: the caller must not wait for ever
+        except Exception as error:  # nothing above catches this: the caller must not wait for ever
             self._reply(failure(number, ClusterError(str(error) or type(error).__name__)))
         finally:
             self._places.release()

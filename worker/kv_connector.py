@@ -39,7 +39,7 @@ class KVConnectorScheduler:
         of_loads, loads = self._consumer.build()
         if not of_sends and not of_loads and not loads and not completed:
             return None
-        return KVConnectorMetadata((*of_sends, *of_loads), tuple(loads), tuple(completed))
+        return KVConnectorMetadata(at_once=(*of_sends, *of_loads), loads=tuple(loads), after=tuple(completed))
 
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
         if request.is_producer:

@@ -183,7 +183,7 @@ class EngineLoop:
                 self._leave_if_unfit()
                 self._look_whether_left()
                 self._publish()
-        except BaseException as error:  # the edge of the thread: the worker's supervisor must learn of it
+        except BaseException as error:  # nothing above catches this: the supervisor must learn of it
             logger.exception("the engine loop failed")
             self.failure = error
         finally:

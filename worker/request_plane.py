@@ -145,7 +145,7 @@ class RequestServer:
     def _run(self, sink: RequestSink) -> None:
         try:
             self._serve(sink)
-        except BaseException as error:  # the edge of the thread: an unreachable worker must not go on
+        except BaseException as error:  # nothing above catches this: an unreachable worker must not go on
             logger.exception("the request plane failed")
             sink.fail(error)
             self._say_last(error)

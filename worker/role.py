@@ -12,10 +12,10 @@ class Role(Protocol):
     @property
     def kind(self) -> WorkerRole: ...
 
-    def admit(self, request: EngineRequest, load: RequestCounts) -> None:
+    def admit(self, request: EngineRequest, counts: RequestCounts) -> None:
         """Returns if this role may take the request now; else raises a RequestError with the reason."""
         ...
 
-    def is_drained(self, load: RequestCounts, blocks: KVBlockCounts) -> bool:
+    def is_drained(self, counts: RequestCounts, blocks: KVBlockCounts) -> bool:
         """Whether the process could stop now without any loss."""
         ...

@@ -35,7 +35,7 @@ def listen(
     except zmq.ZMQError as error:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise ConfigError(
-                f"{key}: cannot listen on port {port} of '{bind_host}' ({error.strerror}); 0 picks a free port"
+                f"{key}: cannot listen on port {port} of '{bind_host}' ({error.strerror}); use port 0 for any free one"
             ) from error
         raise ConfigError(
             f"network.bind_host: cannot listen on '{bind_host}' ({error.strerror}); use an address or "
@@ -57,7 +57,7 @@ def listen_tcp(bind_host: str, advertise_host: str | None, port: int, key: str) 
         listener = socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
     except OSError as error:
         raise ConfigError(
-            f"{key}: cannot listen on {in_url(host)}:{port} ({error.strerror}); 0 picks a free port"
+            f"{key}: cannot listen on {in_url(host)}:{port} ({error.strerror}); use port 0 for any free one"
         ) from error
     return listener, f"{advertised}:{listener.getsockname()[1]}"
 

@@ -35,7 +35,7 @@ class Autoscaler:
         scale: Callable[[WorkerRole, int], Awaitable[None]],
         set_role: Callable[[str, WorkerRole], Awaitable[None]],
     ) -> None:
-        """The last three act on the fleet; `scale` and `set_role` raise FleetError or ClusterError on failure."""
+        """`scale` and `set_role` act on the fleet, and raise FleetError or ClusterError on failure."""
         self._config: AutoscalingConfig = config.autoscaling
         self._clock = clock
         self._replicas = replicas

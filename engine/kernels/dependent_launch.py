@@ -5,9 +5,10 @@ some 3 us for each of a step's kernels. With it, the next programs are resident 
 have loaded what does not depend on earlier kernels.
 
 A kernel that is launched this way must call `wait_for_former` in every program: before it stores anything, and before
-it loads anything that an earlier kernel may have written. A kernel releases its dependents only after its own wait. So
-when a kernel starts, all earlier kernels but the previous one have ended, and it may load what the previous one does
-not write. Kernels that are launched normally, such as torch's, begin when all earlier kernels have ended.
+it loads anything that an earlier kernel may have written. A kernel lets the next one start only after it has itself
+waited for the previous one. So when a kernel starts, all earlier kernels but the previous one have ended, and it may
+load what the previous one does not write. Kernels that are launched normally, such as torch's, begin when all earlier
+kernels have ended.
 """
 
 from functools import cache

@@ -15,8 +15,8 @@ import triton.language as tl
 
 NUM_FIELDS = 8
 """int32 words of parameters per row, 32 bytes: temperature, top_k, top_p, min_p, the two keys of its noise
-(engine/counter_rng.py), the row of its processed logits or -1, and one unused. The three floats are stored as their
-bits. Temperature 0 is greedy; a top_k of the vocabulary's size or more keeps every token."""
+(engine/counter_rng.py), the row of its processed logits or -1, and one unused, the last. The three floats are stored
+as their bits. Temperature 0 is greedy; a top_k of the vocabulary's size or more keeps every token."""
 TEMPERATURE = tl.constexpr(0)
 TOP_K = tl.constexpr(1)
 TOP_P = tl.constexpr(2)

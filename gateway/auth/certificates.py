@@ -21,8 +21,8 @@ class Certificates:
     context: ssl.SSLContext
     """The same as a context for Python's TLS, for connections that begin while this version is current.
 
-    Each version has its own context, which holds its sessions and ticket keys. So a session of an earlier version,
-    whose client was verified by a CA that may have been removed, cannot be resumed.
+    Each version has its own context, which holds its sessions and ticket keys. So no session outlives its
+    version: its client may have been verified by a CA that is gone.
     """
 
 

@@ -113,7 +113,7 @@ def _set_up(listener: socket.socket, write_timeout_s: float) -> None:
     # acknowledgement of the first. asyncio itself sets this only if a socket names its protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    if sys.platform == "linux":  # elsewhere there is no time limit for data in the kernel
+    if sys.platform == "linux":  # only Linux limits how long unsent data may wait in the kernel
         listener.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(write_timeout_s * 1000))
         )

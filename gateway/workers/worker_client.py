@@ -282,9 +282,8 @@ class WorkerClient:
                 self.num_bad_messages += 1
                 logger.warning("dropped a message from worker %s: %s", self.name, error)
             return None
-        self.is_silent = (
-            not self._is_connected
-        )  # messages from before its connection broke are no sign of life
+        # A message from before its connection broke is no sign of life.
+        self.is_silent = not self._is_connected
         return message
 
     def _refuse(self, reason: str) -> None:
@@ -325,7 +324,7 @@ class WorkerClient:
 
     def _send(self, frame: bytes) -> None:
         try:
-            sent = self._socket.send(frame, zmq.NOBLOCK)  # has sent it, or failed, when it returns
+            sent = self._socket.send(frame, zmq.NOBLOCK)  # when it returns, the frame is sent or has failed
             assert isinstance(sent, asyncio.Future)
             sent.result()
         except zmq.ZMQError as error:

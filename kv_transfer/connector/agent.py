@@ -93,7 +93,7 @@ class TransferAgent:
                 self._execute_commands()
                 self._endpoint.on_time()
                 self._publish()
-        except BaseException as error:  # the edge of the thread: the engine must notice that it died
+        except BaseException as error:  # nothing above catches this: tell the engine that the thread died
             logger.exception("the transfer thread died")
             self._failure = error
             self._on_kv_output()

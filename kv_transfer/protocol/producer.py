@@ -63,7 +63,7 @@ class Producer:
         self._standstill = Standstill(lease_s / 4)
         self._leases: Timers[TransferKey] = Timers(self._standstill)
         self._farewells: dict[TransferKey, Aborted] = {}
-        """The latest ends that a consumer may not know of."""
+        """How recent transfers of ranks ended, for consumers that may not have heard of it."""
 
     # commands of this worker's engine
 

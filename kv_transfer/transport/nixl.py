@@ -117,7 +117,7 @@ class NixlReader:
             )
         theirs.check_reachable(self._host, self._has_rdma)
         if self._connected.get(theirs.agent, theirs) != theirs:
-            raise TransportError("the NIXL description of a pool uses the name of another agent")
+            raise TransportError("two NIXL descriptions of pools differ, but name the same agent")
         pool = NixlPool(self, theirs)
         self._connect(pool)
         self._pools.add(pool)

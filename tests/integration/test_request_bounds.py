@@ -102,7 +102,10 @@ async def test_an_answer_that_is_not_streamed_is_bounded_at_every_frontend(
 
         chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
         text = {"prompt": [[5, 6]] * 64, "n": 2, "logprobs": 20}
-        complaint = "are 1051008 values; an answer that is not streamed may hold 1048576. Set"
+        complaint = (
+            "an answer that is not streamed may hold 1048576 values; this one may have 1051008: "
+            "128 answers x 391 tokens x"
+        )
         for path, body, name, logprobs in (
             ("/v1/chat/completions", chat | {"n": 128}, "max_completion_tokens", "top_logprobs"),
             ("/v1/chat/completions", chat | {"n": 128}, "max_tokens", "top_logprobs"),
@@ -111,7 +114,7 @@ async def test_an_answer_that_is_not_streamed_is_bounded_at_every_frontend(
             status, param, message = await by_http(path, **body, **{name: 391})
             assert (status, param) == (400, name)
             assert message == (
-                f"{name}: 391 tokens x 21 values each (the token, 20 {logprobs}) x 128 answers {complaint} {name} "
+                f"{name}: {complaint} 21 values (the token and 20 {logprobs}). Set {name} "
                 f"to at most 390, lower {logprobs} or n, or set stream: true"
             )
             assert await by_http(path, **body, **{name: 390}) == (200, "", "")
@@ -127,7 +130,7 @@ async def test_an_answer_that_is_not_streamed_is_bounded_at_every_frontend(
 
         refused = await why_not(engine, by_grpc(391, stream=False))
         assert refused.startswith(
-            f"max_tokens: 391 tokens x 21 values each (the token, 20 logprobs) x 128 answers {complaint}"
+            f"max_tokens: {complaint} 21 values (the token and 20 logprobs). Set max_tokens"
         )
         assert await why_not(engine, by_grpc(390, stream=False)) == ""
         assert await why_not(engine, by_grpc(391, stream=True)) == ""

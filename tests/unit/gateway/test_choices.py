@@ -47,15 +47,15 @@ def test_too_large_an_answer_is_refused_with_numbers_and_remedies_in_the_clients
     with pytest.raises(InvalidRequest) as caught:
         check_whole_answer(asked(128, 1_500, 20), names)
     assert str(caught.value) == (
-        "max_completion_tokens: 1500 tokens x 21 values each (the token, 20 top_logprobs) x 128 answers are 4032000 "
-        "values; an answer that is not streamed may hold 3145728. Set max_completion_tokens to at most 1170, lower "
-        "top_logprobs or n, or set stream: true"
+        "max_completion_tokens: an answer that is not streamed may hold 3145728 values; this one may have 4032000: 128 "
+        "answers x 1500 tokens x 21 values (the token and 20 top_logprobs). Set max_completion_tokens to at most 1170, "
+        "lower top_logprobs or n, or set stream: true"
     )
 
 
 def test_answers_to_prompts_of_many_lengths_are_added_up() -> None:
     check_whole_answer(asked(1, MAX_VALUES - 10) + asked(1, 10))
-    with pytest.raises(InvalidRequest, match=f"are {MAX_VALUES + 1} values"):
+    with pytest.raises(InvalidRequest, match=f"this one may have {MAX_VALUES + 1}: "):
         check_whole_answer(asked(1, MAX_VALUES - 10) + asked(1, 11))
 
 
