@@ -77,7 +77,7 @@ protos-release: $(INSTALLED) ## With a release: what protos/baton says now is wh
 
 bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, hand-over cost, KV transports, routing, the gateway alone
 	$(PYTHON_IN_VENV) -m benchmarks.scheduler
-	$(PYTHON_IN_VENV) -m benchmarks.engine
+	$(PYTHON_IN_VENV) -m benchmarks.cpu_engine
 	$(PYTHON_IN_VENV) -m benchmarks.handover
 	$(PYTHON_IN_VENV) -m benchmarks.kv_transfer
 	$(PYTHON_IN_VENV) -m benchmarks.routing

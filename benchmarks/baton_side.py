@@ -2,15 +2,16 @@
 
     python -m benchmarks.baton_side
 
-runs timed rounds on commands from standard input; see `benchmarks/scheduler_rounds.py`.
+runs timed rounds on commands from standard input; see `benchmarks/peer.py`.
 """
 
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from benchmarks.peer import serve
 from benchmarks.scheduler_play import Decisions, Ended, Share
-from benchmarks.scheduler_rounds import run_round, serve
+from benchmarks.scheduler_rounds import run_round
 from benchmarks.scheduler_workloads import EOS, RequestSpec, Settings
 from scheduler import ModelRunnerOutput, Request, RequestStatus, SamplingParams, Scheduler, SchedulerConfig
 

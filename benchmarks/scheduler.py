@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.scheduler_peer import Peer
+from benchmarks.peer import Peer
 from benchmarks.scheduler_rounds import ROUNDS
 
 REFERENCE = "vllm 0.13.0"

@@ -1,19 +1,15 @@
-"""The timed rounds of a scheduler, and a process that runs them on command; knows no scheduler."""
+"""The timed rounds of a scheduler; knows no scheduler."""
 
 import gc
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
+from benchmarks.peer import Order
 from benchmarks.scheduler_play import Side
 from benchmarks.scheduler_workloads import RequestSpec, Settings
-
-ANSWER = "answer: "
-"""Starts the lines that are answers: libraries print others."""
 
 BLOCK_SIZE = 16
 NUM_DECODE_STEPS = 64
@@ -23,9 +19,6 @@ needs a new block."""
 NUM_ADMITTED = 1_000
 PROMPT = 512
 """Prompt tokens of a request that waits for admission; half of them are in the prefix cache."""
-
-
-Order = dict[str, Any]
 
 
 class MakeSide(Protocol):
@@ -82,12 +75,6 @@ ROUNDS: dict[str, Callable[[MakeSide], list[float]]] = {
 def run_round(make_side: MakeSide, order: Order) -> Order:
     """Answers {"round": NAME} with {"us": [...]}."""
     return {"us": ROUNDS[order["round"]](make_side)}
-
-
-def serve(answer: Callable[[Order], Order]) -> None:
-    """Answers orders until standard input ends: each is a line of JSON, and so is its answer on standard output."""
-    for line in sys.stdin:
-        print(ANSWER + json.dumps(answer(json.loads(line))), flush=True)
 
 
 def _settings(max_num_seqs: int, num_blocks: int, max_num_batched_tokens: int) -> Settings:

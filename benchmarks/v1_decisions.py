@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baton_side import BatonSide
-from benchmarks.scheduler_peer import Peer
+from benchmarks.peer import Peer
 from benchmarks.scheduler_play import MAX_STEPS, play
 from benchmarks.scheduler_workloads import Workload, make_workload
 

@@ -2,8 +2,8 @@
 
     PYTHON -m benchmarks.v1_reference
 
-runs timed rounds and plays workloads on commands from standard input; see `benchmarks/scheduler_rounds.py`. PYTHON is
-an interpreter with vllm 0.13.0.
+runs timed rounds and plays workloads on commands from standard input; see `benchmarks/peer.py`. PYTHON is an
+interpreter with vllm 0.13.0.
 
     {"play": WORKLOAD, "num_ahead": 0}    {"steps": ["r0:16@0", ...], "blocks": [...], "is_misled": false}
 """
@@ -31,8 +31,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from benchmarks.peer import Order, serve
 from benchmarks.scheduler_play import Decisions, Ended, Share, play
-from benchmarks.scheduler_rounds import Order, run_round, serve
+from benchmarks.scheduler_rounds import run_round
 from benchmarks.scheduler_workloads import EOS, RequestSpec, Settings, Workload
 
 VERSION = "0.13.0"

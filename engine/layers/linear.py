@@ -13,7 +13,7 @@ class Linear:
     """`x_TI @ weight_OI.T + bias_O`.
 
     On CPU, oneDNN needs weights in its own blocked layout and otherwise reorders them on every call, which at decode
-    sizes costs as much as the product itself (see benchmarks/engine.py). So they are reordered once, here, and the
+    sizes costs as much as the product itself (see benchmarks/cpu_engine.py). So they are reordered once, here, and the
     given weight is not kept.
     """
 

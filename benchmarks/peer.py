@@ -1,0 +1,80 @@
+"""A process that answers orders, one line of JSON each, and the handle of the process that gives them."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+Order = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent
+ANSWER = "answer: "
+"""Starts the lines that are answers: libraries print others."""
+ANSWER_TIMEOUT_S = 120.0
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def serve(answer: Callable[[Order], Order]) -> None:
+    """Answers orders until standard input ends: each is a line of JSON, and so is its answer on standard output."""
+    for line in sys.stdin:
+        print(ANSWER + json.dumps(answer(json.loads(line))), flush=True)
+
+
+class Peer:
+    """`python -m module arguments`, alive until the end of the `with` block."""
+
+    def __init__(
+        self,
+        python: str,
+        module: str,
+        arguments: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        """`environment` is added to this process's. `timeout_s`: of each answer; the first includes the start."""
+        self._name = " ".join((python, "-m", module, *arguments))
+        self._timeout_s = timeout_s
+        self._process = subprocess.Popen(
+            [python, "-m", module, *arguments],
+            cwd=ROOT,
+            env=os.environ | QUIET | (environment or {}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, order: Order) -> Any:
+        """The answer to one order; RuntimeError if none comes in time."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = threading.Timer(self._timeout_s, process.kill)
+        deadline.start()
+        try:
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith(ANSWER):
+                    return json.loads(line.removeprefix(ANSWER))
+        except BrokenPipeError:
+            pass  # it ended; said below
+        finally:
+            deadline.cancel()
+        raise RuntimeError(
+            f"{self._name} ended, or was ended after {self._timeout_s:.0f} s, without an answer to "
+            f"{str(order)[:200]}; what it wrote to standard error is above"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
