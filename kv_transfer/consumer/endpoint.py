@@ -14,7 +14,7 @@ from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
 from kv_transfer.consumer.block_writer import BlockWriter, WrittenPieces
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
-from kv_transfer.metrics import PeerMetrics
+from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, RankTransfers
 from kv_transfer.pool import KVPool, PieceView
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
@@ -30,10 +30,8 @@ from kv_transfer.protocol.effects import (
 )
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey, Unreadable
-from kv_transfer.protocol.parts import GiveUp, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
-from kv_transfer.rank_transfers import RankTransfers
-from kv_transfer.timelines import Timelines
+from kv_transfer.records import PeerMetrics, Timelines
 from kv_transfer.transport.base import Channel, PoolReader, TransportError
 
 logger = logging.getLogger(__name__)
