@@ -71,7 +71,7 @@ class WholeEngine:
         )
         model, scheduler_config = self.executor.device_engine.model, self.executor.scheduler_config
         self.model = model
-        grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, news.set)
+        grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, news.set, SystemClock())
         self.scheduler = Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size))
         self.core = EngineCore(
             self.scheduler,
