@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.config import BatonConfig
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from cluster.processes.worker_process import WorkerProcess
 from gateway import GatewayClient
 from gateway.client import GenerationEnd
