@@ -19,17 +19,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
 from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import FleetError
 from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
-from baton.system.curve import ClusterKeys
+from baton.system.curve import ClusterKeys, PlaneKeys
 from baton.system.progress import Progress
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from engine.build import DeviceEngine, OnProgress, build_device_engine
+from engine.collectives import Collectives
 from engine.device import device_memory
 from engine.executor import Executor, start_executor
 from engine.grammars.compiler import GrammarCompiler
+from engine.ranks.processes import RankProcesses
+from kv_transfer.connector.worker import KVConnectorWorker
 from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
@@ -105,7 +109,7 @@ class EngineHost:
         """
         commands = CommandQueue()
         with ExitStack() as on_failure:
-            executor = start_executor(
+            executor = compose_executor(
                 self._config,
                 self._config.num_ranks(self._role.kind),
                 self._keys.kv,
@@ -294,3 +298,45 @@ class EngineHost:
         executor = self._parts.executor
         block_size = executor.scheduler_config.block_size
         return WorkerRef(self._name, self._incarnation, executor.kv_addresses, block_size)
+
+
+def compose_executor(
+    config: BatonConfig,
+    num_ranks: int,
+    kv_keys: PlaneKeys | None,
+    model_path: Path,
+    incarnation: str,
+    clock: Clock,
+    on_kv_output: Callable[[], None],
+    on_progress: OnProgress,
+) -> Executor:
+    """What computes and moves KV, on every rank; raises like `start_executor`. `on_kv_output` runs on any thread, after
+    `Executor.start`; `on_progress` reports rank 0's progress.
+    """
+    connect = partial(
+        KVConnectorWorker,
+        config.kv_transfer,
+        config.network.bind_host,
+        kv_keys,
+        incarnation,
+        clock,
+        on_kv_output=on_kv_output,
+        advertise_host=config.network.advertise_host,
+    )
+
+    def build(collectives: Collectives) -> DeviceEngine:
+        return build_device_engine(
+            config.model,
+            config.engine,
+            config.scheduler,
+            model_path,
+            collectives,
+            clock,
+            connect,
+            on_progress,
+        )
+
+    others = None
+    if num_ranks > 1:
+        others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_kv_output)
+    return start_executor(build, others)

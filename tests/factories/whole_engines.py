@@ -10,12 +10,12 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.kv import OnLoadFailure, WorkerRef
 from baton.request import EngineRequest, RequestOutput, TokenLogprobs
-from engine.executor import start_executor
 from engine.grammars.compiler import GrammarCompiler
 from scheduler import Scheduler
 from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
 from worker.core import ClientOutputs, EngineCore
+from worker.host import compose_executor
 from worker.kv_connector import KVConnectorScheduler
 
 PATIENCE_S = 60.0
@@ -59,7 +59,7 @@ class WholeEngine:
             }
         )
         incarnation = f"{name}-life"
-        self.executor = start_executor(
+        self.executor = compose_executor(
             config,
             num_ranks,
             KEYS.kv,
