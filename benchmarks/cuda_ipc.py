@@ -2,7 +2,7 @@
 
     python -m benchmarks.cuda_ipc [--blocks MIB ...] [--sizes MIB ...] [--rounds N] [--json FILE] [--dry-run]
 
-Two processes, each with the real connector worker over a pool in device memory: agent thread, endpoint, protocol, CUDA
+Two processes, each with the real connector worker over a pool in device memory: its thread, endpoint, protocol, CUDA
 IPC. The time of a hand-over begins when the producer is commanded to send all blocks of a complete prompt. It ends when
 the consumer reports that it has received them. Beside it, in turn, PyTorch copies as many bytes within the consumer's
 device, from one span to another, and the clock stops when an event says that they are there: what the memory allows.

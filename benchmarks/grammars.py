@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from baton.config import BatonConfig
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 

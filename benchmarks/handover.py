@@ -30,7 +30,7 @@ from rich.table import Table
 
 from baton.config import BatonConfig
 from baton.kv import TransferRole
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 from gateway.client import GenerationEnd

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kv_transfer [--transports NAME ...] [--blocks KIB ...] [--sizes MIB ...] [--adjacent]
 
-Two processes, each with the real connector worker: agent thread, endpoint, protocol, transport. The time of a hand-over
+Two processes, each with the real connector worker: its thread, endpoint, protocol, transport. The time of a hand-over
 begins when the producer is commanded to send all blocks of a complete prompt. It ends when the consumer reports that it
 has received them. Beside it, in turn, in the same processes and pools and over blocks of the same size:
 

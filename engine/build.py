@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.clock import Clock
-from baton.config import BatonConfig, SchedulerConfig
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig
 from baton.errors import ConfigError
-from baton.system.curve import PlaneKeys
 from engine.allocator import available_memory, keep_freed_memory
 from engine.batch import StepLimits
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
@@ -41,6 +40,9 @@ MAX_COMPILERS = 8
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the present activity, how much of it is done, and how much there is in all."""
+
+Connect = Callable[..., KVConnectorWorker]
+"""Makes the rank's connector from its blocks, their fingerprint and, as `memory`, the memory that others may map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,58 +125,48 @@ class DeviceEngine:
 
 
 def build_device_engine(
-    config: BatonConfig,
-    kv_keys: PlaneKeys | None,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
     model_path: Path,
-    incarnation: str,
     collectives: Collectives,
     clock: Clock,
-    on_kv_output: Callable[[], None],
+    connect: Connect,
     on_progress: OnProgress,
 ) -> DeviceEngine:
     """Loads the rank's part of the model and binds its KV plane. ConfigError or ModelError if it cannot be served.
 
-    `incarnation` is the worker's; `on_kv_output` is called from the transfer thread. The collectives need not be
-    connected.
+    The collectives need not be connected.
     """
     keep_freed_memory()
-    torch.set_num_threads(config.engine.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
-    device = rank_device(config.engine, collectives.rank)
+    torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
+    device = rank_device(config, collectives.rank)
     _begin_with(device)
     compiler = None if device.type == "cpu" else _compiler_of(device)
     wait = make_memory_wait(device, clock)
-    with _compiling_ahead(config, model_path, device, collectives):
+    with _compiling_ahead(model_config, config, scheduler, model_path, device, collectives):
         model = wait.until_it_fits(
             lambda: load_model(
-                config.model,
+                model_config,
                 model_path,
                 device,
-                kv_cache_dtype=config.engine.kv_cache_dtype,
+                kv_cache_dtype=config.kv_cache_dtype,
                 collectives=collectives,
                 on_progress=lambda done, count: on_progress("loading weights", done, count),
             )
         )
-    capacity = wait.until_it_fits(lambda: reckon(config.engine, config.scheduler, model))
+    capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
     shape = model.kv_block_shape(capacity.scheduler_config.block_size)
     memory = wait.until_it_fits(lambda: _take_memory(num_blocks * shape.size_bytes, device))
     pool = KVPool(num_blocks, shape, device, memory.array if isinstance(memory, SharedMemory) else memory)
-    connector = KVConnectorWorker(
-        config.kv_transfer,
-        config.network.bind_host,
-        kv_keys,
-        incarnation,
-        clock,
+    connector = connect(
         pool.block_bytes(),
         pool.fingerprint(model.digest, collectives.size),
-        on_kv_output=on_kv_output,
-        rank=collectives.rank,
         memory=memory if isinstance(memory, SharedMemory) else None,
-        advertise_host=config.network.advertise_host,
     )
-    uses_graphs = config.engine.cuda_graphs
-    return DeviceEngine(model, capacity, pool, memory, connector, on_progress, uses_graphs, compiler)
+    return DeviceEngine(model, capacity, pool, memory, connector, on_progress, config.cuda_graphs, compiler)
 
 
 def _begin_with(device: torch.device) -> None:
@@ -206,7 +198,12 @@ def _compiler_of(device: torch.device) -> "Compiler":
 
 
 def _compiling_ahead(
-    config: BatonConfig, model_path: Path, device: torch.device, collectives: Collectives
+    model_config: ModelConfig,
+    config: EngineConfig,
+    scheduler: SchedulerConfig,
+    model_path: Path,
+    device: torch.device,
+    collectives: Collectives,
 ) -> AbstractContextManager[object]:
     """A context in which threads compile a GPU's kernels; at its end all are compiled."""
     if device.type == "cpu":
@@ -218,18 +215,18 @@ def _compiling_ahead(
     def rehearse() -> None:
         torch.cuda.set_device(device)  # the setting is per thread
         outline = outline_model(
-            config.model,
+            model_config,
             model_path,
             TritonBackend(),
-            kv_cache_dtype=config.engine.kv_cache_dtype,
+            kv_cache_dtype=config.kv_cache_dtype,
             collectives=SilentRank(collectives.rank, collectives.size),
         )
         rehearse_outline(
             outline,
-            with_defaults_of(device, config.scheduler).block_size,
-            largest_steps(config.scheduler, outline),
+            with_defaults_of(device, scheduler).block_size,
+            largest_steps(scheduler, outline),
             torch.cuda.get_device_properties(device).multi_processor_count,
-            uses_graphs=config.engine.cuda_graphs,
+            uses_graphs=config.cuda_graphs,
         )
 
     num_threads = max(1, min(MAX_COMPILERS, (os.cpu_count() or 1) // collectives.size))

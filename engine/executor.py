@@ -5,13 +5,9 @@ several ranks  engine/ranks/processes.py: this process is rank 0, the others are
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
-from baton.clock import Clock
-from baton.config import BatonConfig
-from baton.system.curve import PlaneKeys
-from engine.build import DeviceEngine, OnProgress, build_device_engine
-from engine.collectives import SINGLE_RANK
+from engine.build import DeviceEngine
+from engine.collectives import SINGLE_RANK, Collectives
 from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline
@@ -60,30 +56,13 @@ class Executor:
         self.device_engine.free()
 
 
-def start_executor(
-    config: BatonConfig,
-    num_ranks: int,
-    kv_keys: PlaneKeys | None,
-    model_path: Path,
-    incarnation: str,
-    clock: Clock,
-    on_kv_output: Callable[[], None],
-    on_progress: OnProgress,
-) -> Executor:
-    """Loads the model on every rank, in parallel; blocks until all have loaded it.
+def start_executor(build: Callable[[Collectives], DeviceEngine], others: RankProcesses | None) -> Executor:
+    """Builds this process' device engine while the `others` build theirs; blocks until all have loaded the model.
 
-    Raises ConfigError, ModelError or ClusterError if a rank fails; then no process is left. `on_kv_output` runs on
-    any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
+    Raises ConfigError, ModelError or ClusterError if a rank fails; then no process is left.
     """
-    others = None
-    if num_ranks > 1:
-        others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_kv_output)
-    collectives = others.collectives if others else SINGLE_RANK
     try:
-        own = build_device_engine(
-            config, kv_keys, model_path, incarnation, collectives, clock, on_kv_output, on_progress
-        )
-        return Executor(own, others)
+        return Executor(build(others.collectives if others else SINGLE_RANK), others)
     except BaseException:
         if others is not None:
             others.stop()

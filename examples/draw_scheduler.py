@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from baton.config import BatonConfig
 from cli.main import main as baton
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 

@@ -1,6 +1,6 @@
 """SimConnector: the connector's worker half without a thread, and a ledger of what it holds since when.
 
-As in kv_transfer/connector/worker.py and agent.py, commands wait in a queue for the transfer thread, which takes them
+As in kv_transfer/connector/worker.py, commands wait in a queue for the transfer thread, which takes them
 after a moment. The engine waits only for commands that withdraw blocks. Results wait in a queue for the engine.
 """
 

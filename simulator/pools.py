@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv_transfer.process_exits import ProcessExits
+from kv_transfer.consumer.remote_pools import ProcessExits
 from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 from simulator.world import Process, World
 

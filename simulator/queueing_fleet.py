@@ -117,7 +117,13 @@ class QueueingFleet:
         """Nodes have room for `num_placeable` workers; one more waits to be placed."""
         self._world = World(seed, max_events=math.inf, has_ticks=False)
         self.autoscaler = Autoscaler(
-            config, self._world.clock(0.0), self.replicas, self.scale, self.change_role
+            config.autoscaling,
+            {role: config.worker_bounds(role) for role in WorkerRole},
+            True,
+            self._world.clock(0.0),
+            self.replicas,
+            self.scale,
+            self.change_role,
         )
         self._window = LatencyWindow()
         self._config, self._timing, self._num_placeable = config, timing, num_placeable

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from baton.clock import Clock
 from baton.config import KVTransferConfig, SchedulerConfig
 from baton.errors import InvalidRequest, Overloaded, RequestError, WireError
 from baton.kv import KVFingerprint, WorkerRef
@@ -107,7 +108,7 @@ class Worker(Process):
         self.connector_scheduler = KVConnectorScheduler(config.block_size)
         self.scheduler = Scheduler(config, self.connector_scheduler, hash_key=b"simulated" + b"-" * 16)
         self.core = EngineCore(
-            self.scheduler, self._make_pipeline(), self.connector, _grammars(), (EOS,), self.clock
+            self.scheduler, self._make_pipeline(), self.connector, _grammars(self.clock), (EOS,), self.clock
         )
         self.role: Role = (
             DecodeWorker(spec.max_waiting) if self.is_decode else PrefillWorker(spec.max_waiting)
@@ -292,9 +293,9 @@ class Worker(Process):
         endpoint._consumer_end._pools._exits = SimExits(site.pools, lambda: self.connector.wake_up())
 
 
-def _grammars() -> GrammarCompiler:
+def _grammars(clock: Clock) -> GrammarCompiler:
     """Never used: no request asks for a structured output."""
-    return GrammarCompiler(Path("no model"), 100_000, (EOS,), on_compiled=lambda: None)
+    return GrammarCompiler(Path("no model"), 100_000, (EOS,), lambda: None, clock)
 
 
 def _refusal(request_id: str, error: RequestError) -> RequestOutput:

@@ -13,22 +13,27 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
 from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import FleetError
 from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
-from baton.system.curve import ClusterKeys
+from baton.system.curve import ClusterKeys, PlaneKeys
 from baton.system.progress import Progress
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from engine.build import DeviceEngine, OnProgress, build_device_engine
+from engine.collectives import Collectives
 from engine.device import device_memory
 from engine.executor import Executor, start_executor
 from engine.grammars.compiler import GrammarCompiler
+from engine.ranks.processes import RankProcesses
+from kv_transfer.connector.worker import KVConnectorWorker
 from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
@@ -45,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_TIMEOUT_S = 60.0
-"""A worker whose compiler works at one grammar for this long ends: a gateway admits none that takes over a second."""
 LEAST_STEP_LIMIT_S = {"cpu": 10.0, "cuda": 60.0}
 """What a step may take in any case; on a GPU it may have to compile a kernel."""
 
@@ -105,29 +108,26 @@ class EngineHost:
         `on_progress` is called on this thread for whatever takes long.
         """
         commands = CommandQueue()
-        executor = start_executor(
-            self._config,
-            self._config.num_ranks(self._role.kind),
-            self._keys.kv,
-            self._model_path,
-            self._incarnation,
-            self._clock,
-            on_kv_output=commands.wake,
-            on_progress=lambda what, done, count: on_progress(StartProgress(what, done, count)),
-        )
-        try:
+        with ExitStack() as on_failure:
+            executor = compose_executor(
+                self._config,
+                self._config.num_ranks(self._role.kind),
+                self._keys.kv,
+                self._model_path,
+                self._incarnation,
+                self._clock,
+                on_kv_output=commands.wake,
+                on_progress=lambda what, done, count: on_progress(StartProgress(what, done, count)),
+            )
+            on_failure.callback(executor.stop)
             metrics, metrics_address = self._open_metrics()
-        except BaseException:
-            executor.stop()
-            raise
-        try:
-            parts = self._started = self._compose(executor, commands, metrics)
-            self._begin(parts)
-        except BaseException:
             if metrics is not None:
-                metrics.stop()
-            executor.stop()
-            raise
+                on_failure.callback(metrics.stop)
+            parts = self._started = self._compose(executor, commands, metrics, on_failure)
+            on_failure.pop_all()
+            on_failure.callback(self.stop)
+            self._begin(parts)
+            on_failure.pop_all()
         return WorkerEndpoint(
             self._ref,
             self._role.kind,
@@ -137,14 +137,15 @@ class EngineHost:
             metrics_address,
         )
 
-    def _compose(self, executor: Executor, commands: CommandQueue, metrics: MetricsServer | None) -> _Parts:
+    def _compose(
+        self, executor: Executor, commands: CommandQueue, metrics: MetricsServer | None, on_failure: ExitStack
+    ) -> _Parts:
         """The whole worker on one screen: request plane > loop > core > scheduler, pipeline, connector, grammars."""
         model, config = executor.device_engine.model, executor.scheduler_config
         engine, clock = self._config.engine, self._clock
         steps = Progress("its engine", clock, engine.progress_timeout_s, LEAST_STEP_LIMIT_S[engine.device])
-        compiling = Progress("its compiler of grammars", clock, GRAMMAR_TIMEOUT_S)
         grammars = GrammarCompiler(
-            self._model_path, model.vocab_size, model.eos_token_ids, commands.wake, compiling
+            self._model_path, model.vocab_size, model.eos_token_ids, commands.wake, clock
         )
         core = EngineCore(
             Scheduler(config, KVConnectorScheduler(config.block_size), self._keys.prefix),
@@ -156,11 +157,17 @@ class EngineHost:
             self._open_trace(config),
             steps,
         )
+        on_failure.callback(core.close)
         network = self._config.network
         server = RequestServer(network, self._keys.request, self._incarnation, self.status, clock)
         lease_s = self._config.kv_transfer.lease_s
         loop = EngineLoop(core, self._role, server, clock, lease_s, commands)
-        watched = (steps, compiling, server.progress, executor.device_engine.connector.progress)
+        watched = (
+            steps,
+            grammars.progress,
+            server.progress,
+            executor.device_engine.connector.progress,
+        )
         watch = ProgressWatch(watched, clock, server.beat, self._end_process)
         return _Parts(executor, core, loop, server, watch, metrics)
 
@@ -291,3 +298,45 @@ class EngineHost:
         executor = self._parts.executor
         block_size = executor.scheduler_config.block_size
         return WorkerRef(self._name, self._incarnation, executor.kv_addresses, block_size)
+
+
+def compose_executor(
+    config: BatonConfig,
+    num_ranks: int,
+    kv_keys: PlaneKeys | None,
+    model_path: Path,
+    incarnation: str,
+    clock: Clock,
+    on_kv_output: Callable[[], None],
+    on_progress: OnProgress,
+) -> Executor:
+    """What computes and moves KV, on every rank; raises like `start_executor`. `on_kv_output` runs on any thread, after
+    `Executor.start`; `on_progress` reports rank 0's progress.
+    """
+    connect = partial(
+        KVConnectorWorker,
+        config.kv_transfer,
+        config.network.bind_host,
+        kv_keys,
+        incarnation,
+        clock,
+        on_kv_output=on_kv_output,
+        advertise_host=config.network.advertise_host,
+    )
+
+    def build(collectives: Collectives) -> DeviceEngine:
+        return build_device_engine(
+            config.model,
+            config.engine,
+            config.scheduler,
+            model_path,
+            collectives,
+            clock,
+            connect,
+            on_progress,
+        )
+
+    others = None
+    if num_ranks > 1:
+        others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_kv_output)
+    return start_executor(build, others)

@@ -153,7 +153,12 @@ class EngineLoop:
             )
 
     def stop(self) -> None:
-        """Ends the thread after the current step. Unfinished requests end with it; drain first."""
+        """Ends the thread after the current step. Unfinished requests end with it; drain first. May be called before
+        `start`.
+        """
+        if self._thread.ident is None:
+            self._core.close()
+            return
         self._commands.put(self._begin_stop)
         self._thread.join()
 

@@ -98,6 +98,7 @@ class RequestServer:
         self._is_beat_due = threading.Event()
         self._wakeup = WakeUp()
         self._is_stopping = False
+        self._thread: threading.Thread | None = None
         self.num_bad_messages = 0
         self.num_foreign_hellos = 0
         """Hellos of gateways with another version."""
@@ -118,8 +119,9 @@ class RequestServer:
         return self._authenticator.num_denied
 
     def start(self, sink: RequestSink) -> None:
-        self._thread = threading.Thread(target=self._run, args=(sink,), name="request-plane", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(sink,), name="request-plane", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def send(self, client_id: str, outputs: list[RequestOutput]) -> None:
         """Queues outputs for a gateway; from any thread, never blocks."""
@@ -137,8 +139,11 @@ class RequestServer:
         self._wakeup.set()
 
     def stop(self) -> None:
-        """Sends queued messages and a last status, then closes the port."""
+        """Sends queued messages and a last status, then closes the port. May be called before `start`."""
         self._is_stopping = True
+        if self._thread is None:
+            self._close()
+            return
         self._wakeup.set()
         self._thread.join()
 
@@ -150,11 +155,14 @@ class RequestServer:
             sink.fail(error)
             self._say_last(error)
         finally:
-            self._authenticator.close()
-            self._socket.close(LAST_WORDS_MS)
-            self._context.term()
-            self._wakeup.close()
+            self._close()
             self.progress.end()
+
+    def _close(self) -> None:
+        self._authenticator.close()
+        self._socket.close(LAST_WORDS_MS)
+        self._context.term()
+        self._wakeup.close()
 
     def _serve(self, sink: RequestSink) -> None:
         poller = zmq.Poller()

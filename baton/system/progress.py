@@ -18,7 +18,7 @@ _PIECES_OF_LATE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Piece:
     """A piece of work that has begun; no two are the same object."""
 
     began_at: float
@@ -45,14 +45,14 @@ class Progress:
         self._clock = clock
         self._limit_s = limit_s
         self._least_s = least_s
-        self._piece: Work | None = None
+        self._piece: Piece | None = None
         self._recent = self._before = _Extremes()
         self._num_recent = 0
 
     def begin(self, size: int = 1) -> None:
         """A piece of work begins, and ends the one before it. `size` is in any unit, tokens for a step."""
         self.end()
-        self._piece = Work(self._clock.now(), size)
+        self._piece = Piece(self._clock.now(), size)
 
     def end(self) -> None:
         """The piece has ended, and no other has begun. May be repeated."""
@@ -66,11 +66,11 @@ class Progress:
         self._num_recent += 1
 
     @property
-    def piece(self) -> Work | None:
+    def piece(self) -> Piece | None:
         """The piece of work that has begun; None between two pieces."""
         return self._piece
 
-    def limit_s(self, piece: Work) -> float:
+    def limit_s(self, piece: Piece) -> float:
         """How long this piece may take."""
         if self._least_s is None:
             return self._limit_s
@@ -87,7 +87,7 @@ class ProgressObserver:
     def __init__(self, observed: tuple[Progress, ...], pace_s: float) -> None:
         """`pace_s`: the longest time between two looks; of a longer one only this counts."""
         self._standstill = Standstill(pace_s)
-        self._seen: dict[Progress, tuple[Work, float]] = {}
+        self._seen: dict[Progress, tuple[Piece, float]] = {}
         self._observed = observed
 
     def look(self, now: float) -> str | None:

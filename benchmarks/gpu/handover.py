@@ -15,7 +15,7 @@ from baton.config import BatonConfig
 from baton.kv import TransferRole
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from gateway import GatewayClient
 from gateway.client import GenerationEnd
 from tests.factories.models import make_model_dir

@@ -97,7 +97,7 @@ class LoopedEngine:
             Scheduler(config, KVConnectorScheduler(config.block_size)),
             StreamPipeline(runner) if config.async_scheduling else InlinePipeline(runner),
             InstantLoads(),
-            GrammarCompiler(Path("unused"), vocab_size, (), on_compiled=lambda: None),
+            GrammarCompiler(Path("unused"), vocab_size, (), lambda: None, clock),
             (),
             clock,
         )

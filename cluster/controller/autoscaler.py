@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from baton.clock import Clock
-from baton.config import AutoscalingConfig, BatonConfig
+from baton.config import AutoscalingConfig
 from baton.errors import ClusterError, FleetError
 from baton.fleet import GatewayReport, ReplicaDescription
 from baton.system.standstill import Standstill
 from baton.worker import WorkerRole
 from cluster.controller.observation import merge
-from cluster.controller.planner import Decision, Planner, Reason, RoleChange, ScaleDecision
+from cluster.controller.planner import Bounds, Decision, Planner, Reason, RoleChange, ScaleDecision
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +29,24 @@ class Autoscaler:
 
     def __init__(
         self,
-        config: BatonConfig,
+        config: AutoscalingConfig,
+        bounds: Bounds,
+        has_equal_ranks: bool,
         clock: Clock,
         replicas: Callable[[], Sequence[ReplicaDescription]],
         scale: Callable[[WorkerRole, int], Awaitable[None]],
         set_role: Callable[[str, WorkerRole], Awaitable[None]],
     ) -> None:
-        """`scale` and `set_role` act on the fleet, and raise FleetError or ClusterError on failure."""
-        self._config: AutoscalingConfig = config.autoscaling
+        """`has_equal_ranks`: workers of both roles have equally many ranks, so roles may change. `scale` and `set_role`
+        act on the fleet, and raise FleetError or ClusterError on failure.
+        """
+        self._config = config
         self._clock = clock
         self._replicas = replicas
         self._scale = scale
         self._set_role = set_role
-        self._standstill = Standstill(_PACE * config.autoscaling.interval_s)
-        is_alike = len({config.num_ranks(role) for role in WorkerRole}) == 1
-        self._planner = Planner(
-            config.autoscaling,
-            {role: config.worker_bounds(role) for role in WorkerRole},
-            may_change_roles=config.autoscaling.may_change_roles and is_alike,
-        )
+        self._standstill = Standstill(_PACE * config.interval_s)
+        self._planner = Planner(config, bounds, config.may_change_roles and has_equal_ranks)
         self._reports: dict[str, tuple[float, GatewayReport]] = {}
         self._decisions: deque[str] = deque(maxlen=_MAX_DECISIONS)
         self._last: tuple[Reason | None, WorkerRole | None] | None = None

@@ -38,7 +38,10 @@ class Controller:
     """Owns the fleet from `start` to `shutdown`. All methods belong to one event loop."""
 
     def __init__(self, config: BatonConfig, launcher: Launcher, store: Store, clock: Clock) -> None:
-        self._config = config
+        self._cluster = config.cluster
+        self._patience = Patience.of(config)
+        self._ranks = {role: config.num_ranks(role) for role in WorkerRole}
+        self._has_equal_ranks = len(set(self._ranks.values())) == 1
         self._launcher = launcher
         self._store = store
         self._clock = clock
@@ -51,10 +54,18 @@ class Controller:
         self._start_version = 0
         self._changed = asyncio.Event()
         self._view = FleetView(self._incarnation, 0, ())
-        is_scaled = config.autoscaling.mode != "off"
-        self._autoscaler = (
-            Autoscaler(config, clock, self.replicas, self.scale, self.set_role) if is_scaled else None
-        )
+        self._autoscaler: Autoscaler | None = None
+        if config.autoscaling.mode != "off":
+            bounds = {role: config.worker_bounds(role) for role in WorkerRole}
+            self._autoscaler = Autoscaler(
+                config.autoscaling,
+                bounds,
+                self._has_equal_ranks,
+                clock,
+                self.replicas,
+                self.scale,
+                self.set_role,
+            )
         self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
         """All workers have served at the same time once, under this controller or a predecessor."""
@@ -71,11 +82,9 @@ class Controller:
     async def start(self) -> None:
         """Adopts the workers of a predecessor and begins to start the others; returns before those serve."""
         content = self._store.load()
-        self._desired = (
-            DesiredFleet.of(self._config.cluster) if content is None else DesiredFleet.from_json(content)
-        )
+        self._desired = DesiredFleet.of(self._cluster) if content is None else DesiredFleet.from_json(content)
         self._launcher.avoid(self._desired.draining_nodes)
-        found = await self._launcher.adopt(self._config.cluster.unresponsive_timeout_s)
+        found = await self._launcher.adopt(self._cluster.unresponsive_timeout_s)
         for name in [replica.name for replica in self._desired.replicas.values() if replica.is_draining]:
             if name not in found:
                 del self._desired.replicas[name]
@@ -175,11 +184,10 @@ class Controller:
             return
         if replica.is_draining or worker in self._changing_role:
             raise FleetError(f"worker {worker} is draining, or already changes its role; wait for that")
-        ranks = {kind: self._config.num_ranks(kind) for kind in WorkerRole}
-        if len(set(ranks.values())) > 1:
+        if not self._has_equal_ranks:
             raise FleetError(
-                f"worker {worker} cannot become a {role.value} worker: these have {ranks[role]} ranks, it has "
-                f"{ranks[replica.role]} (cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel)"
+                f"worker {worker} cannot become a {role.value} worker: these have {self._ranks[role]} ranks, it has "
+                f"{self._ranks[replica.role]} (cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel)"
             )
         if replica.role is WorkerRole.DECODE:
             self._check_not_last(worker, "changes its role")
@@ -296,12 +304,12 @@ class Controller:
 
     def _supervise(self, desired: DesiredReplica, found: Found | None) -> None:
         role = desired.role if found is None else found.endpoint.role
-        restarts = Restarts(RestartPolicy.of(self._config.cluster))
+        restarts = Restarts(RestartPolicy.of(self._cluster))
         replica = Replica(desired.name, role, restarts, num_starts=desired.num_starts)
         supervisor = Supervisor(
             replica,
             self._launcher,
-            Patience.of(self._config),
+            self._patience,
             self._clock,
             self._begin_incarnation,
             self._note,

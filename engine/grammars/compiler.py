@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from baton.clock import Clock
 from baton.sampling import StructuredOutput
 from baton.system.progress import Progress
 from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_stack
 
 logger = logging.getLogger(__name__)
 
+PROGRESS_TIMEOUT_S = 60.0
+"""A worker whose compiler works at one grammar for this long ends: a gateway admits none that takes over a second."""
 MAX_GRAMMARS = 256
 """Compiled grammars kept beside those in use, most recently used: clients tend to repeat theirs."""
 STACK_BYTES = 256 * 2**20
@@ -106,14 +109,12 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         on_compiled: Callable[[], None],
-        progress: Progress | None = None,
+        clock: Clock,
     ) -> None:
-        """Thread and tokenizer start with the first grammar; `on_compiled` is called from the compiler's thread, whose
-        work `progress` counts.
-        """
+        """Thread and tokenizer start with the first grammar; `on_compiled` is called from the compiler's thread."""
         self.vocab_size = vocab_size
         """The model's vocabulary."""
-        self._progress = progress
+        self.progress = Progress("its compiler of grammars", clock, PROGRESS_TIMEOUT_S)
         self._library = GrammarLibrary(model_path / "tokenizer.json", vocab_size, eos_token_ids)
         self._on_compiled = on_compiled
         self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
@@ -173,12 +174,10 @@ class GrammarCompiler:
     def _run(self) -> None:
         while (output := self._jobs.get()) is not None and not self._is_closing:
             if output in self._wanted:
-                if self._progress is not None:
-                    self._progress.begin()
+                self.progress.begin()
                 self._done.put(CompiledGrammar(output, self._error_of(output)))
                 self._on_compiled()
-                if self._progress is not None:
-                    self._progress.end()
+                self.progress.end()
 
     def _error_of(self, output: StructuredOutput) -> str | None:
         try:

@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -55,6 +56,7 @@ from engine.ranks.messages import (
     ToRank,
 )
 from kv_transfer import RankConnector
+from kv_transfer.connector.worker import KVConnectorWorker
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +93,26 @@ def build(
     setup: Setup, config: BatonConfig, collectives: Collectives, on_kv_output: Callable[[], None]
 ) -> Rank:
     """The real one. Rank 0 alone samples and knows grammars."""
-    path = Path(setup.model_path)
-    parts = build_device_engine(
-        config,
+    clock, network = SystemClock(), config.network
+    connect = partial(
+        KVConnectorWorker,
+        config.kv_transfer,
+        network.bind_host,
         setup.kv_keys,
-        path,
         setup.incarnation,
+        clock,
+        on_kv_output=on_kv_output,
+        rank=setup.rank,
+        advertise_host=network.advertise_host,
+    )
+    parts = build_device_engine(
+        config.model,
+        config.engine,
+        config.scheduler,
+        Path(setup.model_path),
         collectives,
-        SystemClock(),
-        on_kv_output,
+        clock,
+        connect,
         on_progress=lambda *_: None,  # rank 0 reports its own, equal progress
     )
     return Rank(parts.make_pipeline, parts.connector, parts.num_blocks, parts.model.digest)

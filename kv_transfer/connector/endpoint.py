@@ -16,7 +16,6 @@ from baton.errors import WireError
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from kv_transfer.consumer.endpoint import ConsumerCommand, ConsumerEndpoint
-from kv_transfer.metrics import PeerMetrics
 from kv_transfer.pool import KVPool
 from kv_transfer.producer.endpoint import ProducerCommand, ProducerEndpoint
 from kv_transfer.protocol.consumer import Consumer
@@ -32,6 +31,7 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.outgoing import ProducerIdentity
 from kv_transfer.protocol.producer import Producer
 from kv_transfer.protocol.transports import TransportOffer
+from kv_transfer.records import PeerMetrics
 from kv_transfer.transport.base import Arrival, Channel, PoolReader
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferRecord
 from baton.worker import KVPeerCounts
 from kv_transfer.commands import AbortLoad, AbortSend, BeginSend, GiveUpLoad, KVConnectorMetadata
-from kv_transfer.protocol.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, Sends
-from kv_transfer.timelines import combine
+from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, Sends
+from kv_transfer.records import combine
 
 
 class RankConnector(Protocol):

@@ -1,29 +1,46 @@
-"""KVConnectorWorker: the half of the connector that moves bytes, as the engine calls it around each step."""
+"""KVConnectorWorker: the half of the connector that moves bytes, and the thread that runs a rank's hand-overs.
 
+The engine calls it around each step. Commands come in through one queue, and output leaves through another. The thread
+wakes only for a command, a message, a deadline, or the end of a process whose pool is open.
+"""
+
+import logging
+import queue
+import threading
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 
 from baton.clock import Clock
 from baton.config import KVTransferConfig
 from baton.kv import KVFingerprint
 from baton.step import KVConnectorOutput
 from baton.system.curve import PlaneKeys
+from baton.system.progress import Progress
+from baton.system.standstill import wait_awake
+from baton.system.wakeup import WakeUp
 from baton.worker import KVPeerCounts
-from kv_transfer.commands import KVConnectorMetadata
-from kv_transfer.connector.agent import TransferAgent
-from kv_transfer.connector.endpoint import COUNTERS, make_endpoint
+from kv_transfer.commands import KVConnectorMetadata, WithdrawBlocks
+from kv_transfer.connector.endpoint import COUNTERS, TransferCommand, make_endpoint
 from kv_transfer.pool import DeviceBlocks, make_pool
 from kv_transfer.transport.base import Bytes
 from kv_transfer.transport.choice import make_offer, make_readers
 from kv_transfer.transport.shared_memory import SharedMemory
 from kv_transfer.transport.zmq_tcp import IDLE_S, ZmqChannel
 
+logger = logging.getLogger(__name__)
+
+PROGRESS_TIMEOUT_S = 60.0
+"""A transfer thread whose turn takes this long will not go on: its worker ends."""
+
+TURN_TIMEOUT_S = 5.0
+"""A turn of the transfer thread takes milliseconds; one that takes this long will not end."""
+
 
 class KVConnectorWorker:
     """One per rank, for both roles; each request says which end it is on.
 
-    No call blocks, or raises because of a peer. `on_kv_output` is called, on the transfer thread, whenever
-    `get_finished` has output.
+    Its methods are for the engine's thread; everything else happens on the transfer thread. No call blocks, or raises
+    because of a peer. `on_kv_output` is called, on the transfer thread, whenever `get_finished` has output.
     """
 
     def __init__(
@@ -57,7 +74,7 @@ class KVConnectorWorker:
         )
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         readers = make_readers(config, blocks, memory, clock)
-        endpoint = make_endpoint(
+        self._endpoint = make_endpoint(
             config,
             incarnation,
             fingerprint,
@@ -68,14 +85,24 @@ class KVConnectorWorker:
             self._counters,
             clock,
         )
-        self._metrics = endpoint.metrics
-        self._agent = TransferAgent(endpoint, self._channel, clock, on_kv_output)
+        self._clock = clock
+        self._on_kv_output = on_kv_output
+        self._commands: queue.SimpleQueue[tuple[Sequence[TransferCommand], threading.Event]] = (
+            queue.SimpleQueue()
+        )
+        self._outputs: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
+        self._wakeup = WakeUp()
+        self._channel.wake_on(self._wakeup.fileno())
+        self._channel.wake_on(self._endpoint.fileno())
+        self._is_stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self.kv_address = self._channel.address
-        self.progress = self._agent.progress
+        self.progress = Progress("its KV transfer", clock, PROGRESS_TIMEOUT_S)
         """That of the transfer thread."""
 
     def start(self) -> None:
-        self._agent.start()
+        self._thread.start()
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         """As soon as a step is planned: what to announce, hand over or give up.
@@ -83,23 +110,27 @@ class KVConnectorWorker:
         Returns at once, unless blocks are withdrawn: then once none of them is offered any more.
         """
         if metadata is not None and metadata.at_once:
-            self._agent.post(metadata.at_once)
+            self._post(metadata.at_once)
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
         """When every step before the planned one is computed: no step writes the blocks to be loaded any more."""
         if metadata is not None and metadata.loads:
-            self._agent.post(metadata.loads)
+            self._post(metadata.loads)
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
         """When the step is computed: the blocks it filled may leave, but not those of `lost` requests."""
         if metadata is not None:
             filled = tuple(command for command in metadata.after if command.request_id not in lost)
             if filled:
-                self._agent.post(filled)
+                self._post(filled)
 
     def get_finished(self) -> KVConnectorOutput:
-        """What ended since the last call."""
-        return self._agent.collect_output()
+        """What ended since the last call; raises if the transfer thread has died."""
+        self._check_alive()
+        output = KVConnectorOutput()
+        while not self._outputs.empty():
+            output += self._outputs.get()
+        return output
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start; safe from any thread."""
@@ -112,7 +143,75 @@ class KVConnectorWorker:
 
     def peers(self) -> tuple[KVPeerCounts, ...]:
         """Hand-overs by peer since the start; safe from any thread."""
-        return self._metrics.snapshot()
+        return self._endpoint.metrics.snapshot()
 
     def shutdown(self) -> None:
-        self._agent.stop()
+        """Ends the thread, if it was started, and closes every socket; peers' transfers end by their deadlines. May
+        be repeated.
+        """
+        is_repeated, self._is_stopping = self._is_stopping, True
+        self._wakeup.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        elif not is_repeated:
+            self._close()
+        self._wakeup.close()
+
+    def _post(self, commands: Sequence[TransferCommand]) -> None:
+        done = threading.Event()
+        self._commands.put((commands, done))
+        self._wakeup.set()
+        if any(isinstance(command, WithdrawBlocks) for command in commands):
+            self._check_withdrawn(done)
+        self._check_alive()
+
+    def _check_withdrawn(self, done: threading.Event) -> None:
+        """The next step writes these blocks, so it must not run before they are withdrawn."""
+        if not wait_awake(done.wait, TURN_TIMEOUT_S) and self._failure is None:
+            raise RuntimeError(f"the transfer thread did not withdraw blocks within {TURN_TIMEOUT_S:g} s")
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the transfer thread has died") from self._failure
+
+    # the transfer thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self.progress.end()
+                for arrival in self._channel.wait(self._seconds_to_deadline()):  # it sleeps before the first
+                    self.progress.begin()
+                    self._endpoint.take(arrival)
+                self.progress.begin()
+                self._wakeup.clear()
+                self._execute_commands()
+                self._endpoint.on_time()
+                self._publish()
+        except BaseException as error:  # nothing above catches this: tell the engine that the thread died
+            logger.exception("the transfer thread died")
+            self._failure = error
+            self._on_kv_output()
+        finally:
+            self._close()
+            self.progress.end()
+
+    def _seconds_to_deadline(self) -> float | None:
+        when = self._endpoint.next_deadline()
+        return None if when is None else max(0.0, when - self._clock.now())
+
+    def _execute_commands(self) -> None:
+        while not self._commands.empty():
+            commands, done = self._commands.get()
+            for command in commands:
+                self._endpoint.execute(command)
+            done.set()
+
+    def _publish(self) -> None:
+        if output := self._endpoint.collect_output():
+            self._outputs.put(output)
+            self._on_kv_output()
+
+    def _close(self) -> None:
+        self._endpoint.close()
+        self._channel.close()

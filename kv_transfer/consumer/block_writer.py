@@ -11,35 +11,23 @@ from dataclasses import dataclass
 from kv_transfer.cuda.staging import Staged, Stager, make_stager
 from kv_transfer.pool import HostPieces, KVPool, PieceView
 from kv_transfer.protocol.incoming import WantedPieces
-from kv_transfer.protocol.messages import Pieces
 from kv_transfer.transport.base import Bytes
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PendingWrite:
-    """Some pieces of a message, and how they arrive."""
-
-    message: Pieces
-    wanted: WantedPieces
-    transport: str
-    has_checksums: bool
-    """Whether to compute checksums of the arrived pieces."""
-
-
-@dataclass(frozen=True, slots=True)
 class WrittenPieces:
     """These pieces are not written any more."""
 
-    arrival: PendingWrite
+    wanted: WantedPieces
     missing: tuple[int, ...]
     """Indices of wanted pieces that did not arrive."""
     checksums: dict[int, int]
-    """Checksums of arrived pieces by piece index, if wanted."""
+    """Checksums of arrived pieces by piece index, if they are compared."""
 
 
-_Staging = tuple[PendingWrite, tuple[int, ...]]
+_Staging = tuple[WantedPieces, tuple[int, ...]]
 """With the missing indices."""
 
 
@@ -50,42 +38,36 @@ class BlockWriter:
         self._stager: Stager[_Staging] | None = make_stager(pool)
         self._written: list[WrittenPieces] = []
 
-    def receive(self, arrival: PendingWrite, view: PieceView, payload: Iterable[Bytes]) -> None:
+    def receive(self, wanted: WantedPieces, view: PieceView, payload: Iterable[Bytes]) -> None:
         """Writes the wanted pieces of a payload that holds all pieces of the message, in spans of whole pieces. See
         `poll`.
         """
-        message, wanted = arrival.message, arrival.wanted
         places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
         came = _pieces(payload, view.nbytes, places)
         if isinstance(view, HostPieces):
             for piece_id, piece in came:
                 view.store(piece_id, piece)
-            self._look_at(arrival, view, tuple(message.indices[position] for position in places))
+            self._look_at(wanted, view, tuple(wanted.message.indices[position] for position in places))
             return
         pieces = dict(came)
-        missing = tuple(message.indices[position] for position in places)
+        missing = tuple(wanted.message.indices[position] for position in places)
         if not pieces:
-            self._written.append(WrittenPieces(arrival, missing, {}))
+            self._written.append(WrittenPieces(wanted, missing, {}))
             return
         assert self._stager is not None, "pieces on a device need a pool on a device"
         self._stager.put_in(
-            (arrival, missing),
-            view,
-            [*pieces],
-            [*pieces.values()],
-            has_checksums=arrival.has_checksums,
+            (wanted, missing), view, [*pieces], [*pieces.values()], has_checksums=wanted.has_checksums
         )
 
-    def was_read(self, arrival: PendingWrite, view: PieceView) -> None:
+    def was_read(self, wanted: WantedPieces, view: PieceView) -> None:
         """All pieces were written by other means; `poll` reports when their checksums are computed."""
         if isinstance(view, HostPieces):
-            self._look_at(arrival, view, ())
-        elif not arrival.has_checksums:
-            self._written.append(WrittenPieces(arrival, (), {}))
+            self._look_at(wanted, view, ())
+        elif not wanted.has_checksums:
+            self._written.append(WrittenPieces(wanted, (), {}))
         else:
             assert self._stager is not None, "pieces on a device need a pool on a device"
-            piece_ids = arrival.wanted.piece_ids
-            self._stager.take_out((arrival, ()), view, piece_ids, has_bytes=False, has_checksums=True)
+            self._stager.take_out((wanted, ()), view, wanted.piece_ids, has_bytes=False, has_checksums=True)
 
     def poll(self) -> list[WrittenPieces]:
         """Pieces written since the last call."""
@@ -104,13 +86,13 @@ class BlockWriter:
         if self._stager is not None:
             self._stager.close()
 
-    def _look_at(self, arrival: PendingWrite, view: HostPieces, missing: tuple[int, ...]) -> None:
-        wanted, checksums = arrival.wanted, dict[int, int]()
-        if arrival.has_checksums:
+    def _look_at(self, wanted: WantedPieces, view: HostPieces, missing: tuple[int, ...]) -> None:
+        checksums: dict[int, int] = {}
+        if wanted.has_checksums:
             for index, piece_id in zip(wanted.indices, wanted.piece_ids, strict=True):
                 if index not in missing:
                     checksums[index] = view.checksum(piece_id)
-        self._written.append(WrittenPieces(arrival, missing, checksums))
+        self._written.append(WrittenPieces(wanted, missing, checksums))
 
 
 def _pieces(
@@ -128,12 +110,11 @@ def _pieces(
 
 
 def _written(staged: Staged[_Staging]) -> WrittenPieces:
-    arrival, missing = staged.what
-    indices = arrival.wanted.indices
+    wanted, missing = staged.what
     if staged.error is not None:  # requested again, as if lost on the way
         logger.warning("cannot write KV to the device, or read it back for its checksum: %s", staged.error)
-        return WrittenPieces(arrival, tuple(indices), {})
-    if not arrival.has_checksums:
-        return WrittenPieces(arrival, missing, {})
-    came = [index for index in indices if index not in missing]
-    return WrittenPieces(arrival, missing, dict(zip(came, staged.checksums, strict=True)))
+        return WrittenPieces(wanted, tuple(wanted.indices), {})
+    if not wanted.has_checksums:
+        return WrittenPieces(wanted, missing, {})
+    came = [index for index in wanted.indices if index not in missing]
+    return WrittenPieces(wanted, missing, dict(zip(came, staged.checksums, strict=True)))

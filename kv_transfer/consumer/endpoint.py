@@ -12,11 +12,10 @@ from baton.kv import TransferRole
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferEventKind, TransferRecord
 from kv_transfer.commands import AbortLoad, BeginLoad, GiveUpLoad, LoadBlocks
-from kv_transfer.consumer.block_writer import BlockWriter, PendingWrite
-from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S, PoolRead, PoolReads
+from kv_transfer.consumer.block_writer import BlockWriter, WrittenPieces
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
-from kv_transfer.metrics import PeerMetrics
-from kv_transfer.pool import KVPool
+from kv_transfer.parts import GiveUp, LoadOutcome, LoadQuiet, Loads, RankTransfers
+from kv_transfer.pool import KVPool, PieceView
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.effects import (
     CanLoad,
@@ -31,10 +30,8 @@ from kv_transfer.protocol.effects import (
 )
 from kv_transfer.protocol.incoming import WantedPieces
 from kv_transfer.protocol.messages import TO_PRODUCER, Pieces, ToConsumer, TransferKey, Unreadable
-from kv_transfer.protocol.parts import GiveUp, LoadOutcome, LoadQuiet, Loads
 from kv_transfer.protocol.transports import SENDS_BYTES
-from kv_transfer.rank_transfers import RankTransfers
-from kv_transfer.timelines import Timelines
+from kv_transfer.records import PeerMetrics, Timelines
 from kv_transfer.transport.base import Channel, PoolReader, TransportError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +64,6 @@ class ConsumerEndpoint:
         self._timelines = Timelines(clock)
         self._pools = RemotePools(readers, clock)
         self._writer = BlockWriter(pool)
-        self._reads = PoolReads(self._pools)
         self.output = KVConnectorOutput()
         """Outcomes and records of loads, until the connector takes them."""
 
@@ -104,31 +100,16 @@ class ConsumerEndpoint:
         return self._pools.fileno()
 
     def on_time(self) -> None:
-        now = self._clock.now()
-        overdue = self._reads.close_overdue(now)
-        self.poll()
-        for read in self._reads.abandon(overdue):
-            self._unread(read, f"the read did not end within {READ_TIMEOUT_S:g} s")
-        self._do(self._consumer.on_time(now))
-        self._pools.close_orphaned(self._reads.uses)
+        self._collect_reads()
+        self._collect_written()
+        self._do(self._consumer.on_time(self._clock.now()))
+        self._pools.close_orphaned()
         self._pools.close_unused(self._consumer.knows)
 
-    def poll(self) -> None:
-        """Takes in reads, and copies of a device, that are over."""
-        for read, error in self._reads.finished():
-            if error is not None:
-                self._unread(read, error)
-                continue
-            write = self._pending_write(read.message, read.wanted, read.pool[2])
-            self._writer.was_read(write, self._rank_transfers.at(read.message.key).view)
-            self._collect_written()
-        self._collect_written()
-
     def next_deadline(self) -> float | None:
-        now = self._clock.now()
-        times = [self._consumer.next_deadline(), self._pools.next_deadline(), self._reads.next_deadline(now)]
+        times = [self._consumer.next_deadline(), self._pools.next_deadline()]
         if self._writer.poll_interval_s is not None:
-            times.append(now + self._writer.poll_interval_s)
+            times.append(self._clock.now() + self._writer.poll_interval_s)
         return min((time for time in times if time is not None), default=None)
 
     def close(self) -> None:
@@ -195,66 +176,60 @@ class ConsumerEndpoint:
     # pieces
 
     def _take_pieces(self, message: Pieces) -> None:
-        now = self._clock.now()
-        wanted = self._consumer.wanted(message, now)
-        if not wanted:
+        wanted = self._consumer.wanted(message, self._clock.now())
+        if wanted is None:
             return
-        self._timelines.mark(
-            self._rank_transfers.at(message.key).rank_transfer.request_id, TransferEventKind.FIRST_PIECE
-        )
-        transport = self._consumer.transport_of(message.key)
-        view = self._rank_transfers.at(message.key).view
-        if transport in SENDS_BYTES:
-            payload = self._channel.read_payload()
-            self._writer.receive(self._pending_write(message, wanted, transport), view, payload)
-            self._collect_written()
-            return
-        read = PoolRead(_pool_key(message.key, transport), message, wanted)
-        try:
-            peers = [message.piece_ids[position] for position in wanted.positions]
-            self._reads.begin(read, view.runs(peers, wanted.piece_ids), now)
-        except (TransportError, OverflowError) as error:  # a piece id that no pool has may not fit an index
-            self._unread(read, str(error))
-            return
-        if self._pools.poll_interval_s(transport) is None:
-            self.poll()
+        end = self._rank_transfers.at(message.key)
+        self._timelines.mark(end.rank_transfer.request_id, TransferEventKind.FIRST_PIECE)
+        if wanted.transport in SENDS_BYTES:
+            self._writer.receive(wanted, end.view, self._channel.read_payload())
+        else:
+            self._read(wanted, end.view)
+        self._collect_written()
 
-    def _pending_write(self, message: Pieces, wanted: WantedPieces, transport: str) -> PendingWrite:
-        return PendingWrite(message, wanted, transport, self._consumer.wants_checksums(message.key))
+    def _read(self, wanted: WantedPieces, view: PieceView) -> None:
+        message = wanted.message
+        peers = [message.piece_ids[position] for position in wanted.positions]
+        try:
+            runs = view.runs(peers, wanted.piece_ids)
+            self._pools.read(_pool_key(message.key, wanted.transport), wanted, runs)
+        except (TransportError, OverflowError) as error:  # a piece id that no pool has may not fit an index
+            self._on_unread(wanted, str(error))
+            return
+        if self._pools.ends_at_once(wanted.transport):
+            self._collect_reads()
+
+    def _collect_reads(self) -> None:
+        for wanted, error in self._pools.finished():
+            if error is not None:
+                self._on_unread(wanted, error)
+                continue
+            self._writer.was_read(wanted, self._rank_transfers.at(wanted.message.key).view)
+            self._collect_written()
 
     def _collect_written(self) -> None:
         for written in self._writer.poll():
-            write = written.arrival
-            self._arrived(write.message, write.wanted, written.missing, write.transport, written.checksums)
+            self._on_written(written)
 
-    def _arrived(
-        self,
-        message: Pieces,
-        wanted: WantedPieces,
-        missing: Iterable[int],
-        transport: str,
-        checksums: Mapping[int, int],
-    ) -> None:
+    def _on_written(self, written: WrittenPieces) -> None:
         """Compares checksums of what was written; reports every piece to the state machine."""
-        key, end, damaged = message.key, self._rank_transfers.at(message.key), set(missing)
-        num_written = len(wanted.indices) - len(damaged)
+        wanted, checksums, damaged = written.wanted, written.checksums, set(written.missing)
+        message = wanted.message
+        end = self._rank_transfers.at(message.key)
+        num_bytes = (len(wanted.indices) - len(damaged)) * end.view.nbytes
         if checksums:
             theirs = message.checksums or (None,) * len(message.indices)
             for position, index in zip(wanted.positions, wanted.indices, strict=True):
                 if index in checksums and checksums[index] != theirs[position]:
                     damaged.add(index)
-        num_bytes = num_written * end.view.nbytes
         self._counters["kv_bytes_received"] += num_bytes
-        self._metrics.moved(TransferRole.CONSUMER, end.peer, transport, num_bytes)
-        self._timelines.moved(end.rank_transfer.request_id, transport, num_bytes)
-        valid = [index for index in wanted.indices if index not in damaged] if damaged else wanted.indices
-        self._do(self._consumer.on_arrived(key, message.version, valid, sorted(damaged), self._clock.now()))
+        self._metrics.moved(TransferRole.CONSUMER, end.peer, wanted.transport, num_bytes)
+        self._timelines.moved(end.rank_transfer.request_id, wanted.transport, num_bytes)
+        self._do(self._consumer.on_arrived(wanted, damaged, self._clock.now()))
 
-    def _unread(self, read: PoolRead, error: str) -> None:
-        logger.warning("cannot read the KV of %s: %s", read.pool[0], error)
-        self._pools.mark_failed(read.pool)
-        key, transport, now = read.message.key, read.pool[2], self._clock.now()
-        self._do(self._consumer.on_unread(key, transport, read.wanted.indices, error, now))
+    def _on_unread(self, wanted: WantedPieces, error: str) -> None:
+        logger.warning("cannot read the KV of %s: %s", wanted.message.key.producer, error)
+        self._do(self._consumer.on_unread(wanted, error, self._clock.now()))
 
     def _open_pool(self, effect: OpenPool) -> None:
         try:

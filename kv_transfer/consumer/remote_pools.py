@@ -1,11 +1,15 @@
-"""RemotePools: the peers' pools that this rank reads, open while hand-overs come from them."""
+"""RemotePools: the peers' pools that this rank reads, open while hand-overs come from them, and the reads under way."""
 
 import logging
+import os
+import select
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from baton.clock import Clock
-from kv_transfer.process_exits import ProcessExits
+from baton.system.standstill import Standstill
+from kv_transfer.protocol.incoming import WantedPieces
+from kv_transfer.protocol.timers import Timers
 from kv_transfer.transport.base import (
     MAX_DESCRIPTION_BYTES,
     PoolReader,
@@ -20,8 +24,14 @@ logger = logging.getLogger(__name__)
 IDLE_S = 30.0
 """A pool without hand-overs is closed after this long; its process may have ended unnoticed."""
 
+READ_TIMEOUT_S = 10.0
+"""A read that takes this long will not end by itself; closing its pool ends it, and has if the pool is closed."""
+
 PoolKey = tuple[str, int, str]
 """The producer's incarnation, its rank, and the transport."""
+
+_ReadKey = tuple[str, int]
+"""The transport, and the read's number there."""
 
 
 @dataclass(slots=True)
@@ -48,6 +58,9 @@ class RemotePools:
         self._open: dict[PoolKey, _OpenPool] = {}
         self._orphaned: set[PoolKey] = set()
         """Open pools of processes that have ended."""
+        self._under_way: dict[_ReadKey, tuple[PoolKey, WantedPieces]] = {}
+        self._standstill = Standstill(READ_TIMEOUT_S / 4)
+        self._timeouts: Timers[_ReadKey] = Timers(self._standstill)
 
     def fileno(self) -> int:
         """A file descriptor that is readable while `close_orphaned` has something to do."""
@@ -65,46 +78,52 @@ class RemotePools:
                 f"the pool description has {len(description)} bytes; at most "
                 f"{MAX_DESCRIPTION_BYTES} are allowed"
             )
-        self.close_one(key)
+        self._close(key)
         pool = self._readers[key[2]].open(description)
         self._open[key] = _OpenPool(pool, self._clock.now(), self._watch(pool))
 
-    def read(self, key: PoolKey, runs: Runs) -> int:
-        """Begins a read; see RemotePool. TransportError if the pool is not open."""
+    def read(self, key: PoolKey, pieces: WantedPieces, runs: Runs) -> None:
+        """Begins to read these pieces. TransportError if the pool is not open, or refuses."""
         pool = self._open.get(key)
         if pool is None:
             raise TransportError("the peer's pool is not open")
-        pool.used_at = self._clock.now()
-        return pool.pool.read(runs)
+        pool.used_at = now = self._clock.now()
+        try:
+            read = (key[2], pool.pool.read(runs))
+        except TransportError:
+            pool.has_failed = True
+            raise
+        self._under_way[read] = (key, pieces)
+        self._standstill.look(now)
+        self._timeouts.set(read, now + READ_TIMEOUT_S)
 
-    def mark_failed(self, key: PoolKey) -> None:
-        """A read of this pool failed. The next `open` replaces the pool."""
-        if key in self._open:
-            self._open[key].has_failed = True
+    def finished(self) -> Iterator[tuple[WantedPieces, str | None]]:
+        """Reads that ended since the last call, with the error of each that failed. Ends those that take too long."""
+        overdue = list(self._timeouts.pop_due(self._clock.now()))
+        for read in overdue:
+            self._close(self._under_way[read][0])
+        for transport, done in self._poll():
+            read = (transport, done.number)
+            self._timeouts.cancel(read)
+            if read in self._under_way:  # else it was abandoned, long after nothing wrote any more
+                yield self._end(read, done.error)
+        for read in overdue:
+            if read in self._under_way:
+                yield self._end(read, f"the read did not end within {READ_TIMEOUT_S:g} s")
 
-    def poll(self) -> Iterator[tuple[str, ReadDone]]:
-        """Finished reads, with their transport."""
-        for transport, reader in self._readers.items():
-            try:
-                ended = reader.poll()
-            except TransportError as error:
-                logger.warning("%s: %s", transport, error)
-                continue
-            for done in ended:
-                yield transport, done
+    def ends_at_once(self, transport: str) -> bool:
+        """Whether `finished` reports reads as soon as they have begun."""
+        return self._readers[transport].poll_interval_s is None
 
-    def poll_interval_s(self, transport: str) -> float | None:
-        return self._readers[transport].poll_interval_s
-
-    def close_orphaned(self, is_read: Callable[[PoolKey], bool]) -> None:
-        """Closes the pools of processes that have ended, except those that `is_read`, which a later call closes."""
+    def close_orphaned(self) -> None:
+        """Closes the pools of processes that have ended. Pools that are being read are closed by a later call."""
         if ended := set(self._exits.take()):
             orphaned = {key for key, pool in self._open.items() if pool.watch in ended}
             for key in orphaned:
                 self._open[key].has_failed = True
             self._orphaned |= orphaned
         for key in sorted(self._orphaned):
-            if not is_read(key):
+            if all(key != pool for pool, _ in self._under_way.values()):
                 logger.info("rank %d of %s has ended: closed its pool (%s)", key[1], key[0], key[2])
                 self._close(key)
 
@@ -116,11 +135,6 @@ class RemotePools:
                 pool.used_at = now
             elif now >= pool.used_at + IDLE_S:  # summed as in `next_deadline`, or the two may disagree
                 self._close(key)
-
-    def close_one(self, key: PoolKey) -> None:
-        """The pool's reads have ended when this returns."""
-        if key in self._open:
-            self._close(key)
 
     def close(self) -> None:
         """Closes every pool first, since that needs its reader, and then the readers."""
@@ -134,8 +148,32 @@ class RemotePools:
         self._exits.close()
 
     def next_deadline(self) -> float | None:
-        """When to call `close_unused` at the latest."""
-        return min((pool.used_at + IDLE_S for pool in self._open.values()), default=None)
+        """When to call `finished`, and `close_unused`, at the latest."""
+        times = [pool.used_at + IDLE_S for pool in self._open.values()]
+        now = self._clock.now()
+        for transport, _ in self._under_way:
+            if (interval_s := self._readers[transport].poll_interval_s) is not None:
+                times.append(now + interval_s)
+        if (timeout := self._timeouts.next()) is not None:
+            times.append(timeout)
+        return min(times, default=None)
+
+    def _poll(self) -> Iterator[tuple[str, ReadDone]]:
+        """Finished reads, with their transport."""
+        for transport, reader in self._readers.items():
+            try:
+                ended = reader.poll()
+            except TransportError as error:
+                logger.warning("%s: %s", transport, error)
+                continue
+            for done in ended:
+                yield transport, done
+
+    def _end(self, read: _ReadKey, error: str | None) -> tuple[WantedPieces, str | None]:
+        key, pieces = self._under_way.pop(read)
+        if error is not None and key in self._open:
+            self._open[key].has_failed = True
+        return pieces, error
 
     def _watch(self, pool: RemotePool) -> int | None:
         if pool.owner_pid is None:
@@ -147,7 +185,10 @@ class RemotePools:
             raise TransportError(f"process {pool.owner_pid} has ended") from error
 
     def _close(self, key: PoolKey) -> None:
-        pool = self._open.pop(key)
+        """The pool's reads have ended when this returns."""
+        pool = self._open.pop(key, None)
+        if pool is None:
+            return
         self._orphaned.discard(key)
         if pool.watch is not None:
             self._exits.drop(pool.watch)
@@ -155,3 +196,56 @@ class RemotePools:
             pool.pool.close()
         except TransportError as error:
             logger.warning("error while closing a pool: %s", error)
+
+
+class ProcessExits:
+    """Which processes of this host have ended, by their pidfds. Belongs to one thread, which may sleep on `fileno`.
+
+    The kernel reports every end at once, `kill -9` included, after the process has closed all its files. It reports
+    nothing about a process that is stopped or only silent.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._running: set[int] = set()
+        """Watches whose processes have not ended, as far as `take` has reported."""
+
+    def fileno(self) -> int:
+        """Readable while `take` has something to return."""
+        return self._epoll.fileno()
+
+    def watch(self, pid: int) -> int | None:
+        """A watch, which `take` returns once that process has ended; `drop` must follow.
+
+        None if the end cannot be noticed: the system has or grants no pidfd, or the process id is impossible.
+        ProcessLookupError if there is no such process.
+        """
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise
+        except (OSError, OverflowError):
+            return None
+        self._epoll.register(pidfd, select.EPOLLIN)
+        self._running.add(pidfd)
+        return pidfd
+
+    def take(self) -> list[int]:
+        """The watches whose processes have ended; each is returned once."""
+        ended = [pidfd for pidfd, _ in self._epoll.poll(0)]
+        for pidfd in ended:
+            self._forget(pidfd)  # it stays readable, so a sleep on `fileno` would never last
+        return ended
+
+    def drop(self, watch: int) -> None:
+        if watch in self._running:
+            self._forget(watch)
+        os.close(watch)
+
+    def close(self) -> None:
+        """Every watch must be dropped before."""
+        self._epoll.close()
+
+    def _forget(self, pidfd: int) -> None:
+        self._epoll.unregister(pidfd)
+        self._running.remove(pidfd)

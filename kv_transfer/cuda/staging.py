@@ -20,8 +20,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import xxhash
 
-from kv_transfer.cuda.copies import queue_copies
-from kv_transfer.cuda.memory import CudaMemory, pinned_array
+from kv_transfer.cuda.memory import CudaMemory, pinned_array, queue_copies
 from kv_transfer.pool import DeviceKVBytes, DevicePieces, KVPool
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
 from kv_transfer.transport.base import Bytes, Runs, TransportError

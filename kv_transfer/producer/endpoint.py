@@ -23,14 +23,12 @@ from kv_transfer.commands import (
     WithdrawBlocks,
 )
 from kv_transfer.cuda.staging import Stager, make_stager
-from kv_transfer.metrics import PeerMetrics
+from kv_transfer.parts import RankTransfers, Sends
 from kv_transfer.pool import DevicePieces, KVPool
 from kv_transfer.protocol.effects import Effect, Freed, Peer, RankTransfer, Send, SendPieces, Unwanted
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces, ToProducer, TransferKey
-from kv_transfer.protocol.parts import Sends
 from kv_transfer.protocol.producer import Producer
-from kv_transfer.rank_transfers import RankTransfers
-from kv_transfer.timelines import Timelines
+from kv_transfer.records import PeerMetrics, Timelines
 from kv_transfer.transport.base import Bytes, Channel
 
 logger = logging.getLogger(__name__)

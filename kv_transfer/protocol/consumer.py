@@ -5,7 +5,7 @@ dead, and a load that takes longer than `load_timeout_s` has failed. Messages of
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from kv_transfer.protocol.effects import (
     CanLoad,
@@ -40,10 +40,9 @@ from kv_transfer.protocol.messages import (
     TransferKey,
     Unreadable,
 )
-from kv_transfer.protocol.silence import Silence
 from kv_transfer.protocol.table import RankTransferTable
-from kv_transfer.protocol.timers import Timers
 from kv_transfer.protocol.transports import SENDS_BYTES, TransportChoices
+from kv_transfer.protocol.waits import Waits
 
 MAX_BAD_PIECES = 16
 """A rank transfer with more bad pieces than this is given up: the path is broken."""
@@ -59,10 +58,8 @@ class Consumer:
         self._identity = identity
         self._counters = counters
         self._transfers: RankTransferTable[IncomingTransfer] = RankTransferTable()
-        self._silence = Silence(identity.heartbeat_s)
+        self._waits = Waits(identity.heartbeat_s)
         self._choices = TransportChoices(identity.offer.transports)
-        self._beats: Timers[TransferKey] = Timers()
-        self._deadlines: Timers[TransferKey] = Timers(self._silence.standstill)
 
     def begin(
         self,
@@ -84,8 +81,8 @@ class Consumer:
         transfer = IncomingTransfer(key, rank_transfer, address, num_tokens, shape, transports)
         self._transfers.add(transfer)
         self._transfers.bind(transfer)
-        self._silence.begin(key, now)
-        return self._beat(transfer, now)
+        self._waits.begin(key, now)
+        return self._ask(transfer, now)
 
     def load(
         self, rank_transfer: RankTransfer, first_token: int, block_ids: tuple[int, ...], now: float
@@ -100,10 +97,9 @@ class Consumer:
         if transfer.loss is not None:
             return self._end_load(transfer, self._failed(transfer, transfer.loss))
         transfer.move_to(IncomingState.LOADING)
-        timeout_s = self._identity.load_timeout_s
-        transfer.opened_at, transfer.due_at = now, self._silence.standstill.running(now) + timeout_s
-        self._deadlines.set(transfer.key, now + timeout_s)
-        return self._beat(transfer, now)
+        transfer.opened_at = now
+        self._waits.begin_load(transfer.key, self._identity.load_timeout_s, now)
+        return self._ask(transfer, now)
 
     def abort(self, rank_transfer: RankTransfer, reason: str) -> list[Effect]:
         """The request ended here: notifies the producer. If the load has just ended, its outcome stands."""
@@ -147,7 +143,7 @@ class Consumer:
             return []
         transfer = self._transfers.get(message.key)
         if transfer is not None:
-            self._silence.on_message(message.key, now)
+            self._waits.on_message(message.key, now)
         if transfer is None or transfer.state in (IncomingState.LOST, IncomingState.DRAINING):
             self._counters["kv_late_messages"] += 1
             return []
@@ -172,69 +168,56 @@ class Consumer:
         lost = [transfer for transfer in transfers if transfer.state in live]
         return [effect for transfer in lost for effect in self._lose(transfer, loss)]
 
-    def wanted(self, message: Pieces, now: float) -> WantedPieces:
-        """The announced pieces to write now; each must be reported by `on_arrived`.
+    def wanted(self, message: Pieces, now: float) -> WantedPieces | None:
+        """The announced pieces to write now, if there are any; `on_arrived` or `on_unread` must follow.
 
         All others are late, duplicate or foreign, or were announced before a transport was agreed upon.
         """
         transfer = self._transfers.get(message.key)
         if transfer is None or not transfer.is_loading or transfer.transport is None:
             self._counters["kv_late_messages"] += 1
-            return WantedPieces([], [], [])
-        self._silence.on_message(message.key, now)
+            return None
+        assert transfer.producer_host is not None
+        self._waits.on_message(message.key, now)
         num_bad = transfer.num_bad
-        wanted = transfer.claim(message.indices, message.version, now)
+        has_checksums = self._identity.checksums.applies(transfer.producer_host, self._identity.offer.host)
+        wanted = transfer.claim(message, has_checksums, now)
         self._counters["kv_checksum_failures"] += transfer.num_bad - num_bad
         self._counters["kv_duplicate_messages"] += len(message.indices) - len(wanted.indices)
-        transfer.is_unproven |= bool(wanted) and not self.wants_checksums(message.key)
-        return wanted
+        return wanted if wanted.indices else None
 
-    def transport_of(self, key: TransferKey) -> str:
-        """The transport of a rank transfer that wants pieces."""
-        transport = self._transfers[key].transport
-        assert transport is not None
-        return transport
-
-    def wants_checksums(self, key: TransferKey) -> bool:
-        """Whether a piece without a matching checksum counts as damaged."""
-        transfer = self._transfers[key]
-        assert transfer.producer_host is not None
-        return self._identity.checksums.applies(transfer.producer_host, self._identity.offer.host)
-
-    def on_arrived(
-        self, key: TransferKey, version: int, valid: Sequence[int], damaged: Sequence[int], now: float
-    ) -> list[Effect]:
-        """The writes of these pieces have ended; their checksums, if wanted, were compared.
+    def on_arrived(self, pieces: WantedPieces, damaged: Collection[int], now: float) -> list[Effect]:
+        """The writes of these pieces have ended; `damaged` has the indices of those that are missing or wrong.
 
         A damaged piece counts against the path only if it is offered again in the same version. A preemption may have
         withdrawn its block during the read; then the piece is offered in another version.
         """
+        key, version = pieces.message.key, pieces.message.version
         transfer = self._transfers[key]
-        for index in (*valid, *damaged):
+        for index in pieces.indices:
             del transfer.arriving[index]
         if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
-        self._beats.set(key, now + self._identity.heartbeat_s)
+        self._waits.ask_later(key, now)
+        valid = tuple([index for index in pieces.indices if index not in damaged])
         transfer.verified.update(dict.fromkeys(valid, version))
-        effects: list[Effect] = [Send(transfer.address, Ack(key, version, tuple(valid), tuple(damaged)))]
+        effects: list[Effect] = [Send(transfer.address, Ack(key, version, valid, tuple(sorted(damaged))))]
         transfer.damaged.update(dict.fromkeys(damaged, version))
         if damaged and transfer.num_bad > MAX_BAD_PIECES:
             return effects + self._lose(transfer, link_failure(f"{transfer.num_bad} pieces arrived damaged"))
         return effects + self._complete(transfer, now)
 
-    def on_unread(
-        self, key: TransferKey, transport: str, indices: Sequence[int], reason: str, now: float
-    ) -> list[Effect]:
+    def on_unread(self, pieces: WantedPieces, reason: str, now: float) -> list[Effect]:
         """A read of these pieces failed: this transport does not work between these two workers. Tries another one."""
-        transfer = self._transfers[key]
-        for index in indices:
+        transfer = self._transfers[pieces.message.key]
+        for index in pieces.indices:
             del transfer.arriving[index]
         if transfer.state is IncomingState.DRAINING:
             return self._drain(transfer, now)
-        has_moved_on = transfer.transport not in (transport, None)
+        has_moved_on = transfer.transport not in (pieces.transport, None)
         if has_moved_on:  # pieces offered over the new transport since then were not claimed
-            return self._beat(transfer, now)
-        return self.on_unreachable(key, transport, reason, now)
+            return self._ask(transfer, now)
+        return self.on_unreachable(transfer.key, pieces.transport, reason, now)
 
     def on_unreachable(self, key: TransferKey, transport: str, reason: str, now: float) -> list[Effect]:
         """The transport cannot read the producer's pool. If it is the one agreed upon, another is tried."""
@@ -248,27 +231,25 @@ class Consumer:
         transfer.transport = None
         if not self._transports_to(transfer, now):
             return self._lose(transfer, link_failure(f"no transport reaches the prefill worker: {reason}"))
-        return self._beat(transfer, now)
+        return self._ask(transfer, now)
 
     def on_time(self, now: float) -> list[Effect]:
         """Repeats unanswered messages, and gives up transfers that took too long."""
         effects: list[Effect] = []
-        for key in list(self._deadlines.pop_due(now)):
+        for key in self._waits.pop_overdue(now):
             reason = f"the prompt did not arrive within {self._identity.load_timeout_s:g} s"
             effects += self._lose(self._transfers[key], Loss(reason))
-        for key in list(self._beats.pop_due(now)):
+        for key, silent_s in self._waits.pop_questions(now):
             transfer = self._transfers[key]
-            silent_s = self._silence.seconds(key, now)
             if silent_s > self._identity.peer_timeout_s:
                 loss = link_failure(f"the prefill worker was silent for {silent_s:.1f} s")
                 effects += self._lose(transfer, loss)
             else:
-                effects += self._beat(transfer, now)
+                effects += self._ask(transfer, now)
         return effects
 
     def next_deadline(self) -> float | None:
-        times = (self._beats.next(), self._deadlines.next())
-        return min((when for when in times if when is not None), default=None)
+        return self._waits.next()
 
     def knows(self, producer: str) -> bool:
         """Whether any rank transfer comes from this incarnation."""
@@ -295,9 +276,9 @@ class Consumer:
         transfer.choices = tuple(name for name in transfer.choices if name in left)
         return transfer.choices
 
-    def _beat(self, transfer: IncomingTransfer, now: float) -> list[Effect]:
+    def _ask(self, transfer: IncomingTransfer, now: float) -> list[Effect]:
         """Sends Hold, or Open with what has arrived: asks again for everything else."""
-        self._beats.set(transfer.key, now + self._identity.heartbeat_s)
+        self._waits.ask_later(transfer.key, now)
         if transfer.state is IncomingState.HOLDING:
             return [Send(transfer.address, Hold(transfer.key, transfer.is_postponed))]
         return [Send(transfer.address, transfer.ask(self._identity, self._transports_to(transfer, now)))]
@@ -340,8 +321,7 @@ class Consumer:
         if transfer.state is IncomingState.HOLDING:
             transfer.loss = loss
             transfer.move_to(IncomingState.LOST)
-            self._beats.cancel(transfer.key)
-            self._deadlines.cancel(transfer.key)
+            self._waits.pause(transfer.key)
             return effects + self._can_load(transfer)
         return effects + self._end_load(transfer, self._failed(transfer, loss))
 
@@ -356,8 +336,7 @@ class Consumer:
             return [outcome]
         transfer.move_to(IncomingState.DRAINING)
         transfer.outcome = outcome
-        self._beats.cancel(transfer.key)
-        self._deadlines.cancel(transfer.key)
+        self._waits.pause(transfer.key)
         return []
 
     def _drain(self, transfer: IncomingTransfer, now: float) -> list[Effect]:
@@ -380,8 +359,8 @@ class Consumer:
     def _hold_again(self, transfer: IncomingTransfer, outcome: Failed, now: float) -> list[Effect]:
         """The rest of the load's time keeps running."""
         transfer.hold_again()
-        self._deadlines.set(transfer.key, now + transfer.due_at - self._silence.standstill.running(now))
-        return [outcome, *self._beat(transfer, now)]
+        self._waits.resume_load(transfer.key, now)
+        return [outcome, *self._ask(transfer, now)]
 
     def _can_load(self, transfer: IncomingTransfer) -> list[Effect]:
         """Reports a postponed load, once."""
@@ -392,9 +371,7 @@ class Consumer:
 
     def _forget(self, transfer: IncomingTransfer) -> None:
         self._transfers.remove(transfer)
-        self._silence.end(transfer.key)
-        if not self.knows(transfer.key.producer):
-            self._silence.forget(transfer.key.producer)
+        is_last = not self.knows(transfer.key.producer)
+        self._waits.end(transfer.key, is_last)
+        if is_last:
             self._choices.forget(transfer.key.producer)
-        self._beats.cancel(transfer.key)
-        self._deadlines.cancel(transfer.key)

@@ -21,7 +21,7 @@ from enum import Enum, auto
 from baton.kv import KVFingerprint
 from kv_transfer.protocol.effects import Failed, Notification, RankTransfer, Received
 from kv_transfer.protocol.geometry import PieceShape
-from kv_transfer.protocol.messages import ChecksumPolicy, End, Open, TransferKey
+from kv_transfer.protocol.messages import ChecksumPolicy, End, Open, Pieces, TransferKey
 from kv_transfer.protocol.transports import TransportOffer
 
 
@@ -72,16 +72,17 @@ def link_failure(reason: str, *, from_producer: bool = False) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class WantedPieces:
-    """Some of the pieces that a message announced, as parallel lists."""
+    """The pieces of a message to write now, as parallel lists, and how they come."""
 
+    message: Pieces
+    transport: str
+    has_checksums: bool
+    """Whether a piece without a matching checksum counts as damaged."""
     positions: list[int]
     """Their positions in the message."""
     indices: list[int]
     piece_ids: list[int]
     """Their targets."""
-
-    def __bool__(self) -> bool:
-        return bool(self.indices)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +117,6 @@ class IncomingTransfer:
     outcome: Notification | None = None
     """While DRAINING: the outcome to report once nothing is being written."""
     opened_at: float = 0.0
-    due_at: float = 0.0
-    """Deadline of the load; excludes standstills of this process."""
     first_piece_at: float | None = None
     is_postponed: bool = False
     """While HOLDING: its load was postponed, and the room given back."""
@@ -188,10 +187,12 @@ class IncomingTransfer:
         places = (divmod(index - first, num_parts) for index in indices)
         return [block_ids[block] * num_parts + part for block, part in places]
 
-    def claim(self, indices: tuple[int, ...], version: int, now: float) -> WantedPieces:
+    def claim(self, message: Pieces, has_checksums: bool, now: float) -> WantedPieces:
         """Claims the pieces that are neither here, nor on their way, nor beyond what was asked for."""
+        assert self.transport is not None
         if self.first_piece_at is None:
             self.first_piece_at = now
+        indices, version = message.indices, message.version
         arriving, verified = self.arriving, self.verified
         first, last = self.first_piece, self.first_piece + self.num_pieces
         positions = [
@@ -205,7 +206,9 @@ class IncomingTransfer:
             self.num_bad += sum(self.damaged.pop(index, None) == version for index in wanted)
         for index in verified.keys() & wanted:  # an older version is about to be overwritten
             del verified[index]
-        return WantedPieces(positions, wanted, self.piece_ids(wanted))
+        self.is_unproven |= bool(wanted) and not has_checksums
+        piece_ids = self.piece_ids(wanted)
+        return WantedPieces(message, self.transport, has_checksums, positions, wanted, piece_ids)
 
     @property
     def is_loading(self) -> bool:

@@ -22,7 +22,7 @@ from enum import Enum, auto
 from baton.kv import KVFingerprint
 from baton.request import FirstToken
 from kv_transfer.protocol.effects import Peer, RankTransfer
-from kv_transfer.protocol.geometry import PieceShape, RankLayout
+from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
 from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
 from kv_transfer.protocol.transports import SENDS_BYTES, TransportOffer
 
@@ -56,6 +56,21 @@ class ProducerIdentity:
     fingerprint: KVFingerprint
     layout: RankLayout
     offer: TransportOffer
+
+    def choose(self, message: Open, num_tokens: int) -> tuple[str | None, str]:
+        """The transport for a prompt of `num_tokens`; None, and why, if this consumer cannot have it."""
+        ours, theirs = self.fingerprint, message.fingerprint
+        if differences := ours.differences(theirs):
+            return None, "the workers do not match: " + "; ".join(differences)
+        their_layout = RankLayout(theirs.block_size, theirs.num_ranks, message.key.consumer_rank)
+        if reason := mismatch(ours.num_kv_heads, self.layout, their_layout):
+            return None, f"the workers do not match: {reason}"
+        if message.num_tokens != num_tokens:
+            return None, f"the prompts differ: {num_tokens} != {message.num_tokens} tokens"
+        if transport := self.offer.choose(message.host, message.transports):
+            return transport, ""
+        here, there = ", ".join(self.offer.transports), ", ".join(message.transports) or "none"
+        return None, f"no transport in common: {here} here, {there} there"
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from baton.request import FirstToken
 from baton.system.standstill import Standstill
 from kv_transfer.protocol.effects import Effect, Freed, Peer, RankTransfer, Send, SendPieces, Unwanted
-from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
+from kv_transfer.protocol.geometry import PieceShape
 from kv_transfer.protocol.messages import (
     Aborted,
     Ack,
@@ -281,10 +281,8 @@ class Producer:
             transfer.peer = peer
             transfer.open = replace(message, received=(), received_versions=())
             return [Send(peer, self._opened(transfer))]
-        transport = self._identity.offer.choose(message.host, message.transports)
-        reason = self._mismatch(transfer, message)
-        if transport is None or reason is not None:
-            reason = reason or self._no_transport(message)
+        transport, reason = self._identity.choose(message, transfer.num_tokens)
+        if transport is None:
             self._count_end(transfer, "kv_sends_refused", reason)
             refused = Refused(transfer.key, reason)
             return [Send(peer, refused), *self._close(transfer)]
@@ -295,21 +293,6 @@ class Producer:
         transfer.reopen(message, peer, transport)
         self._counters["kv_pieces_resent"] += len(offered.intersection(transfer.unsent))
         return [Send(peer, self._opened(transfer)), *self._pump(transfer)]
-
-    def _no_transport(self, message: Open) -> str:
-        ours, theirs = self._identity.offer.transports, message.transports
-        return f"no transport in common: {', '.join(ours)} here, {', '.join(theirs) or 'none'} there"
-
-    def _mismatch(self, transfer: OutgoingTransfer, message: Open) -> str | None:
-        ours, theirs = self._identity.fingerprint, message.fingerprint
-        if differences := ours.differences(theirs):
-            return "the workers do not match: " + "; ".join(differences)
-        their_layout = RankLayout(theirs.block_size, theirs.num_ranks, message.key.consumer_rank)
-        if reason := mismatch(ours.num_kv_heads, self._identity.layout, their_layout):
-            return f"the workers do not match: {reason}"
-        if message.num_tokens != transfer.num_tokens:
-            return f"the prompts differ: {transfer.num_tokens} != {message.num_tokens} tokens"
-        return None
 
     def _on_ack(self, transfer: OutgoingTransfer, message: Ack) -> list[Effect]:
         if message.version != transfer.version:

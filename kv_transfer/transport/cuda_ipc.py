@@ -12,9 +12,8 @@ import msgpack
 
 from baton.errors import WireError
 from baton.messages.wire import unpack
-from kv_transfer.cuda.copies import queue_copies
 from kv_transfer.cuda.driver import HANDLE_BYTES, Address
-from kv_transfer.cuda.memory import CudaMemory
+from kv_transfer.cuda.memory import CudaMemory, queue_copies
 from kv_transfer.protocol.transports import CUDA_IPC
 from kv_transfer.transport.base import ReadDone, Runs, TransportError
 

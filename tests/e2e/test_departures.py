@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import BatonConfig
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from gateway import GatewayClient
 from tests.factories.local_cluster import LocalCluster
 from tests.factories.models import make_model_dir

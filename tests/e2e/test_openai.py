@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from baton.config import BatonConfig
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from gateway import GatewayClient
 from tests.e2e.test_same_tokens import make_config
 from tests.factories.local_cluster import LocalCluster

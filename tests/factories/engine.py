@@ -77,7 +77,7 @@ class StepHook:
 
 def make_grammars() -> GrammarCompiler:
     """For requests without a structured output; it has no tokenizer."""
-    return GrammarCompiler(Path("no model"), VOCAB_SIZE, (EOS,), on_compiled=lambda: None)
+    return GrammarCompiler(Path("no model"), VOCAB_SIZE, (EOS,), lambda: None, SystemClock())
 
 
 def make_core(

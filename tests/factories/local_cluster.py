@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.config import BatonConfig
-from cluster.processes.child_processes import child_processes
 from cluster.processes.worker_process import WorkerProcess
+from cluster.serve.child_processes import child_processes
 from gateway import GatewayClient
 from gateway.client import GenerationEnd
 

@@ -15,12 +15,16 @@ import numpy as np
 
 from baton.clock import SystemClock
 from kv_transfer.cuda.memory import CudaMemory
+from kv_transfer.protocol.incoming import WantedPieces
+from kv_transfer.protocol.messages import Pieces
+from kv_transfer.protocol.transports import SHARED_MEMORY
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
 from kv_transfer.transport.cuda_ipc import CudaIpcReader
 from kv_transfer.transport.nixl import NixlReader
 from kv_transfer.transport.nixl_agent import NixlMemory, nixl_is_available
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 from tests.factories.fake_cuda import FakeHost, UnhurriedDriver
+from tests.factories.transfer import KEY
 
 START_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 30.0
@@ -255,6 +259,11 @@ def finish(reader: PoolReader, numbers: Collection[int]) -> dict[int, str | None
             assert done.number not in errors, "a read ended twice"
             errors[done.number] = done.error
     return errors
+
+
+def any_pieces() -> WantedPieces:
+    """Pieces to be read, where it does not matter which."""
+    return WantedPieces(Pieces(KEY, 0, (), (), ()), SHARED_MEMORY, False, [], [], [])
 
 
 def make_runs(*runs: tuple[int, int, int]) -> Runs:

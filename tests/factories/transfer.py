@@ -109,7 +109,7 @@ class Wire:
         self.notifications: list[Notification] = []
         self.unwanted: list[RankTransfer] = []
         self.opened_pools: list[OpenPool] = []
-        self.reads: list[tuple[Pieces, WantedPieces]] = []
+        self.reads: list[WantedPieces] = []
         self.reads_at_once = True
 
     def do(self, effects: list[Effect], source: str) -> None:
@@ -191,9 +191,9 @@ class Wire:
     def finish_reads(self) -> None:
         """Every read under way copies what is in the producer's blocks now."""
         reads, self.reads = self.reads, []
-        for message, wanted in reads:
-            contents = [self.source_blocks[message.piece_ids[position]] for position in wanted.positions]
-            self._write(message, wanted, contents)
+        for wanted in reads:
+            piece_ids = wanted.message.piece_ids
+            self._write(wanted, [self.source_blocks[piece_ids[position]] for position in wanted.positions])
 
     def received_blocks(self) -> dict[int, int]:
         """Contents by prompt block index."""
@@ -214,24 +214,21 @@ class Wire:
         elif not isinstance(frame.message, Pieces):
             self.at_consumer(self.consumer.on_message(frame.message, now))  # type: ignore[arg-type]
         elif wanted := self.consumer.wanted(frame.message, now):
-            if self.consumer.transport_of(frame.message.key) in SENDS_BYTES:
-                self._write(frame.message, wanted, [frame.payload[position] for position in wanted.positions])
+            if wanted.transport in SENDS_BYTES:
+                self._write(wanted, [frame.payload[position] for position in wanted.positions])
                 return
-            self.reads.append((frame.message, wanted))
+            self.reads.append(wanted)
             if self.reads_at_once:
                 self.finish_reads()
 
-    def _write(self, message: Pieces, wanted: WantedPieces, contents: list[int]) -> None:
-        has_checksums = self.consumer.wants_checksums(message.key)
-        valid: list[int] = []
+    def _write(self, wanted: WantedPieces, contents: list[int]) -> None:
         damaged: list[int] = []
         columns = zip(wanted.positions, wanted.indices, wanted.piece_ids, contents, strict=True)
         for position, index, piece_id, content in columns:
             self.target_blocks[piece_id] = content
-            is_valid = content == message.checksums[position] or not has_checksums
-            (valid if is_valid else damaged).append(index)
-        now = self.clock.now()
-        self.at_consumer(self.consumer.on_arrived(message.key, message.version, valid, damaged, now))
+            if wanted.has_checksums and content != wanted.message.checksums[position]:
+                damaged.append(index)
+        self.at_consumer(self.consumer.on_arrived(wanted, damaged, self.clock.now()))
 
 
 def start(wire: Wire, num_blocks: int = 3) -> None:

@@ -86,7 +86,7 @@ def describe(host: EngineHost) -> dict[str, Any]:
         "requests": asdict(status.requests),
         "counters": status.counters,
         "transports": sorted({peer.transport for peer in status.kv_peers if peer.done}),
-        "num_transfers": len(host._parts.executor.device_engine.connector._agent._endpoint),
+        "num_transfers": len(host._parts.executor.device_engine.connector._endpoint),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "own_pools": pools("rw-s"),
         "mapped_pools": pools("r--s"),

@@ -10,12 +10,12 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.kv import OnLoadFailure, WorkerRef
 from baton.request import EngineRequest, RequestOutput, TokenLogprobs
-from engine.executor import start_executor
 from engine.grammars.compiler import GrammarCompiler
 from scheduler import Scheduler
 from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
 from worker.core import ClientOutputs, EngineCore
+from worker.host import compose_executor
 from worker.kv_connector import KVConnectorScheduler
 
 PATIENCE_S = 60.0
@@ -59,7 +59,7 @@ class WholeEngine:
             }
         )
         incarnation = f"{name}-life"
-        self.executor = start_executor(
+        self.executor = compose_executor(
             config,
             num_ranks,
             KEYS.kv,
@@ -71,7 +71,7 @@ class WholeEngine:
         )
         model, scheduler_config = self.executor.device_engine.model, self.executor.scheduler_config
         self.model = model
-        grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, news.set)
+        grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, news.set, SystemClock())
         self.scheduler = Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size))
         self.core = EngineCore(
             self.scheduler,

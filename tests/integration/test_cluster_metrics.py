@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from baton.config import BatonConfig
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from gateway import GatewayClient
 from tests.factories.local_cluster import LocalCluster
 from tests.factories.metrics import TTFT_PARTS, Scrape, read_url

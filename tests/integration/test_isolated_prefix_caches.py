@@ -6,7 +6,7 @@ import httpx2
 import pytest
 
 from baton.config import BatonConfig
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from tests.factories.api_keys import ALICE, API_KEYS, BOB
 
 BLOCK_SIZE = 16

@@ -1,6 +1,6 @@
 """Invariants: what must hold after every event, and what at rest. A `Violation` names the broken promise."""
 
-from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
+from kv_transfer.consumer.remote_pools import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
 from simulator.fleet import Fleet
 from simulator.gateway import End, SimGateway

@@ -4,14 +4,12 @@ python -m tests.simulation.unmended         # seeds for the table, when scenario
 """
 
 import sys
-from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from gateway.requests.attempt import Attempt, AttemptFailure
+from kv_transfer.consumer.block_writer import WrittenPieces
 from kv_transfer.consumer.endpoint import ConsumerEndpoint
-from kv_transfer.protocol.incoming import WantedPieces
-from kv_transfer.protocol.messages import Pieces
 from kv_transfer.protocol.outgoing import OutgoingState, OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
 from tests.simulation.planted import Plant, bug, hunt
@@ -60,19 +58,11 @@ def count_ends_twice(
         self._counters[counter] += 1
 
 
-@bug(ConsumerEndpoint, "_arrived")
-def ask_late_how_a_piece_came(
-    original: Any,
-    self: ConsumerEndpoint,
-    message: Pieces,
-    wanted: WantedPieces,
-    missing: Iterable[int],
-    _transport: str,
-    checksums: Mapping[int, int],
-) -> Any:
+@bug(ConsumerEndpoint, "_on_written")
+def ask_late_how_a_piece_came(original: Any, self: ConsumerEndpoint, written: WrittenPieces) -> Any:
     """A read that ended after its transport was given up ended the transfer thread."""
-    transport = self._consumer.transport_of(message.key)
-    return original(self, message, wanted, missing, transport, checksums)
+    assert self._consumer._transfers[written.wanted.message.key].transport is not None
+    return original(self, written)
 
 
 UNMENDED: dict[Plant, int] = {

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from baton.config import BatonConfig
-from cluster.processes.child_processes import child_processes
+from cluster.serve.child_processes import child_processes
 from gateway import GatewayClient, GatewayError
 from tests.factories.metrics import read_url
 from tests.factories.models import make_model_dir

@@ -42,7 +42,9 @@ class Compiler:
     def __init__(self, folder: Path, eos_token_ids: tuple[int, ...] = (EOS_TOKEN_ID,)) -> None:
         self._has_output = threading.Event()
         self.vocab_size = make_tokenizer().get_vocab_size()
-        self.compiler = GrammarCompiler(folder, self.vocab_size, eos_token_ids, self._has_output.set)
+        self.compiler = GrammarCompiler(
+            folder, self.vocab_size, eos_token_ids, self._has_output.set, SystemClock()
+        )
 
     def error_of(self, output: StructuredOutput) -> str | None:
         self._has_output.clear()
@@ -174,7 +176,7 @@ class SlowCompiler(GrammarCompiler):
     """Starts to compile when it may, and notes what it did."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, 8, (0,), on_compiled=lambda: None)
+        super().__init__(folder, 8, (0,), lambda: None, SystemClock())
         self.may_compile = threading.Event()
         self.compiled: list[str] = []
 
@@ -230,7 +232,7 @@ class Engine:
         pool = KVPool(config.num_blocks, model.kv_block_shape(16), model.device)
         self._has_output = threading.Event()
         self.grammars = GrammarCompiler(
-            folder, model.vocab_size, model.eos_token_ids, on_compiled=self._has_output.set
+            folder, model.vocab_size, model.eos_token_ids, self._has_output.set, SystemClock()
         )
         self.core = EngineCore(
             Scheduler(config, KVConnectorScheduler(16)),

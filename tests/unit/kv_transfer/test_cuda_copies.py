@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.cuda.copies import MAX_PITCH, MIN_ROWS, in_rows, queue_copies
+from kv_transfer.cuda.memory import MAX_PITCH, MIN_ROWS, in_rows, queue_copies
 from kv_transfer.transport.base import Runs, TransportError
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 from tests.factories.pool_readers import make_runs

@@ -4,14 +4,13 @@ import pytest
 
 from baton.kv import KVFingerprint
 from kv_transfer.commands import AbortLoad
-from kv_transfer.consumer.pool_reads import READ_TIMEOUT_S
-from kv_transfer.consumer.remote_pools import RemotePools
+from kv_transfer.consumer.remote_pools import READ_TIMEOUT_S, RemotePools
 from kv_transfer.pool import KVPool
 from kv_transfer.protocol.transports import CUDA_IPC, RETRY_S, SHARED_MEMORY, ZMQ_TCP
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
 from tests.factories.endpoints import Fabric
 from tests.factories.hand_overs import begin, prefill_at_once
-from tests.factories.pool_readers import make_runs
+from tests.factories.pool_readers import any_pieces, make_runs
 
 NUM_TOKENS = 64
 SCATTERED = (1, 3, 5, 7)
@@ -210,11 +209,13 @@ def test_a_pool_that_failed_and_is_out_of_reach_by_now_is_not_read() -> None:
     pools = RemotePools({SHARED_MEMORY: reader}, fabric.clock)
     key = ("p0-life", 0, SHARED_MEMORY)
     pools.open(key, description)
-    pools.mark_failed(key)
+    reader.num_failures = 1
+    pools.read(key, any_pieces(), make_runs((0, 0, 1)))
+    assert [error is None for _, error in pools.finished()] == [False]
     with pytest.raises(TransportError):
         pools.open(key, b"nothing of the kind")
     with pytest.raises(TransportError, match="not open"):
-        pools.read(key, make_runs((0, 0, 1)))
+        pools.read(key, any_pieces(), make_runs((0, 0, 1)))
     assert reader.closed == ["pool"]
 
 

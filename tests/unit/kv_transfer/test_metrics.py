@@ -13,8 +13,8 @@ from kv_transfer.commands import (
     FinishSend,
     SendBlocks,
 )
-from kv_transfer.metrics import MAX_ROWS, OTHERS, PeerMetrics
 from kv_transfer.protocol.messages import Pieces
+from kv_transfer.records import MAX_ROWS, OTHERS, PeerMetrics
 from tests.factories.endpoints import LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 from tests.factories.hand_overs import begin
 from tests.factories.transfer import HEARTBEAT_S, Wire, honest, sent, start

@@ -14,14 +14,13 @@ import pytest
 from baton.clock import VirtualClock
 from baton.kv import KVTransferParams, TransferRole
 from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
-from kv_transfer.consumer.remote_pools import IDLE_S, RemotePools
-from kv_transfer.process_exits import ProcessExits
+from kv_transfer.consumer.remote_pools import IDLE_S, ProcessExits, RemotePools
 from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
 from kv_transfer.transport.base import TransportError
 from kv_transfer.transport.shared_memory import SharedMemory, SharedMemoryReader
 from tests.factories.endpoints import TOKEN, Fabric, Worker
 from tests.factories.hand_overs import begin, prefill_at_once
-from tests.factories.pool_readers import Owner, make_runs
+from tests.factories.pool_readers import Owner, any_pieces, make_runs
 
 NUM_TOKENS = 64
 
@@ -200,16 +199,18 @@ def test_shared_memory_of_the_dead_is_unmapped_at_once() -> None:
     with Owner(SHARED_MEMORY, 4096, seed=1) as owner:
         pools.open(key, owner.description)
         assert len(mapped()) == len(before) + 1
-        pools.close_orphaned(lambda _: False)
+        pools.close_orphaned()
         assert len(mapped()) == len(before) + 1
+        pools.read(key, any_pieces(), make_runs((0, 0, 1)))
         owner.kill()
-        pools.close_orphaned(lambda _: True)
+        pools.close_orphaned()
         assert len(mapped()) == len(before) + 1, "something is read from it"
         assert not select.select([pools], [], [], 0.0)[0], "a sleep on it would end at once, again and again"
-        pools.close_orphaned(lambda _: False)
+        assert len([*pools.finished()]) == 1
+        pools.close_orphaned()
         assert mapped() == before
     with pytest.raises(TransportError, match="not open"):
-        pools.read(key, make_runs((0, 0, 1)))
+        pools.read(key, any_pieces(), make_runs((0, 0, 1)))
     assert pools.next_deadline() is None
     pools.close()
 
@@ -221,10 +222,12 @@ def test_a_pool_that_waits_for_its_reads_is_opened_anew_and_not_read_on(mortals:
     key = ("p0-life", 0, SHARED_MEMORY)
     with Owner(SHARED_MEMORY, 4096, seed=1) as owner:
         pools.open(key, owner.description)
+        pools.read(key, any_pieces(), make_runs((0, 0, 1)))
         owner.kill()
-        pools.close_orphaned(lambda _: True)
+        pools.close_orphaned()
         with pytest.raises(TransportError):
             pools.open(key, owner.description)
+    assert len([*pools.finished()]) == 1
     assert pools.next_deadline() is None
     pools.close()
 

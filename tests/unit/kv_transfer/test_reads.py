@@ -210,9 +210,8 @@ def test_a_failed_read_is_tried_over_the_next_best_transport() -> None:
     wire = make_wire(reads_at_once=False)
     start(wire)
     send_all(wire, 3)
-    for message, wanted in wire.reads:
-        key, now = message.key, wire.clock.now()
-        wire.at_consumer(wire.consumer.on_unread(key, SHARED_MEMORY, wanted.indices, "it is gone", now))
+    for wanted in wire.reads:
+        wire.at_consumer(wire.consumer.on_unread(wanted, "it is gone", wire.clock.now()))
         wire.deliver()
     assert wire.received_blocks() == TRUTH
     assert sent(wire, Open)[-1].transports == (ZMQ_TCP,), (

@@ -13,7 +13,7 @@ from kv_transfer.commands import (
     LoadBlocks,
     SendBlocks,
 )
-from kv_transfer.timelines import combine
+from kv_transfer.records import combine
 from tests.factories.endpoints import LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
 from tests.factories.hand_overs import both_ends
 

@@ -1,5 +1,7 @@
 """EngineHost: what cannot work is refused at the start, with the key that is wrong."""
 
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -7,13 +9,15 @@ import pytest
 import zmq
 
 from baton.config import BatonConfig
-from baton.errors import ConfigError
+from baton.errors import ClusterError, ConfigError
 from baton.kv import TransferRole
 from baton.system.curve import derive_keys
 from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
+from engine.executor import Executor
 from tests.factories.security import KEYS
 from worker.host import EngineHost
+from worker.request_plane import RequestServer
 from worker.step_trace import TraceEnd, read_trace
 
 
@@ -100,6 +104,29 @@ def test_a_host_says_what_its_ranks_have_handed_over_even_while_it_is_idle(
     monkeypatch.setattr(host._parts.executor.connector, "peers", lambda: (counts,))
     assert host.status().kv_peers == (counts,)
     host.stop()
+
+
+@pytest.mark.parametrize("owner", [Executor, RequestServer])
+def test_a_host_that_fails_while_it_begins_leaves_no_port_open_and_no_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type
+) -> None:
+    """Before its loop was started, and after."""
+    config = BatonConfig.from_mapping(
+        {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
+    )
+    host = EngineHost(config, KEYS, folder, DecodeWorker(1), "d0")
+
+    def fail(*_: object) -> None:
+        raise ClusterError("rank 1 failed")
+
+    monkeypatch.setattr(owner, "start", fail)
+    before = {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ClusterError, match="rank 1 failed"):
+        host.start()
+    assert {thread.name for thread in threading.enumerate()} <= before
+    address, port = host._parts.server.address.removeprefix("tcp://").rsplit(":", 1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address, int(port)))
 
 
 @pytest.mark.parametrize("security", ["curve", "none"])

@@ -57,7 +57,9 @@ SLOW: dict[str, Any] = {"itl_s": (0.05, 0.083)}
 
 
 def autoscaler_of(fleet: FakeFleet, clock: VirtualClock, **config: Any) -> Autoscaler:
-    return Autoscaler(autoscaling_config(**config), clock, fleet.replicas, fleet.scale, fleet.set_role)
+    values = autoscaling_config(**config)
+    bounds = {role: values.worker_bounds(role) for role in WorkerRole}
+    return Autoscaler(values.autoscaling, bounds, True, clock, fleet.replicas, fleet.scale, fleet.set_role)
 
 
 def look_often(
