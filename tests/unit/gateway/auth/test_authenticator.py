@@ -207,7 +207,7 @@ def test_a_key_file_that_is_missing_or_that_others_may_write_is_refused_at_the_s
     path = tmp_path / "keys.yaml"
     write(path, new_key())
     path.chmod(mode)
-    with pytest.raises(ConfigError, match="other users may write it.*run `chmod go-w"):
+    with pytest.raises(ConfigError, match=r"other users may write it.*run `chmod go-w"):
         Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
         Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())
