@@ -68,7 +68,7 @@ async def test_over_http_strangers_displace_each_other_and_no_caller(folder: Pat
             assert kept in under_test.gateway._http._server._connections, "it was not displaced"
 
 
-async def test_over_http_one_callers_streams_leave_connections_to_others(folder: Path) -> None:
+async def test_c57_one_callers_streams_leave_http_connections_to_others(folder: Path) -> None:
     async with (
         gateway_with(
             folder, {}, {"d0": silent}, max_connections=4, api_keys=API_KEYS, credentials=AS_ADMIN
