@@ -46,7 +46,10 @@ def test_gateways_admit_the_keys_that_the_chart_makes() -> None:
         assert entries[name].sha256 == hashlib.sha256(made[secret][secret].encode()).hexdigest()
     assert entries["helm-test"].requests_per_minute == 6
     (endpoint,) = release.one("ServiceMonitor")["spec"]["endpoints"]
-    assert endpoint["authorization"]["credentials"] == {"name": "demo-baton-metrics-key", "key": "metrics-key"}
+    assert endpoint["authorization"]["credentials"] == {
+        "name": "demo-baton-metrics-key",
+        "key": "metrics-key",
+    }
     (variable,) = release.one("Pod")["spec"]["containers"][0]["env"]
     assert variable["valueFrom"]["secretKeyRef"] == {"name": "demo-baton-test-key", "key": "test-key"}
     config = release.one("Deployment")["spec"]["template"]["spec"]["volumes"]
