@@ -8,7 +8,6 @@ from pathlib import Path
 from tests.clients.swarm import held_by, script, swarm
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
 
-
 BODY = json.dumps({"model": "tiny", "prompt": [5, 6], "max_tokens": 2}).encode()
 COMPLETION = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
