@@ -88,6 +88,10 @@ class Unauthenticated(RequestError):
     """The caller is not authenticated. Never holds the credentials that were tried."""
 
 
+class KeysUnavailable(RequestError):
+    """The gateway's key file is gone or can be changed by others, so no key in it is accepted."""
+
+
 class PermissionDenied(RequestError):
     """The caller is known, but may not do this."""
 

@@ -9,16 +9,13 @@ from baton.errors import ConfigError
 OTHER_FILES = 1024
 """The most files that a gateway has open beside its clients' connections."""
 
-MAX_FILES = 2**20
-"""Upper limit for the soft limit: some code closes every possible file, one by one."""
-
 logger = logging.getLogger(__name__)
 
 
 def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
     """The configuration with as many connections as fit into the hard limit of open files, unless it sets their
     number. ConfigError if it sets too many, or none fits."""
-    num_ports, needed = _num_ports(config), _num_needed(config)
+    num_ports, needed = _num_ports(config), num_needed(config)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY or needed <= hard:
         return config
@@ -42,23 +39,10 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
     )
 
 
-def raise_open_files(config: GatewayConfig) -> None:
-    """Raises the soft limit to the hard one, but at most to MAX_FILES; never lowers it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    for wanted in (most, _num_needed(config)):
-        if soft == resource.RLIM_INFINITY or soft >= wanted:
-            break
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            break
-        except (ValueError, OSError) as error:  # macOS reports no limit, but has one
-            logger.warning("cannot raise the limit of open files to %d: %s", wanted, error)
+def num_needed(config: GatewayConfig) -> int:
+    """Open files, with every connection that there may be."""
+    return _num_ports(config) * config.max_connections + OTHER_FILES
 
 
 def _num_ports(config: GatewayConfig) -> int:
     return 1 if config.http_port is None else 2
-
-
-def _num_needed(config: GatewayConfig) -> int:
-    return _num_ports(config) * config.max_connections + OTHER_FILES

@@ -11,6 +11,7 @@ from baton.config import GatewayConfig, NetworkConfig
 from baton.fleet import GatewayReport
 from baton.messages.control import ControlApi
 from baton.system.curve import PlaneKeys
+from baton.system.open_files import raise_open_files
 from baton.v1.cluster_service_pb2_grpc import add_ClusterServiceServicer_to_server
 from baton.v1.generation_service_pb2_grpc import add_GenerationServiceServicer_to_server
 from baton.worker import WorkerEndpoint, WorkerRole
@@ -34,7 +35,7 @@ from gateway.http.server import HttpServer
 from gateway.http.tokenize import tokenize_routes
 from gateway.http.trial import PageTrial
 from gateway.model import ServedModel
-from gateway.open_files import fitted_to_open_files, raise_open_files
+from gateway.open_files import fitted_to_open_files, num_needed
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S
@@ -150,7 +151,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Binds its ports and serves; ConfigError if one is taken."""
-        raise_open_files(self._config)
+        raise_open_files(num_needed(self._config))
         await self._grpc.start()
         if self._http is not None:
             await self._http.start()

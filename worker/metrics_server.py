@@ -1,4 +1,4 @@
-"""MetricsServer: answers GET /metrics over HTTP on a thread of its own, one reader after the other."""
+"""MetricsServer: answers GET /metrics over HTTP on threads of its own; readers that say nothing delay no other one."""
 
 import io
 import logging
@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -14,7 +15,10 @@ Render = Callable[[str], tuple[bytes, str]]
 """All metrics for a reader that accepts this format, and their content type."""
 
 PATIENCE_S = 2.0
-"""How long a reader may take to ask, and again to read the answer. Meanwhile only other readers wait."""
+"""How long a reader may take to ask, and again to read the answer."""
+
+MAX_READERS = 8
+"""Readers at once, each on a thread of its own. The next one takes the place of the oldest."""
 
 MAX_REQUEST_BYTES = 16 * 1024
 
@@ -28,11 +32,15 @@ class MetricsServer:
     """Used once: `start`, then `stop`."""
 
     def __init__(self, listener: socket.socket, render: Render) -> None:
-        """`listener` is bound, and belongs to the server from now on. `render` is called on the server's thread."""
+        """`listener` is bound, and belongs to the server from now on. `render` is called on the server's threads, by
+        one of them at a time."""
         self._listener = listener
         self._render = render
+        self._rendering = threading.Lock()
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._readers: dict[socket.socket, threading.Thread] = {}
+        """The oldest comes first. This server's thread adds them; each removes itself."""
 
     def start(self) -> None:
         self._thread.start()
@@ -44,6 +52,10 @@ class MetricsServer:
         if self._thread.is_alive():
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._thread.join(PATIENCE_S)
+        deadline = time.monotonic() + PATIENCE_S
+        for reader, thread in list(self._readers.items()):
+            _shut(reader, socket.SHUT_RD)  # ends it unless it has asked
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._listener.close()
 
     def _run(self) -> None:
@@ -54,13 +66,30 @@ class MetricsServer:
                 if not self._is_stopping.wait(PAUSE_S):
                     logger.error("cannot accept a metrics connection, retrying: %s", error)
                 continue
-            with connection:
-                try:
-                    _Reader(connection, address, self._render)
-                except OSError as error:
-                    logger.debug("a metrics reader disconnected early: %s", error)
-                except Exception:
-                    logger.exception("failed to render metrics")
+            if len(readers := list(self._readers.items())) >= MAX_READERS:
+                oldest, thread = readers[0]
+                _shut(oldest, socket.SHUT_RDWR)
+                thread.join()
+            reader = threading.Thread(
+                target=self._serve, args=(connection, address), name="metrics-reader", daemon=True
+            )
+            self._readers[connection] = reader
+            reader.start()
+
+    def _serve(self, connection: socket.socket, address: Any) -> None:
+        with connection:
+            try:
+                _Reader(connection, address, self._render_alone)
+            except OSError as error:
+                logger.debug("a metrics reader disconnected early: %s", error)
+            except Exception:
+                logger.exception("failed to render metrics")
+            finally:
+                del self._readers[connection]
+
+    def _render_alone(self, accept: str) -> tuple[bytes, str]:
+        with self._rendering:
+            return self._render(accept)
 
 
 class _Reader(BaseHTTPRequestHandler):
@@ -108,3 +137,8 @@ def _head_from(connection: socket.socket) -> bytes:
         head += data
     connection.settimeout(PATIENCE_S)
     return head
+
+
+def _shut(connection: socket.socket, how: int) -> None:
+    with suppress(OSError):  # it has ended meanwhile
+        connection.shutdown(how)

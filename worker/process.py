@@ -23,6 +23,7 @@ from baton.errors import BatonError
 from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
 from baton.system.logs import write_logs
+from baton.system.open_files import raise_open_files
 from baton.system.secret import load_secret
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerRole
@@ -34,6 +35,9 @@ from worker.control_channel import StdioControlServer
 from worker.host import EngineHost
 from worker.ready_line import endpoint_to_json, failure_to_json
 from worker.role import Role
+
+NUM_FILES = 4096
+"""Open files that a worker asks for, where the system does not say how many it may have."""
 
 
 def build_worker(
@@ -69,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             else BatonConfig.from_mapping(overrides)
         )
         write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=options.name)
+        raise_open_files(NUM_FILES)
         keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
         model_path = resolve(config.model.path, default_cache_dir(os.environ))
         worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name)

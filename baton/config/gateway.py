@@ -63,8 +63,8 @@ class GatewayConfig(Section):
     max_message_mib: int = Field(16, ge=1)
     """Largest request that gRPC and HTTP accept, and largest gRPC answer."""
     max_connections: int = Field(2048, ge=1)
-    """Open connections to each of gRPC and HTTP, counted from the moment they are accepted; further ones are refused.
-    Over HTTPS, a new connection replaces the oldest one whose TLS handshake is unfinished, if there is one."""
+    """Open connections to each of gRPC and HTTP, counted from the moment they are accepted. Further ones are refused
+    over gRPC; over HTTP, each replaces an idle connection of the address or the caller that holds the most."""
     write_timeout_s: float = Field(60.0, gt=0.0)
     """A client that reads nothing for this long although data waits for it loses its call; over HTTP, its connection.
     """

@@ -30,6 +30,9 @@ FAILED_HANDSHAKES: int = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
+HANDSHAKE_TIMEOUT_S = 10.0
+"""A connection that has not proved knowledge of the secret is closed after this time. libzmq would allow 30 s."""
+
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by RFC 27; one for each zmq.Context
 _ZAP_VERSION = b"1.0"
 
@@ -120,6 +123,7 @@ class PeerAuthenticator:
         """Connections ended by either side; libzmq ends one that sends a frame over MAXMSGSIZE."""
         self._name = name
         self._socket = socket
+        socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_TIMEOUT_S * 1000))
         self._client_key = b""
         self._zap: zmq.Socket[bytes] | None = None
         failures = 0 if keys is None else FAILED_HANDSHAKES

@@ -16,14 +16,21 @@ Content = TypeVar("Content")
 
 _LOOK_INTERVAL_S = 1.0
 
-_Seen = tuple[tuple[int, int, int] | None, ...]
+LOST_GRACE_S = 5.0
+"""How long content whose file is gone stays in use: files are replaced in steps, too."""
+
+_Seen = tuple[tuple[int, int, int, int] | None, ...]
+
+
+class Lost(ConfigError):
+    """What the files held must not be used any longer: they are gone, or others may have changed them."""
 
 
 class Watched(Generic[Content]):
     """The files are checked when the content is requested, at most once a second. Any thread may request it.
 
     A change that cannot be used is logged once, and the previous content stays. For example, a certificate and its
-    key may be replaced one after the other.
+    key may be replaced one after the other. After Lost, it stays for LOST_GRACE_S only.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Content], clock: Clock) -> None:
@@ -35,13 +42,18 @@ class Watched(Generic[Content]):
         self._seen = self._look()
         self._looked_at = clock.now()
         self._content = read()
+        self._lost: Lost | None = None
+        self._lost_at = 0.0
 
     def current(self) -> Content:
+        """Raises Lost, from LOST_GRACE_S after `read` did so until it can be read again."""
         with self._lock:
             now = self._clock.now()
             if now - self._looked_at >= _LOOK_INTERVAL_S:
                 self._looked_at = now
                 self._read_if_changed()
+            if self._lost is not None and now - self._lost_at >= LOST_GRACE_S:
+                raise self._lost
             return self._content
 
     def _read_if_changed(self) -> None:
@@ -52,9 +64,15 @@ class Watched(Generic[Content]):
         names = ", ".join(map(str, self._paths))
         try:
             self._content = self._read()
+        except Lost as error:
+            if self._lost is None:
+                self._lost_at = self._looked_at
+            self._lost = error
+            logger.error("%s: the previous content is used for %g s more: %s", names, LOST_GRACE_S, error)
         except ConfigError as error:
             logger.error("%s changed but cannot be used; keeping the previous content: %s", names, error)
         else:
+            self._lost = None
             logger.warning("reloaded %s, which changed", names)
 
     def _look(self) -> _Seen:
@@ -62,9 +80,10 @@ class Watched(Generic[Content]):
         return tuple(map(_stamp, self._paths))
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _stamp(path: Path) -> tuple[int, int, int, int] | None:
     try:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_ino, status.st_size
+    # The second one changes with mode and owner, too.
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 
 from baton.clock import Clock
 from baton.config import ANONYMOUS, ApiKey, GatewayConfig, Section, describe
-from baton.errors import ConfigError, PermissionDenied, Unauthenticated
-from baton.system.watched import Watched
+from baton.errors import ConfigError, KeysUnavailable, PermissionDenied, Unauthenticated
+from baton.system.watched import Lost, Watched
 from gateway.auth.callers import ANYBODY, Caller, Right
 from gateway.auth.key_store import KeyStore
 from gateway.auth.limits import RequestRates
@@ -48,7 +48,7 @@ class Authenticator:
 
     def caller_of(self, authorizations: Sequence[str]) -> Caller:
         """The caller, by the values of its `Authorization` headers, of which there should be one; or
-        Unauthenticated.
+        Unauthenticated, or KeysUnavailable.
         """
         if not self._asks_for_keys and self._anonymous is not None:
             return self._anonymous  # whatever the header holds: OpenAI's clients always send a key
@@ -60,12 +60,23 @@ class Authenticator:
         key = key.strip()
         if len(authorizations) > 1 or scheme.lower() != "bearer" or not key:
             raise Unauthenticated(f"the header `Authorization` does not contain exactly one API key; {_HOW}")
-        key_store = self._key_store.current() if self._key_store else self._fixed
-        caller = key_store.caller(key)
-        if caller is None:
-            raise Unauthenticated(
-                "unknown or revoked API key; ask the operator of this gateway for a valid one"
-            )
+        return self._owner_of(key)
+
+    def _owner_of(self, key: str) -> Caller:
+        """Without its file, only the keys of the configuration itself are accepted."""
+        unknown: Exception = Unauthenticated(
+            "unknown or revoked API key; ask the operator of this gateway for a valid one"
+        )
+        key_store = self._fixed
+        if self._key_store is not None:
+            try:
+                key_store = self._key_store.current()
+            except Lost:
+                unknown = KeysUnavailable(
+                    "this gateway cannot use its file of API keys at present; its log says why"
+                )
+        if (caller := key_store.caller(key)) is None:
+            raise unknown
         return caller
 
 
@@ -75,7 +86,7 @@ def _anonymous(config: GatewayConfig) -> Caller | None:
         return None
     if config.is_open_to_its_machine:
         return ANYBODY
-    return Caller(ANONYMOUS, best_priority=0)
+    return Caller(ANONYMOUS, best_priority=0, is_stranger=config.has_keys)
 
 
 def _denied(caller: Caller, right: Right) -> PermissionDenied:
@@ -96,13 +107,13 @@ def _read_keyring(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MAX_FILE_BYTES + 1)
-        if stat.S_IMODE(mode) & stat.S_IWOTH:
-            raise ConfigError(f"{source}: other users may write it, and so add keys; run `chmod o-w {path}`")
+        if stat.S_IMODE(mode) & (stat.S_IWGRP | stat.S_IWOTH):
+            raise Lost(f"{source}: other users may write it, and so add keys; run `chmod go-w {path}`")
         if len(content) > _MAX_FILE_BYTES:
             raise ConfigError(f"{source}: is larger than {_MAX_FILE_BYTES} bytes")
         keys = yaml.load(content, _LOADER)
     except OSError as error:
-        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
+        raise Lost(f"{source}: cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError):  # these errors quote the file
         raise ConfigError(f"{source}: is neither YAML nor JSON") from None
     try:

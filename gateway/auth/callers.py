@@ -26,6 +26,8 @@ class Caller:
     may_administer: bool = False
     may_observe: bool = False
     may_generate: bool = True
+    is_stranger: bool = False
+    """It showed no key to a gateway that has keys. Its connections make room for others first."""
     requests_per_minute: int | None = None
     """Limit at this gateway; None: no limit of its own."""
     max_concurrent: int | None = None
@@ -49,7 +51,7 @@ MAX_WATCH_S = 3600.0
 ANYBODY = Caller(ANONYMOUS, may_administer=True, may_observe=True)
 """Everyone who can connect to a gateway on loopback without API keys."""
 
-NO_CALLER = Caller(ANONYMOUS, may_generate=False)
+NO_CALLER = Caller(ANONYMOUS, may_generate=False, is_stranger=True)
 """The caller of methods that need no key."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller")

@@ -25,6 +25,10 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """Limit for the start of a connection, TLS included. gRPC would allow two minutes, during which it counts against the
 limit of connections."""
 
+CONNECTION_IDLE_S = 60.0
+"""A connection without calls is closed after this time, and its client opens another one for its next call. gRPC does
+not say who opened a connection before there is a call, nor does it let us close one: so all have the same time."""
+
 MAX_METADATA_BYTES = 32 * 1024
 """Limit for all of a call's headers together."""
 
@@ -110,6 +114,7 @@ def options_of(config: GatewayConfig) -> dict[str, int]:
         "grpc.max_allowed_incoming_connections": config.max_connections,
         "grpc.max_concurrent_streams": config.grpc_max_streams,
         "grpc.server_handshake_timeout_ms": _ms(HANDSHAKE_TIMEOUT_S),
+        "grpc.max_connection_idle_ms": _ms(CONNECTION_IDLE_S),
         "grpc.keepalive_time_ms": _ms(config.grpc_keepalive_s),
         "grpc.keepalive_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),
         "grpc.http2.ping_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),  # the time it really waits

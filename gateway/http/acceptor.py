@@ -1,8 +1,7 @@
 """Acceptor: accepts HTTP connections from a listening socket, up to a limit; knows no request and no response.
 
 A connection counts from the moment it is accepted, unfinished TLS handshakes included. At the limit, a new connection
-replaces the oldest one whose handshake is unfinished. So silent strangers displace each other, and never an
-established connection.
+replaces an idle one: see ConnectionPlaces.
 """
 
 import asyncio
@@ -13,13 +12,14 @@ import ssl
 from collections.abc import Callable
 
 from baton.clock import Clock
+from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.protocol import TOO_MANY, BoundedH11
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """Limit for a TLS handshake, from accept on."""
 
 MAX_REFUSALS = 16
-"""Connections beyond `max_connections` that are kept open only to be refused; further ones are closed at once."""
+"""Connections beyond the limit that are kept open only to be refused; further ones are closed at once."""
 REFUSAL_TIMEOUT_S = 2.0
 """How long a client may take to read its refusal, once it is connected."""
 
@@ -44,7 +44,7 @@ class Acceptor:
         self,
         make_protocol: Callable[[bool], BoundedH11],
         tls: Callable[[], ssl.SSLContext] | None,
-        max_connections: int,
+        places: ConnectionPlaces[BoundedH11],
         on_refused: Callable[[str], None],
         clock: Clock,
     ) -> None:
@@ -52,16 +52,12 @@ class Acceptor:
         begins now. `on_refused` receives TOO_MANY for each connection that is refused or displaced."""
         self._make_protocol = make_protocol
         self._tls = tls
-        self._max_connections = max_connections
+        self._places = places
         self._on_refused = on_refused
         self._clock = clock
         self._listener: socket.socket | None = None
         self._resume: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._counted: set[asyncio.Task[None]] = set()
-        """Connections within the limit."""
-        self._starting: dict[asyncio.Task[None], BoundedH11] = {}
-        """Those of them whose handshake is unfinished, or has just ended; the oldest comes first."""
+        self._tasks: dict[BoundedH11, asyncio.Task[None]] = {}
         self._num_refusals = 0
         self._num_failures = 0
         """Failed accepts since the last log line about them."""
@@ -74,7 +70,7 @@ class Acceptor:
     @property
     def num_connections(self) -> int:
         """Connections within the limit, handshakes included."""
-        return len(self._counted)
+        return len(self._places)
 
     def start(self, listener: socket.socket) -> None:
         """Accepts from now on; the socket stays the caller's."""
@@ -89,13 +85,14 @@ class Acceptor:
             self._listener = None
         if self._resume is not None:
             self._resume.cancel()
-        for task in self._starting:
-            task.cancel()
+        for protocol, task in self._tasks.items():
+            if not protocol.is_established:
+                task.cancel()
 
     async def join(self, timeout_s: float) -> None:
         """Returns when every connection has ended by itself, or the time has passed."""
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
+            await asyncio.wait(self._tasks.values(), timeout=timeout_s)
 
     def _listen(self) -> None:
         self._resume = None
@@ -105,13 +102,13 @@ class Acceptor:
     def _accept_some(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_TURN):
             try:
-                connection, _address = listener.accept()
+                connection, address = listener.accept()
             except OSError as error:  # mostly: out of file descriptors
                 if error.errno in _EXHAUSTED:
                     self._pause(listener, error)
                 return
             connection.setblocking(False)
-            self._take(connection)
+            self._take(connection, address[0])
 
     def _pause(self, listener: socket.socket, error: OSError) -> None:
         loop = asyncio.get_running_loop()
@@ -126,37 +123,37 @@ class Acceptor:
                 error.strerror,
                 PAUSE_S,
                 self._num_failures,
-                self._max_connections,
+                self._places.number,
             )
             self._logged_at, self._num_failures = now, 0
 
-    def _take(self, connection: socket.socket) -> None:
+    def _take(self, connection: socket.socket, address: str) -> None:
         is_refused = False
-        if len(self._counted) >= self._max_connections:
+        if self._places.is_full:
             self._on_refused(TOO_MANY)
-            is_refused = not self._displace_oldest()
+            is_refused = not self._displace_one()
             if is_refused and self._num_refusals >= MAX_REFUSALS:
                 connection.close()
                 return
         protocol = self._make_protocol(is_refused)
         serving = self._serve(connection, protocol, REFUSAL_TIMEOUT_S if is_refused else None)
         task = asyncio.get_running_loop().create_task(serving)
-        self._tasks.add(task)
+        self._tasks[protocol] = task
         self._num_refusals += is_refused
         if not is_refused:
-            self._counted.add(task)
-            self._starting[task] = protocol
-        task.add_done_callback(lambda task: self._forget(task, connection, is_refused=is_refused))
+            self._places.enter(protocol, address)
+        task.add_done_callback(lambda task: self._forget(protocol, task, connection, is_refused=is_refused))
 
-    def _displace_oldest(self) -> bool:
-        """False if there is no unfinished handshake."""
-        handshakes = (task for task, protocol in self._starting.items() if not protocol.is_established)
-        oldest = None if self._tls is None else next(handshakes, None)
-        if oldest is None:
+    def _displace_one(self) -> bool:
+        """False if every connection has a running request."""
+        protocol = self._places.victim()
+        if protocol is None:
             return False
-        del self._starting[oldest]
-        self._counted.discard(oldest)
-        oldest.cancel()
+        self._places.leave(protocol)
+        if protocol.is_established:
+            protocol.transport.abort()
+        else:
+            self._tasks[protocol].cancel()
         return True
 
     async def _serve(self, connection: socket.socket, protocol: BoundedH11, timeout_s: float | None) -> None:
@@ -173,19 +170,22 @@ class Acceptor:
             return
         if not protocol.is_established:  # lost before
             return
-        task = asyncio.current_task()
-        assert task is not None
-        self._starting.pop(task, None)
         try:
             async with asyncio.timeout(timeout_s):
                 await protocol.is_over.wait()
         except TimeoutError:
             protocol.transport.abort()
 
-    def _forget(self, task: "asyncio.Task[None]", connection: socket.socket, *, is_refused: bool) -> None:
-        self._tasks.discard(task)
-        self._counted.discard(task)
-        self._starting.pop(task, None)
+    def _forget(
+        self,
+        protocol: BoundedH11,
+        task: "asyncio.Task[None]",
+        connection: socket.socket,
+        *,
+        is_refused: bool,
+    ) -> None:
+        del self._tasks[protocol]
+        self._places.leave(protocol)
         self._num_refusals -= is_refused
         connection.close()  # already closed, unless the task was cancelled before it began
         if not task.cancelled() and (error := task.exception()):

@@ -6,6 +6,7 @@ from baton.errors import RequestError
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import NO_CALLER, Right
 from gateway.http.errors import answer_of
+from gateway.http.protocol import ON_CALLER
 
 OPEN = frozenset({"/", "/health", "/ready", "/version", "/openapi.json"})
 """Paths open to everyone who can connect: probes, public information, and the page, which contains no data."""
@@ -57,6 +58,8 @@ class HttpAuthentication:
             return
         shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
         state["caller"] = caller = self._authenticator.caller_of(shown)
+        if ON_CALLER in state:
+            state[ON_CALLER](caller)
         self._authenticator.admit(caller, right_for(path))
 
 

@@ -10,13 +10,20 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from gateway.auth.callers import Caller
+from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.errors import error_body
 
-REQUEST_TIMEOUT_S = 30.0
+REQUEST_TIMEOUT_S = 15.0
 """Limit for a request's line and headers to arrive, and for the rest of a body whose answer has already been sent."""
+STRANGER_KEEP_ALIVE_S = 15
+"""Between two requests on a connection that has shown no key; see Caller.is_stranger."""
 KEEP_ALIVE_S = 75
-"""Between two requests. Load balancers keep theirs open for a minute; a connection that we close as they send is an
-error to them."""
+"""Between two requests on other connections. Load balancers keep theirs open for a minute; a connection that we close
+as they send is an error to them."""
+
+ON_CALLER = "on_caller"
+"""In the state of each request's scope: to be called with its caller, before the request is served."""
 
 TOO_MANY = "TooManyConnections"
 NOT_HTTP = "NotHttp"
@@ -38,6 +45,7 @@ class BoundedH11(H11Protocol):
         self,
         *args: Any,
         refusal: str | None,
+        places: ConnectionPlaces["BoundedH11"],
         write_timeout_s: float,
         on_refused: Callable[[str], None],
         **options: Any,
@@ -45,6 +53,9 @@ class BoundedH11(H11Protocol):
         """`refusal`: why this connection is refused, sent to the client; None admits it. `on_refused` receives
         NOT_HTTP for each malformed request, which does not become a call."""
         super().__init__(*args, **options)
+        self._places = places
+        self.app_state = {ON_CALLER: self._serve}
+        self.timeout_keep_alive = STRANGER_KEEP_ALIVE_S
         self._on_refused = on_refused
         self.logger = _uvicorns_logger
         self.is_over = asyncio.Event()
@@ -79,10 +90,12 @@ class BoundedH11(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._places.rest(self)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._places.rest(self)
         self._unwatch()
         self._note_read()
         self.is_over.set()
@@ -98,6 +111,11 @@ class BoundedH11(H11Protocol):
                     _refusal("this gateway is stopping; use another one, or try again later")
                 )
         self.transport.close()
+
+    def _serve(self, caller: Caller) -> None:
+        self._places.serve(self, caller.name, is_stranger=caller.is_stranger)
+        if not caller.is_stranger:
+            self.timeout_keep_alive = KEEP_ALIVE_S
 
     def send_400_response(self, msg: str) -> None:
         """Called while h11's error is handled, which is more specific: 431 for too many bytes of headers.

@@ -14,7 +14,8 @@ from baton.errors import ConfigError
 from baton.system.watched import Watched
 from gateway.auth.certificates import Certificates
 from gateway.http.acceptor import Acceptor
-from gateway.http.protocol import KEEP_ALIVE_S, BoundedH11
+from gateway.http.connection_places import ConnectionPlaces
+from gateway.http.protocol import BoundedH11
 from gateway.http.request_limits import MAX_HEADER_BYTES
 
 BACKLOG = 1024
@@ -44,16 +45,15 @@ class HttpServer:
         """With `certificates` it accepts only HTTPS. `on_refused`: see Acceptor and BoundedH11."""
         self._host = host
         self._port = port
-        self._max_connections = max_connections
+        self._places = ConnectionPlaces[BoundedH11](max_connections)
         self._write_timeout_s = write_timeout_s
         self._on_refused = on_refused
         tls = None if certificates is None else lambda: certificates.current().context
-        acceptor = Acceptor(self._protocol, tls, max_connections, on_refused, clock)
+        acceptor = Acceptor(self._protocol, tls, self._places, on_refused, clock)
         self._server = _Server(
             uvicorn.Config(
                 app,
                 http="h11",
-                timeout_keep_alive=KEEP_ALIVE_S,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 lifespan="off",
@@ -95,12 +95,13 @@ class HttpServer:
 
     def _protocol(self, is_refused: bool) -> BoundedH11:
         """h11 bounds headers, which httptools does not."""
-        limit = f"{self._max_connections} connections are open, which is the limit"
+        limit = f"{self._places.number} connections are open, which is the limit"
         return BoundedH11(
             self._server.config,
             self._server.server_state,
-            self._server.lifespan.state,
+            {},
             refusal=limit if is_refused else None,
+            places=self._places,
             write_timeout_s=self._write_timeout_s,
             on_refused=self._on_refused,
         )

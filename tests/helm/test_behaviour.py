@@ -226,6 +226,19 @@ def test_prometheus_and_clients_are_admitted_where_they_are_named() -> None:
     assert admitted(policies["decode"])[1:] == [({"others"}, {"baton-metrics"})]
 
 
+def test_pods_reach_names_each_other_and_what_is_allowed() -> None:
+    https = {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}], "ports": [{"port": 443}]}
+    release = render({"networkPolicy": {"egress": {"enabled": True, "rules": [https]}}})
+    spec = release.of_kind("NetworkPolicy")["demo-baton-egress"]["spec"]
+    assert spec["policyTypes"] == ["Egress"]
+    names, each_other, allowed = spec["egress"]
+    assert {(port["port"], port["protocol"]) for port in names["ports"]} == {(53, "UDP"), (53, "TCP")}
+    assert each_other == {"to": [{"podSelector": spec["podSelector"]}]}
+    assert allowed == https
+    selected = spec["podSelector"]["matchLabels"].items()
+    assert all(selected <= pod["metadata"]["labels"].items() for pod in release.pods().values())
+
+
 def test_redis_is_ray_heads_memory_where_asked_for() -> None:
     options = render(PRODUCTION).ray["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "rediss://redis.example.com:6380"

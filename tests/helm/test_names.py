@@ -68,7 +68,10 @@ def test_golden_names() -> None:
         ("Pod", "demo-baton-test"),
         ("PodDisruptionBudget", "demo-baton-gateway"),
         ("RayCluster", "demo-baton"),
-        *(("Secret", f"demo-baton-{part}") for part in ("api-keys", "cluster", "ray-token", "tls")),
+        *(
+            ("Secret", f"demo-baton-{part}")
+            for part in ("api-keys", "cluster", "metrics-key", "ray-token", "test-key", "tls")
+        ),
         *(("Service", f"demo-baton-{part}") for part in ("fleet", "grpc", "http", "workers")),
         *(("ServiceAccount", f"demo-baton-{part}") for part in ("gateway", "head", "worker")),
     }

@@ -173,6 +173,21 @@ CONTRADICTIONS: Cases = {
         {"security": {"apiKeys": {"existingSecret": "mine", "keys": [{"name": "a", "sha256": "b" * 64}]}}},
         ["security.apiKeys: existingSecret and keys are two sources"],
     ),
+    "two sources of the administrator's key": (
+        {"security": {"apiKeys": {"existingSecret": "mine", "adminSha256": "b" * 64}}},
+        ["security.apiKeys: existingSecret and adminSha256 are two sources"],
+    ),
+    "Prometheus without a key": (
+        {
+            "security": {"apiKeys": {"existingSecret": "mine"}},
+            "metrics": {"serviceMonitor": {"enabled": True}},
+        },
+        ["metrics.serviceMonitor", "security.metricsKey.existingSecret"],
+    ),
+    "the administrator's key itself": (
+        {"security": {"apiKeys": {"adminSha256": "baton-key"}}},
+        ["/security/apiKeys/adminSha256"],
+    ),
     "fault tolerance without Redis": (
         {"rayHead": {"gcsFaultTolerance": {"enabled": True}}},
         ["rayHead.gcsFaultTolerance.enabled needs redisAddress"],
@@ -239,7 +254,18 @@ CONTRADICTIONS: Cases = {
     ),
     "clients of no policy": (
         {"networkPolicy": {"enabled": False, "clients": [{"podSelector": {}}]}},
-        ["networkPolicy: clients and prometheus need enabled: true"],
+        ["networkPolicy: clients, prometheus and egress.enabled need enabled: true"],
+    ),
+    "rules for a policy that there is not": (
+        {"networkPolicy": {"egress": {"rules": [{"ports": [{"port": 443}]}]}}},
+        ["networkPolicy.egress.rules need networkPolicy.egress.enabled: true"],
+    ),
+    "a policy that shuts off Redis": (
+        {
+            "networkPolicy": {"egress": {"enabled": True}},
+            "rayHead": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis://redis:6379"}},
+        },
+        ["networkPolicy.egress.enabled shuts pods off from", "allow it in networkPolicy.egress.rules"],
     ),
 }
 

@@ -31,19 +31,58 @@ def secrets(release: Release) -> dict[str, dict[str, str]]:
 
 
 def test_gateways_admit_the_keys_that_the_chart_makes() -> None:
-    made = secrets(render())["api-keys"]
-    entries = {entry["name"]: ApiKey.model_validate(entry) for entry in yaml.safe_load(made["keys.yaml"])}
-    for name, scopes in (("admin", ("generate", "observe", "administer")), ("metrics", ("observe",))):
-        assert entries[name].sha256 == hashlib.sha256(made[f"{name}-key"].encode()).hexdigest()
-        assert entries[name].scopes == scopes
-    config = render().one("Deployment")["spec"]["template"]["spec"]["volumes"]
+    release = render({"metrics": PUBLIC["metrics"], "security": {"apiKeys": {"adminSha256": "a" * 64}}})
+    made = secrets(release)
+    assert set(made["api-keys"]) == {"keys.yaml"}, "hashes alone"
+    entries = {entry.name: entry for entry in map(ApiKey.model_validate, _entries(made))}
+    assert {name: entry.scopes for name, entry in entries.items()} == {
+        "admin": ("generate", "observe", "administer"),
+        "metrics": ("observe",),
+        "helm-test": ("generate",),
+    }
+    assert entries["admin"].sha256 == "a" * 64
+    for name, secret in (("metrics", "metrics-key"), ("helm-test", "test-key")):
+        assert set(made[secret]) == {secret}, "a Secret of its own"
+        assert entries[name].sha256 == hashlib.sha256(made[secret][secret].encode()).hexdigest()
+    assert entries["helm-test"].requests_per_minute == 6
+    (endpoint,) = release.one("ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"] == {
+        "name": "demo-baton-metrics-key",
+        "key": "metrics-key",
+    }
+    (variable,) = release.one("Pod")["spec"]["containers"][0]["env"]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": "demo-baton-test-key", "key": "test-key"}
+    config = release.one("Deployment")["spec"]["template"]["spec"]["volumes"]
     (files,) = (volume["projected"]["sources"] for volume in config if "projected" in volume)
     (keys,) = (
         source["secret"]["items"]
         for source in files
         if source.get("secret", {}).get("name", "").endswith("api-keys")
     )
-    assert keys == [{"key": "keys.yaml", "path": "keys.yaml"}], "gateways see hashes alone"
+    assert keys == [{"key": "keys.yaml", "path": "keys.yaml"}]
+
+
+def _entries(made: dict[str, dict[str, str]]) -> list[Object]:
+    entries: list[Object] = yaml.safe_load(made["api-keys"]["keys.yaml"])
+    return entries
+
+
+def test_no_administrators_key_is_made_and_the_notes_say_how_to_make_one() -> None:
+    release = render()
+    assert [entry["name"] for entry in _entries(secrets(release))] == ["metrics", "helm-test"]
+    assert "--set-string security.apiKeys.adminSha256=" in release.notes
+    told = render({"security": {"apiKeys": {"adminSha256": "a" * 64}}}).notes
+    assert "adminSha256=" not in told
+    assert "export BATON_API_KEY=...   # one of those in security.apiKeys" in told
+
+
+def test_a_key_of_ones_own_has_its_entry_among_ones_own() -> None:
+    own = {"metricsKey": {"existingSecret": "mine"}, "testKey": {"existingSecret": "mine"}}
+    release = render({"security": own, "metrics": PUBLIC["metrics"]})
+    assert yaml.safe_load(secrets(release)["api-keys"]["keys.yaml"]) is None
+    assert "demo-baton-test-key" not in json.dumps(release.objects)
+    (endpoint,) = release.one("ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["authorization"]["credentials"] == {"name": "mine", "key": "metrics-key"}
 
 
 def test_keys_of_ones_own_stand_beside_them() -> None:
@@ -162,6 +201,7 @@ EXISTING: Object = {
 def test_with_secrets_of_ones_own_the_chart_makes_none() -> None:
     release = render({"security": EXISTING})
     assert release.of_kind("Secret") == {}
+    assert release.of_kind("Pod") == {}, "`helm test` has no key"
     for number in range(1, 5):
         assert f'"mine-{number}"' in json.dumps(release.pods() | {"ray": release.ray})
 

@@ -31,7 +31,7 @@ def handshakes(model: Path, folder: Path) -> Finding:
     finding = Finding(f"{NUM_STRANGERS} TLS handshakes that are never completed, at {MAX_CONNECTIONS} places")
     files = make_certificates(folder)
     options = f"max_connections: {MAX_CONNECTIONS}, {_tls(files)}"
-    with tls_gateway(model, folder, options) as (serve, https, grpc_target), ExitStack() as stack:
+    with edge_gateway(model, folder, options) as (serve, https, grpc_target), ExitStack() as stack:
         address = ("127.0.0.1", https)
         for _ in range(NUM_STRANGERS):
             stack.enter_context(socket.create_connection(address, timeout=PROBE_TIMEOUT_S))
@@ -56,7 +56,7 @@ def sessions(model: Path, folder: Path) -> Finding:
     other = make_certificates(_made(folder / "other"))
     authority = folder / "clients.pem"
     shutil.copy(files.ca, authority)
-    with tls_gateway(model, folder, _tls(files, f", client_ca_file: {authority}")) as (_, https, _grpc):
+    with edge_gateway(model, folder, _tls(files, f", client_ca_file: {authority}")) as (_, https, _grpc):
         for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
             context = _context(files, version)
             status, session = _get(https, context)
@@ -96,9 +96,9 @@ EDGES: dict[str, Edge] = {"handshakes": handshakes, "sessions": sessions, "ray-f
 
 
 @contextmanager
-def tls_gateway(model: Path, folder: Path, options: str) -> Iterator[tuple[ServeProcess, int, str]]:
+def edge_gateway(model: Path, folder: Path, options: str) -> Iterator[tuple[ServeProcess, int, str]]:
     """`baton serve` with a soft limit of 1,024 files, as logins have; the process, its HTTPS port, its gRPC target."""
-    config = folder / "tls.yaml"
+    config = folder / "edge.yaml"
     config.write_text(_config(model, "none", f"grpc_port: 0, http_port: 0, {options}"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))

@@ -8,6 +8,12 @@ from pathlib import Path
 from tests.clients.swarm import held_by, script, swarm
 from tests.factories.gateway import GatewayUnderTest, gateway_with, silent
 
+BODY = json.dumps({"model": "tiny", "prompt": [5, 6], "max_tokens": 2}).encode()
+COMPLETION = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
+)
+
 
 def num_connections(under_test: GatewayUnderTest) -> int:
     assert under_test.gateway._http is not None
@@ -49,7 +55,9 @@ async def test_one_connection_too_many_is_refused_at_either_frontend(folder: Pat
     async with gateway_with(folder, {}, {"w0": silent}, max_connections=2) as under_test:
         port = under_test.gateway.http_port
         first, second = connect(port), connect(port)
-        await under_test.until(lambda: num_connections(under_test) == 2)
+        for busy in (first, second):
+            busy.sendall(COMPLETION)
+            await under_test.workers["w0"].next_request()
         with connect(port) as third:
             answer = await asyncio.to_thread(read_all, third)
             head, _, body = answer.partition(b"\r\n\r\n")

@@ -1,6 +1,7 @@
 """One worker without Ray: it prints its address, and ends on a command or when its parent has ended."""
 
 import asyncio
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from baton.errors import ClusterError, FleetError, ModelError
 from baton.messages.control import Drain, Drained, SetRole, WaitStatus
+from baton.system.open_files import MAX_FILES
 from baton.worker import WorkerRole, WorkerState
 from tests.factories.models import make_model_dir
 from worker.control_channel import StdioControlClient
@@ -31,9 +33,9 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def start(*arguments: str) -> Process:
+def start(*arguments: str, first: tuple[str, ...] = ()) -> Process:
     return subprocess.Popen(
-        [sys.executable, "-m", "worker.process", "--name", "w0", *arguments],
+        [*first, sys.executable, "-m", "worker.process", "--name", "w0", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -59,6 +61,19 @@ def test_prints_its_endpoint_and_ends_cleanly(config: Path, end: Callable[[Proce
         assert endpoint.pid == process.pid
         assert endpoint.request_address.startswith("tcp://127.0.0.1:")
         end(process)
+        assert process.wait(30) == 0
+
+
+def test_it_may_open_as_many_files_as_the_system_allows(config: Path) -> None:
+    """Logins have a soft limit of 1,024, which connections of strangers would reach."""
+    few = ("bash", "-c", 'ulimit -S -n 256; exec "$@"', "few")
+    with start("--role", "prefill", "--config", str(config), first=few) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        endpoint_from_json(process.stdout.readline())
+        soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        assert soft == (MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES))
+        process.stdin.close()
         assert process.wait(30) == 0
 
 

@@ -21,6 +21,7 @@ from baton.errors import WorkerUnavailable
 from baton.kv import PROTOCOL_VERSION, KVFingerprint, WorkerRef
 from baton.messages.request_plane import TO_GATEWAY, TO_WORKER, Heartbeat, Hello, KVEvents
 from baton.request import RequestOutput
+from baton.system import curve
 from baton.system.curve import PeerAuthenticator, PlaneKeys, secure_client
 from baton.worker import (
     KVBlockCounts,
@@ -319,3 +320,15 @@ def test_c43_a_peer_of_another_version_gets_both_versions_in_the_answer() -> Non
         answer = TO_CONSUMER.decode(peer.recv())
         assert answer == Unreadable(f"protocol_version: {PROTOCOL_VERSION} != 9", is_damaged=False)
         assert worker.counters()["kv_version_mismatches"] == 1
+
+
+@pytest.mark.parametrize("keys", [KEYS.request, None])
+def test_strangers_that_say_nothing_hold_no_connection(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert curve.HANDSHAKE_TIMEOUT_S == 10.0
+    monkeypatch.setattr(curve, "HANDSHAKE_TIMEOUT_S", 0.2)
+    with request_server(keys) as server:
+        host, _, port = server.address.removeprefix("tcp://").rpartition(":")
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), timeout=20.0) as stranger:
+                while stranger.recv(1000):  # a greeting, and then the end
+                    pass

@@ -15,10 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.request import ErrorKind
+from baton.system import watched
 from baton.v1 import cluster_service_pb2, generation_service_pb2
 from baton.worker import WorkerRole
 from gateway import GatewayClient, GatewayError
 from gateway.auth.credentials import Credentials
+from gateway.auth.key_store import hash_of
 from gateway.grpc.generated import vllm_engine_pb2
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, AS_ADMIN, BOB, WATCHER, entry
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
@@ -185,6 +187,29 @@ async def test_http_asks_for_a_key_where_there_is_something_to_have(folder: Path
                 assert "www-authenticate: Bearer\r\n" in answer
                 assert '"code":"invalid_api_key"' in answer
             assert "baton-wrong" not in answer
+
+
+async def test_without_its_key_file_a_gateway_admits_nobody_and_blames_no_key(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for constant in ("_LOOK_INTERVAL_S", "LOST_GRACE_S"):
+        monkeypatch.setattr(watched, constant, 0.0)
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- name: alice\n  sha256: {hash_of(ALICE)}\n")
+    async with (
+        gateway_with(
+            folder, {}, {}, api_keys=API_KEYS[3:], api_keys_file=str(file), credentials=AS_ADMIN
+        ) as under_test,
+        client_with(under_test, ALICE) as alice,
+    ):
+        for mode, http, grpc_code in ((0o600, 200, None), (0o620, 503, "UNAVAILABLE"), (0o640, 200, None)):
+            file.chmod(mode)
+            assert (await raw_get(under_test, "/v1/models", ALICE)).startswith(f"HTTP/1.1 {http} ")
+            assert (await raw_get(under_test, "/v1/models", ADMIN)).startswith("HTTP/1.1 200 ")
+            if grpc_code is None:
+                assert (await alice.model_info())["model"] == "tiny"
+            else:
+                assert await code_of(alice.model_info()) == grpc_code
 
 
 async def raw_get(under_test: GatewayUnderTest, path: str, key: str | None) -> str:

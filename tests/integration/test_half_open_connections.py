@@ -21,7 +21,7 @@ from gateway import GatewayClient
 from gateway.http import acceptor
 from gateway.http.acceptor import Acceptor
 from tests.factories.certificates import CertificateFiles
-from tests.factories.gateway import GatewayUnderTest, gateway_with
+from tests.factories.gateway import GatewayUnderTest, gateway_with, outputs_of, silent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,15 +67,15 @@ async def test_half_open_connections_count_and_displace_only_each_other(
     ) as under_test:
         port = under_test.gateway.http_port
         async with https(port, files) as early, https(port, files) as late:
-            assert (await early.get("/health")).status_code == 200
-            with strangers(port, 40) as silent:
-                await under_test.until(lambda: sum(map(is_closed, silent)) >= 37)
+            assert (await early.get("/v1/models")).status_code == 200
+            with strangers(port, 40) as idle:
+                await under_test.until(lambda: sum(map(is_closed, idle)) >= 37)
                 assert acceptor_of(under_test).num_connections == 4
-                assert [is_closed(each) for each in silent] == [True] * 37 + [False] * 3
+                assert [is_closed(each) for each in idle] == [True] * 37 + [False] * 3
                 assert (await early.get("/health")).status_code == 200
                 assert (await late.get("/health")).status_code == 200
                 assert (await under_test.client.model_info())["model"] == "tiny"
-                assert sum(map(is_closed, silent)) == 38, "the one that came made room for itself"
+                assert sum(map(is_closed, idle)) == 38, "the one that came made room for itself"
                 metrics = (await late.get("/metrics")).text
                 assert 'error="TooManyConnections"} 38.0' in metrics
         await under_test.until(lambda: acceptor_of(under_test).num_connections == 0)
@@ -105,19 +105,23 @@ async def test_at_the_limit_further_connections_are_answered_up_to_a_bound(
         connection = socket.create_connection(("127.0.0.1", port), timeout=60.0)
         return files.trusting().wrap_socket(connection, server_hostname="localhost")
 
+    tls = Tls(**files.tls())
     async with gateway_with(
-        folder, {}, {}, max_connections=1, tls=Tls(**files.tls()), credentials=files.credentials()
+        folder, {}, {"w0": silent}, max_connections=1, tls=tls, credentials=files.credentials()
     ) as under_test:
         port = under_test.gateway.http_port
         async with https(port, files) as only:
-            assert (await only.get("/health")).status_code == 200
+            asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": 2}
+            waiting = asyncio.create_task(only.post("/v1/completions", json=asked))
+            request = await under_test.workers["w0"].next_request()
             with await asyncio.to_thread(refused, port) as connection:
                 answer = await asyncio.to_thread(connection.recv, 1000)
                 assert answer.startswith(b"HTTP/1.1 503 ")
                 with strangers(port, 1) as (further,):  # while the other one does not take its leave
                     await under_test.until(lambda: is_closed(further))
                 await under_test.until(lambda: acceptor_of(under_test)._num_refusals == 0)
-            assert (await only.get("/health")).status_code == 200
+            under_test.workers["w0"].say(request, outputs_of(request, [7, 8]))
+            assert (await waiting).status_code == 200
 
 
 def test_endless_strangers_keep_no_client_out_with_few_files(folder: Path, files: CertificateFiles) -> None:

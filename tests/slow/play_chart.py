@@ -87,9 +87,9 @@ class Played:
                 self._timeline[f"{pod.name} ready"] = pod.wait_for("ray-worker", "readinessProbe")
 
     def ask(self) -> str:
-        """An answer, over TLS, with the key that whoever installed it has."""
+        """An answer, over TLS, with the key of `helm test`."""
         secrets = self._release.of_kind("Secret")
-        key = contents(secrets[f"{self._name}-api-keys"])["admin-key"]
+        key = contents(secrets[f"{self._name}-test-key"])["test-key"]
         trusted = ssl.create_default_context(cadata=contents(secrets[f"{self._name}-tls"])["ca.crt"])
         model = Path(self._release.fleet_config()["model"]["path"]).name
         body = {"model": model, "prompt": "Why is the sky blue?", "max_tokens": 8, "temperature": 0}

@@ -64,6 +64,14 @@
 {{- if and $v.security.apiKeys.existingSecret $v.security.apiKeys.keys -}}
 {{- fail "security.apiKeys: existingSecret and keys are two sources; put the entries of keys into the Secret's keys.yaml" -}}
 {{- end -}}
+{{- with $v.security.apiKeys -}}
+{{- if and .existingSecret .adminSha256 -}}
+{{- fail "security.apiKeys: existingSecret and adminSha256 are two sources; put the administrator's entry into the Secret's keys.yaml" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.metrics.serviceMonitor.enabled (not (include "baton.keyName" (dict "root" . "owner" "metrics"))) -}}
+{{- fail "metrics.serviceMonitor: with security.apiKeys.existingSecret, name a Secret with Prometheus' key in security.metricsKey.existingSecret" -}}
+{{- end -}}
 
 {{- with $v.rayHead.gcsFaultTolerance -}}
 {{- if and .enabled (not .redisAddress) -}}
@@ -95,8 +103,16 @@
 {{- fail "networkPolicy.clients shuts out Prometheus, which metrics.serviceMonitor sends to gateways; set networkPolicy.prometheus, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
 {{- end -}}
 {{- end -}}
-{{- if and (not $v.networkPolicy.enabled) (or $v.networkPolicy.clients $v.networkPolicy.prometheus) -}}
-{{- fail "networkPolicy: clients and prometheus need enabled: true" -}}
+{{- if and (not $v.networkPolicy.enabled) (or $v.networkPolicy.clients $v.networkPolicy.prometheus $v.networkPolicy.egress.enabled) -}}
+{{- fail "networkPolicy: clients, prometheus and egress.enabled need enabled: true" -}}
+{{- end -}}
+{{- with $v.networkPolicy.egress -}}
+{{- if and .rules (not .enabled) -}}
+{{- fail "networkPolicy.egress.rules need networkPolicy.egress.enabled: true" -}}
+{{- end -}}
+{{- if and .enabled (not .rules) (or $v.model.download.files $v.autoscaling.workers.enabled $v.rayHead.gcsFaultTolerance.enabled) -}}
+{{- fail "networkPolicy.egress.enabled shuts pods off from model.download.files, from Kubernetes' API, which autoscaling.workers asks, or from Redis; allow it in networkPolicy.egress.rules" -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 

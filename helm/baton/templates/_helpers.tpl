@@ -44,6 +44,17 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ .Values.security.apiKeys.existingSecret | default (printf "%s-api-keys" (include "baton.fullname" .)) }}
 {{- end }}
 
+{{/* (dict "root" $ "owner" "metrics" or "test"): the Secret with the key in plain text; empty if there is none, since the
+chart can only make a key whose hash it gives to gateways. */}}
+{{- define "baton.keyName" -}}
+{{- $security := .root.Values.security -}}
+{{- with (index $security (printf "%sKey" .owner)).existingSecret -}}
+{{- . -}}
+{{- else -}}
+{{- if not $security.apiKeys.existingSecret -}}{{- printf "%s-%s-key" (include "baton.fullname" .root) .owner -}}{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "baton.tlsName" -}}
 {{ .Values.security.tls.existingSecret | default (printf "%s-tls" (include "baton.fullname" .)) }}
 {{- end }}

@@ -6,7 +6,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from urllib.error import HTTPError
 
 import pytest
@@ -26,7 +26,7 @@ from baton.worker import (
     WorkerStatus,
 )
 from worker.metrics import WorkerMetrics
-from worker.metrics_server import MetricsServer, Render
+from worker.metrics_server import MAX_READERS, MetricsServer, Render
 from worker.step_counts import StepCounts
 
 STATUS = WorkerStatus(
@@ -141,6 +141,17 @@ def test_a_silent_leaving_or_failing_reader_delays_no_other_for_ever(
             urllib.request.urlopen(f"http://{address}/metrics", timeout=10)
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             assert answer.read() == b"ok"
+
+
+def test_silent_readers_delay_no_other_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are places, with more patience than this test has."""
+    monkeypatch.setattr("worker.metrics_server.PATIENCE_S", 3600.0)
+    with served(lambda _accept: (b"ok", "text/plain")) as address, ExitStack() as stack:
+        for _ in range(3 * MAX_READERS):
+            stack.enter_context(socket.create_connection(listener_address(address)))
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+            assert answer.read() == b"ok"
+        assert sum(each.name == "metrics-reader" for each in threading.enumerate()) <= MAX_READERS
 
 
 class ShortOfFiles(socket.socket):

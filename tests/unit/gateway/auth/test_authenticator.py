@@ -2,14 +2,15 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from baton.clock import VirtualClock
 from baton.config import GatewayConfig
-from baton.errors import ConfigError, PermissionDenied, RateLimited, Unauthenticated
+from baton.errors import ConfigError, KeysUnavailable, PermissionDenied, RateLimited, Unauthenticated
+from baton.system.watched import LOST_GRACE_S
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import ANYBODY, Caller, Right
 from gateway.auth.key_store import hash_of, new_key
@@ -136,9 +137,80 @@ def test_a_broken_key_file_changes_nothing_and_is_logged_without_its_content(
     assert "cannot be used; keeping the previous content" in caplog.text
     assert len(caplog.records) == 5
     assert key not in caplog.text
-    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("lose", "says"),
+    [
+        (lambda path: path.unlink(), "cannot be read: No such file"),
+        (lambda path: (path.unlink(), path.mkdir()), "cannot be read: Is a directory"),
+        (lambda path: path.chmod(0o620), "other users may write it"),
+        (lambda path: path.chmod(0o602), "other users may write it"),
+    ],
+)
+def test_a_key_file_that_is_gone_or_that_others_may_write_admits_no_caller(
+    lose: Callable[[Path], object], says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock, key = tmp_path / "keys.yaml", VirtualClock(), new_key()
+    write(path, key)
+    authenticator = Authenticator(GatewayConfig(api_keys=API_KEYS, api_keys_file=str(path)), clock)
+    lose(path)
+    clock.advance(1.0)
+    assert admit(authenticator, bearer(key), None).name == "n0", "it may be about to be replaced"
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert says in record.getMessage()
+    for _ in range(3):
+        clock.advance(LOST_GRACE_S)
+        for shown in (key, "baton-wrong"):
+            with pytest.raises(KeysUnavailable, match="cannot use its file of API keys"):
+                admit(authenticator, bearer(shown), None)
+        assert admit(authenticator, bearer(ALICE), None).name == "alice", "a key of the configuration"
+    assert len(caplog.records) == 1
+    if path.is_dir():
+        path.rmdir()
+    write(path, key)
+    path.chmod(0o600)
     clock.advance(1.0)
     assert admit(authenticator, bearer(key), None).name == "n0"
+    with pytest.raises(Unauthenticated):
+        admit(authenticator, bearer("baton-wrong"), None)
+
+
+def test_a_key_file_that_is_replaced_in_steps_is_never_missed(tmp_path: Path) -> None:
+    """A link to a folder of the day, as Kubernetes mounts Secrets, and a file that is away for a moment."""
+    clock, keys = VirtualClock(), [new_key() for _ in range(3)]
+    for number, key in enumerate(keys[:2]):
+        (tmp_path / str(number)).mkdir()
+        write(tmp_path / str(number) / "keys.yaml", key)
+    data, path = tmp_path / "data", tmp_path / "keys.yaml"
+    data.symlink_to("0")
+    path.symlink_to("data/keys.yaml")
+    authenticator = Authenticator(GatewayConfig(api_keys_file=str(path)), clock)
+    assert admit(authenticator, bearer(keys[0]), None).name == "n0"
+    (tmp_path / "new").symlink_to("1")
+    (tmp_path / "new").rename(data)
+    clock.advance(1.0)
+    assert admit(authenticator, bearer(keys[1]), None).name == "n0"
+    (tmp_path / "1" / "keys.yaml").unlink()
+    clock.advance(LOST_GRACE_S - 1.0)
+    assert admit(authenticator, bearer(keys[1]), None).name == "n0"
+    write(tmp_path / "1" / "keys.yaml", keys[2])
+    clock.advance(LOST_GRACE_S)
+    assert admit(authenticator, bearer(keys[2]), None).name == "n0"
+
+
+@pytest.mark.parametrize("mode", [0o646, 0o660])
+def test_a_key_file_that_is_missing_or_that_others_may_write_is_refused_at_the_start(
+    mode: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.yaml"
+    write(path, new_key())
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=r"other users may write it.*run `chmod go-w"):
+        Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
+        Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())
 
 
 def test_an_empty_key_file_admits_no_caller(tmp_path: Path) -> None:
@@ -169,13 +241,3 @@ def test_a_key_file_that_cannot_be_used_is_named_and_its_secrets_are_not(
         Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
     assert f"gateway.api_keys_file {path}" in str(caught.value)
     assert "baton-secret" not in str(caught.value)
-
-
-def test_a_key_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    write(path, "k")
-    path.chmod(0o646)
-    with pytest.raises(ConfigError, match="other users may write it"):
-        Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
-    with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
-        Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())

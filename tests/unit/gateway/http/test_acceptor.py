@@ -10,6 +10,7 @@ import pytest
 from baton.clock import VirtualClock
 from gateway.http import acceptor
 from gateway.http.acceptor import LOG_INTERVAL_S, Acceptor
+from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.protocol import BoundedH11
 
 
@@ -35,7 +36,7 @@ def no_protocol(is_refused: bool) -> BoundedH11:
 
 
 def acceptor_with(clock: VirtualClock) -> Acceptor:
-    return Acceptor(no_protocol, None, 8, pytest.fail, clock)
+    return Acceptor(no_protocol, None, ConnectionPlaces(8), pytest.fail, clock)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,0 +1,120 @@
+"""Connections without a request: how long they stay open, and that they keep no caller with a key out."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from gateway.grpc import server
+from gateway.http import protocol
+from tests.factories.api_keys import ALICE, API_KEYS, AS_ADMIN, BOB
+from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+COMPLETION = {"model": "tiny", "prompt": [5, 6], "max_tokens": 2}
+GRPC_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04" + b"\x00" * 5
+
+
+@asynccontextmanager
+async def caller(under_test: GatewayUnderTest, key: str) -> AsyncIterator[httpx2.AsyncClient]:
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx2.AsyncClient(base_url=under_test.http_url, headers=headers, timeout=60.0) as client:
+        yield client
+
+
+@contextmanager
+def strangers(port: int | None, number: int, say: bytes) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        opened = []
+        for _ in range(number):
+            opened.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60.0)))
+            opened[-1].sendall(say)
+        yield opened
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    """Reads what was answered, too."""
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(65536):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("say", [b"", HEALTH, HEALTH[:20]])
+async def test_over_http_strangers_displace_each_other_and_no_caller(folder: Path, say: bytes) -> None:
+    async with (
+        gateway_with(
+            folder, {}, {"d0": answering([7, 8])}, max_connections=8, api_keys=API_KEYS, credentials=AS_ADMIN
+        ) as under_test,
+        caller(under_test, ALICE) as early,
+        caller(under_test, BOB) as late,
+    ):
+        assert (await early.get("/v1/models")).status_code == 200
+        assert under_test.gateway._http is not None
+        (kept,) = under_test.gateway._http._server._connections
+        with strangers(under_test.gateway.http_port, 40, say) as opened:
+            await under_test.until(lambda: sum(map(is_closed, opened)) >= 33)
+            assert (await late.post("/v1/completions", json=COMPLETION)).status_code == 200
+            assert (await early.post("/v1/completions", json=COMPLETION)).status_code == 200
+            assert kept in under_test.gateway._http._server._connections, "it was not displaced"
+
+
+async def test_c57_one_callers_streams_leave_http_connections_to_others(folder: Path) -> None:
+    async with (
+        gateway_with(
+            folder, {}, {"d0": silent}, max_connections=4, api_keys=API_KEYS, credentials=AS_ADMIN
+        ) as under_test,
+        caller(under_test, ALICE) as greedy,
+        caller(under_test, BOB) as other,
+    ):
+        worker = under_test.workers["d0"]
+        running = [asyncio.create_task(greedy.post("/v1/completions", json=COMPLETION)) for _ in range(3)]
+        requests = [await worker.next_request() for _ in running]
+        refused = await greedy.post("/v1/completions", json=COMPLETION)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "run on 3 of 4 connections" in refused.json()["error"]["message"]
+        running.append(asyncio.create_task(other.post("/v1/completions", json=COMPLETION)))
+        requests.append(await worker.next_request())
+        for request in requests:
+            worker.say(request, outputs_of(request, [7, 8]))
+        assert [(await each).status_code for each in running] == [200] * 4
+
+
+async def test_over_http_a_stranger_has_less_time_between_requests_than_a_caller(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert protocol.STRANGER_KEEP_ALIVE_S < protocol.KEEP_ALIVE_S
+    monkeypatch.setattr(protocol, "STRANGER_KEEP_ALIVE_S", 0.2)
+    async with (
+        gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
+        caller(under_test, ALICE) as alice,
+    ):
+        assert (await alice.get("/v1/models")).status_code == 200
+        assert under_test.gateway._http is not None
+        connections = under_test.gateway._http._server.server_state.connections
+        (kept,) = connections
+        with strangers(under_test.gateway.http_port, 3, HEALTH) as opened:
+            await under_test.until(lambda: all(map(is_closed, opened)))
+        assert connections == {kept}
+
+
+async def test_over_grpc_a_connection_without_calls_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CONNECTION_IDLE_S", 1.0)
+    async with gateway_with(folder, {}, {"d0": silent}, max_connections=4) as under_test:
+        running = asyncio.ensure_future(anext(under_test.client.generate(text="Hi")))
+        request = await under_test.workers["d0"].next_request()
+        with strangers(under_test.gateway.grpc_port, 3, GRPC_PREFACE) as opened:
+            await under_test.until(lambda: all(map(is_closed, opened)))
+        under_test.workers["d0"].say(request, outputs_of(request, [7, 8]))
+        assert (await running).token_ids, "a connection with a call stays"
