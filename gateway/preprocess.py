@@ -98,7 +98,7 @@ class Preprocessor:
         self._check_token_ids("logit_bias", tuple(params.logit_bias))
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         async with self._grammar_checked(params.structured_output, caller, timeout_s):
-            prompt_token_ids = await self._tokenise(prompt, timeout_s)
+            prompt_token_ids = await self._tokenise(prompt, caller, timeout_s)
             room = self._room(prompt_token_ids)
             params = replace(params, max_tokens=min(params.max_tokens, room))
         return GatewayRequest(
@@ -169,14 +169,14 @@ class Preprocessor:
             checking.cancel()
             await asyncio.gather(checking, return_exceptions=True)
 
-    async def _tokenise(self, prompt: Prompt, timeout_s: float | None) -> tuple[int, ...]:
+    async def _tokenise(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
             return prompt
         try:
             async with asyncio.timeout(timeout_s):
                 if isinstance(prompt, list):
-                    return await self.pool.encode_chat(prompt)
-                return await self.pool.encode(prompt)
+                    return await self.pool.encode_chat(caller.name, prompt)
+                return await self.pool.encode(caller.name, prompt)
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
 

@@ -106,7 +106,11 @@ class OpenAIRoutes:
         names = _client_names(body, "prompt")
         prompts = body.prompts
         gateway_requests = await self._preprocess(body, call, prompts, names)
-        echoes = [echo for prompt in prompts for echo in [await self._echo(prompt, body)] * body.num_samples]
+        echoes = [
+            echo
+            for prompt in prompts
+            for echo in [await self._echo(prompt, body, call.caller)] * body.num_samples
+        ]
         logprobs = None
         if body.logprobs is not None:
             skips = not body.keep_special_tokens
@@ -162,12 +166,12 @@ class OpenAIRoutes:
     def _head(self, kind: str, call: HttpCall) -> Head:
         return Head(f"{kind}-{call.request_id}", int(time.time()), self._model.name)
 
-    async def _echo(self, prompt: str | tuple[int, ...], body: CompletionRequest) -> str:
+    async def _echo(self, prompt: str | tuple[int, ...], body: CompletionRequest, caller: Caller) -> str:
         if not body.echo:
             return ""
         if isinstance(prompt, str):
             return prompt
-        return await self._preprocessor.pool.decode(prompt, not body.keep_special_tokens)
+        return await self._preprocessor.pool.decode(caller.name, prompt, not body.keep_special_tokens)
 
     def _generated(
         self,
