@@ -1,6 +1,6 @@
 """Hostile callers against `baton serve` as a user starts it, with a tiny model: nothing that they do may reach others.
 
-    python -m tests.hostile [--scenes grammars answers standstill handshakes sessions ray-folder] [--streams 16]
+    python -m tests.hostile [--scenes grammars answers standstill handshakes sessions ray-folder texts] [--streams 16]
                             [--calls 5] [--json FILE]
 
 Beside the first three streams run, greedy, sampled and with grammars, and each has to end as it would undisturbed, on
@@ -21,9 +21,12 @@ from tests.factories.models import make_model_dir
 from tests.factories.security import SECRET
 from tests.factories.serving import serving
 from tests.hostile.bystanders import settle_town
-from tests.hostile.edges import EDGES
+from tests.hostile.edges import EDGES as FRONT_EDGES
 from tests.hostile.finding import Finding
 from tests.hostile.scenes import SCENES
+from tests.hostile.texts import texts
+
+EDGES = {**FRONT_EDGES, "texts": texts}
 
 CONFIG = """
 model: {{path: {model}, dtype: float32}}
