@@ -167,7 +167,8 @@ async def test_c58_the_loops_longest_stall_is_measured_wherever_it_falls() -> No
     loop.stand_still(0.8)
     await asyncio.sleep(0.5)
     assert max(lag_s for lag_s, _ in seen) == pytest.approx(0.8, abs=LOOK_INTERVAL_S + 0.001)
-    assert seen[-1] == (pytest.approx(0.0, abs=0.001), pytest.approx(0.8, abs=LOOK_INTERVAL_S + 0.001))
+    assert seen[-1][0] < 0.001
+    assert seen[-1][1] == max(lag_s for lag_s, _ in seen)
     await asyncio.sleep(LONGEST_S)
     assert seen[-1][1] > 0.7, "it is still to be seen a minute later"
     await asyncio.sleep(LONGEST_S + 1.0)
