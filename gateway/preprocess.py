@@ -7,7 +7,8 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import blake2b
@@ -27,9 +28,8 @@ logger = logging.getLogger(__name__)
 Prompt = str | tuple[int, ...] | list[ChatMessage]
 """Text, token ids, or a conversation."""
 
-SamplingInRoom = Callable[[int], SamplingParams]
-"""Sampling parameters, given the number of tokens that the prompt leaves room for."""
-
+UNLIMITED = sys.maxsize
+"""`max_tokens` of an answer that may fill the room behind its prompt."""
 
 MAX_SALT_CHARACTERS = 1_024
 
@@ -66,7 +66,7 @@ class Preprocessor:
     async def preprocess(
         self,
         prompt: Prompt,
-        sampling: SamplingInRoom,
+        params: SamplingParams,
         *,
         request_id: str | None = None,
         keep_special_tokens: bool = False,
@@ -80,6 +80,7 @@ class Preprocessor:
     ) -> GatewayRequest:
         """Tokenises, and checks everything against the model; InvalidRequest names the field.
 
+        An answer gets at most `params.max_tokens` tokens, and at most as many as the prompt leaves room for.
         `request_id` None generates one; `timeout_s` None: the client waits without limit.
         """
         if request_id is not None and not is_well_formed(request_id):
@@ -94,14 +95,12 @@ class Preprocessor:
             logger.info("request %s: %r", request_id, prompt, extra=extra)
         now = asyncio.get_running_loop().time
         began = now()
-        # Before any other work: parameters that are invalid in the largest room are invalid in every other.
-        output = sampling(self._model.max_model_len).structured_output
-        async with self._grammar_checked(output, caller, timeout_s):
-            prompt_token_ids = await self._tokenise(prompt, timeout_s)
+        self._check_token_ids("logit_bias", tuple(params.logit_bias))
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        async with self._grammar_checked(params.structured_output, caller, timeout_s):
+            prompt_token_ids = await self._tokenise(prompt, caller, timeout_s)
             room = self._room(prompt_token_ids)
-            params = sampling(room)
-            self._check_token_ids("logit_bias", tuple(params.logit_bias))
-            self._check_token_ids("stop_token_ids", params.stop_token_ids)
+            params = replace(params, max_tokens=min(params.max_tokens, room))
         return GatewayRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -170,14 +169,14 @@ class Preprocessor:
             checking.cancel()
             await asyncio.gather(checking, return_exceptions=True)
 
-    async def _tokenise(self, prompt: Prompt, timeout_s: float | None) -> tuple[int, ...]:
+    async def _tokenise(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
             return prompt
         try:
             async with asyncio.timeout(timeout_s):
                 if isinstance(prompt, list):
-                    return await self.pool.encode_chat(prompt)
-                return await self.pool.encode(prompt)
+                    return await self.pool.encode_chat(caller.name, prompt)
+                return await self.pool.encode(caller.name, prompt)
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
 

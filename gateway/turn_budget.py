@@ -1,4 +1,4 @@
-"""TurnBudget: how long one turn of the event loop works on something that takes many."""
+"""TurnBudget and SharedTurns: how long one turn of the event loop works on something that takes many."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,3 +20,33 @@ class TurnBudget:
         if self._now() - self._began_at >= self._turn_s:
             await asyncio.sleep(0)
             self._began_at = self._now()
+
+
+class SharedTurns:
+    """Of several tasks, which take turns as they come: together they work no longer in one turn of the loop than
+    `turn_s` and one more portion. A single task with little work never waits.
+
+        async with turns:
+            portion of work
+    """
+
+    def __init__(self, now: Callable[[], float], turn_s: float = TURN_S) -> None:
+        self._now = now
+        self._turn_s = turn_s
+        self._lock = asyncio.Lock()
+        """First come, first served."""
+        self._began_at = 0.0
+        self._spent_s = 0.0
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        self._began_at = self._now()
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            self._spent_s += self._now() - self._began_at
+            if self._spent_s >= self._turn_s:
+                self._spent_s = 0.0
+                await asyncio.sleep(0)
+        finally:
+            self._lock.release()

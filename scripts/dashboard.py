@@ -174,7 +174,8 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Event loop lag of gateways",
             "s",
-            quantiles("baton_event_loop_lag_seconds"),
+            quantiles("baton_event_loop_lag_seconds")
+            | {"longest {{instance}}": "baton_event_loop_longest_stall_seconds"},
             "How long everything on the event loop waits",
         ),
         Panel("Memory", "bytes", {"{{job}} {{instance}}": "process_resident_memory_bytes"}),

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 from cli.target import Target
 from gateway.client import GenerationEnd
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ def run(target: Target, options: argparse.Namespace) -> int:
     prompt = {"text": options.prompt} if options.raw else {"messages": [("user", options.prompt)]}
     on_text = _ignore if options.json else _write
     answer = asyncio.run(ask(target, on_text, sampling=sampling, mode=options.mode, **prompt))
-    print(json.dumps(to_json(answer), ensure_ascii=False) if options.json else "")
+    _write(json.dumps(to_json(answer), ensure_ascii=False) + "\n" if options.json else "\n")
     return 0
 
 
@@ -63,6 +66,10 @@ def to_json(answer: GeneratedAnswer) -> dict[str, Any]:
 
 
 def _write(text: str) -> None:
+    """A terminal obeys control characters, and so a model could move its cursor or rename its window: they are shown
+    instead, all but line ends and tabs."""
+    if sys.stdout.isatty():
+        text = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     sys.stdout.write(text)
     sys.stdout.flush()
 

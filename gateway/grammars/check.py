@@ -13,6 +13,7 @@ import logging
 import signal
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from baton.clock import Clock
@@ -28,9 +29,9 @@ from baton.messages.grammar_check import (
     TryGrammar,
 )
 from baton.sampling import StructuredOutput
+from gateway.fair_line import FairLine
 from gateway.grammars.depth import check_depth
 from gateway.grammars.process import CompileProcess
-from gateway.grammars.queue import CompileQueue, GrammarTrial
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,20 @@ RETRY_AFTER_S = 1.0
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})
 """The compiling process's own limits do not use these signals: they come from the system or an operator."""
+
+
+@dataclass(eq=False, slots=True)
+class GrammarTrial:
+    """A grammar that waits to be compiled."""
+
+    number: int
+    """Grows with each trial."""
+    caller: str
+    output: StructuredOutput
+    digest: bytes
+    """The key under which the verdict is kept."""
+    verdict: "asyncio.Future[RequestError | None]"
+    """None: it compiles; InvalidRequest: it does not; Overloaded: that could not be determined."""
 
 
 class GrammarCheck:
@@ -64,7 +79,7 @@ class GrammarCheck:
         self._process: CompileProcess | None = None
         self._verdicts: dict[bytes, str | None] = {}
         """Why a text is refused, or None; most recently used last."""
-        self._queue = CompileQueue()
+        self._queue = FairLine[GrammarTrial]()
         self._number = 0
         self._sent: deque[GrammarTrial] = deque(maxlen=2)
         """The last ones that the process received: one may still end it after it has reported success."""
@@ -126,7 +141,7 @@ class GrammarCheck:
                 RETRY_AFTER_S,
             ) from None
         finally:
-            self._queue.discard(trial)
+            self._queue.discard(caller, trial)
 
     def _add(self, output: StructuredOutput, digest: bytes, caller: str) -> GrammarTrial:
         """If there is no room, the caller with the most waiting grammars is refused."""
@@ -135,10 +150,10 @@ class GrammarCheck:
         self._number += 1
         verdict = asyncio.get_running_loop().create_future()
         trial = GrammarTrial(self._number, caller, output, digest, verdict)
-        self._queue.add(trial)
+        self._queue.add(caller, trial)
         if len(self._queue) > MAX_WAITING and (last := self._queue.last_of_largest()) is not None:
-            self._queue.discard(last)
-            self._give_up(last, f"{MAX_WAITING} grammars are waiting to be compiled, which is the limit")
+            self._queue.discard(*last)
+            self._give_up(last[1], f"{MAX_WAITING} grammars are waiting to be compiled, which is the limit")
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._run())
         return trial

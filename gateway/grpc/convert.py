@@ -18,7 +18,7 @@ from baton.sampling import (
 )
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
-from gateway.preprocess import Prompt
+from gateway.preprocess import UNLIMITED, Prompt
 from gateway.requests.request import Delta, Finish
 from gateway.requests.timing import SeenTransfer
 from gateway.routing.placement import Mode
@@ -70,12 +70,11 @@ def mode_from(message: generation_pb.GenerateRequest) -> Mode | None:
     return MODES[message.routing_mode]
 
 
-def sampling_params_from(message: sampling_pb.SamplingParams, room: int) -> SamplingParams:
-    """Fills in defaults, for an answer of at most `room` tokens; InvalidRequest names the field."""
+def sampling_params_from(message: sampling_pb.SamplingParams) -> SamplingParams:
+    """Fills in defaults; InvalidRequest names the field."""
     check_counts(message)
     return common_sampling(
         message,
-        room,
         top_p=exact(message.top_p) if message.HasField("top_p") else 1.0,
         repetition_penalty=exact(message.repetition_penalty)
         if message.HasField("repetition_penalty")
@@ -85,10 +84,10 @@ def sampling_params_from(message: sampling_pb.SamplingParams, room: int) -> Samp
     )
 
 
-def common_sampling(message: Any, room: int, **others: Any) -> SamplingParams:
+def common_sampling(message: Any, **others: Any) -> SamplingParams:
     """The fields that mean the same in both services' messages, and `others`. Call check_counts before."""
     return SamplingParams(
-        max_tokens=min(message.max_tokens, room) if message.HasField("max_tokens") else room,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else UNLIMITED,
         min_tokens=message.min_tokens,
         temperature=exact(message.temperature) if message.HasField("temperature") else 1.0,
         top_k=message.top_k,

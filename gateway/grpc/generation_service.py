@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -58,7 +57,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of them become a tuple
         return await self._preprocessor.preprocess(
             convert.prompt_from(request),
-            partial(convert.sampling_params_from, request.sampling_params),
+            convert.sampling_params_from(request.sampling_params),
             request_id=request.request_id,
             keep_special_tokens=request.keep_special_tokens,
             priority=request.priority,

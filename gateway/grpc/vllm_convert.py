@@ -42,8 +42,8 @@ def prompt_from(request: pb.GenerateRequest) -> Prompt:
             raise InvalidRequest("input", "set one of tokenized and text")
 
 
-def sampling_params_from(message: pb.SamplingParams, room: int) -> SamplingParams:
-    """Fills in vLLM's defaults, for an answer of at most `room` tokens; InvalidRequest names the field.
+def sampling_params_from(message: pb.SamplingParams) -> SamplingParams:
+    """Fills in vLLM's defaults; InvalidRequest names the field.
 
     Three fields may have any value. `spaces_between_special_tokens` and `include_stop_str_in_output` change vLLM's
     text and not its tokens. Grammars apply from the first token, whatever `grammar_from_first_token` says.
@@ -52,7 +52,6 @@ def sampling_params_from(message: pb.SamplingParams, room: int) -> SamplingParam
     check_counts(message)
     return common_sampling(
         message,
-        room,
         top_p=exact(message.top_p) or 1.0,
         repetition_penalty=exact(message.repetition_penalty) or 1.0,
         seed=message.seed % 2**32 if message.HasField("seed") else None,

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -169,7 +168,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         keep_special_tokens = not params.skip_special_tokens
         gateway_request = await self._preprocessor.preprocess(
             convert.prompt_from(request),
-            partial(convert.sampling_params_from, params),
+            convert.sampling_params_from(params),
             request_id=request.request_id,
             keep_special_tokens=keep_special_tokens,
             timeout_s=context.time_remaining(),

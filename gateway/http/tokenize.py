@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Self
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequest, UnknownModel
+from gateway.auth.callers import Caller
 from gateway.http.openai.chat_request import Messages
 from gateway.http.openai.description import ERRORS
 from gateway.http.openai.fields import Body, TokenId
@@ -74,13 +75,15 @@ class TokenizeRoutes:
         self._pool = pool
         self._model = model
 
-    async def tokenize(self, body: TokenizeRequest) -> TokenizeAnswer:
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> TokenizeAnswer:
         self._check_model(body.model)
+        caller = _name_of(request)
         adds = body.add_special_tokens
         if body.prompt is not None:
-            token_ids = await self._pool.encode(body.prompt, add_special_tokens=adds is not False)
+            token_ids = await self._pool.encode(caller, body.prompt, add_special_tokens=adds is not False)
         else:
             token_ids = await self._pool.encode_chat(
+                caller,
                 [message.as_chat_message() for message in body.messages or ()],
                 add_generation_prompt=body.add_generation_prompt is not False,
                 add_special_tokens=adds is True,
@@ -89,21 +92,27 @@ class TokenizeRoutes:
             count=len(token_ids),
             max_model_len=self._model.max_model_len,
             tokens=list(token_ids),
-            token_strs=await self._pool.pieces(token_ids) if body.return_token_strs else None,
+            token_strs=await self._pool.pieces(caller, token_ids) if body.return_token_strs else None,
         )
 
-    async def detokenize(self, body: DetokenizeRequest) -> DetokenizeAnswer:
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> DetokenizeAnswer:
         self._check_model(body.model)
         vocab_size = self._model.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise InvalidRequest(
                 "tokens", f"{max(body.tokens)} is not one of the model's {vocab_size} tokens"
             )
-        return DetokenizeAnswer(prompt=await self._pool.decode(body.tokens, body.skip_special_tokens))
+        text = await self._pool.decode(_name_of(request), body.tokens, body.skip_special_tokens)
+        return DetokenizeAnswer(prompt=text)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
             raise UnknownModel("model", f"{name!r} is not served here; use {self._model.name!r}")
+
+
+def _name_of(request: Request) -> str:
+    caller: Caller = request.state.caller
+    return caller.name
 
 
 def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:

@@ -54,9 +54,7 @@ class PageTrial:
         )
         gateway_request = await self._preprocessor.preprocess(
             prompt,
-            lambda room: SamplingParams(
-                max_tokens=min(request.max_tokens, room), temperature=request.temperature
-            ),
+            SamplingParams(max_tokens=request.max_tokens, temperature=request.temperature),
             request_id=request_id,
             mode=Mode(request.mode) if request.mode else None,
             caller=caller,

@@ -3,29 +3,51 @@
 import asyncio
 from collections.abc import Callable
 
-INTERVAL_S = 0.25
+LOOK_INTERVAL_S = 0.02
+"""A stall is measured too short by this at most."""
+REPORT_INTERVAL_S = 0.25
+LONGEST_S = 60.0
 
 
 class LoopLag:
     """Measures from `start` to `stop`, both called on the loop."""
 
-    def __init__(self, on_measured: Callable[[float], None]) -> None:
-        """`on_measured` receives the loop's lag in seconds, four times a second."""
+    def __init__(self, on_measured: Callable[[float, float], None]) -> None:
+        """`on_measured` receives, four times a second, the longest lag since the last time, and the longest of the last
+        one to two minutes, in seconds."""
         self._on_measured = on_measured
         self._timer: asyncio.TimerHandle | None = None
+        self._worst_s = 0.0
+        self._report_at = 0.0
+        self._longest_s = self._longest_before_s = 0.0
+        """Of this minute, and of the one before."""
+        self._minute_ends_at = 0.0
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._schedule(loop, loop.time() + INTERVAL_S)
+        self._report_at = loop.time() + REPORT_INTERVAL_S
+        self._minute_ends_at = loop.time() + LONGEST_S
+        self._schedule(loop, loop.time() + LOOK_INTERVAL_S)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _schedule(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        self._timer = loop.call_at(due, self._measure, loop, due)
+        self._timer = loop.call_at(due, self._look, loop, due)
 
-    def _measure(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+    def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
         now = loop.time()
-        self._on_measured(max(0.0, now - due))
-        self._schedule(loop, now + INTERVAL_S)
+        self._worst_s = max(self._worst_s, now - due)
+        if now >= self._report_at:
+            self._report(now)
+        self._schedule(loop, now + LOOK_INTERVAL_S)
+
+    def _report(self, now: float) -> None:
+        if now >= self._minute_ends_at:
+            self._longest_before_s, self._longest_s = self._longest_s, 0.0
+            self._minute_ends_at = now + LONGEST_S
+        self._longest_s = max(self._longest_s, self._worst_s)
+        self._on_measured(self._worst_s, max(self._longest_s, self._longest_before_s))
+        self._worst_s = 0.0
+        self._report_at = now + REPORT_INTERVAL_S

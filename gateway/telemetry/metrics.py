@@ -57,7 +57,14 @@ class GatewayMetrics:
         self._make_handovers()
         self._make_calls()
         self._loop_lag = self._histogram(
-            "event_loop_lag_seconds", "Lag of the event loop's timers", buckets.LAG_S
+            "event_loop_lag_seconds",
+            "Longest lag of the event loop's timers in a quarter second",
+            buckets.LAG_S,
+        )
+        self._longest_stall = Gauge(
+            exposition.PREFIX + "event_loop_longest_stall_seconds",
+            "Longest stall of the event loop in the last one to two minutes",
+            registry=self.registry,
         )
         build = Gauge("baton_build_info", "Always 1", ["version", "model_name"], registry=self.registry)
         build.labels(baton_version(), model_name).set(1)
@@ -102,8 +109,10 @@ class GatewayMetrics:
         """`verdict` is one of GrammarCheck's."""
         self._grammars.labels(verdict).inc()
 
-    def loop_was_late(self, seconds: float) -> None:
+    def loop_was_late(self, seconds: float, longest_s: float) -> None:
+        """As LoopLag measures it."""
         self._loop_lag.observe(seconds)
+        self._longest_stall.set(longest_s)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """A scrape's content, and its content type."""

@@ -1,5 +1,7 @@
 """One request's output as text: converts tokens as they arrive, and ends at a stop string."""
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,18 @@ if TYPE_CHECKING:
 
 
 NUM_CONTEXT_TOKENS = 4
-"""Tokens from the end of a prompt that serve as context for decoding the answer."""
+"""Tokens that serve as context for decoding what follows them."""
+MAX_PENDING_TOKENS = 64
+"""So many tokens without text do not just wait for the end of a character. Each costs time with every further token, as
+DecodeStream decodes all of them again."""
+MAX_CHARACTER_TOKENS = 4
+"""A character has at most four bytes, and a token at least one."""
+
+_NOTHING = 0
+"""The state of StopStrings behind a text that ends with the beginning of no stop string."""
+_WHOLE = 2**32 - 2
+"""A stop string was found."""
+_UNKNOWN = 2**32 - 1
 
 
 class Detokenizer:
@@ -22,7 +35,9 @@ class Detokenizer:
         """After a prompt, a first word keeps the space before it, which decoders drop at the beginning of a text."""
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
-        self._stream = self._stream_behind(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
+        self._context = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
+        """The last tokens that became text."""
+        self._stream = self._stream_behind(self._context)
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -33,85 +48,113 @@ class Detokenizer:
         except Exception:
             # DecodeStream raises a bare Exception when bytes that form no character change text it has already
             # returned, as byte-fallback tokenizers can. Returned text stays; decoding restarts after it.
-            self._stream = self._stream_behind([token_id])
+            self._context = [token_id]
+            self._stream = self._stream_behind(self._context)
             return self.flush()
-        if text is None:
-            return ""
-        self._pending.clear()
-        return str(text)
+        if text is not None:
+            self._context = self._pending[-NUM_CONTEXT_TOKENS:]
+            self._pending.clear()
+            return str(text)
+        return self._restart() if len(self._pending) >= MAX_PENDING_TOKENS else ""
 
     def flush(self) -> str:
         """The rest when no more tokens come; bytes that form no character become U+FFFD."""
-        text = self._backend.decode(self._pending, skip_special_tokens=self._skip_special_tokens)
+        text = self._decode(self._pending)
         self._pending.clear()
-        return str(text)
+        return text
+
+    def _restart(self) -> str:
+        """The text of the pending tokens, less those at the end that may begin a character; decoding restarts there."""
+        pending, self._pending = self._pending, []
+        ends = range(len(pending), len(pending) - MAX_CHARACTER_TOKENS, -1)
+        texts = {end: self._decode(pending[:end]) for end in ends}
+        end = next((end for end in ends if not texts[end].endswith("\ufffd")), len(pending))
+        if texts[end]:
+            self._context = pending[:end][-NUM_CONTEXT_TOKENS:]
+        self._stream = self._stream_behind(self._context)
+        return texts[end] + "".join(map(self.push, pending[end:]))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _stream_behind(self, token_ids: Sequence[int]) -> DecodeStream:
         """A context that ends within a character would be output again with the rest of it, so it is dropped."""
         context = list(token_ids)
-        text = self._backend.decode(context, skip_special_tokens=self._skip_special_tokens)
-        if text.endswith("\ufffd"):
+        if self._decode(context).endswith("\ufffd"):
             context = []
         return DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
 
 
 class StopStrings:
-    """Looks for stop strings in a stream of text, holding back whatever could be the beginning of one."""
+    """Looks for stop strings in a stream of text, holding back whatever could be the beginning of one.
+
+    An automaton over all of them (Aho and Corasick, 1975), built where the text leads it: a few steps per character,
+    however many they are and however long. A state is the longest end of the text that is the beginning of a stop
+    string: `first * stride + length`, where `first` is the first of the sorted stop strings that begin so.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._beginnings = [_Beginning(stop) for stop in stops]
+        self._stops = sorted(set(stops))
+        self._initials = frozenset(stop[0] for stop in stops)
+        self._stride = max(map(len, stops), default=0) + 1
+        self._shorter = array("I", [_UNKNOWN]) * (len(self._stops) * self._stride)
+        """By state: the state of its longest proper end."""
+        self._state = _NOTHING
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
         """The text that is safe to show; nothing more once `matched` is set."""
-        if not self._beginnings:
-            return text
         if self.matched is not None:
             return ""
-        keep = max(each.push(text) for each in self._beginnings)
+        if self._state == _NOTHING and self._initials.isdisjoint(text):
+            return text
+        for character in text:
+            self._state = self._after(self._state, character)
+            if self._state == _WHOLE:
+                return self._end(self._held + text)
+        keep = self._state % self._stride
         text = self._held + text
-        hits = [(at, each.stop) for each in self._beginnings if (at := text.find(each.stop)) >= 0]
-        if hits:
-            at, self.matched = min(hits)
-            self._held = ""
-            return text[:at]
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
         """Text that was held back in vain."""
-        for each in self._beginnings:
-            each.num_seen = 0
+        self._state = _NOTHING
         held, self._held = self._held, ""
         return held
 
+    def _end(self, text: str) -> str:
+        """The text before the earliest stop string."""
+        at, self.matched = min((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0)
+        self._held = ""
+        return text[:at]
 
-class _Beginning:
-    """How much of one stop string the text ends with: a few steps per character, for any lengths (Knuth, Morris and
-    Pratt, 1977)."""
+    def _after(self, state: int, character: str) -> int:
+        """The state behind one more character, or _WHOLE if a stop string ends with it."""
+        while (longer := self._longer(state, character)) == _NOTHING and state != _NOTHING:
+            state = self._shorter[state]
+        return longer
 
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_seen = 0
-        self._shorter: list[int] = []
-        """By the number of matched characters, less one: the length of the longest prefix that they end with.
-        Computed as needed."""
-
-    def push(self, text: str) -> int:
-        """How many of the stop string's characters all text so far ends with; all of them if it has matched."""
-        for character in text:
-            self.num_seen = self._behind(self.num_seen, character)
-            if self.num_seen == len(self.stop):
-                break
-            if self.num_seen > len(self._shorter):
-                self._shorter.append(self._behind(self._shorter[-1], character) if self._shorter else 0)
-        return self.num_seen
-
-    def _behind(self, num_seen: int, character: str) -> int:
-        while num_seen and self.stop[num_seen] != character:
-            num_seen = self._shorter[num_seen - 1]
-        return num_seen + (self.stop[num_seen] == character)
+    def _longer(self, state: int, character: str) -> int:
+        """The state of the same text with one more character; _NOTHING if no stop string begins so."""
+        first, length = divmod(state, self._stride)
+        stop = self._stops[first]
+        if stop[length : length + 1] != character:
+            beginning = stop[:length] + character
+            first = bisect_left(self._stops, beginning, first)
+            if first == len(self._stops) or not self._stops[first].startswith(beginning):
+                return _NOTHING
+            stop = self._stops[first]
+        if len(stop) == length + 1:
+            return _WHOLE
+        longer = first * self._stride + length + 1
+        if self._shorter[longer] == _UNKNOWN:
+            shorter = self._after(self._shorter[state], character) if state != _NOTHING else _NOTHING
+            if shorter == _WHOLE:
+                return _WHOLE
+            self._shorter[longer] = shorter
+        return longer
 
 
 class TextStream:

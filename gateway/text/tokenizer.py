@@ -30,7 +30,7 @@ class Tokenizer:
 
         self.folder = folder.absolute()
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ModelError(f"{folder} has no usable tokenizer: {error}") from error
         self.backend: RustTokenizer = self._tokenizer.backend_tokenizer

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter
 
 import zmq.asyncio
@@ -11,6 +12,7 @@ from baton.config import NetworkConfig
 from baton.errors import WorkerUnavailable
 from baton.system.curve import PlaneKeys
 from baton.worker import WorkerEndpoint, WorkerStatus
+from gateway.turn_budget import SharedTurns
 from gateway.workers.worker_client import LossCause, WorkerClient, WorkerListener
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class WorkerConnections:
         self._listener = listener
         self.losses: Counter[LossCause] = Counter()
         """Workers lost since the gateway started."""
+        self._turns = SharedTurns(time.monotonic)
         self._identity = secrets.token_bytes(16)
         self._context = zmq.asyncio.Context()
         self._clients: dict[str, WorkerClient] = {}
@@ -50,6 +53,7 @@ class WorkerConnections:
             self._keys,
             self._listener,
             self.losses,
+            self._turns,
         )
         self._clients[client.name] = client
         task = self._tasks[client.name] = asyncio.create_task(self._watch(client))

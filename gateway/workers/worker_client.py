@@ -32,11 +32,14 @@ from baton.system.awake_timer import AwakeTimer
 from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
 from baton.system.standstill import Standstill, pace_of
 from baton.worker import WorkerEndpoint, WorkerState, WorkerStatus
+from gateway.turn_budget import SharedTurns
 
 logger = logging.getLogger(__name__)
 
 MAX_FRAMES_AT_ONCE = 32
-"""Frames handled before other tasks get a turn."""
+"""Frames read at once."""
+OUTPUTS_AT_ONCE = 16
+"""Outputs handled before others may get a turn: a millisecond's work, or ten with all their log-probabilities."""
 
 READING_S = 0.05
 """Time to read pending input before a worker counts as silent."""
@@ -94,8 +97,9 @@ class WorkerClient:
         keys: PlaneKeys | None,
         listener: WorkerListener,
         losses: Counter[LossCause],
+        turns: SharedTurns,
     ) -> None:
-        """Counts every loss of this worker in `losses`."""
+        """Counts every loss of this worker in `losses`. `turns`: those of all workers' outputs."""
         self.endpoint = endpoint
         self.status: WorkerStatus | None = None
         """As of the last heartbeat; None before the first."""
@@ -107,6 +111,7 @@ class WorkerClient:
         self._network = network
         self._listener = listener
         self._losses = losses
+        self._turns = turns
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
         """Silent for `peer_timeout_s`, or its connection broke: the worker gets nothing until its next message."""
@@ -241,32 +246,36 @@ class WorkerClient:
             frames = await self._frames()
             if frames:
                 self._received_at = self._running_s()
+            outputs: list[RequestOutput] = []
             for frame in frames:
-                if reason := await self._take(frame):
-                    return reason
+                match self._decode(frame):
+                    case Outputs(more):
+                        self._session.note_outputs()
+                        outputs += more
+                    case KVEvents() as events:
+                        self._listener.on_kv_events(self.name, events)
+                    case Heartbeat() as heartbeat:
+                        await self._pass_on(outputs)
+                        if reason := self._take_heartbeat(heartbeat):
+                            return reason
+            await self._pass_on(outputs)
 
     async def _frames(self) -> list[bytes]:
-        """All available frames. Their outputs for one client are sent together, so that a busy gateway has less to
-        do."""
+        """All available frames."""
         frames: list[bytes] = []
         with suppress(zmq.Again):
             while len(frames) < MAX_FRAMES_AT_ONCE:
                 frames.append(await self._socket.recv(flags=zmq.NOBLOCK))
         return frames
 
-    async def _take(self, frame: bytes) -> str | None:
-        """Why the worker is lost, if this frame shows it."""
-        match self._decode(frame):
-            case Outputs(outputs):
-                self._session.note_outputs()
-                self._listener.on_outputs(self.name, outputs)
-                if any(output.logprobs for output in outputs):
-                    await asyncio.sleep(0)  # such a frame takes milliseconds: others get a turn
-            case KVEvents() as events:
-                self._listener.on_kv_events(self.name, events)
-            case Heartbeat() as heartbeat:
-                return self._take_heartbeat(heartbeat)
-        return None
+    async def _pass_on(self, outputs: list[RequestOutput]) -> None:
+        """Passes them on, and empties the list. A request's outputs come together and are sent together, so that a busy
+        gateway has less to do."""
+        by_request = sorted(outputs, key=lambda output: output.request_id)
+        outputs.clear()
+        for begin in range(0, len(by_request), OUTPUTS_AT_ONCE):
+            async with self._turns:
+                self._listener.on_outputs(self.name, tuple(by_request[begin : begin + OUTPUTS_AT_ONCE]))
 
     def _decode(self, frame: bytes) -> ToGateway | None:
         """None for an invalid message, or one of another version."""

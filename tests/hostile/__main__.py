@@ -1,6 +1,6 @@
 """Hostile callers against `baton serve` as a user starts it, with a tiny model: nothing that they do may reach others.
 
-    python -m tests.hostile [--scenes grammars answers standstill handshakes sessions ray-folder idle]
+    python -m tests.hostile [--scenes grammars answers standstill handshakes sessions ray-folder texts idle]
                             [--streams 16] [--calls 5] [--json FILE]
 
 Beside the first three streams run, greedy, sampled and with grammars, and each has to end as it would undisturbed, on
@@ -25,8 +25,9 @@ from tests.hostile.edges import EDGES
 from tests.hostile.finding import Finding
 from tests.hostile.idle import idle_connections
 from tests.hostile.scenes import SCENES
+from tests.hostile.texts import texts
 
-ALONE = EDGES | {"idle": idle_connections}
+ALONE = EDGES | {"idle": idle_connections, "texts": texts}
 """Scenes with a gateway of their own."""
 
 CONFIG = """

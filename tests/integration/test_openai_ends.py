@@ -72,9 +72,9 @@ async def test_an_error_before_the_first_token_has_its_status(folder: Path) -> N
 async def test_a_deadline_counts_from_the_request_however_many_prompts_it_brings(folder: Path) -> None:
     encode = TokenizerPool.encode
 
-    async def slowly(pool: TokenizerPool, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def slowly(pool: TokenizerPool, caller: str, text: str) -> tuple[int, ...]:
         await asyncio.sleep(0.2)
-        return await encode(pool, text, add_special_tokens)
+        return await encode(pool, caller, text)
 
     with patch.object(TokenizerPool, "encode", slowly):
         async with openai_with(folder, silent) as (under_test, client):

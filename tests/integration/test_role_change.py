@@ -1,6 +1,7 @@
 """A real small engine changes its role under load, over the real request plane: no restart, nothing is forgotten."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
+from gateway.turn_budget import SharedTurns
 from gateway.workers.worker_client import WorkerClient
 from prefill_worker import PrefillWorker
 from tests.factories.models import make_model_dir
@@ -110,8 +112,8 @@ async def worker(
     )
     host = EngineHost(config, KEYS, make_model_dir(folder), DecodeWorker(99), "w0", (PrefillWorker(99),))
     endpoint: WorkerEndpoint = await asyncio.to_thread(host.start)
-    context, listener = zmq.asyncio.Context(), Listener()
-    client = WorkerClient(endpoint, context, b"gateway", NETWORK, KEYS.request, listener, Counter())
+    context, listener, turns = zmq.asyncio.Context(), Listener(), SharedTurns(time.monotonic)
+    client = WorkerClient(endpoint, context, b"gateway", NETWORK, KEYS.request, listener, Counter(), turns)
     running = asyncio.create_task(client.run())
     try:
         await client.first_sign.wait()

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.http.openai.fields import Body, GenerationFields, NotSupported
+from gateway.preprocess import UNLIMITED
 from gateway.text import ChatMessage
 
 MAX_MESSAGES = 4096
@@ -98,7 +99,7 @@ class ChatCompletionRequest(GenerationFields):
     def chat(self) -> list[ChatMessage]:
         return [message.as_chat_message() for message in self.messages]
 
-    def sampling(self, room: int) -> SamplingParams:
-        """Sampling for a conversation that leaves room for `room` tokens."""
-        wanted = self.max_completion_tokens or self.max_tokens or room
-        return self.sampling_params(min(wanted, room), (self.top_logprobs or 0) if self.logprobs else None)
+    def sampling(self) -> SamplingParams:
+        """InvalidRequest names the field that contradicts another one."""
+        max_tokens = self.max_completion_tokens or self.max_tokens or UNLIMITED
+        return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)

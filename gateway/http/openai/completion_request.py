@@ -86,6 +86,6 @@ class CompletionRequest(GenerationFields):
             part if isinstance(part, str) else tuple(part) for part in prompt if not isinstance(part, int)
         ]
 
-    def sampling(self, room: int) -> SamplingParams:
-        """Sampling for a prompt that leaves room for `room` tokens."""
-        return self.sampling_params(min(self.max_tokens or DEFAULT_MAX_TOKENS, room), self.logprobs)
+    def sampling(self) -> SamplingParams:
+        """InvalidRequest names the field that contradicts another one."""
+        return self.sampling_params(self.max_tokens or DEFAULT_MAX_TOKENS, self.logprobs)

@@ -34,9 +34,10 @@ from gateway.http.openai.respond import Generated, OpenAIAnswer, in_terms_of
 from gateway.http.request_ids import trace_of
 from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
-from gateway.preprocess import Preprocessor, Prompt, SamplingInRoom
+from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
+from gateway.turn_budget import TurnBudget
 
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
@@ -96,7 +97,7 @@ class OpenAIRoutes:
         names = _client_names(body, "messages") | {"logprobs": "top_logprobs"}
         if body.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
-        gateway_requests = await self._preprocess(body, call, [body.chat], body.sampling, names)
+        gateway_requests = await self._preprocess(body, call, [body.chat], names)
         head = self._head("chatcmpl", call)
         answer = ChatAnswer(head, len(gateway_requests), self._chat_tokens if body.logprobs else None)
         return self._generated(body, gateway_requests, answer, names)
@@ -104,8 +105,12 @@ class OpenAIRoutes:
     async def completion(self, body: CompletionRequest, call: HttpCall) -> Generated:
         names = _client_names(body, "prompt")
         prompts = body.prompts
-        gateway_requests = await self._preprocess(body, call, prompts, body.sampling, names)
-        echoes = [echo for prompt in prompts for echo in [await self._echo(prompt, body)] * body.num_samples]
+        gateway_requests = await self._preprocess(body, call, prompts, names)
+        echoes = [
+            echo
+            for prompt in prompts
+            for echo in [await self._echo(prompt, body, call.caller)] * body.num_samples
+        ]
         logprobs = None
         if body.logprobs is not None:
             skips = not body.keep_special_tokens
@@ -118,21 +123,22 @@ class OpenAIRoutes:
 
     async def _preprocess(
         self,
-        body: GenerationFields,
+        body: ChatCompletionRequest | CompletionRequest,
         call: HttpCall,
         prompts: Sequence[Prompt],
-        sampling: SamplingInRoom,
         names: dict[str, str],
     ) -> list[GatewayRequest]:
         """`num_samples` for each prompt, in the prompts' order."""
         if body.model != self._model.name:
             raise UnknownModel("model", f"{body.model!r} is not served here; use {self._model.name!r}")
         gateway_requests: list[GatewayRequest] = []
-        for number, prompt in enumerate(prompts):
-            try:
+        budget = TurnBudget(asyncio.get_running_loop().time)
+        try:
+            params = body.sampling()
+            for number, prompt in enumerate(prompts):
                 gateway_request = await self._preprocessor.preprocess(
                     prompt,
-                    sampling,
+                    params,
                     request_id=call.request_id,
                     keep_special_tokens=body.keep_special_tokens,
                     priority=body.priority or 0,
@@ -143,14 +149,15 @@ class OpenAIRoutes:
                     api=call.api,
                     trace=call.trace,
                 )
-            except InvalidRequest as error:
-                raise in_terms_of(names, error) from error
-            if number:
-                own_id = f"{call.request_id}-p{number}"
-                gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
-            gateway_requests += self._preprocessor.samples(
-                gateway_request, body.num_samples, body.keep_special_tokens
-            )
+                if number:
+                    own_id = f"{call.request_id}-p{number}"
+                    gateway_request = replace(gateway_request, request_id=own_id, call_id=call.request_id)
+                gateway_requests += self._preprocessor.samples(
+                    gateway_request, body.num_samples, body.keep_special_tokens
+                )
+                await budget.pause_if_spent()
+        except InvalidRequest as error:
+            raise in_terms_of(names, error) from error
         if not body.stream:
             check_whole_answer(gateway_requests, names)
         # Tokenising later prompts also used up the first ones' time.
@@ -159,12 +166,12 @@ class OpenAIRoutes:
     def _head(self, kind: str, call: HttpCall) -> Head:
         return Head(f"{kind}-{call.request_id}", int(time.time()), self._model.name)
 
-    async def _echo(self, prompt: str | tuple[int, ...], body: CompletionRequest) -> str:
+    async def _echo(self, prompt: str | tuple[int, ...], body: CompletionRequest, caller: Caller) -> str:
         if not body.echo:
             return ""
         if isinstance(prompt, str):
             return prompt
-        return await self._preprocessor.pool.decode(prompt, not body.keep_special_tokens)
+        return await self._preprocessor.pool.decode(caller.name, prompt, not body.keep_special_tokens)
 
     def _generated(
         self,

@@ -4,12 +4,14 @@ import io
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from cli.commands.demo import show_timeline
-from cli.commands.generate import GeneratedAnswer, to_json
+from cli.commands.generate import GeneratedAnswer, _write, to_json
 from gateway.client import GenerationEnd
 
+HOSTILE = "\x1b[2J\x9b\ré\t\n"
 TIMING: dict[str, Any] = {
     "ttft_s": 0.125,
     "itl_s": [0.05, 0.025, 0.025],
@@ -93,3 +95,16 @@ def test_an_answer_of_one_token_has_no_pace() -> None:
     one = answer()
     completion = replace(one.completion, timing={**TIMING, "itl_s": []})
     assert "tokens/s" not in shown(show_timeline, replace(one, completion=completion))
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "expected"), [(True, r"\u001b[2J\u009b\u000dé" + "\t\n"), (False, HOSTILE)]
+)
+def test_control_characters_reach_programs_but_no_terminal(
+    is_terminal: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", out)
+    _write(HOSTILE)
+    assert out.getvalue() == expected

@@ -15,7 +15,7 @@ from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.model import ServedModel
-from gateway.preprocess import Preprocessor, Prompt
+from gateway.preprocess import UNLIMITED, Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
 from gateway.text import ChatMessage, Tokenizer
 from tests.factories.models import make_tokenizer
@@ -34,19 +34,14 @@ def preprocessor(folder: Path) -> Preprocessor:
 def take_in(
     preprocessor: Preprocessor, prompt: Prompt, params: SamplingParams | None = None
 ) -> GatewayRequest:
-    def sampling(room: int) -> SamplingParams:
-        return params or SamplingParams(max_tokens=room)
-
-    return asyncio.run(preprocessor.preprocess(prompt, sampling))
+    return asyncio.run(preprocessor.preprocess(prompt, params or SamplingParams(max_tokens=UNLIMITED)))
 
 
 def test_c22_isolated_callers_have_no_salt_in_common_whatever_they_send(
     preprocessor: Preprocessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def salt_of(name: str, cache_salt: str | None) -> str | None:
-        asked = preprocessor.preprocess(
-            (5,), lambda _: SamplingParams(), caller=Caller(name), cache_salt=cache_salt
-        )
+        asked = preprocessor.preprocess((5,), SamplingParams(), caller=Caller(name), cache_salt=cache_salt)
         return asyncio.run(asked).cache_salt
 
     sent = (None, "", "a", "b", '["a", null]', '["b", "a"]')
@@ -61,6 +56,14 @@ def test_an_answer_may_fill_what_the_prompt_leaves(preprocessor: Preprocessor) -
     generation = take_in(preprocessor, (5,) * 40)
     assert generation.prompt_token_ids == (5,) * 40
     assert generation.sampling_params.max_tokens == MAX_MODEL_LEN - 40
+
+
+def test_fewer_tokens_than_fit_are_left_alone_and_more_must_still_make_sense(
+    preprocessor: Preprocessor,
+) -> None:
+    assert take_in(preprocessor, (5,) * 40, SamplingParams(max_tokens=7)).sampling_params.max_tokens == 7
+    with pytest.raises(InvalidRequest, match=r"min_tokens: must be from 0 to max_tokens \(60\), got 61"):
+        take_in(preprocessor, (5,) * 40, SamplingParams(max_tokens=90, min_tokens=61))
 
 
 def test_requests_without_a_name_get_one_each(preprocessor: Preprocessor) -> None:
@@ -113,14 +116,12 @@ async def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocesso
 
     with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
         generation = await preprocessor.preprocess(
-            [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=30.0
+            [ChatMessage("user", "hi")], SamplingParams(), timeout_s=30.0
         )
         assert generation.timeout_s is not None
         assert 0.0 < generation.timeout_s <= 29.8
         with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
-            await preprocessor.preprocess(
-                [ChatMessage("user", "hi")], lambda _: SamplingParams(), timeout_s=0.05
-            )
+            await preprocessor.preprocess([ChatMessage("user", "hi")], SamplingParams(), timeout_s=0.05)
 
 
 def test_a_conversation_is_rendered_with_the_models_own_template(preprocessor: Preprocessor) -> None:

@@ -13,21 +13,21 @@ from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import sampling_pb2
 from gateway.grpc import convert, vllm_convert
 from gateway.grpc.generated import vllm_engine_pb2
-from gateway.preprocess import Prompt
+from gateway.preprocess import UNLIMITED, Prompt
 from gateway.requests.request import Delta, Finish
 from gateway.requests.timing import HandoverParts, Timing, TtftParts
 from gateway.routing.placement import Mode, Placement
 from gateway.text import ChatMessage
 
 
-def params_of(room: int = 90, **fields: Any) -> Any:
-    return convert.sampling_params_from(sampling_pb2.SamplingParams(**fields), room)
+def params_of(**fields: Any) -> Any:
+    return convert.sampling_params_from(sampling_pb2.SamplingParams(**fields))
 
 
 def test_unset_fields_take_their_defaults() -> None:
     params = params_of()
     assert (params.max_tokens, params.temperature, params.top_p, params.repetition_penalty) == (
-        90,
+        UNLIMITED,
         1.0,
         1.0,
         1.0,
@@ -47,10 +47,6 @@ def test_set_fields_arrive_as_they_were_meant() -> None:
         0,
     )
     assert (params.logit_bias, params.stop) == ({3: -1.1}, ("x",))
-
-
-def test_max_tokens_never_exceed_the_models_room() -> None:
-    assert params_of(5, max_tokens=50).max_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_too_many_of_anything_are_counted_before_anything_is_made_of_them(
     for kind, module in ((sampling_pb2, convert), (vllm_engine_pb2, vllm_convert)):
         message: Any = kind.SamplingParams(**{field: value})
         with pytest.raises(InvalidRequest, match=f"{field}: must have at most") as caught:
-            module.sampling_params_from(message, 9)
+            module.sampling_params_from(message)
         assert caught.value.field == field
 
 
@@ -135,7 +131,7 @@ def test_choices_that_are_too_long_are_refused_before_they_are_copied(
     message = vllm_engine_pb2.SamplingParams()
     message.choice.choices.extend(["+" * 1000] * 1000)
     with pytest.raises(InvalidRequest, match="choice: its texts are larger than 100000 bytes"):
-        vllm_convert.sampling_params_from(message, 9)
+        vllm_convert.sampling_params_from(message)
 
 
 def never(*_: Any, **__: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ import pytest
 
 from baton.errors import InvalidRequest, Overloaded
 from gateway.text import ChatMessage, Tokenizer, TokenizerPool
-from gateway.text.pool import MAX_INLINE_CHARACTERS, MAX_WAITING
+from gateway.text.pool import MAX_INLINE_CHARACTERS, MAX_WAITING, NUM_THREADS
 from gateway.text.time_limit import run_within
 from tests.factories.models import make_tokenizer_dir
 
@@ -39,9 +40,9 @@ async def test_long_texts_and_short_ones_become_the_librarys_tokens(tmp_path: Pa
 
     async with pool_of(own) as pool:
         for text in ("the cache", "the cache " * (MAX_INLINE_CHARACTERS // 5)):
-            token_ids = await pool.encode(text)
+            token_ids = await pool.encode("alice", text)
             assert token_ids == tuple(own.backend.encode(text).ids)
-            assert await pool.decode(token_ids, skip_special_tokens=False) == text
+            assert await pool.decode("alice", token_ids, skip_special_tokens=False) == text
 
 
 def test_a_tokenizer_files_training_settings_do_not_shorten_prompts(tmp_path: Path) -> None:
@@ -65,33 +66,91 @@ async def test_texts_that_cannot_fit_are_refused_without_tokenising(tmp_path: Pa
     async with pool_of(own) as pool:
         assert pool.max_characters == MAX_TOKENS * longest
         with pytest.raises(InvalidRequest, match=rf"prompt: {pool.max_characters + 1} characters"):
-            await pool.encode("x" * (pool.max_characters + 1))
+            await pool.encode("alice", "x" * (pool.max_characters + 1))
         with pytest.raises(InvalidRequest, match=r"chat: \d+ characters exceed the model's limit"):
-            await pool.encode_chat([ChatMessage("user", "x" * pool.max_characters)])
+            await pool.encode_chat("alice", [ChatMessage("user", "x" * pool.max_characters)])
 
 
-async def test_more_prompts_than_may_wait_are_refused_with_a_hint(tmp_path: Path) -> None:
+class HeldTokenizer:
+    """Texts of an own tokenizer, each of which stays on its thread until it is let go; short ones do not."""
+
+    def __init__(self, own: Tokenizer) -> None:
+        self.goes_on = threading.Event()
+        self.begun: queue.Queue[str] = queue.Queue()
+        own.encode = self._encode  # type: ignore[method-assign]
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        self.begun.put(text[0])
+        if text[0] == "h":
+            assert self.goes_on.wait(30)
+        return (len(text),)
+
+
+def long_text(letter: str, num_characters: int = MAX_INLINE_CHARACTERS + 1) -> str:
+    return letter * num_characters
+
+
+async def test_c57_one_callers_surplus_is_refused_and_others_go_on(tmp_path: Path) -> None:
     own = tokenizer(tmp_path)
-    goes_on = threading.Event()
-
-    def stand_still(text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        assert goes_on.wait(30)
-        return (1,)
-
-    own.encode = stand_still  # type: ignore[method-assign]
-    long_text = "x" * (MAX_INLINE_CHARACTERS + 1)
+    held = HeldTokenizer(own)
+    num_allowed = NUM_THREADS - 1 + MAX_WAITING
 
     async with pool_of(own) as pool:
-        waiting = [asyncio.create_task(pool.encode(long_text)) for _ in range(MAX_WAITING)]
+        waiting = [asyncio.create_task(pool.encode("alice", long_text("h"))) for _ in range(num_allowed + 5)]
+        while not any(task.done() for task in waiting):
+            await asyncio.sleep(0)
+        refused = [task for task in waiting if task.done()]
+        assert refused == waiting[-5:]
+        for task in refused:
+            with pytest.raises(Overloaded, match=f"{MAX_WAITING} texts wait, which is the limit") as caught:
+                await task
+            assert caught.value.retry_after_s > 0
+        assert await pool.encode("bob", long_text("b")) == (MAX_INLINE_CHARACTERS + 1,)
+        assert await pool.encode_chat("bob", [ChatMessage("user", "b" * 3000)])
+        with pytest.raises(Overloaded):
+            await pool.encode("alice", long_text("h"))
+        waiting[-6].cancel()  # a cancelled call makes room
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded) as caught:
-            await pool.encode(long_text)
-        assert caught.value.retry_after_s > 0
-        waiting.pop().cancel()  # a cancelled call makes room
+        waiting.append(asyncio.create_task(pool.encode("alice", long_text("h"))))
+        held.goes_on.set()
+        left = [task for task in waiting if task not in refused and not task.cancelled()]
+        await asyncio.gather(*left[:-6], *left[-5:])
+
+
+async def test_c57_callers_take_turns_by_the_characters_of_their_texts(tmp_path: Path) -> None:
+    own = tokenizer(tmp_path)
+    held = HeldTokenizer(own)
+
+    async with pool_of(own) as pool:
+        holders = [  # so that one thread is left
+            asyncio.create_task(pool.encode(f"holder {number % 2}", long_text("h")))
+            for number in range(NUM_THREADS - 1)
+        ]
         await asyncio.sleep(0)
-        waiting.append(asyncio.create_task(pool.encode(long_text)))
-        goes_on.set()
-        assert await asyncio.gather(*waiting) == [(1,)] * MAX_WAITING
+        texts = ["A" * 9_000] * 3 + ["b" * 3_000] * 6 + ["c" * 3_000] * 2
+        await asyncio.gather(*[pool.encode(text[0], text) for text in texts])
+        held.goes_on.set()
+        await asyncio.gather(*holders)
+    assert "".join(held.begun.queue).replace("h", "") == "AbcbcbAbbbA"
+
+
+async def test_c57_a_cancelled_text_keeps_its_thread_until_it_ends(tmp_path: Path) -> None:
+    """Else one caller could have any number of threads at work by leaving again and again."""
+    own = tokenizer(tmp_path)
+    held = HeldTokenizer(own)
+
+    async with pool_of(own) as pool:
+        for _ in range(2):
+            calls = [asyncio.create_task(pool.encode("alice", long_text("h"))) for _ in range(NUM_THREADS)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        assert await pool.encode("bob", long_text("b"))
+        held.goes_on.set()
+        assert await pool.encode("alice", long_text("a"))
+    assert "".join(held.begun.queue) == "h" * (NUM_THREADS - 1) + "ba"
 
 
 def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path) -> None:
@@ -106,7 +165,7 @@ def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path)
 
     async def run() -> tuple[int, float]:
         pool = TokenizerPool(own, max_tokens=10**6)
-        num_turns, working = 0, asyncio.gather(*[pool.encode(text) for _ in range(4)])
+        num_turns, working = 0, asyncio.gather(*[pool.encode("alice", text) for _ in range(4)])
         while not working.done():
             await asyncio.sleep(0.001)
             num_turns += 1
@@ -121,10 +180,10 @@ async def test_a_conversation_is_rendered_and_its_special_tokens_stand_once(tmp_
     own = tokenizer(tmp_path)
 
     async with pool_of(own) as pool:
-        token_ids = await pool.encode_chat(HELLO)
+        token_ids = await pool.encode_chat("alice", HELLO)
         text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-        assert await pool.decode(token_ids, skip_special_tokens=False) == text
-        shorter = await pool.encode_chat(HELLO, add_generation_prompt=False)
+        assert await pool.decode("alice", token_ids, skip_special_tokens=False) == text
+        shorter = await pool.encode_chat("alice", HELLO, add_generation_prompt=False)
         assert token_ids[: len(shorter)] == shorter
         assert len(shorter) < len(token_ids)
 
@@ -150,17 +209,17 @@ async def test_a_template_that_fails_is_reported_to_the_client(
 
     async with pool_of(own) as pool:
         with pytest.raises(InvalidRequest, match=f"^chat: .*{complaint}"):
-            await pool.encode_chat(HELLO)
+            await pool.encode_chat("alice", HELLO)
 
 
 async def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: Path) -> None:
     own = tokenizer(tmp_path, "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}fine")
 
     async with pool_of(own, template_timeout_s=0.2) as pool:
-        loops = [pool.encode_chat([ChatMessage("user", "loop")]) for _ in range(4)]
+        loops = [pool.encode_chat("alice", [ChatMessage("user", "loop")]) for _ in range(4)]
         errors = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 30)
         assert {str(error) for error in errors} == {"chat: the model's chat template took longer than 0.2 s"}
-        assert await pool.encode_chat(HELLO) == own.encode("fine")
+        assert await pool.encode_chat("alice", HELLO) == own.encode("fine")
 
 
 def test_work_that_ends_in_time_is_left_alone() -> None:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models
 
 from gateway.text import Detokenizer, StopStrings, TextStream
+from gateway.text.stream import MAX_PENDING_TOKENS
 from tests.factories.models import make_tokenizer
 from tests.factories.tokenizers import KINDS
 
@@ -83,6 +84,63 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: l
             (n for stop in stops for n in range(len(stop)) if text[:end].endswith(stop[:n])), default=0
         )
         assert shown == text[: end - held]
+
+
+SIXTY_FOUR_LONG_STOPS = [("ab" * 499 + str(number))[:1000] for number in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [
+        (SIXTY_FOUR_LONG_STOPS, "ab" * 5_000),
+        (["a" * 999 + "b"], "a" * 5_000),
+        ([*SIXTY_FOUR_LONG_STOPS, "b" * 999 + "a"], ("ab" * 498 + "b") * 10),
+        ([f"\u0400{number}" for number in range(64)], "ab" * 5_000),
+    ],
+)
+def test_c58_looking_for_stop_strings_costs_a_few_steps_a_character_however_many_and_long(
+    stops: list[str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher, num_steps, step = StopStrings(stops), 0, StopStrings._longer
+
+    def counted(self: StopStrings, state: int, character: str) -> int:
+        nonlocal num_steps
+        num_steps += 1
+        return step(self, state, character)
+
+    monkeypatch.setattr(StopStrings, "_longer", counted)
+    assert "".join(map(matcher.push, text)) + matcher.flush() == text
+    assert num_steps <= 4 * len(text)  # two for the text, two for the automaton
+
+
+@given(
+    st.lists(st.tuples(st.text("aé👍 ", max_size=6), st.integers(0, 150)), max_size=6),
+    st.sampled_from(["byte-level", "metaspace", "added tokens"]),
+)
+def test_c58_tokens_without_text_do_not_pile_up_and_change_nothing(
+    parts: list[tuple[str, int]], kind: str
+) -> None:
+    """Such as an end that a client has forbidden the model to stop at."""
+    tokenizer = TOKENIZERS[kind]
+    special = next(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    token_ids = [
+        token_id
+        for text, number in [("a", 0), *parts]
+        for token_id in [*tokenizer.encode(text, add_special_tokens=False).ids, *[special] * number]
+    ]
+    detokenizer, pieces = Detokenizer(tokenizer, skip_special_tokens=True), []
+    for token_id in token_ids:
+        pieces.append(detokenizer.push(token_id))
+        assert len(detokenizer._pending) < MAX_PENDING_TOKENS
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def test_c58_bytes_that_never_form_a_character_do_not_pile_up() -> None:
+    detokenizer, middle = Detokenizer(TOKENIZER, skip_special_tokens=True), ids("👍")[1]
+    first = "".join(detokenizer.push(middle) for _ in range(3 * MAX_PENDING_TOKENS))
+    assert len(detokenizer._pending) < MAX_PENDING_TOKENS
+    rest = "".join(map(detokenizer.push, ids(" and 👍"))) + detokenizer.flush()
+    assert first + rest == "\ufffd" * 3 * MAX_PENDING_TOKENS + " and 👍"
 
 
 def test_a_possible_beginning_of_a_stop_string_is_held_back_until_it_is_ruled_out() -> None:

@@ -1,0 +1,95 @@
+"""FairThreads: threads that callers share fairly, with one that the busiest caller leaves to others."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+from baton.errors import Overloaded
+from gateway.fair_line import FairLine
+
+T = TypeVar("T")
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """Work that waits for a thread."""
+
+    caller: str
+    cost: int
+    turn: "asyncio.Future[None]"
+
+
+class FairThreads:
+    """Belongs to one event loop. Work that has begun goes on if its caller is cancelled, and keeps its thread."""
+
+    def __init__(self, number: int, name: str, what: str, max_waiting: int) -> None:
+        """A caller has at most all threads but one at a time. `what`: the work's name in a refusal, in the plural."""
+        assert number > 1, f"one caller could hold all of {number} threads"
+        self._threads = ThreadPoolExecutor(number, thread_name_prefix=name)
+        self._number = number
+        self._what = what
+        self._max_waiting = max_waiting
+        self._line = FairLine[_Work]()
+        self._running: Counter[str] = Counter()
+        """Threads by caller."""
+
+    async def run(self, caller: str, cost: int, work: Callable[[], T]) -> T:
+        """What `work` returns or raises, once it is the caller's turn. `cost` is charged to it, in any unit.
+
+        If too much work waits, the caller with the most of it gets Overloaded.
+        """
+        loop = asyncio.get_running_loop()
+        waiting = _Work(caller, cost, loop.create_future())
+        self._line.add(caller, waiting)
+        self._begin()
+        if len(self._line) > self._max_waiting and (last := self._line.last_of_largest()):
+            self._line.discard(*last)
+            self._refuse(last[1], f"{self._max_waiting} {self._what} wait, which is the limit")
+        try:
+            await waiting.turn
+        except asyncio.CancelledError:
+            self._line.discard(caller, waiting)
+            if not waiting.turn.cancelled() and waiting.turn.exception() is None:
+                self._end(caller)  # cancelled just as its turn came
+            raise
+        running = self._threads.submit(work)
+
+        def on_end(_: "Future[T]") -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._end, caller)
+
+        running.add_done_callback(on_end)
+        return await asyncio.wrap_future(running)
+
+    def close(self) -> None:
+        """Running work ends by itself; waiting work is refused."""
+        while (work := self._line.take()) is not None:
+            self._refuse(work, "this gateway is stopping")
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self) -> None:
+        while self._running.total() < self._number:
+            work = self._line.take(lambda caller: self._running[caller] < self._number - 1)
+            if work is None:
+                return
+            if work.turn.done():
+                continue  # cancelled
+            self._line.charge(work.caller, work.cost)
+            self._running[work.caller] += 1
+            work.turn.set_result(None)
+
+    def _end(self, caller: str) -> None:
+        self._running[caller] -= 1
+        self._running += Counter()  # drops callers with none
+        self._begin()
+
+    @staticmethod
+    def _refuse(work: _Work, reason: str) -> None:
+        if not work.turn.done():
+            work.turn.set_exception(Overloaded(reason, RETRY_AFTER_S))
