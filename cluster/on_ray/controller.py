@@ -68,7 +68,7 @@ class ControllerActor:
         write_logs(config.logging, component="controller", fleet=config.cluster.name)
         check_token(config.cluster)
         self._config = config
-        fleet = fleet_of(ray.get_runtime_context().get_actor_id())
+        fleet = fleet_of(str(ray.get_runtime_context().get_actor_id()))
         store = RayStore(config.cluster.name, fleet)
         if store.load() is None:  # our first start. Others of our name have no controller: its name is ours
             remove_incarnations(lambda title: title.fleet != fleet)

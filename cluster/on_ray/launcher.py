@@ -75,7 +75,7 @@ class RayLauncher:
             if (former := found.get(each.incarnation.name)) is not None:
                 await former.incarnation.stop(0.0)
             found[each.incarnation.name] = each
-        kept = {str(each.incarnation.title) for each in found.values()}
+        kept = {str(Title(name, each.incarnation.number, self._fleet)) for name, each in found.items()}
         for group in placement_group_table().values():
             if (
                 self._is_ours(parse_title(group["name"]))

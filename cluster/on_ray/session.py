@@ -129,10 +129,10 @@ def check_token(config: ClusterConfig) -> None:
     For a process of the cluster. A driver cannot tell: with a token it joins a cluster that asks for none, too.
     """
     import ray
-    from ray._raylet import AuthenticationMode, get_authentication_mode
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    is_open = get_authentication_mode() != AuthenticationMode.TOKEN and not all(map(is_loopback, addresses))
+    is_open = not is_token_auth_enabled() and not all(map(is_loopback, addresses))
     if is_open and not config.allow_ray_without_token:
         raise ConfigError(
             f"the Ray cluster ({', '.join(sorted(addresses))}) asks for no token, so all who can connect to it can "

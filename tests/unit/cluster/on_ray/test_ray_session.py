@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import cast
 
 import pytest
-from ray._raylet import AuthenticationMode
 
 from baton.config import ClusterConfig
 from baton.errors import ClusterError, ConfigError
@@ -54,21 +53,23 @@ def test_a_joined_cluster_gets_the_token_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "addresses", "is_allowed", "is_refused"),
+    ("has_token", "addresses", "is_allowed", "is_refused"),
     [
-        ("DISABLED", ["127.0.0.1", "10.0.0.7"], False, True),
-        ("DISABLED", ["10.0.0.7"], True, False),
-        ("DISABLED", ["127.0.0.1"], False, False),
-        ("TOKEN", ["10.0.0.7"], False, False),
+        (False, ["127.0.0.1", "10.0.0.7"], False, True),
+        (False, ["10.0.0.7"], True, False),
+        (False, ["127.0.0.1"], False, False),
+        (True, ["10.0.0.7"], False, False),
     ],
 )
 def test_a_ray_that_others_can_reach_asks_for_a_token_unless_the_operator_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, mode: str, addresses: list[str], is_allowed: bool, is_refused: bool
+    monkeypatch: pytest.MonkeyPatch, has_token: bool, addresses: list[str], is_allowed: bool, is_refused: bool
 ) -> None:
     nodes = [{"NodeManagerAddress": address, "Alive": True} for address in addresses]
     nodes.append({"NodeManagerAddress": "10.0.0.9", "Alive": False})
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    monkeypatch.setattr("ray._raylet.get_authentication_mode", lambda: getattr(AuthenticationMode, mode))
+    monkeypatch.setattr(
+        "ray._private.authentication.authentication_utils.is_token_auth_enabled", lambda: has_token
+    )
     config = ClusterConfig(ray_address="auto", allow_ray_without_token=is_allowed)
     if is_refused:
         with pytest.raises(
