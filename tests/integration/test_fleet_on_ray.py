@@ -126,7 +126,7 @@ def test_c54_a_stopped_worker_is_killed_a_hung_one_ends_itself_and_both_are_repl
     healed = until_whole(target, not_among=frozenset({hung["incarnation"], stopped["incarnation"]}))
     assert all(healed[name]["pid"] != before[name]["pid"] for name in ("w0", "w2"))
     psutil.wait_procs(processes, 30)
-    serve.wait_for_text("its engine has made no progress for ")  # its heartbeat or the controller says so first
+    serve.wait_for_text("its engine has made no progress for ")  # by its heartbeat, or from the controller
 
 
 def test_a_rollout_restarts_all_without_a_failed_request(target: str) -> None:
