@@ -64,6 +64,8 @@ class EngineRequest:
     moved. The first token that this worker samples has position `len(output_token_ids)`; `sampling_params` still count
     from position 0."""
     on_preemption: OnPreemption = OnPreemption.RESUME
+    caller: int = 0
+    """Whose request it is, as a number that tells no name: callers take turns where work waits on a worker."""
 
 
 @dataclass(frozen=True, slots=True)

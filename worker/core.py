@@ -124,7 +124,7 @@ class EngineCore:
             )
         )
         if request.sampling_params.structured_output is not None:
-            self._grammars.compile(request.sampling_params.structured_output)
+            self._grammars.compile(request.sampling_params.structured_output, request.caller)
         self._stages.arrived(request.request_id, client_id)
 
     def finish_requests(

@@ -26,6 +26,7 @@ from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
 from baton.system.curve import ClusterKeys, PlaneKeys
 from baton.system.progress import Progress
+from baton.system.progress_watch import ProgressWatch, end_process
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from engine.build import DeviceEngine, OnProgress, build_device_engine
 from engine.collectives import Collectives
@@ -39,7 +40,6 @@ from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 from worker.loop import CommandQueue, EngineLoop, EngineSnapshot
 from worker.metrics_server import MetricsServer
-from worker.progress_watch import ProgressWatch, end_process
 from worker.request_plane import RequestServer
 from worker.role import Role
 from worker.step_trace import TraceHeader

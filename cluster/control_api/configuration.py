@@ -12,9 +12,10 @@ from baton.system.curve import ClusterKeys
 _OWN_SECTIONS = {"gateway", "logging"}
 
 
-def pack_configuration(config: BatonConfig, model_path: Path, keys: ClusterKeys) -> FleetConfiguration:
+def pack_configuration(config: BatonConfig, model_path: Path, digest: str) -> FleetConfiguration:
+    """`digest`: see `keys_digest`."""
     sections = config.model_dump(mode="json", exclude_unset=True, exclude=_OWN_SECTIONS)
-    return FleetConfiguration(json.dumps(sections), str(model_path), keys_digest(keys))
+    return FleetConfiguration(json.dumps(sections), str(model_path), digest)
 
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:

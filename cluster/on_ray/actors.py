@@ -9,14 +9,17 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
-from baton.config import BatonConfig
+from baton.config import BatonConfig, NetworkConfig
+from baton.errors import ConfigError
 from baton.messages.control import WORKER_CALLS, ControlRequest, Done
 from baton.messages.control_codec import ControlCodec
-from baton.system.curve import ClusterKeys
+from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
 from baton.system.hosts import WILDCARDS
 from baton.system.logs import write_logs
+from baton.system.secret import SECRET_VARIABLE, load_secret
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
+from cluster.control_api.configuration import keys_digest
 
 T = TypeVar("T")
 
@@ -68,11 +71,13 @@ class WorkerActor:
     """The actor: a worker, and the one method that Ray calls."""
 
     def __init__(
-        self, config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
+        self, config: BatonConfig, digest: str, model_path: Path, role: WorkerRole, name: str
     ) -> None:
+        """`digest`: see `keys_of_node`."""
         write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=name)
         self._config = config
-        self._arguments = (keys, model_path, role, name)
+        self._digest = digest
+        self._arguments = (model_path, role, name)
         self._progress = Latest[StartProgress]()
         self._endpoint: WorkerEndpoint | None = None
 
@@ -106,7 +111,7 @@ class WorkerActor:
         from worker.process import build_worker
 
         config = on_node(self._config, ray.util.get_node_ip_address())
-        self._worker = build_worker(config, *self._arguments)
+        self._worker = build_worker(config, keys_of_node(config.network, self._digest), *self._arguments)
         try:
             endpoint = self._worker.start(self._progress.put)
             settle()
@@ -120,6 +125,20 @@ class WorkerActor:
 def whereabouts() -> Introduction:
     """The place of the actor in this process."""
     return Introduction(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid())
+
+
+def keys_of_node(network: NetworkConfig, digest: str) -> ClusterKeys:
+    """The cluster's keys, from the secret that this node has: neither secret nor keys travel through Ray.
+
+    ConfigError if the node has none, or another one than the command that began the fleet, whose `keys_digest` this is.
+    """
+    keys = derive_keys(load_secret(network, os.environ, may_create=False))
+    if keys_digest(keys) != digest:
+        raise ConfigError(
+            f"network.secret_file: the cluster secret on host {socket.gethostname()} differs from that of the command "
+            f"that began the fleet; give this node the same file, or the same {SECRET_VARIABLE} before Ray starts there"
+        )
+    return keys
 
 
 class Latest(Generic[T]):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.errors import BatonError, ClusterError
@@ -70,6 +70,8 @@ def _kill(pid: int) -> None:
 
 def why_gone(error: RayError) -> str:
     """Ray's reason, without the description of the actor before it."""
+    if isinstance(error, RayActorError) and error.actor_init_failed:  # the text is a traceback
+        return f"it did not start: {str(error).strip().splitlines()[-1].partition(': ')[2]}"
     text = " ".join(str(error).split())
     for sign, reason in _ENDS:
         if sign in text:

@@ -4,7 +4,6 @@ The desired state is in Ray's key-value store. The workers are actors that outli
 """
 
 import asyncio
-import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError
 from baton.messages.control import EndFleet, GetConfiguration, WaitOwner
 from baton.messages.control_codec import failure, read_call
-from baton.system.curve import ClusterKeys
 from baton.system.logs import write_logs
 from cluster.control_api.calls import InProcessControl
 from cluster.control_api.client import ControlClient
-from cluster.control_api.configuration import keys_digest, pack_configuration, unpack_configuration
+from cluster.control_api.configuration import pack_configuration, unpack_configuration
 from cluster.controller.controller import Controller
 from cluster.controller.desired import differences
 from cluster.controller.follower import POLL_S
@@ -30,41 +28,54 @@ from cluster.controller.supervisor import Patience
 from cluster.on_ray.actors import Introduce, whereabouts
 from cluster.on_ray.calls import as_actor
 from cluster.on_ray.carrier import CONTROLLER_CODEC, CONTROLLER_NAME, RayCarrier, controller_actor
-from cluster.on_ray.incarnations import give_room_back, parse_title
+from cluster.on_ray.incarnations import fleet_of, remove_incarnations
 from cluster.on_ray.launcher import RayLauncher
+from cluster.on_ray.session import check_token
 
 logger = logging.getLogger(__name__)
-
-_KEY = b"desired"
 
 
 class RayStore:
     """Bytes in Ray's key-value store, which lasts as long as the cluster. See cluster.controller.desired.Store."""
 
-    def __init__(self, fleet: str) -> None:
-        self._namespace = f"baton/{fleet}".encode()
+    def __init__(self, name: str, fleet: str) -> None:
+        """`name` and id of the fleet."""
+        self._namespace = f"baton/{name}".encode()
+        self._key = fleet.encode()
 
     def load(self) -> bytes | None:
-        content: bytes | None = internal_kv._internal_kv_get(_KEY, namespace=self._namespace)
+        content: bytes | None = internal_kv._internal_kv_get(self._key, namespace=self._namespace)
         return content
 
     def save(self, content: bytes) -> None:
-        internal_kv._internal_kv_put(_KEY, content, overwrite=True, namespace=self._namespace)
+        internal_kv._internal_kv_put(self._key, content, overwrite=True, namespace=self._namespace)
 
     def clear(self) -> None:
-        internal_kv._internal_kv_del(_KEY, namespace=self._namespace)
+        internal_kv._internal_kv_del(self._key, namespace=self._namespace)
+
+    def clear_others(self) -> None:
+        """Removes what earlier fleets of this name left."""
+        for key in internal_kv._internal_kv_list(b"", namespace=self._namespace):
+            if key != self._key:
+                internal_kv._internal_kv_del(key, namespace=self._namespace)
 
 
 class ControllerActor:
     """The actor. After a restart, a call may come a second time."""
 
     # Ray awaits this before the first call. An error here is raised by every call.
-    async def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:  # type: ignore[misc]
+    async def __init__(self, config: BatonConfig, digest: str, model_path: Path) -> None:  # type: ignore[misc]
         write_logs(config.logging, component="controller", fleet=config.cluster.name)
+        check_token(config.cluster)
         self._config = config
-        launcher = RayLauncher(config, keys, model_path)
-        self._controller = Controller(config, launcher, RayStore(config.cluster.name), SystemClock())
-        self._control = InProcessControl(self._controller, pack_configuration(config, model_path, keys))
+        fleet = fleet_of(str(ray.get_runtime_context().get_actor_id()))
+        store = RayStore(config.cluster.name, fleet)
+        if store.load() is None:  # our first start. Others of our name have no controller: its name is ours
+            remove_incarnations(lambda title: title.fleet != fleet)
+            store.clear_others()
+        launcher = RayLauncher(config, digest, model_path, fleet)
+        self._controller = Controller(config, launcher, store, SystemClock())
+        self._control = InProcessControl(self._controller, pack_configuration(config, model_path, digest))
         await self._controller.start()
         if config.cluster.ray_address != "local":
             self._orphan = asyncio.create_task(self._end_as_an_orphan())
@@ -95,7 +106,8 @@ class OwnedController:
 
     def __init__(self, actor: Any, config: BatonConfig) -> None:
         self._carrier = RayCarrier(actor)
-        self._store = RayStore(config.cluster.name)
+        self._fleet = fleet_of(actor._actor_id.hex())
+        self._store = RayStore(config.cluster.name, self._fleet)
         self.control = ControlClient(self._carrier, Patience.of(config))
 
     @property
@@ -109,20 +121,17 @@ class OwnedController:
 
     def end(self) -> None:
         """Ends the controller and the rest of its fleet by force; a later fleet of the same name is not touched."""
-        named = controller_actor()
         ray.kill(self._carrier.actor)
-        if named is None or self._carrier.is_same(named):
-            _remove_incarnations()
-            self._store.clear()
+        remove_incarnations(lambda title: title.fleet == self._fleet)
+        self._store.clear()
 
 
-def begin_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> OwnedController:
+def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController:
     """Starts a new fleet in this driver's namespace; its controller begins to start the workers.
 
-    ClusterError if a fleet of this name exists.
+    ClusterError if a fleet of this name exists. The controller's name decides between two commands at once: nothing
+    else happens before Ray has given it.
     """
-    _remove_incarnations()  # of a fleet that lost its controller
-    RayStore(config.cluster.name).clear()
     actor = as_actor(
         ControllerActor,
         name=CONTROLLER_NAME,
@@ -132,12 +141,12 @@ def begin_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> Own
         scheduling_strategy=_near_head(),
     )
     try:
-        return OwnedController(actor.remote(config, keys, model_path), config)
+        return OwnedController(actor.remote(config, digest, model_path), config)
     except ValueError:  # another command began one since `find_fleet`
         raise ClusterError(_in_use(config.cluster.name)) from None
 
 
-async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -> OwnedController | None:
+async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController | None:
     """A fleet of this name without an owner; None if there is no fleet.
 
     ClusterError if the fleet is in use, or if its configuration differs.
@@ -146,7 +155,7 @@ async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -
         return None
     found = OwnedController(actor, config)
     name = config.cluster.name
-    if contradictions := await _differences(found.control, config, keys, model_path):
+    if contradictions := await _differences(found.control, config, digest, model_path):
         raise ClusterError(
             f"a fleet named '{name}' runs on this cluster, but differently: {'; '.join(contradictions)}. Use its "
             "configuration, or another cluster.name"
@@ -157,7 +166,7 @@ async def find_fleet(config: BatonConfig, keys: ClusterKeys, model_path: Path) -
 
 
 async def _differences(
-    control: ControlClient, config: BatonConfig, keys: ClusterKeys, model_path: Path
+    control: ControlClient, config: BatonConfig, digest: str, model_path: Path
 ) -> list[str]:
     """How the running fleet differs from the fleet that this command would start."""
     there = await control.call(GetConfiguration())
@@ -165,7 +174,7 @@ async def _differences(
     found = differences(their_config, config)
     if model_path != their_path:
         found.append(f"the model's folder is {their_path} there, {model_path} here")
-    if there.keys_digest != keys_digest(keys):
+    if there.keys_digest != digest:
         found.append("its cluster secret differs")
     return found
 
@@ -181,14 +190,6 @@ def _in_use(name: str) -> str:
         f"a fleet named '{name}' is in use by another `baton serve` on this cluster; use another cluster.name, or "
         "`baton gateway` for one more gateway to it"
     )
-
-
-def _remove_incarnations() -> None:
-    """Ends all workers in this namespace, whose fleet has no controller."""
-    for title in [title for title in ray.util.list_named_actors() if parse_title(title)]:
-        with contextlib.suppress(ValueError):  # the actor has just ended
-            ray.kill(ray.get_actor(title))
-        give_room_back(title)
 
 
 def _near_head() -> NodeAffinitySchedulingStrategy | None:

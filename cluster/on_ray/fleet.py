@@ -9,7 +9,6 @@ from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.messages.control import GetConfiguration
 from baton.system.awake_timer import awake_timeout
-from baton.system.curve import ClusterKeys
 from baton.system.signals import unless
 from cluster.control_api.client import ControlClient
 from cluster.control_api.configuration import unpack_configuration
@@ -28,9 +27,10 @@ _KILL_TIMEOUT_S = 5.0
 class RayFleet:
     """See cluster.serve.owned_fleet.Fleet. Needs a connection to Ray."""
 
-    def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
+    def __init__(self, config: BatonConfig, digest: str, model_path: Path) -> None:
+        """`digest`: of the keys of this cluster, which each node derives itself."""
         self._config = config
-        self._keys = keys
+        self._digest = digest
         self._model_path = model_path
         self._is_private = config.cluster.ray_address == "local"
         self._owned: OwnedController | None = None
@@ -38,14 +38,14 @@ class RayFleet:
 
     async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControlClient:
         """Adopts a fleet of this name without an owner and scales it, or begins a new fleet."""
-        owned = await find_fleet(self._config, self._keys, self._model_path)
+        owned = await find_fleet(self._config, self._digest, self._model_path)
         if owned is None:
             bundles = [bundle_of(self._config, role) for _, role in worker_names(self._config.cluster)]
             if self._is_private:
                 check_room(bundles)
             # Computed now, while no worker takes up room.
             shortage = no_room(bundles) + labels_text(self._config)
-            self._owned = owned = begin_fleet(self._config, self._keys, self._model_path)
+            self._owned = owned = begin_fleet(self._config, self._digest, self._model_path)
             timeout_s = self._config.cluster.start_timeout_s
             on_enough = on_serving and partial(self._on_enough, owned.control, on_serving)
             await first_start(owned.control, timeout_s, shortage, on_progress, on_enough)

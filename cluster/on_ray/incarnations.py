@@ -1,9 +1,10 @@
-"""One incarnation of a worker: a detached actor in a placement group of its own, both named WORKER/NUMBER."""
+"""One incarnation of a worker: a detached actor in a placement group of its own, both with one name, a Title."""
 
 import asyncio
 import contextlib
 import re
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, remove_placement_group
@@ -26,22 +27,48 @@ from cluster.on_ray.calls import answer, kill_process
 
 R = TypeVar("R")
 
-_TITLE = re.compile(r"(w\d+)/(\d+)")
+_TITLE = re.compile(r"(w\d+)/(\d+)@([0-9a-f]+)")
+_FLEET_DIGITS = 8
 _REAP_TIMEOUT_S = 10.0
 
 
-def parse_title(title: str) -> tuple[str, int] | None:
-    """Worker and number of an incarnation; None for any other name."""
-    match = _TITLE.fullmatch(title)
-    return None if match is None else (match[1], int(match[2]))
+class Title(NamedTuple):
+    """WORKER/NUMBER@FLEET. Fleets of one name, of which one ends while the next begins, differ in `fleet`."""
+
+    worker: str
+    number: int
+    fleet: str
+
+    def __str__(self) -> str:
+        return f"{self.worker}/{self.number}@{self.fleet}"
+
+
+def parse_title(text: str) -> Title | None:
+    """None for any other name."""
+    match = _TITLE.fullmatch(text)
+    return None if match is None else Title(match[1], int(match[2]), match[3])
+
+
+def fleet_of(actor_id: str) -> str:
+    """The fleet of a controller, by the id of its actor, which a restart does not change."""
+    return actor_id[:_FLEET_DIGITS]
+
+
+def remove_incarnations(is_theirs: Callable[[Title], bool]) -> None:
+    """Ends by force the workers in this namespace of which this is true."""
+    for title in filter(None, map(parse_title, ray.util.list_named_actors())):
+        if is_theirs(title):
+            with contextlib.suppress(ValueError):  # the actor has just ended
+                ray.kill(ray.get_actor(str(title)))
+            give_room_back(str(title))
 
 
 class RayIncarnation:
     """The controller's end of one worker actor. See cluster.controller.launcher.Incarnation."""
 
-    def __init__(self, name: str, number: int, actor: Any, target: str | None) -> None:
-        self.name = name
-        self.number = number
+    def __init__(self, title: Title, actor: Any, target: str | None) -> None:
+        self.title = title
+        self.name, self.number, _ = title
         self.node = ""
         self.node_id = target
         """The actor's node; before that is known, the requested node."""
@@ -51,10 +78,6 @@ class RayIncarnation:
         self._has_started = False
         self._hangs = False
         """The actor did not answer in time, so it may not react to its end either."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}/{self.number}"
 
     async def introduce(self) -> Introduction:
         """Waits until the actor has room and a process; returns where."""
@@ -100,7 +123,7 @@ class RayIncarnation:
             with contextlib.suppress(TimeoutError, ClusterError):
                 async with awake_timeout(_REAP_TIMEOUT_S):
                     await kill_process(self._pid, self.node_id)
-        give_room_back(self.title)
+        give_room_back(str(self.title))
         self.is_over = True
 
     async def _follow(self, on_progress: OnStartProgress) -> None:

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -16,12 +16,11 @@ from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.fleet import NodeDescription
 from baton.system.awake_timer import awake_timeout
-from baton.system.curve import ClusterKeys
 from baton.worker import WorkerRole
 from cluster.controller.launcher import Found
 from cluster.on_ray.actors import ACTOR_THREADS, WorkerActor
 from cluster.on_ray.calls import as_actor
-from cluster.on_ray.incarnations import RayIncarnation, give_room_back, node_name, parse_title
+from cluster.on_ray.incarnations import RayIncarnation, Title, give_room_back, node_name, parse_title
 from cluster.on_ray.placement import NodeRoom, bundle_of, choose_node, labels_of
 
 logger = logging.getLogger(__name__)
@@ -36,10 +35,12 @@ _NODE_ID = "ray.io/node-id"
 class RayLauncher:
     """See cluster.controller.launcher.Launcher. Ray's autoscaler sees which incarnations wait for room."""
 
-    def __init__(self, config: BatonConfig, keys: ClusterKeys, model_path: Path) -> None:
+    def __init__(self, config: BatonConfig, digest: str, model_path: Path, fleet: str) -> None:
+        """`digest`: of the keys that each worker derives on its node; `fleet`: see Title."""
         self._config = config
-        self._keys = keys
+        self._digest = digest
         self._model_path = model_path
+        self._fleet = fleet
         self._avoided: tuple[str, ...] = ()
         self._incarnations: dict[str, RayIncarnation] = {}
         """The latest incarnation of each worker, by the worker's name."""
@@ -48,9 +49,8 @@ class RayLauncher:
         rooms = await self._rooms()
         target = choose_node(bundle_of(self._config, role), labels_of(self._config, role), rooms)
         avoided = [room.node_id for room in rooms if room.is_draining]
-        incarnation = RayIncarnation(
-            name, number, self._make(f"{name}/{number}", name, role, target, avoided), target
-        )
+        title = Title(name, number, self._fleet)
+        incarnation = RayIncarnation(title, self._make(title, role, target, avoided), target)
         self._incarnations[name] = incarnation
         try:
             await incarnation.introduce()
@@ -68,16 +68,20 @@ class RayLauncher:
         return choose_node(bundle, labels, await self._rooms()) is not None
 
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:
-        titles = [title for title in ray.util.list_named_actors() if parse_title(title)]
+        titles = [title for title in map(parse_title, ray.util.list_named_actors()) if self._is_ours(title)]
         met = await asyncio.gather(*[self._meet(title, patience_s) for title in titles])
         found: dict[str, Found] = {}
         for each in sorted(filter(None, met), key=lambda each: each.incarnation.number):
             if (former := found.get(each.incarnation.name)) is not None:
                 await former.incarnation.stop(0.0)
             found[each.incarnation.name] = each
-        kept = {f"{each.incarnation.name}/{each.incarnation.number}" for each in found.values()}
+        kept = {str(Title(name, each.incarnation.number, self._fleet)) for name, each in found.items()}
         for group in placement_group_table().values():
-            if parse_title(group["name"]) and group["state"] != "REMOVED" and group["name"] not in kept:
+            if (
+                self._is_ours(parse_title(group["name"]))
+                and group["state"] != "REMOVED"
+                and group["name"] not in kept
+            ):
                 give_room_back(group["name"])  # finds only names of this namespace
         return found
 
@@ -88,9 +92,7 @@ class RayLauncher:
         nodes = await asyncio.to_thread(ray.nodes)
         return tuple(self._describe(node) for node in nodes)
 
-    def _make(
-        self, title: str, name: str, role: WorkerRole, target: str | None, avoided: Sequence[str]
-    ) -> Any:
+    def _make(self, title: Title, role: WorkerRole, target: str | None, avoided: Sequence[str]) -> Any:
         """Creates the actor, which waits for room if necessary. `avoided`: node ids where it must not run."""
         bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
         if avoided:
@@ -98,34 +100,36 @@ class RayLauncher:
         group = placement_group(
             [bundle],
             strategy="STRICT_PACK",
-            name=title,
+            name=str(title),
             lifetime="detached",
             _soft_target_node_id=target,
             bundle_label_selector=[labels] if labels else None,
         )
         worker = as_actor(
             WorkerActor,
-            name=title,
+            name=str(title),
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0.0),
             max_concurrency=ACTOR_THREADS,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         )
-        return worker.remote(self._config, self._keys, self._model_path, role, name)
+        return worker.remote(self._config, self._digest, self._model_path, role, title.worker)
 
-    async def _meet(self, title: str, patience_s: float) -> Found | None:
-        """An incarnation that a former controller began; ends one that does not serve."""
-        name, number = parse_title(title) or ("", 0)
+    def _is_ours(self, title: Title | None) -> TypeGuard[Title]:
+        return title is not None and title.fleet == self._fleet
+
+    async def _meet(self, title: Title, patience_s: float) -> Found | None:
+        """An incarnation that this fleet's former controller began; ends one that does not serve."""
         try:
-            incarnation = RayIncarnation(name, number, ray.get_actor(title), None)
+            incarnation = RayIncarnation(title, ray.get_actor(str(title)), None)
         except ValueError:
             return None
         try:
             async with awake_timeout(patience_s):
                 introduction = await incarnation.introduce()
             if introduction.endpoint is not None:
-                self._incarnations[name] = incarnation
+                self._incarnations[title.worker] = incarnation
                 return Found(incarnation, introduction.endpoint)
         except (TimeoutError, ClusterError) as error:
             logger.warning("worker %s was not adopted: %s", title, error or f"silent for {patience_s:g} s")

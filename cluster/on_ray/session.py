@@ -23,7 +23,8 @@ from types import ModuleType
 from typing import Any
 
 from baton.config import ClusterConfig
-from baton.errors import ClusterError
+from baton.errors import ClusterError, ConfigError
+from baton.system.hosts import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,24 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
             remove()
         if is_worth_keeping or not folder.exists():
             atexit.unregister(remove)
+
+
+def check_token(config: ClusterConfig) -> None:
+    """ConfigError if other hosts may reach this Ray, and Ray asks for no token.
+
+    For a process of the cluster. A driver cannot tell: with a token it joins a cluster that asks for none, too.
+    """
+    import ray
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    addresses = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    is_open = not is_token_auth_enabled() and not all(map(is_loopback, addresses))
+    if is_open and not config.allow_ray_without_token:
+        raise ConfigError(
+            f"the Ray cluster ({', '.join(sorted(addresses))}) asks for no token, so all who can connect to it can "
+            "run programs on its nodes; start Ray with RAY_AUTH_MODE=token on every node (docs/ray.md), or set "
+            "cluster.allow_ray_without_token"
+        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from baton.config import BatonConfig
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.system.signals import unless
 from cluster.control_api.calls import InProcessControl
-from cluster.control_api.configuration import pack_configuration
+from cluster.control_api.configuration import keys_digest, pack_configuration
 from cluster.controller.controller import Controller
 from cluster.controller.desired import Memory
 from cluster.controller.first_start import OnProgress, OnServing, first_start
@@ -27,9 +27,8 @@ class ProcessFleet:
         self._start_timeout_s = config.cluster.start_timeout_s
         self.launcher = ProcessLauncher(path, secret)
         self.controller = Controller(config, self.launcher, Memory(), SystemClock())
-        self._control = InProcessControl(
-            self.controller, pack_configuration(config, model_path, derive_keys(secret))
-        )
+        digest = keys_digest(derive_keys(secret))
+        self._control = InProcessControl(self.controller, pack_configuration(config, model_path, digest))
         self._has_started = False
 
     async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> InProcessControl:

@@ -12,7 +12,7 @@ from baton.system.curve import PlaneKeys, derive_fleet_keys, derive_keys
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from baton.worker import WorkerEndpoint
-from cluster.control_api.configuration import pack_configuration
+from cluster.control_api.configuration import keys_digest, pack_configuration
 from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
 from cluster.controller.fleet_counts import follow_counts
@@ -59,7 +59,7 @@ def run_fleet(
         model_path = resolve_model(config, screen)
         fleet = make_fleet(config, secret, model_path, screen, stack)
         keys = derive_fleet_keys(secret)
-        configuration = pack_configuration(config, model_path, derive_keys(secret))
+        configuration = pack_configuration(config, model_path, keys_digest(derive_keys(secret)))
         signals.run(_run(config, configuration, keys, fleet, screen, while_open, reread, signals))
 
 

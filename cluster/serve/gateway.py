@@ -1,11 +1,15 @@
 """Builds the gateway of a configuration."""
 
+import errno
+import socket
 from pathlib import Path
 
 from baton.clock import SystemClock
-from baton.config import BatonConfig
+from baton.config import BatonConfig, GatewayConfig
+from baton.errors import ConfigError
 from baton.messages.control import ControlApi
 from baton.system.curve import ClusterKeys
+from baton.system.hosts import in_url
 from engine.loading.pretrained import PRETRAINED
 from engine.model_config import read_architecture, read_eos_token_ids
 from gateway import Gateway, ServedModel, Tokenizer
@@ -15,13 +19,31 @@ from gateway.open_files import fitted_to_open_files
 
 
 def check_access(config: BatonConfig) -> None:
-    """ConfigError if the gateway cannot use its API keys or certificates, or may open too few files. Checked before
-    workers take minutes to start."""
+    """ConfigError if the gateway cannot use its API keys, certificates or ports, or may open too few files. Checked
+    before workers take minutes to start."""
     clock = SystemClock()
     Authenticator(config.gateway, clock)
     if config.gateway.tls is not None:
         watched_certificates(config.gateway.tls, clock)
     fitted_to_open_files(config.gateway)
+    check_ports(config.gateway)
+
+
+def check_ports(config: GatewayConfig) -> None:
+    """ConfigError if another process listens on a port of the gateway. The ports are not kept: of two commands at the
+    same moment, one may fail only when its gateway opens.
+    """
+    for key, port in (("grpc_port", config.grpc_port), ("http_port", config.http_port)):
+        try:
+            if port:
+                family, *_, address = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)[0]
+                socket.create_server((str(address[0]), port), family=family).close()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # the gateway itself reports everything else
+                raise ConfigError(
+                    f"gateway.{key}: {in_url(config.host)}:{port} is in use, as by another `baton serve`; end that, or "
+                    "use another port"
+                ) from None
 
 
 def make_gateway(

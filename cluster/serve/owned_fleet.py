@@ -12,6 +12,7 @@ from baton.errors import ConfigError
 from baton.messages.control import ControlApi
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.worker import WorkerRole
+from cluster.control_api.configuration import keys_digest
 from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing
 from cluster.serve.screen import Screen
@@ -59,7 +60,7 @@ def make_fleet(
     with screen.stage("ray", f"connecting to {address}") as outcome:
         logs = stack.enter_context(connect(config.cluster, most_ranks(config), config.engine.device))
         outcome(f"joined {address}" if logs is None else f"private, loopback only; logs in {logs}")
-    return RayFleet(config, derive_keys(secret), model_path)
+    return RayFleet(config, keys_digest(derive_keys(secret)), model_path)
 
 
 def most_ranks(config: BatonConfig) -> int:

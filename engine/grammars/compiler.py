@@ -7,6 +7,7 @@ time, memory and stack than here. Knows no scheduler and no logits.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +19,16 @@ import numpy.typing as npt
 from baton.clock import Clock
 from baton.sampling import StructuredOutput
 from baton.system.progress import Progress
-from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_stack
+from baton.system.turns import FairTurns
+from engine.grammars.library import Compiled, GrammarLibrary, in_one_line, thread_with_stack
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 60.0
 """A worker whose compiler works at one grammar for this long ends: a gateway admits none that takes over a second."""
-MAX_GRAMMARS = 256
-"""Compiled grammars kept beside those in use, most recently used: clients tend to repeat theirs."""
+MAX_KEPT_BYTES = 256 * 2**20
+"""Compiled grammars kept beside those in use, most recently used: clients tend to repeat theirs. An ordinary one takes
+0.1 to 0.4 MiB."""
 STACK_BYTES = 256 * 2**20
 """Stack of the compiling thread, eight times a gateway's limit. The system only provides the touched part."""
 
@@ -97,7 +100,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars, each once however many requests share it; knows no request.
+    """Compiles grammars, each once however many requests share it; knows no request. Callers take turns.
 
     The engine's thread orders grammars and learns of their end. A thread of its own compiles; the device's thread
     asks for matchers and never compiles.
@@ -117,29 +120,40 @@ class GrammarCompiler:
         self.progress = Progress("its compiler of grammars", clock, PROGRESS_TIMEOUT_S)
         self._library = GrammarLibrary(model_path / "tokenizer.json", vocab_size, eos_token_ids)
         self._on_compiled = on_compiled
-        self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        """Guards `_turns`; notified of a new grammar and of the end."""
+        self._turns = FairTurns[int, StructuredOutput]()
         self._done: queue.SimpleQueue[CompiledGrammar] = queue.SimpleQueue()
         self._wanted: frozenset[StructuredOutput] = frozenset()
         self._is_closing = False
         self._lock = threading.Lock()
-        """Guards the next field."""
-        self._compiled: dict[StructuredOutput, Any] = {}
+        """Guards the next fields."""
+        self._compiled: dict[StructuredOutput, Compiled] = {}
         """Most recently used last."""
+        self._num_bytes = 0
+        """Of all of them."""
+        self._is_evicted = True
+        """Nothing was compiled since the last `evict`."""
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
         """Ends the thread after its current grammar."""
         self._is_closing = True
         if self._thread is not None:
-            self._jobs.put(None)
+            with self._changed:
+                self._changed.notify()
             self._thread.join()
 
-    def compile(self, output: StructuredOutput) -> None:
-        """Returns at once; `take_compiled` names the grammar when it is done."""
+    def compile(self, output: StructuredOutput, caller: int = 0) -> None:
+        """Returns at once; `take_compiled` names the grammar when it is done. Other callers' grammars delay it by one
+        compilation at most.
+        """
         if self._thread is None:
             self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
         self._wanted |= {output}
-        self._jobs.put(output)
+        with self._changed:
+            self._turns.add(caller, output)
+            self._changed.notify()
 
     def keep_only(self, wanted: frozenset[StructuredOutput]) -> None:
         """Skips all other waiting grammars, since no request needs them."""
@@ -156,28 +170,46 @@ class GrammarCompiler:
 
     @property
     def is_full(self) -> bool:
-        """Whether more than MAX_GRAMMARS are kept, until `evict` is called."""
-        return len(self._compiled) > MAX_GRAMMARS
+        """Whether the grammars take more than MAX_KEPT_BYTES, until `evict` is called."""
+        return not self._is_evicted and self._num_bytes > MAX_KEPT_BYTES
 
     def evict(self, in_use: Set[StructuredOutput]) -> None:
-        """Keeps the grammars that unfinished requests use, and the MAX_GRAMMARS most recently used others."""
+        """Keeps the grammars that unfinished requests use, and MAX_KEPT_BYTES of the most recently used others."""
         with self._lock:
+            self._is_evicted = True
             unused = [output for output in self._compiled if output not in in_use]
-            for output in unused[: max(0, len(unused) - MAX_GRAMMARS)]:
-                del self._compiled[output]
+            num_bytes = sum(self._compiled[output].num_bytes for output in unused)
+            for output in unused:
+                if num_bytes <= MAX_KEPT_BYTES:
+                    break
+                num_bytes -= self._compiled[output].num_bytes
+                self._num_bytes -= self._compiled.pop(output).num_bytes
 
     def matcher(self, output: StructuredOutput) -> Matcher | None:
         """A matcher at the start of a grammar reported as compiled; None once all requests that use it have ended."""
         compiled = self._find(output)
-        return None if compiled is None else Matcher(compiled.deep_copy(), self.vocab_size)
+        return None if compiled is None else Matcher(compiled.matcher.deep_copy(), self.vocab_size)
 
     def _run(self) -> None:
-        while (output := self._jobs.get()) is not None and not self._is_closing:
+        while (turn := self._next_turn()) is not None:
+            caller, output = turn
             if output in self._wanted:
+                began = time.thread_time()
                 self.progress.begin()
                 self._done.put(CompiledGrammar(output, self._error_of(output)))
                 self._on_compiled()
                 self.progress.end()
+                with self._changed:
+                    self._turns.charge(caller, time.thread_time() - began)
+
+    def _next_turn(self) -> tuple[int, StructuredOutput] | None:
+        """Waits for the next grammar and its caller; None at the end."""
+        with self._changed:
+            while not self._is_closing:
+                if (turn := self._turns.take()) is not None:
+                    return turn
+                self._changed.wait()
+        return None
 
     def _error_of(self, output: StructuredOutput) -> str | None:
         try:
@@ -195,9 +227,11 @@ class GrammarCompiler:
             compiled = self._library.compile(output)
             with self._lock:
                 self._compiled[output] = compiled
+                self._num_bytes += compiled.num_bytes
+                self._is_evicted = False
 
-    def _find(self, output: StructuredOutput) -> Any:
-        """A matcher that is only ever copied, or None; marks it as most recently used."""
+    def _find(self, output: StructuredOutput) -> Compiled | None:
+        """Its matcher is only ever copied; marks it as most recently used."""
         with self._lock:
             compiled = self._compiled.pop(output, None)
             if compiled is not None:

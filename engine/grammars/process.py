@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from baton.messages.grammar_check import (
+    COMPILED_LIMIT_BYTES,
     CPU_LIMIT_S,
     FOLLOW_LIMIT_S,
     HEADER_BYTES,
@@ -151,7 +152,13 @@ def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> 
     """A matcher, or why there is none. SIGPROF ends the process if it exceeds its time limit."""
     limit_cpu_time()
     try:
-        return library.compile(output), None
+        compiled = library.compile(output)
+        if compiled.num_bytes > COMPILED_LIMIT_BYTES:
+            return None, (
+                f"the grammar is too complex: compiled, it takes {compiled.num_bytes >> 20} MiB of memory, at most "
+                f"{COMPILED_LIMIT_BYTES >> 20} are allowed"
+            )
+        return compiled.matcher, None
     except ValueError as error:
         return None, str(error)
     except BaseException as error:  # a panic of the library is no Exception

@@ -30,6 +30,8 @@ from baton.errors import BatonError, WireError
 from baton.step import SchedulerOutput
 from baton.system.garbage import settle
 from baton.system.logs import write_logs
+from baton.system.progress import Progress
+from baton.system.progress_watch import ProgressWatch
 from engine.build import build_device_engine
 from engine.collectives import Collectives, TorchCollectives
 from engine.device import rank_device
@@ -70,6 +72,8 @@ class OwnConnector(RankConnector, Protocol):
     """This rank's KVConnectorWorker."""
 
     kv_address: str
+    progress: Progress
+    """Of the thread that moves blocks."""
 
     def start(self) -> None: ...
 
@@ -251,6 +255,7 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
             pipeline = rank.make_pipeline()
             rank.connector.start()
             settle()
+            _watch(rank.connector.progress, channel).start()
             channel.send(Ready())
             RankLoop(pipeline, rank.connector, channel, inbox, SystemClock()).run()
             pipeline.close()
@@ -264,6 +269,12 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
         logger.exception("the rank ends")
         channel.send(RankFailed(_text(error)))
         _end(EXIT_FAILED, "failed")
+
+
+def _watch(transfers: Progress, channel: Channel) -> ProgressWatch:
+    """Rank 0 notices a step that does not end, since it waits for it; it does not see this rank's transfers."""
+    watch = ProgressWatch((transfers,), SystemClock(), lambda: channel.send(RankFailed(str(watch.hang))))
+    return watch
 
 
 def _read(channel: Channel, inbox: Inbox) -> None:

@@ -3,6 +3,7 @@
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
 
 from baton.config import ANONYMOUS
 
@@ -34,6 +35,11 @@ class Caller:
     """Limit at this gateway; None: no limit of its own."""
     best_priority: int | None = None
     """The best priority its requests can have; None: whatever they ask for."""
+
+    @property
+    def number(self) -> int:
+        """For workers, which need no names; the same at every gateway."""
+        return int.from_bytes(blake2b(self.name.encode(errors="surrogatepass"), digest_size=7).digest())
 
     def may(self, right: Right) -> bool:
         match right:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,14 +30,17 @@ from baton.messages.grammar_check import (
     TryGrammar,
 )
 from baton.sampling import StructuredOutput
-from gateway.fair_line import FairLine
+from baton.system.turns import FairTurns
 from gateway.grammars.depth import check_depth
 from gateway.grammars.process import CompileProcess
 
 logger = logging.getLogger(__name__)
 
 VERDICTS = ("compiled", "invalid", "killed", "known")
-MAX_VERDICTS = 8_192
+MAX_VERDICT_BYTES = 4 * 2**20
+"""Of all verdicts that are kept: some 20,000, or 5,000 with reasons of average length."""
+VERDICT_OVERHEAD_BYTES = 200
+"""A verdict's key, and its place in the dictionary."""
 MAX_WAITING = 256
 MAX_INLINE_CHARACTERS = 5_000
 """The depth of a longer text is determined on a thread."""
@@ -79,7 +83,8 @@ class GrammarCheck:
         self._process: CompileProcess | None = None
         self._verdicts: dict[bytes, str | None] = {}
         """Why a text is refused, or None; most recently used last."""
-        self._queue = FairLine[GrammarTrial]()
+        self._verdict_bytes = 0
+        self._queue = FairTurns[str, GrammarTrial]()
         self._number = 0
         self._sent: deque[GrammarTrial] = deque(maxlen=2)
         """The last ones that the process received: one may still end it after it has reported success."""
@@ -117,8 +122,8 @@ class GrammarCheck:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        while (trial := self._queue.take()) is not None:
-            self._give_up(trial, "this gateway is stopping")
+        while (turn := self._queue.take()) is not None:
+            self._give_up(turn[1], "this gateway is stopping")
         if self._process is not None:
             await self._process.stop()
 
@@ -160,13 +165,14 @@ class GrammarCheck:
 
     async def _run(self) -> None:
         """Takes the next grammar, checks it and reports, until none waits."""
-        while (trial := self._queue.take()) is not None:
+        while (turn := self._queue.take()) is not None:
+            caller, trial = turn
             if trial.digest in self._verdicts:  # another grammar had the same text
                 trial.verdict.set_result(self._known_verdict(trial.digest))
                 continue
             began = self._clock.now()
             await self._try(trial)
-            self._queue.charge(trial.caller, self._clock.now() - began)
+            self._queue.charge(caller, self._clock.now() - began)
 
     async def _try(self, trial: GrammarTrial) -> None:
         try:
@@ -212,10 +218,12 @@ class GrammarCheck:
 
     def _conclude(self, trial: GrammarTrial, error: str | None, result: str) -> None:
         """A process that ended after its answer revokes it: others will not get it."""
-        self._verdicts.pop(trial.digest, None)
+        if trial.digest in self._verdicts:
+            self._verdict_bytes -= _verdict_bytes(self._verdicts.pop(trial.digest))
         self._verdicts[trial.digest] = error
-        if len(self._verdicts) > MAX_VERDICTS:
-            del self._verdicts[next(iter(self._verdicts))]
+        self._verdict_bytes += _verdict_bytes(error)
+        while self._verdict_bytes > MAX_VERDICT_BYTES:
+            self._verdict_bytes -= _verdict_bytes(self._verdicts.pop(next(iter(self._verdicts))))
         self._on_verdict(result)
         if not trial.verdict.done():
             trial.verdict.set_result(self._known_verdict(trial.digest))
@@ -242,6 +250,10 @@ def digest_of(output: StructuredOutput) -> bytes:
     return blake2b(
         f"{output.kind.value}\n{output.source}".encode(errors="surrogatepass"), digest_size=16
     ).digest()
+
+
+def _verdict_bytes(error: str | None) -> int:
+    return VERDICT_OVERHEAD_BYTES + (sys.getsizeof(error) if error is not None else 0)
 
 
 def _reason(number: int) -> str:

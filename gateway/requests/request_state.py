@@ -133,6 +133,7 @@ class RequestState:
             cache_salt=request.cache_salt,
             output_token_ids=self.output_token_ids,
             on_preemption=self.retry.on_preemption(attempt.placement),
+            caller=request.caller.number,
         )
         return sub_requests(whole, attempt, refs, transfer_id)
 

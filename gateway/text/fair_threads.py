@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.errors import Overloaded
-from gateway.fair_line import FairLine
+from baton.system.turns import FairTurns
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class FairThreads:
         self._number = number
         self._what = what
         self._max_waiting = max_waiting
-        self._line = FairLine[_Work]()
+        self._turns = FairTurns[str, _Work]()
         self._running: Counter[str] = Counter()
         """Threads by caller."""
 
@@ -46,15 +46,15 @@ class FairThreads:
         """
         loop = asyncio.get_running_loop()
         waiting = _Work(caller, cost, loop.create_future())
-        self._line.add(caller, waiting)
+        self._turns.add(caller, waiting)
         self._begin()
-        if len(self._line) > self._max_waiting and (last := self._line.last_of_largest()):
-            self._line.discard(*last)
+        if len(self._turns) > self._max_waiting and (last := self._turns.last_of_largest()):
+            self._turns.discard(*last)
             self._refuse(last[1], f"{self._max_waiting} {self._what} wait, which is the limit")
         try:
             await waiting.turn
         except asyncio.CancelledError:
-            self._line.discard(caller, waiting)
+            self._turns.discard(caller, waiting)
             if not waiting.turn.cancelled() and waiting.turn.exception() is None:
                 self._end(caller)  # cancelled just as its turn came
             raise
@@ -69,18 +69,19 @@ class FairThreads:
 
     def close(self) -> None:
         """Running work ends by itself; waiting work is refused."""
-        while (work := self._line.take()) is not None:
-            self._refuse(work, "this gateway is stopping")
+        while (turn := self._turns.take()) is not None:
+            self._refuse(turn[1], "this gateway is stopping")
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
         while self._running.total() < self._number:
-            work = self._line.take(lambda caller: self._running[caller] < self._number - 1)
-            if work is None:
+            turn = self._turns.take(lambda caller: self._running[caller] < self._number - 1)
+            if turn is None:
                 return
+            _, work = turn
             if work.turn.done():
                 continue  # cancelled
-            self._line.charge(work.caller, work.cost)
+            self._turns.charge(work.caller, work.cost)
             self._running[work.caller] += 1
             work.turn.set_result(None)
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from baton.config import BatonConfig
+from baton.system.progress_watch import EXIT_HUNG
 from gateway import GatewayError
 from tests.factories.fragile_cluster import FragileCluster, fragile_cluster, unrest
 from tests.factories.models import make_model_dir
-from worker.progress_watch import EXIT_HUNG
 
 LEASE_S = 1.0
 STANDSTILL_S = 2.0 * LEASE_S

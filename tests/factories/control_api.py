@@ -22,7 +22,7 @@ from baton.system.curve import PlaneKeys, derive_keys
 from baton.worker import WorkerEndpoint
 from cluster.control_api.calls import InProcessControl
 from cluster.control_api.client import ControlClient
-from cluster.control_api.configuration import pack_configuration
+from cluster.control_api.configuration import keys_digest, pack_configuration
 from cluster.control_api.server import ControlServer
 from cluster.control_api.zmq_carrier import control_client
 from cluster.controller.controller import Controller
@@ -34,7 +34,9 @@ MODEL_PATH = Path("/models/tiny")
 
 
 def in_process(controller: Controller, config: BatonConfig) -> InProcessControl:
-    return InProcessControl(controller, pack_configuration(config, MODEL_PATH, derive_keys(SECRET)))
+    return InProcessControl(
+        controller, pack_configuration(config, MODEL_PATH, keys_digest(derive_keys(SECRET)))
+    )
 
 
 @asynccontextmanager
@@ -46,7 +48,7 @@ async def control_server(
     model_path: Path = MODEL_PATH,
 ) -> AsyncIterator[ControlServer]:
     """Open; without a controller it is one whose fleet is still starting."""
-    packed = pack_configuration(config, model_path, derive_keys(SECRET))
+    packed = pack_configuration(config, model_path, keys_digest(derive_keys(SECRET)))
     server = ControlServer(config.network, config.cluster.fleet_port, packed, keys)
     server.open()
     try:

@@ -11,11 +11,12 @@ from baton.kv import WorkerRef
 from baton.request import EngineRequest, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from baton.system.progress import Progress
 from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
 from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
-from engine.pipeline import Runner, make_pipeline
+from engine.pipeline import Pipeline, Runner, make_pipeline
 from kv_transfer.connector.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
@@ -85,17 +86,21 @@ def make_core(
     connector: ConnectorWorker | None = None,
     clock: Clock | None = None,
     trace: StepTraceWriter | None = None,
+    progress: Progress | None = None,
+    pipeline: Pipeline | None = None,
     **overrides: Any,
 ) -> EngineCore:
+    """`pipeline`: in place of one around a `runner`."""
     config = make_config(**overrides)
     return EngineCore(
         Scheduler(config, KVConnectorScheduler(16), hash_key=b"k" * 16),
-        make_pipeline(runner or FakeRunner(), async_scheduling=config.async_scheduling),
+        pipeline or make_pipeline(runner or FakeRunner(), async_scheduling=config.async_scheduling),
         connector or FakeConnectorWorker(),
         make_grammars(),
         (EOS,),
         clock or SystemClock(),
         trace,
+        progress,
     )
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import ModelError
 from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
+from baton.system.progress import Progress
 from baton.worker import KVPeerCounts
 from engine.collectives import Collectives
 from engine.pipeline import Launched, Pipeline, ThreadedPipeline
@@ -31,6 +33,8 @@ DIGEST = "digest"
 # What a plan does to one rank, by the id of a request that has tokens: "VERB-RANK".
 RAISE, DIE, STALL, DELAY = "raise", "die", "stall", "delay"
 DELAY_S = 0.5
+HANG_S = 1.0
+"""How long the transfer of a request called "stuck" may take; it never ends."""
 
 
 def make_plan(step: int, *request_ids: str) -> SchedulerOutput:
@@ -119,6 +123,7 @@ class DiaryConnector:
         self._on_kv_output = on_kv_output
         self._quiesced: tuple[str, ...] = ()
         self._num_loads = 0
+        self.progress = Progress("its KV transfer", SystemClock(), HANG_S)
 
     def start(self) -> None:
         self._diary.write("start")
@@ -132,6 +137,8 @@ class DiaryConnector:
             self._diary.write(f"load {command.request_id}")
             self._quiesced += (command.request_id,)
             self._num_loads += 1
+            if command.request_id == "stuck":
+                self.progress.begin()
             if command.request_id == "lost":
                 raise RuntimeError("the transfer thread has died")
             if command.request_id == "full":

@@ -1,9 +1,9 @@
 """Hostile callers against `baton serve` as a user starts it, with a tiny model: nothing that they do may reach others.
 
-    python -m tests.hostile [--scenes grammars answers standstill handshakes sessions ray-folder texts idle]
-                            [--streams 16] [--calls 5] [--json FILE]
+    python -m tests.hostile [--streams 16] [--calls 5] [--json FILE]
+        [--scenes grammars kept-grammars answers standstill handshakes sessions ray-folder texts idle]
 
-Beside the first three streams run, greedy, sampled and with grammars, and each has to end as it would undisturbed, on
+Beside the first four streams run, greedy, sampled and with grammars, and each has to end as it would undisturbed, on
 the same workers. Prints what each scene saw. Ends with 1 if anything was not as it should be.
 """
 

@@ -9,7 +9,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
+
 from baton.sampling import GrammarKind
+from gateway.client import GatewayClient
 from tests.factories.hostile_grammars import SHAPES
 from tests.hostile.bystanders import Bystanders, Town
 from tests.hostile.finding import Finding
@@ -17,6 +20,9 @@ from tests.hostile.http import post, watched_health
 
 NUM_CALLERS = 4
 STANDSTILL_S = 20.0
+NUM_LARGE, LARGE_LENGTH, LARGE_MIB = 50, 3_200, 24
+MOST_GROWN_MIB = 600
+"""256 MiB of compiled grammars are kept; their allocator holds some more, and so do streams that run meanwhile."""
 
 FIELDS = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}
 
@@ -50,6 +56,23 @@ async def grammars(town: Town, num_streams: int, num_calls: int) -> Finding:
     )
     finding.seen["answers"] = ", ".join(f"{count} x {status}" for status, count in statuses.items())
     finding.seen["slowest /health"] = f"{health.worst_s:.2f} s"
+    return finding
+
+
+async def kept_grammars(town: Town, num_streams: int, _num_calls: int) -> Finding:
+    """Different grammars of a legal size, one after the other: workers keep some of them for the next request."""
+    finding = Finding(f"{NUM_LARGE} different grammars that take some {LARGE_MIB} MiB each")
+    async with GatewayClient(town.target) as client:
+        pids = {worker["name"]: worker["pid"] for worker in (await client.describe())["workers"]}
+    before = {name: _resident_mib(pid) for name, pid in pids.items()}
+    async with Bystanders(town, finding, num_streams):
+        for number in range(NUM_LARGE):
+            body = {"structured_outputs": {"regex": "a?" * (LARGE_LENGTH + number)}, "max_tokens": 2}
+            status, answer = await post(town.http, "/v1/completions", _completion(town, body))
+            finding.expect(status == 200, f"grammar {number}: {status} {answer[:300]!r}")
+    grown = {name: _resident_mib(pid) - before[name] for name, pid in pids.items()}
+    finding.seen["workers' memory grew by"] = ", ".join(f"{name}: {mib} MiB" for name, mib in grown.items())
+    finding.expect(max(grown.values()) < MOST_GROWN_MIB, f"workers' memory grew by {grown} MiB")
     return finding
 
 
@@ -92,7 +115,16 @@ async def standstill(town: Town, num_streams: int, _num_calls: int) -> Finding:
     return finding
 
 
-SCENES: dict[str, Scene] = {"grammars": grammars, "answers": whole_answers, "standstill": standstill}
+SCENES: dict[str, Scene] = {
+    "grammars": grammars,
+    "kept-grammars": kept_grammars,
+    "answers": whole_answers,
+    "standstill": standstill,
+}
+
+
+def _resident_mib(pid: int) -> int:
+    return int(psutil.Process(pid).memory_info().rss) >> 20
 
 
 def _completion(town: Town, body: dict[str, Any]) -> dict[str, Any]:

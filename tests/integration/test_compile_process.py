@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,6 +44,13 @@ async def verdict(grammars: GrammarCheck, output: StructuredOutput) -> str:
 
 def regex(source: str) -> StructuredOutput:
     return StructuredOutput(GrammarKind.REGEX, source)
+
+
+async def test_a_grammar_that_would_keep_much_memory_is_refused_with_the_limit(folder: Path) -> None:
+    async with grammar_check(folder) as grammars:
+        assert await verdict(grammars, regex("a?" * 4_000)) == "ok"
+        reported = await verdict(grammars, regex("a?" * 6_000))
+        assert re.search(r"compiled, it takes \d\d MiB of memory, at most 64 are allowed", reported)
 
 
 async def test_no_hostile_text_keeps_the_next_grammar_from_being_compiled(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = ("--load-format", "dummy", "--dtype", "float32", "--kv-cache-memory-mib", "16", "--num-threads", "1")
 HEALING_TIMEOUT_S = 90.0
+HANG_ON_SIGNAL = Path(__file__).parent.parent / "factories" / "hang_on_signal"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     config = folder / "baton.yaml"
     cluster = {"prefill": 1, "decode": 2, "unresponsive_timeout_s": 3.0, "drain_timeout_s": 0.2}
     config.write_text(json.dumps({"cluster": cluster, "kv_transfer": {"lease_s": 2.0}}))
-    with serving(str(config), "--model", str(model), *SMALL) as serve:
+    path = os.pathsep.join(filter(None, [str(HANG_ON_SIGNAL), os.environ.get("PYTHONPATH", "")]))
+    with serving(str(config), "--model", str(model), *SMALL, environment={"PYTHONPATH": path}) as serve:
         serve.target = serve.wait_ready()["target"]  # type: ignore[attr-defined]
         yield serve
 
@@ -111,14 +114,19 @@ def test_a_stopped_controller_is_killed_and_restarted(serve: ServeProcess, targe
     }
 
 
-def test_a_stopped_worker_is_killed_and_replaced(target: str) -> None:
-    stopped = until_whole(target)["w2"]
-    process = psutil.Process(stopped["pid"])
-    process.suspend()
-    ask(target)
-    healed = until_whole(target, not_among=frozenset({stopped["incarnation"]}))
-    assert healed["w2"]["pid"] != stopped["pid"]
-    process.wait(30)
+def test_c54_a_stopped_worker_is_killed_a_hung_one_ends_itself_and_both_are_replaced(
+    serve: ServeProcess, target: str
+) -> None:
+    before = until_whole(target)
+    tokens, hung, stopped = ask(target), before["w0"], before["w2"]
+    processes = [psutil.Process(worker["pid"]) for worker in (hung, stopped)]
+    processes[1].suspend()
+    os.kill(hung["pid"], signal.SIGUSR2)
+    assert ask(target) == tokens, "w0 gets it, and hangs in its first step"
+    healed = until_whole(target, not_among=frozenset({hung["incarnation"], stopped["incarnation"]}))
+    assert all(healed[name]["pid"] != before[name]["pid"] for name in ("w0", "w2"))
+    psutil.wait_procs(processes, 30)
+    serve.wait_for_text("its engine has made no progress for ")  # by its heartbeat, or from the controller
 
 
 def test_a_rollout_restarts_all_without_a_failed_request(target: str) -> None:

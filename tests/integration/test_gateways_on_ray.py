@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gateway import GatewayClient
 from gateway.client import GatewayError
 from tests.factories.foreign_ray import RAY_ENVIRONMENT
 from tests.factories.models import make_model_dir
-from tests.factories.serving import joining, serving
+from tests.factories.serving import ServeProcess, joining, serving
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +43,12 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
     # The first gateway starts before the fleet does, and knows only the fleet's address.
     with joining(*fleet, environment=RAY_ENVIRONMENT) as early:
         early.wait_for_text("there is no fleet named 'blue' (cluster.name) on this Ray cluster yet")
-        with serving(str(config), *fleet, environment=RAY_ENVIRONMENT) as owner:
-            pids = {worker["pid"] for worker in owner.wait_ready()["workers"]}
+        with (
+            serving(str(config), *fleet, environment=RAY_ENVIRONMENT) as one,
+            serving(str(config), *fleet, environment=RAY_ENVIRONMENT) as other,
+        ):
+            owner, ready = the_one_that_serves(one, other)
+            pids = {worker["pid"] for worker in ready["workers"]}
             ready = early.wait_ready()
             # It opened as soon as it could serve, which takes no prefill worker.
             assert {worker["pid"] for worker in ready["workers"]} <= pids
@@ -63,6 +68,18 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
             assert all(psutil.pid_exists(pid) for pid in pids)
             heir.interrupt()
             assert heir.wait_gone() == 0
+
+
+def the_one_that_serves(one: ServeProcess, other: ServeProcess) -> tuple[ServeProcess, dict[str, Any]]:
+    """Of two commands that start a fleet of one name at once; the other one has ended."""
+    with ThreadPoolExecutor(2) as readers:
+        lines = list(readers.map(lambda serve: serve.process.stdout.readline(), (one, other)))
+    assert sorted(map(bool, lines)) == [False, True], one.stderr + other.stderr
+    owner, loser = (one, other) if lines[0] else (other, one)
+    assert loser.wait_gone() == 1
+    assert "a fleet named 'blue' is in use by another `baton serve`" in loser.stderr
+    assert "died" not in owner.stderr, "the loser has ended none of its workers"
+    return owner, json.loads(lines[0] or lines[1])
 
 
 async def kill_one_under_load(doomed_pid: int, target: str, doomed_target: str) -> None:

@@ -1,6 +1,7 @@
 """A worker's ranks as real processes in real collectives; their devices and connectors do as a test says."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,20 +16,24 @@ from typing import Any
 import psutil
 import pytest
 
+from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
+from baton.system.progress import Progress
+from baton.system.progress_watch import ProgressWatch
 from engine.ranks.exit_codes import EXIT_ALONE
 from engine.ranks.group import STOP_TIMEOUT_S
 from engine.ranks.messages import Loaded
 from engine.ranks.processes import RankProcesses
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.commands import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
-from tests.factories.engine import RunningLoop, make_core
+from tests.factories.engine import RunningLoop, make_core, make_engine_request
 from tests.factories.fake_rank import (
     DELAY_S,
     DIGEST,
     FAKE_RANK,
+    HANG_S,
     NUM_BLOCKS,
     Diary,
     DiaryConnector,
@@ -208,6 +213,32 @@ def test_a_rank_whose_connector_fails_ends_the_worker(
             ranks.connector.start_load_kv(loads)  # rank 0's own comes first
         ranks.connector._ranks[1].start_load_kv(loads)  # type: ignore[attr-defined]
         assert ranks.fails() == f"rank 1 failed: {message}"
+
+
+def test_c54_a_rank_whose_transfer_thread_hangs_ends_the_worker(tmp_path: Path) -> None:
+    with running(tmp_path) as ranks:
+        ranks.compute(1)
+        ranks.connector.start_load_kv(KVConnectorMetadata((), (LoadBlocks("stuck", 0, (1,)),), ()))
+        reason = r"rank 1 failed: its KV transfer has made no progress for 1\.\d s; its limit is 1\.0 s"
+        assert re.fullmatch(reason, ranks.fails())
+
+
+def test_c54_a_rank_that_hangs_in_a_step_is_a_step_of_the_worker_that_does_not_end(tmp_path: Path) -> None:
+    """As a real worker's watch sees it, which then ends the process."""
+    with running(tmp_path) as ranks:
+        progress, is_hung = Progress("its engine", SystemClock(), HANG_S), threading.Event()
+        core = make_core(connector=ranks.connector, pipeline=ranks.pipeline, progress=progress)
+        watch = ProgressWatch((progress,), SystemClock(), is_hung.set, end=lambda: None, last_words_s=0.0)
+        running_loop = RunningLoop(core)
+        running_loop.loop.start()
+        watch.start()
+        running_loop.loop.submit("gateway", make_engine_request("stall-1"))
+        assert is_hung.wait(SOON_S)
+        assert str(watch.hang).startswith("its engine has made no progress for 1.")
+        (pid,) = rank_pids(os.getpid())
+        os.kill(pid, signal.SIGKILL)
+        running_loop.loop.join(SOON_S)
+        watch.stop()
 
 
 @pytest.mark.parametrize(

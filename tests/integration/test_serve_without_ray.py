@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from baton.worker import WorkerRole
 from gateway import GatewayClient
 from tests.factories.models import make_model_dir
-from tests.factories.serving import ServeProcess, serving
+from tests.factories.serving import ServeProcess, listening_addresses, serving
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +74,12 @@ def test_workers_are_replaced_take_orders_and_leave_nothing(tmp_path: Path) -> N
     config.write_text(CONFIG)
     with serving(str(config), "--model", str(tmp_path / "tiny")) as serve:
         asyncio.run(exercise(serve))
+        host, port = min(listening_addresses([psutil.Process(serve.process.pid)]))
+        with serving(str(config), "--model", str(tmp_path / "tiny"), "--grpc-port", str(port)) as second:
+            assert second.wait_gone() == 2
+            assert f"gateway.grpc_port: {host}:{port} is in use, as by another `baton serve`" in second.stderr
+            assert "workers" not in second.stderr, "none was started"
+        assert serve.process.poll() is None
         serve.interrupt()  # as a terminal does, to the whole group; workers are in sessions of their own
         assert serve.wait_gone() == 0
         assert "ray" not in serve.stderr.lower()

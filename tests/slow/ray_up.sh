@@ -82,6 +82,8 @@ inside() {
 
     say "ray get-auth-token --generate"
     "${ray[@]}" get-auth-token --generate >/dev/null
+    say "a cluster secret"
+    (umask 077; mkdir -p ~/.config/baton; openssl rand -hex 32 > ~/.config/baton/cluster.secret)
     say "ray up"
     RAY_UP_enable_autoscaler_v2=0 timeout 300 "${ray[@]}" up -y --no-config-cache \
         "$WORK/cluster.yaml" >"$WORK/up.log" 2>&1 || fail "ray up: $(tail -40 "$WORK/up.log")"

@@ -16,7 +16,7 @@ MISSING = 77
 @pytest.mark.by_hand
 def test_from_nothing_to_an_answered_request_and_ray_down() -> None:
     environment = {**os.environ, "PYTHON": sys.executable}
-    # Of this test's own cluster, whose head makes one.
+    # The script makes one, of its own cluster.
     environment.pop("BATON_CLUSTER_SECRET", None)
     done = subprocess.run([str(SCRIPT)], capture_output=True, text=True, timeout=1300, env=environment)
     if done.returncode == MISSING:

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from baton.config import ModelConfig
 from baton.errors import InvalidRequest
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from engine.grammars.compiler import MAX_GRAMMARS, GrammarCompiler, Matcher
-from engine.grammars.library import GrammarLibrary
+from engine.grammars import compiler as module
+from engine.grammars.compiler import GrammarCompiler, Matcher
+from engine.grammars.library import Compiled, GrammarLibrary
 from engine.kv_cache import KVPool
 from engine.loading.loader import load_model
 from engine.pipeline import make_pipeline
@@ -112,17 +114,32 @@ def test_without_an_end_or_a_tokenizer_there_is_no_structured_output(folder: Pat
         compiler.compiler.close()
 
 
-def test_only_so_many_unused_grammars_are_kept_and_those_in_use_besides(compiler: Compiler) -> None:
-    outputs = [StructuredOutput(GrammarKind.REGEX, f"no{number}") for number in range(MAX_GRAMMARS + 3)]
-    for output in outputs:
+def test_unused_grammars_are_kept_up_to_so_many_bytes_and_those_in_use_besides(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_it = GrammarLibrary.compile
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 300)
+    monkeypatch.setattr(GrammarLibrary, "compile", lambda *args: Compiled(compile_it(*args).matcher, 100))
+    outputs = [StructuredOutput(GrammarKind.REGEX, f"no{number}") for number in range(6)]
+    for number, output in enumerate(outputs):
+        assert compiler.compiler.is_full == (number > 3)
         assert compiler.error_of(output) is None
-    assert compiler.compiler.is_full
     compiler.compiler.evict(in_use={outputs[0], outputs[-1]})
     assert compiler.compiler.matcher(outputs[0]) is not None
     assert compiler.compiler.matcher(outputs[1]) is None, "the device's thread never compiles"
     assert compiler.compiler.matcher(outputs[2]) is not None
+    assert not compiler.compiler.is_full, "requests are not looked at again before another one is compiled"
     assert compiler.error_of(outputs[1]) is None
     assert compiler.compiler.matcher(outputs[1]) is not None
+
+
+def test_the_size_of_a_compiled_grammar_is_that_of_its_memory(folder: Path) -> None:
+    """It grows with the square of this text's length; an estimate by characters would be far off."""
+    library = GrammarLibrary(folder / "tokenizer.json", make_tokenizer().get_vocab_size(), (EOS_TOKEN_ID,))
+    sizes = [library.compile(regex("a?" * count)).num_bytes / 2**20 for count in (1_000, 2_000, 4_000)]
+    assert 1.0 < sizes[0] < 5.0
+    assert all(3.0 < larger / smaller < 6.0 for smaller, larger in pairwise(sizes)), sizes
+    assert library.compile(YES_OR_NO).num_bytes < 2**20
 
 
 class PanicError(BaseException):
@@ -183,10 +200,27 @@ class SlowCompiler(GrammarCompiler):
     def _compile(self, output: StructuredOutput) -> None:
         assert self.may_compile.wait(20)
         self.compiled.append(output.source)
+        until = time.thread_time() + 0.002
+        while time.thread_time() < until:  # a cost to be charged
+            pass
 
 
 def regex(source: str) -> StructuredOutput:
     return StructuredOutput(GrammarKind.REGEX, source)
+
+
+def test_c57_slow_grammars_of_one_caller_delay_another_one_by_a_single_compilation(folder: Path) -> None:
+    compiler = SlowCompiler(folder)
+    for number in range(20):
+        compiler.compile(regex(f"slow {number}"), caller=1)
+    for source in "ab":
+        compiler.compile(regex(source), caller=2)
+    compiler.may_compile.set()
+    while "b" not in compiler.compiled:
+        time.sleep(0.001)
+    assert compiler.compiled[: compiler.compiled.index("b") + 1].count("slow 0") == 1
+    assert compiler.compiled.index("b") <= 3, compiler.compiled
+    compiler.close()
 
 
 def test_unneeded_grammars_are_not_compiled(folder: Path) -> None:

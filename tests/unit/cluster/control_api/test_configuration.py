@@ -22,7 +22,7 @@ def test_the_configuration_crosses_as_it_was_set_without_what_is_each_process_ow
             "logging": {"level": "debug"},
         }
     )
-    packed = pack_configuration(config, Path("/models/tiny"), derive_keys(SECRET))
+    packed = pack_configuration(config, Path("/models/tiny"), keys_digest(derive_keys(SECRET)))
     assert "secret" not in packed.sections
     crossed, path = unpack_configuration(packed)
     assert path == Path("/models/tiny")

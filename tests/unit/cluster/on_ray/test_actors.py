@@ -1,11 +1,18 @@
 """What a worker's actor makes of the configuration on its node."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
-from baton.config import BatonConfig
-from cluster.on_ray.actors import Latest, on_node
+from baton.config import BatonConfig, NetworkConfig
+from baton.errors import ConfigError
+from baton.system.curve import derive_keys
+from baton.system.secret import SECRET_VARIABLE
+from cluster.control_api.configuration import keys_digest
+from cluster.on_ray.actors import Latest, keys_of_node, on_node
+from cluster.on_ray.incarnations import Title, parse_title, remove_incarnations
+from tests.factories.security import OTHER_SECRET, SECRET
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,35 @@ def test_a_worker_that_listens_everywhere_is_reached_where_its_node_is(
     placed = on_node(config, "10.0.0.7")
     assert placed.network.advertise_host == advertised
     assert (placed.network.bind_host, placed.network.peer_timeout_s) == (config.network.bind_host, 3.0)
+
+
+def test_a_worker_takes_the_secret_of_its_node_and_refuses_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys, network = derive_keys(SECRET), NetworkConfig(secret_file=str(tmp_path / "secret"))
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
+    assert keys_of_node(network, keys_digest(keys)) == keys
+    monkeypatch.setenv(SECRET_VARIABLE, OTHER_SECRET.text)
+    with pytest.raises(
+        ConfigError, match=r"differs from that of the command that began the fleet; give this node"
+    ):
+        keys_of_node(network, keys_digest(keys))
+    monkeypatch.delenv(SECRET_VARIABLE)
+    with pytest.raises(ConfigError, match="does not exist; copy it"):
+        keys_of_node(network, keys_digest(keys))
+    assert not (tmp_path / "secret").exists(), "a worker makes none"
+    assert keys_of_node(NetworkConfig(security="none"), keys_digest(derive_keys(None))) == derive_keys(None)
+
+
+def test_a_fleet_that_ends_leaves_the_next_one_of_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, ended = ["controller", "w0/1@0a", "w0/1@0b", "w1"], list[str]()
+    assert [parse_title(name) for name in names] == [None, Title("w0", 1, "0a"), Title("w0", 1, "0b"), None]
+    monkeypatch.setattr("ray.util.list_named_actors", lambda: names)
+    monkeypatch.setattr("ray.get_actor", lambda name: name)
+    monkeypatch.setattr("ray.kill", ended.append)
+    monkeypatch.setattr("cluster.on_ray.incarnations.give_room_back", ended.append)
+    remove_incarnations(lambda title: title.fleet == "0a")
+    assert ended == ["w0/1@0a"] * 2
 
 
 def test_only_the_latest_value_is_taken_and_none_after_the_last() -> None:

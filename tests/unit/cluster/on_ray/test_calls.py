@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from baton.errors import ClusterError, FleetError
 from cluster.on_ray.calls import answer
@@ -40,6 +40,13 @@ def said(error: Exception, who: str | None) -> str:
         (
             RayError("worker process has died. Task was killed due to the node running low on memory."),
             "Ray ended its process, because its node ran out of memory",
+        ),
+        (
+            RayActorError(
+                error_msg="it died in __init__()\n  File\nbaton.errors.ConfigError: a: b\n",
+                actor_init_failed=True,
+            ),
+            "it did not start: a: b",
         ),
         (ActorUnavailableError("RpcError: timeout", None), "its process or its node cannot be reached"),
         (

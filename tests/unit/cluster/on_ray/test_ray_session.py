@@ -8,8 +8,15 @@ from typing import cast
 import pytest
 
 from baton.config import ClusterConfig
-from baton.errors import ClusterError
-from cluster.on_ray.session import _joined, _probe, _root_cause, _short_folder, prepare_environment
+from baton.errors import ClusterError, ConfigError
+from cluster.on_ray.session import (
+    _joined,
+    _probe,
+    _root_cause,
+    _short_folder,
+    check_token,
+    prepare_environment,
+)
 
 JOINED = ClusterConfig(ray_address="head:6379")
 
@@ -43,6 +50,34 @@ def test_a_joined_cluster_gets_the_token_that_is_there(tmp_path: Path) -> None:
     environment = {"RAY_AUTH_MODE": "disabled"}
     prepare_environment(JOINED, environment, tmp_path)
     assert environment["RAY_AUTH_MODE"] == "disabled"
+
+
+@pytest.mark.parametrize(
+    ("has_token", "addresses", "is_allowed", "is_refused"),
+    [
+        (False, ["127.0.0.1", "10.0.0.7"], False, True),
+        (False, ["10.0.0.7"], True, False),
+        (False, ["127.0.0.1"], False, False),
+        (True, ["10.0.0.7"], False, False),
+    ],
+)
+def test_a_ray_that_others_can_reach_asks_for_a_token_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, has_token: bool, addresses: list[str], is_allowed: bool, is_refused: bool
+) -> None:
+    nodes = [{"NodeManagerAddress": address, "Alive": True} for address in addresses]
+    nodes.append({"NodeManagerAddress": "10.0.0.9", "Alive": False})
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr(
+        "ray._private.authentication.authentication_utils.is_token_auth_enabled", lambda: has_token
+    )
+    config = ClusterConfig(ray_address="auto", allow_ray_without_token=is_allowed)
+    if is_refused:
+        with pytest.raises(
+            ConfigError, match=r"\(10\.0\.0\.7, 127\.0\.0\.1\) asks for no token.*allow_ray_without_token"
+        ):
+            check_token(config)
+    else:
+        check_token(config)
 
 
 def test_an_address_without_a_listener_fails_at_once() -> None:

@@ -155,9 +155,10 @@ def test_the_cloud_image_has_the_ray_of_the_lock() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_token_and_the_code_get_to_every_node(name: str) -> None:
+def test_token_secret_and_code_get_to_every_node(name: str) -> None:
     config = template(name)
-    assert config["file_mounts"] == {"~/baton": ".", "~/.ray/auth_token": "~/.ray/auth_token"}
+    files = ("~/.ray/auth_token", "~/.config/baton/cluster.secret")
+    assert config["file_mounts"] == {"~/baton": ".", **{file: file for file in files}}
     assert any("RAY_AUTH_MODE=token" in command for command in config["setup_commands"])
     commands = [
         *config["setup_commands"],

@@ -252,7 +252,7 @@ def test_two_clients_with_the_same_new_text_cost_one_compilation() -> None:
 
 
 def test_the_latest_verdicts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_VERDICTS", 2)
+    monkeypatch.setattr(module, "MAX_VERDICT_BYTES", 2 * module.VERDICT_OVERHEAD_BYTES)
 
     async def scene(world: World) -> None:
         for source in ("a", "b", "a", "c", "a", "b"):

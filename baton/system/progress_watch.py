@@ -1,4 +1,7 @@
-"""ProgressWatch: the thread that notices a worker's thread which stands still, reports it and ends the process."""
+"""ProgressWatch: the thread that notices a worker's thread which stands still, reports it and ends the process.
+
+Each process of a worker has one: rank 0 for all of its threads, another rank for the one that moves its KV blocks.
+"""
 
 import faulthandler
 import logging
@@ -65,7 +68,7 @@ class ProgressWatch:
     def _report(self, hang: str) -> None:
         self.hang = hang
         self._on_hang()
-        logger.critical("%s; this worker ends itself. Where its threads are follows on stderr", hang)
+        logger.critical("%s; this process ends itself. Where its threads are follows on stderr", hang)
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         if not self._is_stopping.wait(self._last_words_s):
             self._end()

@@ -6,7 +6,7 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.system.progress import Progress
-from worker.progress_watch import ProgressWatch
+from baton.system.progress_watch import ProgressWatch
 
 LIMIT_S = 0.2
 

@@ -1,0 +1,68 @@
+"""FairTurns: what waits for a server, in the order to serve it; pure, and knows no clock.
+
+Callers share the server by what their entries cost: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) with
+equal weights, as in gateway/requests/fair_queue.py, for costs that may be known only afterwards. A caller's own entries
+come in turn. So a costly entry delays its own caller alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+C = TypeVar("C", bound=Hashable)
+T = TypeVar("T", bound=Hashable)
+
+
+class FairTurns(Generic[C, T]):
+    """Entries are taken one at a time, and charged to their callers when their cost is known."""
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[C, dict[T, int]] = defaultdict(dict)
+        """By caller, in order of arrival, with a number that grows with each entry."""
+        self._num_entries = 0
+        self._spent: defaultdict[C, float] = defaultdict(float)
+        self._now = 0.0
+        """What the caller served last had spent before. A new caller begins there: idle callers save nothing up."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, caller: C, entry: T) -> None:
+        """An entry of this caller that waits already keeps its place."""
+        if caller not in self._waiting:
+            self._spent[caller] = max(self._spent[caller], self._now)
+        self._num_entries += 1
+        self._waiting[caller].setdefault(entry, self._num_entries)
+
+    def discard(self, caller: C, entry: T) -> None:
+        """Removes an entry, unless it was taken already."""
+        own = self._waiting.get(caller, {})
+        own.pop(entry, None)
+        if not own:
+            self._waiting.pop(caller, None)
+
+    def take(self, may: Callable[[C], bool] = lambda _: True) -> tuple[C, T] | None:
+        """The next entry, with its caller, of those that may have a turn. None if there is none; if none waits at all,
+        all callers are even again."""
+        if not self._waiting:
+            self._spent.clear()
+            self._now = 0.0
+        firsts = [(caller, *next(iter(own.items()))) for caller, own in self._waiting.items() if may(caller)]
+        if not firsts:
+            return None
+        caller, entry, _ = min(firsts, key=lambda first: (self._spent[first[0]], first[2]))
+        self._now = max(self._now, self._spent[caller])
+        self.discard(caller, entry)
+        return caller, entry
+
+    def charge(self, caller: C, cost: float) -> None:
+        """Adds the cost of an entry of this caller."""
+        self._spent[caller] += cost
+
+    def last_of_largest(self) -> tuple[C, T] | None:
+        """The latest entry of the caller with the most entries; among equals, the latest of all."""
+        if not self._waiting:
+            return None
+        lasts = [(caller, len(own), *next(reversed(own.items()))) for caller, own in self._waiting.items()]
+        caller, _, entry, _ = max(lasts, key=lambda last: (last[1], last[3]))
+        return caller, entry

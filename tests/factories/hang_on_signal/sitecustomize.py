@@ -1,0 +1,18 @@
+"""On PYTHONPATH, makes every Python process hang on SIGUSR2: from then on no step of a worker's engine ends.
+
+For workers that a test does not start itself, as Ray's. All other threads go on, heartbeats included.
+"""
+
+import signal
+import threading
+
+
+def wait_for_signal() -> None:
+    signal.sigwait({signal.SIGUSR2})
+    from tests.factories.warm_worker import hang
+
+    hang()
+
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})  # in all threads, since they inherit it
+threading.Thread(target=wait_for_signal, name="hang on signal", daemon=True).start()
