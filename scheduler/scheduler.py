@@ -241,6 +241,7 @@ class Scheduler:
             + self._remote.num_received
             + len(self._preemption.given_back),
             waiting_for_remote_kvs=self._remote.num_loading,
+            slots=self._config.max_num_seqs,
         )
 
     def waiting_load(self) -> WaitingLoad:

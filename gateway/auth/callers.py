@@ -28,6 +28,8 @@ class Caller:
     may_generate: bool = True
     requests_per_minute: int | None = None
     """Limit at this gateway; None: no limit of its own."""
+    tokens_per_minute: int | None = None
+    """Limit at this gateway; None: no limit of its own."""
     max_concurrent: int | None = None
     """Limit at this gateway; None: no limit of its own."""
     best_priority: int | None = None

@@ -23,7 +23,8 @@ class Cause(Enum):
     FAILED = "failed"
     """A healthy worker reported a failure."""
     GIVEN_BACK = "given_back"
-    """A healthy worker gave the request back: it drains, changes its role, or has no blocks left."""
+    """A healthy worker gave the request back: it drains, changes its role, or has no blocks left. Or the gateway took
+    it back, since its caller held more than its share."""
     REFUSED = "refused"
     """A healthy worker did not start the request, since it is full."""
 
