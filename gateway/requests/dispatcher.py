@@ -205,6 +205,7 @@ class Dispatcher:
             num_tokens=state.num_tokens,
             priority=request.priority,
             is_resumed=state.num_attempts > 0,
+            gave_way=state.gave_way,
             needs=state.retry.needs,
             begin_by=None if state.deadline is None else state.deadline - least_prefill_s,
             deadline=state.deadline,

@@ -5,7 +5,7 @@ prompts. Room is what a caller holds and what is free, together:
 
     takes        a caller may hold at most 7/8 of its room
     gives back   if it holds more than 15/16 of it, its youngest requests return to the queue, and its oldest stays
-    prompts      one prompt may wait at a worker behind MAX_PROMPTS_S of other prompts of its caller
+    prompts      one may wait at a worker behind MAX_PROMPTS_S of others; further ones wait in the fair queue
 
 So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) stays free for the next one (dynamic
 thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). A caller that
@@ -23,7 +23,7 @@ from gateway.routing.router import Router
 
 SHARE = 7 / 8
 GIVE_BACK_FROM = 15 / 16
-MAX_PROMPTS_S = 0.1
+MAX_PROMPTS_S = 0.05
 
 PRESENT_S = 60.0
 """A caller counts as there for so long after its last request."""
@@ -117,8 +117,9 @@ class CallerShares:
         if not self._is_shared(now):
             return None
         caller, worker = self._callers[state.request.caller.name], placement.prefill or placement.decode
-        if self._prompts_s(_in_prefill(caller, worker), worker) > MAX_PROMPTS_S:
-            return OverShare(f"prompts of '{caller.name}' wait at {worker}, and those of others may follow")
+        waiting = [each for caller in self._callers.values() for each in _in_prefill(caller, worker)]
+        if self._prompts_s(waiting, worker) > MAX_PROMPTS_S:
+            return NoRoom(f"other prompts wait at {worker}")
         slots, blocks = self._slots(caller, placement.decode), self._blocks(caller, placement.decode)
         return _refusal(caller, 1, slots) or _refusal(caller, placement.num_decode_blocks, blocks)
 
@@ -136,10 +137,12 @@ class CallerShares:
             for holding_of in (self._slots, self._blocks):
                 largest = max((holding_of(caller, worker) for caller in callers), key=_held)
                 back |= dict.fromkeys(largest.to_give_back(), worker)
-            for caller in callers:
-                back |= dict.fromkeys(self._late_prompts(caller, worker), worker)
+            back |= dict.fromkeys(self._late_prompts(worker), worker)
         why = "its caller held more than its share, and others are there"
-        return [(state, AttemptFailure(worker, Cause.GIVEN_BACK, why)) for state, worker in back.items()]
+        return [
+            (state, AttemptFailure(worker, Cause.GIVEN_BACK, why, gives_way=True))
+            for state, worker in back.items()
+        ]
 
     def _is_shared(self, now: float) -> bool:
         if len(self._callers) > 1:
@@ -168,14 +171,15 @@ class CallerShares:
         held = min(sum(map(size, here)), used)  # requests may share blocks
         return _Holding(f"blocks of {decode}", here, size, held, worker.room)
 
-    def _late_prompts(self, caller: _Caller, worker: str) -> Iterator[RequestState]:
-        """Those that wait far too long for others of their caller, as they may from the time when it was alone."""
-        before = list[RequestState]()
-        for state in _in_prefill(caller, worker):
-            if self._prompts_s(before, worker) > 2 * MAX_PROMPTS_S:
-                yield state
-            else:
-                before.append(state)
+    def _late_prompts(self, worker: str) -> Iterator[RequestState]:
+        """Far too many wait, as from the time when a caller was alone: the one with most gives back its youngest."""
+        waiting = [_in_prefill(caller, worker) for caller in self._callers.values()]
+        total_s = sum(self._prompts_s(mine, worker) for mine in waiting)
+        for state in reversed(max(waiting, key=lambda mine: self._prompts_s(mine, worker))[1:]):
+            if total_s <= 2 * MAX_PROMPTS_S:
+                return
+            total_s -= self._prompts_s([state], worker)
+            yield state
 
     def _prompts_s(self, states: Iterable[RequestState], worker: str) -> float:
         return self._router.prompt_s(
