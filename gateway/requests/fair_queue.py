@@ -13,7 +13,7 @@ are even again.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, TypeVar
@@ -122,13 +122,16 @@ class _Level(Generic[T]):
             name: flow for name, flow in self.flows.items() if flow.entries or flow.begins_at > self.now
         }
 
-    def in_order(self) -> Iterator[QueueEntry[T]]:
-        yield from self.resumed.entries
+    def in_order(self, skipped: Container[str]) -> Iterator[QueueEntry[T]]:
+        yield from (entry for entry in self.resumed.entries if entry.caller not in skipped)
         rests = [(flow.begins_at, iter(flow.entries)) for flow in self.flows.values() if flow.entries]
         heap = [(begins_at, (first := next(rest)).number, first, rest) for begins_at, rest in rests]
         heapify(heap)
         while heap:
             begins_at, _, entry, rest = heap[0]
+            if entry.caller in skipped:
+                heappop(heap)
+                continue
             yield entry
             following = next(rest, None)
             if following is None:
@@ -160,8 +163,12 @@ class FairQueue(Generic[T]):
         return entry in level.flow_of(entry).entries
 
     def __iter__(self) -> Iterator[QueueEntry[T]]:
+        return self.without(())
+
+    def without(self, skipped: Container[str]) -> Iterator[QueueEntry[T]]:
+        """Entries in order; none of these callers, of which there may be more while this goes on."""
         for priority in sorted(self._levels):
-            yield from self._levels[priority].in_order()
+            yield from self._levels[priority].in_order(skipped)
 
     def add(self, entry: QueueEntry[T]) -> None:
         self._levels.setdefault(entry.priority, _Level()).add(entry)

@@ -56,9 +56,10 @@ class RequestQueue(Generic[T]):
         self._queue = FairQueue[T]()
         self._rate = QueueRate()
         self._num_joined = 0
-        self._is_any_skipped = False
-        """Whether the latest sweep found requests that do not move and block no others: no worker can take them, or
-        their callers hold their shares."""
+        self._is_any_hopeless = False
+        """Whether the latest sweep found requests that no worker can take. They neither move nor block others."""
+        self._over_share: set[str] = set()
+        """Callers that held their shares at the latest sweep. Their requests neither move nor block others."""
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
         self._looked_at = 0.0
@@ -135,10 +136,10 @@ class RequestQueue(Generic[T]):
     def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
         """Entries that found no place within their patience. They stay in the queue until they `leave`.
 
-        A request that ran already waits on while its caller holds its share: it waits for the caller's other ones.
+        A request whose caller holds its share waits on: not for workers, but for the caller's other requests.
         """
         over = list(self._expired(self._patience_ends, self._running(now)))
-        resting = [each for each in over if each.is_resumed and isinstance(each.reason, OverShare)]
+        resting = [entry for entry in over if entry.caller in self._over_share]
         for entry in resting:
             self._watch_patience(entry, max(entry.patience_s, MIN_REST_S), now)
         return [entry for entry in over if entry not in resting]
@@ -159,11 +160,10 @@ class RequestQueue(Generic[T]):
         held_up: list[QueueEntry[T]] = []
         hopeless: dict[object, RequestError] = {}
         """Needs that no worker meets at present, with the reason."""
-        over_share: dict[str, RequestError] = {}
-        """Callers that hold their shares."""
-        for entry in self._queue:
+        self._over_share.clear()
+        for entry in self._queue.without(self._over_share):
             needs = entry.needs()
-            if (reason := over_share.get(entry.caller) or hopeless.get(needs)) is not None:
+            if (reason := hopeless.get(needs)) is not None:
                 entry.reason = reason
                 continue
             entry.reason = self._place(entry)
@@ -172,27 +172,28 @@ class RequestQueue(Generic[T]):
                 for passed in held_up:
                     passed.num_passed += 1
             elif isinstance(entry.reason, OverShare):
-                over_share[entry.caller] = entry.reason
-                self._is_any_skipped = True
+                self._over_share.add(entry.caller)
             elif not isinstance(entry.reason, NoRoom):
                 hopeless[needs] = entry.reason
-                self._is_any_skipped = True
+                self._is_any_hopeless = True
             else:
                 held_up.append(entry)
                 if len(held_up) == LOOK_AHEAD or entry.num_passed >= MAX_PASSED:
                     return
-        self._is_any_skipped = bool(hopeless or over_share)
+        self._is_any_hopeless = bool(hopeless)
 
     def _is_in_sight(self, entry: QueueEntry[T]) -> bool:
         """Whether a sweep could reach this entry: few enough entries before it lack room."""
-        before = takewhile(lambda other: other is not entry, self._queue)
-        held_up = (other for other in before if other.reason is None or _holds_up(other.reason))
+        if entry.caller in self._over_share:
+            return False
+        before = takewhile(lambda other: other is not entry, self._queue.without(self._over_share))
+        held_up = (other for other in before if other.reason is None or isinstance(other.reason, NoRoom))
         return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
 
     def _too_late(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
         """Refuses a request that would start too late even if the queue moved much faster than lately and no other
         request overtook it."""
-        if entry.begin_by is None or self._is_any_skipped:
+        if entry.begin_by is None or self._is_any_hopeless or self._over_share:
             return None
         left_s = max(0.0, entry.begin_by - now)
         wait_s = self._rate.least_wait_s(self._queue.num_tokens_before(entry))
@@ -254,11 +255,6 @@ class RequestQueue(Generic[T]):
 
     def _advance(self, now: float) -> None:
         self._rate.advance(now, is_queue=len(self._queue) > 0)
-
-
-def _holds_up(reason: RequestError) -> bool:
-    """Whether a request with this reason waits for room that later ones could take."""
-    return isinstance(reason, NoRoom) and not isinstance(reason, OverShare)
 
 
 MEMORY_S = 30.0

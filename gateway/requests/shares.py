@@ -130,19 +130,14 @@ class CallerShares:
         """
         if not self._is_shared(now):
             return []
-        callers, back = self._callers.values(), dict[RequestState, str]()
-        for state in max(map(self._places, callers), key=_held).to_give_back():
-            back[state] = state.attempt.placement.decode
+        callers, back = self._callers.values(), dict[RequestState, None]()
+        back |= dict.fromkeys(max(map(self._places, callers), key=_held).to_give_back())
         for worker in workers:
             for holding_of in (self._slots, self._blocks):
                 largest = max((holding_of(caller, worker) for caller in callers), key=_held)
-                back |= dict.fromkeys(largest.to_give_back(), worker)
-            back |= dict.fromkeys(self._late_prompts(worker), worker)
-        why = "its caller held more than its share, and others are there"
-        return [
-            (state, AttemptFailure(worker, Cause.GIVEN_BACK, why, gives_way=True))
-            for state, worker in back.items()
-        ]
+                back |= dict.fromkeys(largest.to_give_back())
+            back |= dict.fromkeys(self._late_prompts(worker))
+        return [(state, _gives_way(state)) for state in back]
 
     def _is_shared(self, now: float) -> bool:
         if len(self._callers) > 1:
@@ -191,6 +186,11 @@ def _refusal(caller: _Caller, number: int, holding: _Holding) -> OverShare | Non
     if holding.may_take(number):
         return None
     return OverShare(f"'{caller.name}' holds {holding.held} {holding.what}, and others may need the rest")
+
+
+def _gives_way(state: RequestState) -> AttemptFailure:
+    why = "its caller held more than its share, and others are there"
+    return AttemptFailure(state.attempt.placement.decode, Cause.GIVEN_BACK, why, gives_way=True)
 
 
 def _held(holding: _Holding) -> int:
