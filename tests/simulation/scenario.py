@@ -174,13 +174,17 @@ def _greedy(rng: random.Random, seed: int) -> Scenario:
         )
         for number in range(60)
     ]
-    for number in range(4):
-        come = {
-            "request_id": f"n{number}",
-            "arrives_at": 0.4 + 0.2 * number,
-            "caller": f"{NEWCOMER} {number % 2}",
-        }
-        requests.append(replace(plain, prompt=random_prompt(rng, [()], 8, 12), max_tokens=4, **come))
+    requests += [
+        replace(
+            plain,
+            request_id=f"n{number}",
+            prompt=random_prompt(rng, [()], 8, 12),
+            max_tokens=4,
+            arrives_at=0.4 + 0.2 * number,
+            caller=f"{NEWCOMER} {number % 2}",
+        )
+        for number in range(4)
+    ]
     transfer = KVTransferConfig(lease_s=2.0, peer_timeout_s=1.0, load_timeout_s=60.0)
     quiet = NetworkFaults(), ReadFaults()
     return Scenario(seed, transfer, "fail", tuple(workers), tuple(requests), (), *quiet, 1.0, is_greedy=True)
