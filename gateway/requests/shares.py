@@ -12,7 +12,6 @@ thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory
 holds nothing may take all that is free, and one that is alone may hold everything.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -42,7 +41,7 @@ class _Caller:
     seen_at: float
     placed: dict[RequestState, None] = field(default_factory=dict)
     """The oldest first."""
-    placed_at: dict[str, dict[RequestState, None]] = field(default_factory=lambda: defaultdict(dict))
+    placed_at: dict[str, dict[RequestState, None]] = field(default_factory=dict)
     """The same for each worker of their latest attempts."""
 
 
@@ -86,7 +85,7 @@ class CallerShares:
         self._num_placed += 1
         caller.placed[state] = None
         for worker in state.attempt.workers:
-            caller.placed_at[worker][state] = None
+            caller.placed_at.setdefault(worker, {})[state] = None
 
     def ended(self, state: RequestState, now: float) -> None:
         """The request's latest attempt has ended."""
@@ -96,6 +95,8 @@ class CallerShares:
         del caller.placed[state]
         for worker in state.attempt.workers:
             del caller.placed_at[worker][state]
+            if not caller.placed_at[worker]:
+                del caller.placed_at[worker]
 
     def arrived(self, name: str, now: float) -> bool:
         """A caller has a request. True if it had none of late, and others have."""
@@ -198,14 +199,14 @@ def _held(holding: _Holding) -> int:
 
 
 def _decoding(caller: _Caller, worker: str) -> list[RequestState]:
-    return [state for state in caller.placed_at[worker] if state.attempt.placement.decode == worker]
+    return [state for state in caller.placed_at.get(worker, ()) if state.attempt.placement.decode == worker]
 
 
 def _in_prefill(caller: _Caller, worker: str) -> list[RequestState]:
     """Requests whose prompts this worker has yet to compute, or computes."""
     return [
         state
-        for state in caller.placed_at[worker]
+        for state in caller.placed_at.get(worker, ())
         if (state.attempt.placement.prefill or worker) == worker
         and state.num_output_tokens == state.attempt.num_tokens_before
     ]

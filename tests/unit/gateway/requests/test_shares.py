@@ -187,3 +187,7 @@ def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test.now += PRESENT_S + 1.0
     under_test.report()
     assert under_test.held("a") == 16
+    under_test.end(*(f"a{number}" for number in range(1, 21)))
+    (caller,) = under_test.dispatcher._shares._callers.values()
+    assert not caller.placed, "nothing is kept of requests that ended"
+    assert not caller.placed_at, "nor of their workers"
