@@ -121,6 +121,8 @@ class RequestCounts:
     running: int
     waiting: int
     waiting_for_remote_kvs: int
+    slots: int = 0
+    """How many can run at once; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,7 @@ class Preprocessor:
                 request,
                 request_id=f"{request.request_id}-{index}",
                 call_id=request.call_id or request.request_id,
+                repeats_prompt=True,
                 sampling_params=replace(params, seed=_derived(params.seed, index)),
                 text=self._text(params, keep_special_tokens, request.prompt_token_ids),
             )

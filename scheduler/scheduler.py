@@ -235,12 +235,12 @@ class Scheduler:
         return replace(self._kv.counts(), host_total=self._swap.num_total, host_used=self._swap.num_held)
 
     def request_counts(self) -> RequestCounts:
+        num_on_their_way = self._remote.num_received + len(self._preemption.given_back)
         return RequestCounts(
             running=len(self._running.requests),
-            waiting=self._admission.num_waiting
-            + self._remote.num_received
-            + len(self._preemption.given_back),
+            waiting=self._admission.num_waiting + num_on_their_way,
             waiting_for_remote_kvs=self._remote.num_loading,
+            slots=self._config.max_num_seqs,
         )
 
     def waiting_load(self) -> WaitingLoad:

@@ -60,6 +60,8 @@ class RequestSpec:
     leaves_after_s: float | None
     cache_salt: str | None
     priority: int
+    caller: str = ""
+    """Empty: one of three, by the id."""
 
 
 class End(Enum):
@@ -158,7 +160,7 @@ class SimGateway:
             cache_salt=spec.cache_salt,
             mode=spec.mode,
             timeout_s=spec.timeout_s,
-            caller=Caller(str(crc32(spec.request_id.encode()) % 3), may_administer=True),
+            caller=Caller(spec.caller or str(crc32(spec.request_id.encode()) % 3), may_administer=True),
         )
         self.clients[spec.request_id] = self._clients[request] = Client(
             spec, request, answer(spec.prompt, spec.max_tokens, self._max_model_len)

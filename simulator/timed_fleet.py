@@ -15,8 +15,10 @@ from baton.messages.request_plane import KVEvents
 from baton.request import EngineRequest, FinishReason, StageTimes
 from baton.sampling import SamplingParams
 from baton.worker import WorkerRole
+from gateway.auth.callers import Caller
 from gateway.requests.dispatcher import Dispatcher
 from gateway.requests.events import (
+    AbortAt,
     Deliver,
     Effect,
     Record,
@@ -48,6 +50,9 @@ class Result:
     """What clients saw, and what the caches did."""
 
     ttft_s: list[float] = field(default_factory=list)
+    ttft_s_of: dict[str, list[float]] = field(default_factory=dict)
+    """By caller."""
+    itl_s_of: dict[str, list[float]] = field(default_factory=dict)
     itl_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
@@ -96,7 +101,7 @@ class _HandOver:
 
 
 class TimedFleet:
-    """`run` plays sessions to their end."""
+    """`run` plays sessions to their end, or to a time."""
 
     def __init__(
         self, config: GatewayConfig, num_prefill: int, num_decode: int, num_blocks: tuple[int, int], seed: int
@@ -123,13 +128,13 @@ class TimedFleet:
             size = num_blocks[role is WorkerRole.DECODE]
             self._workers[f"w{number}"] = TimedWorker(f"w{number}", role, size, KEY, self._start_load)
 
-    def run(self, sessions: list[Session]) -> Result:
+    def run(self, sessions: list[Session], until_s: float = PATIENCE_S) -> Result:
         self._num_open = len(sessions)
         for session in sessions:
             self._world.at(session.arrival_s, partial(self._arrive, session, 0, session.system))
         for worker in self._workers.values():
             self._send_heartbeat(worker)
-        self._world.run(until=PATIENCE_S, is_done=lambda: self._num_open == 0)
+        self._world.run(until=until_s, is_done=lambda: self._num_open == 0)
         for worker in self._workers.values():
             self.result.num_preemptions += worker.scheduler.counters().get("preemptions", 0)
         return self.result
@@ -143,6 +148,7 @@ class TimedFleet:
             prompt_token_ids=turn.prompt,
             sampling_params=SamplingParams(max_tokens=len(turn.answer), ignore_eos=True),
             text=SilentText(),
+            caller=Caller(session.caller),
         )
         self._turns[request.request_id] = turn
         num_queued = self._dispatcher.num_queued
@@ -154,8 +160,10 @@ class TimedFleet:
         for _ in delta.token_ids:
             if turn.num_tokens == 0:
                 self.result.ttft_s.append(now - turn.arrived_at)
+                self.result.ttft_s_of.setdefault(turn.session.caller, []).append(now - turn.arrived_at)
             else:
                 self.result.itl_s.append(now - turn.last_token_at)
+                self.result.itl_s_of.setdefault(turn.session.caller, []).append(now - turn.last_token_at)
             turn.num_tokens, turn.last_token_at = turn.num_tokens + 1, now
         if delta.finish is None:
             return None
@@ -177,6 +185,8 @@ class TimedFleet:
                 return self._deliver(request, delta)
             case SubmitTo(worker, sub_request):
                 self._soon(partial(self._submit, self._workers[worker], sub_request))
+            case AbortAt(worker, engine_request_id):
+                self._soon(partial(self._abort, self._workers[worker], engine_request_id))
             case Record(record):
                 del self._turns[record.request_id]
                 self.result.num_local += record.attempts[-1].placement.prefill is None
@@ -216,6 +226,14 @@ class TimedFleet:
         worker.add(sub_request, turn.answer, self._world.now)
         self._wake(worker)
 
+    def _abort(self, worker: TimedWorker, request_id: str) -> None:
+        self._hand_overs.pop(request_id, None)
+        outputs = worker.abort(request_id)
+        if worker.role is WorkerRole.PREFILL:
+            worker.release(request_id)
+        self._send(worker, outputs)
+        self._wake(worker)
+
     def _wake(self, worker: TimedWorker) -> None:
         duration_s = worker.start_step(self._world.now)
         if duration_s is not None:
@@ -226,6 +244,8 @@ class TimedFleet:
             if output.first_position == 0 and not here.request.is_consumer:
                 self.result.num_prompt_tokens += here.request.num_prompt_tokens
                 self.result.num_hit_tokens += output.num_cached_tokens
+            if output.request_id not in self._hand_overs:
+                continue  # local, or aborted
             if output.finish_reason is FinishReason.HANDED_OVER:
                 self._on_prompt_computed(here)
             elif output.finish_reason is not None and here.request.is_consumer:
@@ -245,7 +265,8 @@ class TimedFleet:
         self._move_if_ready(request_id, hand_over)
 
     def _start_load(self, request_id: str, num_tokens: int) -> None:
-        hand_over = self._hand_overs[request_id]
+        if (hand_over := self._hand_overs.get(request_id)) is None:
+            return  # aborted
         hand_over.num_tokens, hand_over.began_at = num_tokens, max(hand_over.began_at, self._world.now)
         self._move_if_ready(request_id, hand_over)
 
@@ -260,7 +281,8 @@ class TimedFleet:
         self._world.after(rest_s, partial(self._arrived, request_id, num_tokens))
 
     def _arrived(self, request_id: str, num_tokens: int) -> None:
-        hand_over = self._hand_overs[request_id]
+        if (hand_over := self._hand_overs.get(request_id)) is None:
+            return  # aborted
         moving_s = self._world.now - hand_over.began_at
         hand_over.times = StageTimes(transfer_bytes=num_tokens * BYTES_PER_TOKEN, transfer_moving_s=moving_s)
         self.result.num_transfer_tokens += num_tokens

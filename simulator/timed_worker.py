@@ -11,6 +11,7 @@ from baton.request import EngineRequest, FinishReason, FirstToken, OnPreemption,
 from baton.step import KVConnectorOutput, ModelRunnerOutput, ReceivedKV, SchedulerOutput
 from baton.worker import WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from scheduler import Request, Scheduler
+from scheduler.request import RequestStatus
 from worker.kv_events import net
 from worker.load import LoadMeter
 
@@ -51,7 +52,7 @@ class CountingConnector:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         is_loading = request.is_consumer
-        return (request.num_prompt_tokens - num_computed_tokens, True) if is_loading else (0, False)
+        return (request.num_initial_tokens - num_computed_tokens, True) if is_loading else (0, False)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
@@ -93,6 +94,7 @@ class TimedWorker:
         self.requests: dict[str, TimedRequest] = {}
         self._meter = LoadMeter()
         self._plan: SchedulerOutput | None = None
+        self._planned_work = 0, 0
         self._began_at = 0.0
         self._num_events = 0
         self._kv_events = self.scheduler.begin_kv_events()
@@ -104,10 +106,15 @@ class TimedWorker:
             sub_request.sampling_params,
             arrival_time=now,
             kv_transfer=sub_request.kv_transfer,
+            output_token_ids=sub_request.output_token_ids,
             on_preemption=OnPreemption.RESUME,  # nothing moves to another worker here
         )
         self.requests[request.request_id] = TimedRequest(request, answer)
         self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> TimedOutputs:
+        """Ends a request, if it has not ended."""
+        return self._outputs(self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED))
 
     def start_step(self, now: float) -> float | None:
         """How long the next step takes; None if there is nothing to do."""
@@ -120,23 +127,24 @@ class TimedWorker:
             here = self.requests[request_id]
             here.began_at = now if here.began_at is None else here.began_at
         self._plan, self._began_at = plan, now
-        num_prefill, num_decodes = self._work(plan)
+        num_prefill, num_decodes = self._planned_work = self._work(plan)
         return STEP_S + PREFILL_TOKEN_S * num_prefill + DECODE_REQUEST_S * num_decodes
 
     def end_step(self, now: float) -> TimedOutputs:
         plan, self._plan = self._plan, None
         assert plan is not None
         sampled = {}
-        for request_id in plan.num_scheduled_tokens:
+        for request_id in plan.num_scheduled_tokens.keys() & self.requests:
             request = self.requests[request_id].request
             if request.num_computed_tokens == request.num_tokens:
                 sampled[request_id] = [self.requests[request_id].answer[request.num_output_tokens]]
-        self._meter.step_done(*self._work(plan), self._began_at, now)
+        self._meter.step_done(*self._planned_work, self._began_at, now)
         return self._outputs(self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled)))
 
     def receive(self, request_id: str, num_tokens: int, moving_s: float) -> TimedOutputs:
         """A prompt has arrived, with its first token."""
-        first = FirstToken(self.requests[request_id].answer[0], None)
+        here = self.requests[request_id]
+        first = FirstToken(here.answer[here.request.num_output_tokens], None)
         received = ReceivedKV(request_id, first, num_tokens * BYTES_PER_TOKEN, moving_s, moving_s)
         return self._outputs(
             self.scheduler.update_connector_output(KVConnectorOutput(finished_recving=(received,)))

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+from baton.config import ANONYMOUS
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -22,6 +24,7 @@ class Session:
     arrival_s: float
     system: tuple[int, ...]
     turns: tuple[Turn, ...]
+    caller: str = ANONYMOUS
 
 
 def conversations(seed: int, num_sessions: int, sessions_per_s: float, scale: float = 1.0) -> list[Session]:

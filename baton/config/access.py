@@ -33,10 +33,13 @@ class ApiKey(Section):
     change their roles, restart them, and see addresses; includes `observe`."""
     requests_per_minute: int | None = Field(None, ge=1)
     """Limit at each gateway. After a quiet minute, this many may come at once; further ones are refused with a retry
-    hint."""
+    hint. A request for `n` answers counts as one."""
+    tokens_per_minute: int | None = Field(None, ge=1)
+    """Limit at each gateway, of prompt tokens and of the tokens of all `n` answers. After a quiet minute, this many
+    may be used at once. A request begins if any are left, and may use more: then the next one waits until that is
+    made up for."""
     max_concurrent: int | None = Field(None, ge=1)
     """Requests at once at each gateway, waiting ones included; each of a request's `n` answers counts as one."""
-
     best_priority: int = 0
     """The best priority that its requests get; lower values go first. With 10, they come behind requests of default
     priority 0. With -5, requests may ask for -5 but no lower."""

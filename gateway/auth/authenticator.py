@@ -15,7 +15,7 @@ from baton.errors import ConfigError, KeysUnavailable, PermissionDenied, Unauthe
 from baton.system.watched import Lost, Watched
 from gateway.auth.callers import ANYBODY, Caller, Right
 from gateway.auth.key_store import KeyStore
-from gateway.auth.limits import RequestRates
+from gateway.auth.limits import CallerRates
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """In C if available: reading the file blocks the event loop, and thousands of keys take Python seconds."""
@@ -31,7 +31,7 @@ class Authenticator:
         self._clock = clock
         self._asks_for_keys = config.has_keys
         self._anonymous = _anonymous(config)
-        self._rates = RequestRates()
+        self._rates = CallerRates("requests")
         self._key_store: Watched[KeyStore] | None = None
         self._fixed = KeyStore(config.api_keys)
         if config.api_keys_file is not None:
@@ -44,7 +44,10 @@ class Authenticator:
         if right is not None and not caller.may(right):
             raise _denied(caller, right)
         if right is Right.GENERATE:
-            self._rates.count(caller, self._clock.now())
+            now = self._clock.now()
+            if error := self._rates.check(caller, now):
+                raise error
+            self._rates.count(caller, 1, now)
 
     def caller_of(self, authorizations: Sequence[str]) -> Caller:
         """The caller, by the values of its `Authorization` headers, of which there should be one; or

@@ -31,6 +31,8 @@ class Caller:
     """It showed no key to a gateway that has keys. Its connections make room for others first."""
     requests_per_minute: int | None = None
     """Limit at this gateway; None: no limit of its own."""
+    tokens_per_minute: int | None = None
+    """Limit at this gateway; None: no limit of its own."""
     max_concurrent: int | None = None
     """Limit at this gateway; None: no limit of its own."""
     best_priority: int | None = None

@@ -54,6 +54,7 @@ def _caller(key: ApiKey) -> Caller:
         may_observe="observe" in key.scopes,
         may_generate="generate" in key.scopes,
         requests_per_minute=key.requests_per_minute,
+        tokens_per_minute=key.tokens_per_minute,
         max_concurrent=key.max_concurrent,
         best_priority=key.best_priority,
     )

@@ -1,4 +1,6 @@
-"""Limits of each caller's key: how often, and how many at once; pure, time is an argument."""
+"""Limits of each caller's key: requests and tokens per minute, and requests at once; pure, time is an argument."""
+
+from typing import Literal
 
 from baton.errors import RateLimited
 from gateway.auth.callers import Caller
@@ -19,39 +21,53 @@ class TokenBucket:
         self._level = capacity
         self._at = now
 
-    def take(self, now: float) -> float:
-        """Takes one token and returns 0. If there is none, takes nothing, and returns the seconds until there will be
-        one.
-        """
-        self._level = min(self._capacity, self._level + (now - self._at) * self._rate_per_s)
-        self._at = now
-        if self._level >= 1.0 - 1e-9:  # tolerance: a wait as long as this returned must suffice
-            self._level = max(0.0, self._level - 1.0)
-            return 0.0
-        return (1.0 - self._level) / self._rate_per_s
+    def wait_s(self, now: float) -> float:
+        """The seconds until it holds a whole token; 0 if it does."""
+        self.take(0, now)
+        lacking = 1.0 - self._level
+        # Rounding must not make a wait as long as this returned too short.
+        return lacking / self._rate_per_s if lacking > 1e-9 else 0.0
+
+    def take(self, number: int, now: float) -> None:
+        """Takes tokens that it may not hold yet: what it then owes comes off what it gains."""
+        level = min(self._capacity, self._level + (now - self._at) * self._rate_per_s)
+        self._level, self._at = level - number, now
 
 
-class RequestRates:
+class CallerRates:
     """Every caller's bucket; a caller whose rate changes starts with a full one."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: Literal["requests", "tokens"]) -> None:
+        self._unit = unit
         self._buckets: dict[str, tuple[int, TokenBucket]] = {}
 
-    def count(self, caller: Caller, now: float) -> None:
-        """Counts one more request of this caller; RateLimited says when it would be admitted."""
-        per_minute = caller.requests_per_minute
+    def check(self, caller: Caller, now: float) -> RateLimited | None:
+        """Why the caller must wait; the error says for how long."""
+        bucket = self._bucket(caller, now)
+        if bucket is None or not (wait_s := bucket.wait_s(now)):
+            return None
+        return RateLimited(
+            f"the key of '{caller.name}' allows {self._per_minute(caller)} {self._unit} per minute, which are used up; "
+            f"try again in {wait_s:.1f} s",
+            wait_s,
+        )
+
+    def count(self, caller: Caller, number: int, now: float) -> None:
+        """Counts what the caller uses, whether or not it has as much; negative: it was not used after all."""
+        if bucket := self._bucket(caller, now):
+            bucket.take(number, now)
+
+    def _bucket(self, caller: Caller, now: float) -> TokenBucket | None:
+        per_minute = self._per_minute(caller)
         if per_minute is None:
-            return
+            return None
         known = self._buckets.get(caller.name)
         if known is None or known[0] != per_minute:
             known = self._buckets[caller.name] = (per_minute, TokenBucket(per_minute / 60.0, per_minute, now))
-        wait_s = known[1].take(now)
-        if wait_s > 0.0:
-            raise RateLimited(
-                f"the key of '{caller.name}' allows {per_minute} requests per minute, which are used up; "
-                f"try again in {wait_s:.1f} s",
-                wait_s,
-            )
+        return known[1]
+
+    def _per_minute(self, caller: Caller) -> int | None:
+        return caller.requests_per_minute if self._unit == "requests" else caller.tokens_per_minute
 
 
 class Concurrency:

@@ -23,7 +23,8 @@ class Cause(Enum):
     FAILED = "failed"
     """A healthy worker reported a failure."""
     GIVEN_BACK = "given_back"
-    """A healthy worker gave the request back: it drains, changes its role, or has no blocks left."""
+    """A healthy worker gave the request back: it drains, changes its role, or has no blocks left. Or the gateway took
+    it back, since its caller held more than its share."""
     REFUSED = "refused"
     """A healthy worker did not start the request, since it is full."""
 
@@ -53,6 +54,8 @@ class AttemptFailure:
     reason: str = ""
     is_prompt_lost: bool = False
     """The decode worker is healthy, but its prompt's KV did not arrive."""
+    gives_way: bool = False
+    """The gateway took the request back for other callers."""
     error: RequestError | None = None
     """The request itself is at fault, so no other worker could serve it either."""
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterable
 from itertools import starmap
 
-from baton.errors import DeadlinePassed, DeadlineTooClose, RequestError
+from baton.errors import DeadlinePassed, RequestError
 from baton.request import FinishReason, RequestOutput
 from baton.transfer import TransferEventKind, TransferRecord
 from baton.worker import WorkerStatus
@@ -44,21 +44,18 @@ from gateway.requests.fair_queue import QueueEntry
 from gateway.requests.latency_window import LatencyWindow
 from gateway.requests.open_requests import OpenRequests
 from gateway.requests.queue import RequestQueue
-from gateway.requests.record import Outcome, Tally, record_of
+from gateway.requests.record import Outcome, Tally, client_error, record_of
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestPhase, RequestState
 from gateway.requests.retry import LoadFailurePolicy, RetryState
+from gateway.requests.shares import CallerShares
 from gateway.routing.avoided_pairs import AvoidedPairs
 from gateway.routing.placement import NoRoom, Placement
-from gateway.routing.prefill_times import PrefillTimes
+from gateway.routing.prefill_times import PrefillTimes, too_close
 from gateway.routing.router import Router
 from gateway.workers.worker_list import WorkerList
 
 logger = logging.getLogger(__name__)
-
-DEADLINE_SLACK_S = 0.05
-"""A disconnect this close to the deadline counts as a timeout: frontends watch the deadline too, and then close the
-stream as a client would."""
 
 
 class Dispatcher:
@@ -84,7 +81,6 @@ class Dispatcher:
         self.avoided_pairs = AvoidedPairs()
         self._policy = policy
         self._draw_id = draw_id
-        self._max_in_flight = max_in_flight
         self._placement_timeout_s = placement_timeout_s
         self._must_not_fall_back = must_not_fall_back
         self._workers = WorkerList()
@@ -94,6 +90,7 @@ class Dispatcher:
         """The queue entries of waiting requests."""
         self._placed: dict[str, RequestState] = {}
         """By the request id that workers know."""
+        self._shares = CallerShares(router, max_in_flight)
         self._open = OpenRequests()
         self._may_have_room = False
         self._now = 0.0
@@ -158,13 +155,15 @@ class Dispatcher:
             request, self._workers, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
         )
         state = RequestState(request, retry, self.latencies.stream(arrived_at), arrived_at)
-        if error := self._open.add(state):
+        if error := self._open.add(state, self._now):
             self._refuse(state, error)
         else:
+            if self._shares.arrived(request.caller.name, self._now):
+                self._give_back(*self.router.num_sub_requests)
             self._enqueue(state)
 
     def _on_stream_ended(self, request: GatewayRequest, error: BaseException | None) -> None:
-        state = self._open.remove(request)
+        state = self._open.remove(request, self._now)
         self._drop(state)
         if error is None:
             outcome, finish = Outcome.FINISHED, state.finish
@@ -172,7 +171,7 @@ class Dispatcher:
             self.tally.finished(state.path or "", finish.placement.reason)
             self.latencies.finished(self._now)
         else:
-            error = _client_error(state, error, self._now)
+            error = client_error(state, error, self._now)
             outcome = self.tally.ended(error, was_placed=state.num_attempts > 0)
         self._effects.append(Record(record_of(state, outcome, error, self._now)))
 
@@ -198,7 +197,7 @@ class Dispatcher:
             least_prefill_s = self._prefill_times.least_s(state.retry.lacking(self.router), now)
             left_s = max(0.0, state.deadline - now)
             if least_prefill_s > left_s:
-                self._refuse(state, _too_close(least_prefill_s, left_s))
+                self._refuse(state, too_close(least_prefill_s, left_s))
                 return
         entry = self._entries[state] = QueueEntry(
             item=state,
@@ -206,6 +205,7 @@ class Dispatcher:
             num_tokens=state.num_tokens,
             priority=request.priority,
             is_resumed=state.num_attempts > 0,
+            gave_way=state.gave_way,
             needs=state.retry.needs,
             begin_by=None if state.deadline is None else state.deadline - least_prefill_s,
             deadline=state.deadline,
@@ -214,6 +214,11 @@ class Dispatcher:
         if refusal := self._queue.join(entry, now):
             refused, error = refusal
             self._refuse(refused.item, error)
+
+    def _give_back(self, *workers: str) -> None:
+        """Returns requests to the queue whose callers hold more than their share there."""
+        for state, failure in self._shares.to_give_back(workers, self._now):
+            self._fail(state, failure)
 
     def _leave_queue(self, state: RequestState) -> None:
         if entry := self._entries.pop(state, None):
@@ -234,8 +239,8 @@ class Dispatcher:
         client whose message caused this sweep, nor keep later requests from being tried.
         """
         state = entry.item
-        if len(self._placed) >= self._max_in_flight:
-            return NoRoom(f"{len(self._placed)} requests are with workers, which is the limit")
+        if no_place := self._shares.refusal(state, self._now):
+            return no_place
         try:
             avoided = self.avoided_pairs.at(self._now)
             placement = state.retry.route(self.router, state.output_token_ids, avoided)
@@ -245,6 +250,8 @@ class Dispatcher:
             return None
         if not isinstance(placement, Placement):
             return placement
+        if no_share := self._shares.refusal_at(state, placement, self._now):
+            return no_share
         del self._entries[state]
         self._begin_attempt(state, placement)
         return None
@@ -257,6 +264,7 @@ class Dispatcher:
         attempt = state.retry.begin(placement, engine_request_id, state.num_output_tokens, self._now)
         state.begin_attempt(attempt, self._now)
         self._placed[engine_request_id] = state
+        self._shares.begun(state)
         refs = {}
         for name in attempt.workers:
             self.router.sent(name, placement)
@@ -274,6 +282,7 @@ class Dispatcher:
     def _close_attempt(self, state: RequestState, failure: AttemptFailure | None = None) -> None:
         attempt = state.attempt
         del self._placed[attempt.engine_request_id]
+        self._shares.ended(state, self._now)
         state.end_attempt(self._now, failure)
         self._effects += [AbortAt(worker, attempt.engine_request_id) for worker in attempt.close()]
         self._count_ended(attempt)
@@ -319,6 +328,7 @@ class Dispatcher:
         state.latency.tokens(output.first_position, len(output.token_ids), now)
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
+            self._open.count_answer(state.request, len(result.token_ids), now)
             self._effects.append(Deliver(state.request, result))
         if (transfer := attempt.transfer_of(worker, output)) is not None:
             self._note_transfer(attempt, transfer)
@@ -359,6 +369,7 @@ class Dispatcher:
         self._workers.update(status)
         self.router.on_status(status)
         self._prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, self._now)
+        self._give_back(status.ref.name)
         self._may_have_room = True
 
     def _on_worker_lost(self, worker: str, reason: str) -> None:
@@ -376,20 +387,6 @@ class Dispatcher:
                     self._fail(state, failure)
                 else:
                     self._count_ended(attempt)
-
-
-def _client_error(state: RequestState, error: BaseException, now: float) -> BaseException:
-    has_left, left_s = not isinstance(error, Exception), state.time_left(now)
-    if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
-        return DeadlinePassed("the request's deadline passed")
-    return error
-
-
-def _too_close(least_prefill_s: float, left_s: float) -> DeadlineTooClose:
-    """Retrying later is useless: even if the prompt began now, computing it would take too long."""
-    return DeadlineTooClose(
-        f"the prompt takes at least {least_prefill_s:.1f} s to compute, and the request's deadline is in {left_s:.1f} s"
-    )
 
 
 def _log(level: int, state: RequestState, what: str) -> None:

@@ -13,7 +13,7 @@ are even again.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Generic, TypeVar
@@ -34,7 +34,9 @@ class QueueEntry(Generic[T]):
     """The request's likely cost, at least 1."""
     priority: int = 0
     is_resumed: bool = False
-    """The request ran before."""
+    """The request ran before. It is never refused for others."""
+    gave_way: bool = False
+    """It ran, and its caller held more than its share: it waits for its caller's turn, first among its requests."""
     needs: Callable[[], object] = lambda: None
     """Of two entries with equal needs, either both find a worker or neither does. Each sweep asks again."""
     begin_by: float | None = None
@@ -51,6 +53,11 @@ class QueueEntry(Generic[T]):
     num_passed: int = 0
     """How many later entries were placed before it."""
 
+    @property
+    def goes_first(self) -> bool:
+        """Before requests that wait for their callers' turns."""
+        return self.is_resumed and not self.gave_way
+
 
 @dataclass(slots=True)
 class _Flow(Generic[T]):
@@ -59,10 +66,12 @@ class _Flow(Generic[T]):
     begins_at: float
     """Where the first entry begins, in virtual time."""
     entries: dict[QueueEntry[T], None] = field(default_factory=dict)
-    """In order of arrival."""
+    """In order of arrival, but those that gave way come first."""
     num_tokens: int = 0
 
     def add(self, entry: QueueEntry[T]) -> None:
+        if entry.gave_way:
+            self.entries = {entry: None, **self.entries}
         self.entries[entry] = None
         self.num_tokens += entry.num_tokens
 
@@ -89,10 +98,10 @@ class _Level(Generic[T]):
         return not self.resumed.entries and not any(flow.entries for flow in self.flows.values())
 
     def flow_of(self, entry: QueueEntry[T]) -> _Flow[T]:
-        return self.resumed if entry.is_resumed else self.flows[entry.caller]
+        return self.resumed if entry.goes_first else self.flows[entry.caller]
 
     def add(self, entry: QueueEntry[T]) -> None:
-        if entry.is_resumed:
+        if entry.goes_first:
             self.resumed.add(entry)
             return
         flow = self.flows.setdefault(entry.caller, _Flow(self.now))
@@ -101,7 +110,7 @@ class _Level(Generic[T]):
         flow.add(entry)
 
     def charge(self, entry: QueueEntry[T]) -> None:
-        if entry.is_resumed:
+        if entry.goes_first:
             return  # the caller was charged when the request first began
         flow = self.flows[entry.caller]
         self.now = max(self.now, flow.begins_at)
@@ -113,13 +122,16 @@ class _Level(Generic[T]):
             name: flow for name, flow in self.flows.items() if flow.entries or flow.begins_at > self.now
         }
 
-    def in_order(self) -> Iterator[QueueEntry[T]]:
-        yield from self.resumed.entries
+    def in_order(self, skipped: Container[str]) -> Iterator[QueueEntry[T]]:
+        yield from (entry for entry in self.resumed.entries if entry.caller not in skipped)
         rests = [(flow.begins_at, iter(flow.entries)) for flow in self.flows.values() if flow.entries]
         heap = [(begins_at, (first := next(rest)).number, first, rest) for begins_at, rest in rests]
         heapify(heap)
         while heap:
             begins_at, _, entry, rest = heap[0]
+            if entry.caller in skipped:
+                heappop(heap)
+                continue
             yield entry
             following = next(rest, None)
             if following is None:
@@ -134,6 +146,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._levels: dict[int, _Level[T]] = {}
         self._num_waiting = 0
+        self._num_resumed = 0
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -141,30 +154,36 @@ class FairQueue(Generic[T]):
     @property
     def num_new(self) -> int:
         """Requests that never ran."""
-        return self._num_waiting - sum(len(level.resumed.entries) for level in self._levels.values())
+        return self._num_waiting - self._num_resumed
 
     def __contains__(self, entry: QueueEntry[T]) -> bool:
         level = self._levels.get(entry.priority)
-        if level is None or (not entry.is_resumed and entry.caller not in level.flows):
+        if level is None or (not entry.goes_first and entry.caller not in level.flows):
             return False
         return entry in level.flow_of(entry).entries
 
     def __iter__(self) -> Iterator[QueueEntry[T]]:
+        return self.without(())
+
+    def without(self, skipped: Container[str]) -> Iterator[QueueEntry[T]]:
+        """Entries in order; none of these callers, of which there may be more while this goes on."""
         for priority in sorted(self._levels):
-            yield from self._levels[priority].in_order()
+            yield from self._levels[priority].in_order(skipped)
 
     def add(self, entry: QueueEntry[T]) -> None:
         self._levels.setdefault(entry.priority, _Level()).add(entry)
         self._num_waiting += 1
+        self._num_resumed += entry.is_resumed
 
     def remove(self, entry: QueueEntry[T]) -> None:
         """Removes an entry without serving it."""
         level = self._levels[entry.priority]
         level.flow_of(entry).remove(entry)
         self._num_waiting -= 1
+        self._num_resumed -= entry.is_resumed
         if level.is_empty:
             del self._levels[entry.priority]
-        elif not entry.is_resumed and not level.flows[entry.caller].entries:
+        elif not entry.goes_first and not level.flows[entry.caller].entries:
             level.forget_even()
 
     def serve(self, entry: QueueEntry[T]) -> None:
@@ -179,7 +198,7 @@ class FairQueue(Generic[T]):
         )
         level = self._levels[entry.priority]
         own = level.flow_of(entry)
-        if entry.is_resumed:
+        if entry.goes_first:
             return more_urgent + own.num_tokens - entry.num_tokens
         own_tokens = own.num_tokens - entry.num_tokens
         begins_at = own.begins_at + own_tokens
@@ -194,7 +213,7 @@ class FairQueue(Generic[T]):
         """
         for priority in sorted(self._levels, reverse=True):
             flows = [flow for flow in self._levels[priority].flows.values() if flow.entries]
-            if flows:
-                latest = [(len(flow.entries), next(reversed(flow.entries))) for flow in flows]
+            latest = [(len(flow.entries), next(reversed(flow.entries))) for flow in flows]
+            if latest := [each for each in latest if not each[1].is_resumed]:
                 return max(latest, key=lambda pair: (pair[0], pair[1].number))[1]
         return None

@@ -2,7 +2,7 @@
 
 from baton.errors import InvalidRequest, RequestError
 from gateway.auth.callers import Caller
-from gateway.auth.limits import Concurrency
+from gateway.auth.limits import CallerRates, Concurrency
 from gateway.requests.request import GatewayRequest
 from gateway.requests.request_state import RequestState
 
@@ -15,6 +15,7 @@ class OpenRequests:
         self._admitted: dict[tuple[str, str], dict[str, RequestState]] = {}
         """By the caller's name and the call's id, then by the request's own id."""
         self._concurrency = Concurrency()
+        self._token_rates = CallerRates("tokens")
 
     def __len__(self) -> int:
         return len(self._states)
@@ -22,20 +23,30 @@ class OpenRequests:
     def __getitem__(self, request: GatewayRequest) -> RequestState:
         return self._states[request]
 
-    def add(self, state: RequestState) -> RequestError | None:
-        """Opens a request. Returns why it must not run, if its id is in use or its caller has too many requests."""
+    def add(self, state: RequestState, now: float) -> RequestError | None:
+        """Opens a request. Returns why it must not run: its id is in use, or its caller has used up a limit.
+
+        Of one call's answers, only the first can find its caller's tokens used up.
+        """
         request = state.request
         self._states[request] = state
         answers = self._admitted.get(_call_of(request), {})
         if request.request_id in answers:
             return InvalidRequest("request_id", f"{request.request_id!r} is in use by a running request")
+        if request.call_id is None and (error := self._token_rates.check(request.caller, now)):
+            return error
         if error := self._concurrency.begin(request.caller):
             return error
+        self._token_rates.count(request.caller, _num_prompt_tokens(request), now)
         self._admitted.setdefault(_call_of(request), answers)[request.request_id] = state
         return None
 
-    def remove(self, request: GatewayRequest) -> RequestState:
-        """Closes a request, whether or not it was admitted."""
+    def count_answer(self, request: GatewayRequest, num_tokens: int, now: float) -> None:
+        """Tokens of its answer count against the caller's rate as soon as they are there."""
+        self._token_rates.count(request.caller, num_tokens, now)
+
+    def remove(self, request: GatewayRequest, now: float) -> RequestState:
+        """Closes a request, whether or not it was admitted. The prompt of one that no worker got does not count."""
         state = self._states.pop(request)
         answers = self._admitted.get(_call_of(request), {})
         if answers.get(request.request_id) is state:
@@ -43,11 +54,17 @@ class OpenRequests:
             if not answers:
                 del self._admitted[_call_of(request)]
             self._concurrency.end(request.caller)
+            if not state.num_attempts:
+                self._token_rates.count(request.caller, -_num_prompt_tokens(request), now)
         return state
 
     def of_call(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
         """All open requests of one call."""
         return [state.request for state in self._admitted.get((caller.name, call_id), {}).values()]
+
+
+def _num_prompt_tokens(request: GatewayRequest) -> int:
+    return 0 if request.repeats_prompt else len(request.prompt_token_ids)
 
 
 def _call_of(request: GatewayRequest) -> tuple[str, str]:

@@ -7,7 +7,8 @@ fitting ones pass, so a long prompt does not hold up short ones while room for i
     LOOK_AHEAD  a sweep ends after so many requests that do not fit, which bounds its cost
     MAX_PASSED  a request that so many others have passed lets none pass any more, so all room gathers for it
 
-A request that no worker could take at all holds up no other: it could not use their room.
+A request that no worker could take at all holds up no other: it could not use their room. Nor does one whose caller
+holds its share (gateway/requests/shares.py); later requests of this caller are not tried in the same sweep.
 
 A refusal says when to come back. See docs/admission.md.
 """
@@ -21,6 +22,7 @@ from typing import Generic, TypeVar
 from baton.errors import Overloaded, RequestError
 from baton.system.standstill import Standstill, pace_of
 from gateway.requests.fair_queue import FairQueue, QueueEntry
+from gateway.requests.shares import OverShare
 from gateway.routing.placement import NoRoom
 
 LOOK_AHEAD = 8
@@ -28,6 +30,9 @@ MAX_PASSED = 64
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
+
+MIN_REST_S = 1.0
+"""How soon to look again at a request that may wait on."""
 
 LOOKS_PER_PACE = 2
 """A timer that is late by half a pace does not look like a standstill."""
@@ -53,6 +58,8 @@ class RequestQueue(Generic[T]):
         self._num_joined = 0
         self._is_any_hopeless = False
         """Whether the latest sweep found requests that no worker can take. They neither move nor block others."""
+        self._over_share: set[str] = set()
+        """Callers that held their shares at the latest sweep. Their requests neither move nor block others."""
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
         self._looked_at = 0.0
@@ -127,8 +134,15 @@ class RequestQueue(Generic[T]):
         return list(self._expired(self._deadlines, now))
 
     def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
-        """Entries that found no place within their patience. They stay in the queue until they `leave`."""
-        return list(self._expired(self._patience_ends, self._running(now)))
+        """Entries that found no place within their patience. They stay in the queue until they `leave`.
+
+        A request whose caller holds its share waits on: not for workers, but for the caller's other requests.
+        """
+        over = list(self._expired(self._patience_ends, self._running(now)))
+        resting = [entry for entry in over if entry.caller in self._over_share]
+        for entry in resting:
+            self._watch_patience(entry, max(entry.patience_s, MIN_REST_S), now)
+        return [entry for entry in over if entry not in resting]
 
     def next_deadline(self) -> float | None:
         """When to ask again for overdue requests; None while none waits."""
@@ -146,7 +160,8 @@ class RequestQueue(Generic[T]):
         held_up: list[QueueEntry[T]] = []
         hopeless: dict[object, RequestError] = {}
         """Needs that no worker meets at present, with the reason."""
-        for entry in self._queue:
+        self._over_share.clear()
+        for entry in self._queue.without(self._over_share):
             needs = entry.needs()
             if (reason := hopeless.get(needs)) is not None:
                 entry.reason = reason
@@ -156,6 +171,8 @@ class RequestQueue(Generic[T]):
                 placed.append(entry)
                 for passed in held_up:
                     passed.num_passed += 1
+            elif isinstance(entry.reason, OverShare):
+                self._over_share.add(entry.caller)
             elif not isinstance(entry.reason, NoRoom):
                 hopeless[needs] = entry.reason
                 self._is_any_hopeless = True
@@ -167,14 +184,16 @@ class RequestQueue(Generic[T]):
 
     def _is_in_sight(self, entry: QueueEntry[T]) -> bool:
         """Whether a sweep could reach this entry: few enough entries before it lack room."""
-        before = takewhile(lambda other: other is not entry, self._queue)
+        if entry.caller in self._over_share:
+            return False
+        before = takewhile(lambda other: other is not entry, self._queue.without(self._over_share))
         held_up = (other for other in before if other.reason is None or isinstance(other.reason, NoRoom))
         return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
 
     def _too_late(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
         """Refuses a request that would start too late even if the queue moved much faster than lately and no other
         request overtook it."""
-        if entry.begin_by is None or self._is_any_hopeless:
+        if entry.begin_by is None or self._is_any_hopeless or self._over_share:
             return None
         left_s = max(0.0, entry.begin_by - now)
         wait_s = self._rate.least_wait_s(self._queue.num_tokens_before(entry))
@@ -206,8 +225,11 @@ class RequestQueue(Generic[T]):
         """Watches the entry's deadline and patience from now on."""
         if entry.deadline is not None:
             heappush(self._deadlines, (entry.deadline, entry.number, entry))
-        if entry.patience_s < math.inf:
-            heappush(self._patience_ends, (self._running(now) + entry.patience_s, entry.number, entry))
+        self._watch_patience(entry, entry.patience_s, now)
+
+    def _watch_patience(self, entry: QueueEntry[T], patience_s: float, now: float) -> None:
+        if patience_s < math.inf:
+            heappush(self._patience_ends, (self._running(now) + patience_s, entry.number, entry))
 
     def _expired(self, heap: list[tuple[float, int, QueueEntry[T]]], now: float) -> Iterator[QueueEntry[T]]:
         while (first := self._first(heap)) is not None and first <= now:

@@ -20,6 +20,8 @@ class GatewayRequest:
     call_id: str | None = None
     """The client's id for a call with several answers, of which this is a later one; None for the first or only one."""
     prompt_token_ids: tuple[int, ...]
+    repeats_prompt: bool = False
+    """Another request of the same call has this prompt, and counts its tokens."""
     sampling_params: SamplingParams
     text: TextStream
     """Turns the answer into text; still empty."""

@@ -92,6 +92,12 @@ class RequestState:
         return self.attempts[-1]
 
     @property
+    def gave_way(self) -> bool:
+        """To other callers, with its latest attempt."""
+        failure = self.attempt.failure if self.attempts else None
+        return failure is not None and failure.gives_way
+
+    @property
     def path(self) -> str | None:
         """The path of a complete answer; None before."""
         if self.finish is None:

@@ -75,10 +75,13 @@ class CostModel:
         return self._late_s(decode, need, per_token_s, 0.0) + self.decode_s(decode, need)
 
     def wait_s(self, worker: WorkerSnapshot) -> float:
-        return worker.num_waiting_tokens / self._tokens_per_s(worker)
+        return self.prompt_s(worker, worker.num_waiting_tokens)
 
     def compute_s(self, worker: WorkerSnapshot, need: Need) -> float:
-        return (need.num_tokens - need.hits.get(worker.name, 0)) / self._tokens_per_s(worker)
+        return self.prompt_s(worker, need.num_tokens - need.hits.get(worker.name, 0))
+
+    def prompt_s(self, worker: WorkerSnapshot, num_tokens: int) -> float:
+        return num_tokens / self._tokens_per_s(worker)
 
     def decode_s(self, worker: WorkerSnapshot, need: Need) -> float:
         own, typical = worker.decode_step, self._decode_step

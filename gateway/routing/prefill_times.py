@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baton.errors import DeadlineTooClose
+
 MEMORY_S = 60.0
 """Older values are dropped. So requests are tried again, and a worker that became faster is noticed."""
 MIN_SEEN = 4
@@ -88,3 +90,10 @@ def _least_of(seen: Iterable[_Prompt], num_tokens: int, now: float) -> float:
     """The least time of prompts that are no longer than this; 0 if there are too few."""
     seconds = [each.seconds for each in seen if each.num_tokens <= num_tokens and now - each.at <= MEMORY_S]
     return min(seconds) if len(seconds) >= MIN_SEEN else 0.0
+
+
+def too_close(least_prefill_s: float, left_s: float) -> DeadlineTooClose:
+    """Retrying later is useless: even if the prompt began now, computing it would take too long."""
+    return DeadlineTooClose(
+        f"the prompt takes at least {least_prefill_s:.1f} s to compute, and the request's deadline is in {left_s:.1f} s"
+    )

@@ -46,6 +46,14 @@ class Router:
         """Running prefill and decode requests, by worker."""
         return {name: len(worker.sub_requests) for name, worker in self._workers.items()}
 
+    def snapshot(self, worker: str) -> WorkerSnapshot:
+        """A worker that was placed on."""
+        return self._workers[worker]
+
+    def prompt_s(self, worker: str, num_tokens: int) -> float:
+        """About how long a worker computes so many prompt tokens."""
+        return self._costs.prompt_s(self._workers[worker], num_tokens)
+
     def on_status(self, status: WorkerStatus) -> None:
         """Applies a worker's status. While it is ready, it gets requests of its role, which may have changed."""
         name = status.ref.name

@@ -1,7 +1,7 @@
 """Hostile callers against `baton serve` as a user starts it, with a tiny model: nothing that they do may reach others.
 
     python -m tests.hostile [--streams 16] [--calls 5] [--json FILE]
-        [--scenes grammars kept-grammars answers standstill handshakes sessions ray-folder texts idle]
+        [--scenes grammars kept-grammars answers standstill handshakes sessions ray-folder idle texts tenants]
 
 Beside the first four streams run, greedy, sampled and with grammars, and each has to end as it would undisturbed, on
 the same workers. Prints what each scene saw. Ends with 1 if anything was not as it should be.
@@ -25,10 +25,11 @@ from tests.hostile.edges import EDGES
 from tests.hostile.finding import Finding
 from tests.hostile.idle import idle_connections
 from tests.hostile.scenes import SCENES
+from tests.hostile.tenants import tenants
 from tests.hostile.texts import texts
 
-ALONE = EDGES | {"idle": idle_connections, "texts": texts}
-"""Scenes with a gateway of their own."""
+APART = EDGES | {"idle": idle_connections, "texts": texts, "tenants": tenants}
+"""Scenes with a fleet of their own."""
 
 CONFIG = """
 model: {{path: {model}, dtype: float32}}
@@ -55,10 +56,10 @@ def play(options: argparse.Namespace, folder: Path) -> list[Finding]:
     if any(name in SCENES for name in options.scenes):
         findings += play_in_town(options, model, folder)
     for name in options.scenes:
-        if name in ALONE:
+        if name in APART:
             scratch = folder / name
             scratch.mkdir()
-            findings.append(ALONE[name](model, scratch))
+            findings.append(APART[name](model, scratch))
             print(findings[-1].text(), flush=True)
     return findings
 
@@ -90,7 +91,7 @@ async def _scenes(options: argparse.Namespace, target: str, http: str, pid: int)
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--scenes", nargs="+", choices=[*SCENES, *ALONE], default=[*SCENES, *ALONE], help="default: all"
+        "--scenes", nargs="+", choices=[*SCENES, *APART], default=[*SCENES, *APART], help="default: all"
     )
     parser.add_argument("--streams", type=int, default=16, help="beside each attack, default %(default)s")
     parser.add_argument("--calls", type=int, default=5, help="of each hostile caller, default %(default)s")

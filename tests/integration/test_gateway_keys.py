@@ -298,6 +298,24 @@ async def test_a_keys_limits_hold_at_both_frontends(folder: Path) -> None:
             assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
 
 
+async def test_tokens_per_minute_hold_at_both_frontends(folder: Path) -> None:
+    """A call may use more than are left, and its `n` answers count; the next one waits until that is made up for."""
+    keys = (*API_KEYS, entry("few", "f", tokens_per_minute=60))
+    workers = {"w0": answering([7, 8])}
+    async with gateway_with(folder, {}, workers, api_keys=keys, credentials=AS_ADMIN) as under_test:
+        completions = f"{under_test.http_url}/v1/completions"
+        asked = {"model": "tiny", "prompt": [5] * 50, "n": 10, "max_tokens": 2}
+        async with httpx2.AsyncClient(headers={"Authorization": "Bearer f"}, timeout=60.0) as http:
+            whole = await http.post(completions, json=asked)
+            assert whole.json()["usage"]["total_tokens"] == 50 + 10 * 2
+            refused = await http.post(completions, json=asked)
+        assert refused.status_code == 429
+        assert "60 tokens per minute" in refused.json()["error"]["message"]
+        assert 10 <= int(refused.headers["retry-after"]) <= 11, "70 were used, and one comes in a second"
+        async with client_with(under_test, "f") as client:
+            assert await code_of(tokens_of(client)) == "RESOURCE_EXHAUSTED"
+
+
 def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with gateway_with(

@@ -6,7 +6,7 @@ from simulator.fleet import Fleet
 from simulator.gateway import End, SimGateway
 from simulator.worker import Worker
 from simulator.world import Violation, World
-from tests.simulation.scenario import Scenario
+from tests.simulation.scenario import NEWCOMER, Scenario
 
 EVENTS_PER_COSTLY_CHECK = 8
 TURNS_PER_COSTLY_CHECK = 4
@@ -14,6 +14,9 @@ SLACK_S = 1.0
 """For steps, wake-ups and ordinary delays between cause and effect."""
 MAX_STANDSTILL_S = 4.0
 """In a crowded scenario: many times the computing time of a prompt, and several heartbeats."""
+
+MAX_NEWCOMER_S = 1.0
+"""Beside a greedy caller: several times what the few tokens take alone, and much less than the greedy one's answers."""
 
 
 class Invariants:
@@ -91,6 +94,12 @@ class Invariants:
         for client in gateway.clients.values():
             if client.end is None:
                 raise Violation("every request ends", f"{client.spec.request_id} has not")
+            record = gateway.records[client.spec.request_id]
+            total_s = record.ended_at - record.arrived_at
+            if client.spec.caller.startswith(NEWCOMER) and total_s > MAX_NEWCOMER_S:
+                raise Violation(
+                    "one caller cannot take all", f"{client.spec.request_id} took {total_s:.3f} s"
+                )
             if self._is_crowded and client.end is End.ERROR:
                 raise Violation("every request finds room", f"{client.spec.request_id}: {client.error}")
         expect("rest: no timer is set", gateway.dispatcher.next_deadline() is None, gateway.name)

@@ -22,6 +22,10 @@ PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 CROWDED_EVERY = 8
 """One seed in so many is crowded."""
 
+GREEDY_EVERY = 32
+"""In one seed in so many, one caller takes all it can before others come."""
+GREEDY, NEWCOMER = "greedy", "newcomer"
+
 TWO_GATEWAYS_EVERY = 5
 
 FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break", "drain"]
@@ -51,6 +55,8 @@ class Scenario:
     """When faults stop; partitions, pauses and crashes are over by then."""
     is_crowded: bool = False
     """See `_crowded`: no fault and long timeouts, so that a request that waits long waits for ever."""
+    is_greedy: bool = False
+    """See `_greedy`."""
     num_gateways: int = 1
     gateway_dies_at: float | None = None
     """When the last gateway dies."""
@@ -72,7 +78,7 @@ def make_scenario(seed: int) -> Scenario:
     """
     reports_exits = random.Random(f"kernel of {seed}").random() < 0.5
     scenario = replace(_with_one_gateway(seed), reports_exits=reports_exits)
-    if seed % TWO_GATEWAYS_EVERY != 3:
+    if seed % TWO_GATEWAYS_EVERY != 3 or scenario.is_greedy:
         return scenario
     rng = random.Random(f"gateways of {seed}")
     latest = max(spec.arrives_at for spec in scenario.requests) + 0.1
@@ -89,6 +95,8 @@ def _with_one_gateway(seed: int) -> Scenario:
     rng = random.Random(seed)
     if seed % CROWDED_EVERY == 3:
         return _crowded(rng, seed)
+    if seed % GREEDY_EVERY == 6:
+        return _greedy(rng, seed)
     is_quiet, is_tight = rng.random() < 0.125, rng.random() < 0.4
     is_stale = is_tight and rng.random() < 0.5
     duration_s = rng.choice([0.2, 1.0, 3.0])
@@ -142,6 +150,44 @@ def _crowded(rng: random.Random, seed: int) -> Scenario:
     transfer = KVTransferConfig(lease_s=2.0, peer_timeout_s=1.0, load_timeout_s=60.0)
     quiet = NetworkFaults(), ReadFaults()
     return Scenario(seed, transfer, "fail", tuple(workers), tuple(requests), (), *quiet, 1.0, is_crowded=True)
+
+
+def _greedy(rng: random.Random, seed: int) -> Scenario:
+    """Long answers of one caller fill the decode workers' few slots, or their few blocks; then others come."""
+    workers = []
+    for spec in _workers(rng, (ZMQ_TCP,), has_one_host=True, is_tight=False):
+        few = rng.choice([{"max_num_seqs": 8, "num_blocks": 400}, {"max_num_seqs": 64, "num_blocks": 100}])
+        roomy = {"max_num_seqs": 64, "num_blocks": 1_000, "max_num_batched_tokens": 64}
+        is_decode = spec.role is WorkerRole.DECODE
+        values = {**spec.scheduler.model_dump(), **roomy, **(few if is_decode else {}), "policy": "fcfs"}
+        step_s = (0.02, 0.05) if is_decode else (0.001, 0.004)
+        scheduler = SchedulerConfig(**values)
+        workers.append(replace(spec, scheduler=scheduler, model="model", max_waiting=100, step_s=step_s))
+    plain = RequestSpec("", (), 0, 0.0, None, None, None, None, 0)
+    requests = [
+        replace(
+            plain,
+            request_id=f"g{number}",
+            prompt=random_prompt(rng, [()], 8, 12),
+            max_tokens=36,
+            caller=GREEDY,
+        )
+        for number in range(60)
+    ]
+    requests += [
+        replace(
+            plain,
+            request_id=f"n{number}",
+            prompt=random_prompt(rng, [()], 8, 12),
+            max_tokens=4,
+            arrives_at=0.4 + 0.2 * number,
+            caller=f"{NEWCOMER} {number % 2}",
+        )
+        for number in range(4)
+    ]
+    transfer = KVTransferConfig(lease_s=2.0, peer_timeout_s=1.0, load_timeout_s=60.0)
+    quiet = NetworkFaults(), ReadFaults()
+    return Scenario(seed, transfer, "fail", tuple(workers), tuple(requests), (), *quiet, 1.0, is_greedy=True)
 
 
 def _workers(

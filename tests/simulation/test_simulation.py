@@ -98,6 +98,7 @@ QUICK = (
     "go on behind too few tokens",
     "overlook losses while it moves",
     "count sub requests of ended attempts",
+    "one caller takes all",
 )
 
 

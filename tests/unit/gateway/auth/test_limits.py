@@ -6,56 +6,68 @@ from hypothesis import strategies as st
 
 from baton.errors import RateLimited
 from gateway.auth.callers import Caller
-from gateway.auth.limits import Concurrency, RequestRates, TokenBucket
+from gateway.auth.limits import CallerRates, Concurrency, TokenBucket
+
+
+def count(rates: CallerRates, caller: Caller, now: float, number: int = 1) -> float:
+    """Uses so many if none are owed; returns how long the caller has to wait instead."""
+    if error := rates.check(caller, now):
+        assert error.retry_after_s is not None
+        return error.retry_after_s
+    rates.count(caller, number, now)
+    return 0.0
 
 
 def test_a_minutes_worth_may_come_at_once_and_then_one_by_one() -> None:
-    rates, caller = RequestRates(), Caller("a", requests_per_minute=6)
-    for _ in range(6):
-        rates.count(caller, 100.0)
-    with pytest.raises(RateLimited, match=r"'a' allows 6 requests per minute.* in 10\.0 s") as caught:
-        rates.count(caller, 100.0)
-    assert caught.value.retry_after_s == pytest.approx(10.0)
-    rates.count(caller, 100.0 + caught.value.retry_after_s)
-    with pytest.raises(RateLimited):
-        rates.count(caller, 110.0)
+    rates, caller = CallerRates("requests"), Caller("a", requests_per_minute=6)
+    assert [count(rates, caller, 100.0) for _ in range(6)] == [0.0] * 6
+    error = rates.check(caller, 100.0)
+    assert "'a' allows 6 requests per minute" in str(error)
+    assert "in 10.0 s" in str(error)
+    assert count(rates, caller, 100.0) == pytest.approx(10.0)
+    assert count(rates, caller, 110.0) == 0.0
+    assert count(rates, caller, 110.0) > 0.0
+
+
+def test_a_request_may_use_more_tokens_than_are_left_and_the_next_one_waits_for_them() -> None:
+    rates, caller = CallerRates("tokens"), Caller("a", tokens_per_minute=600)
+    assert count(rates, caller, 0.0, number=10_000) == 0.0
+    assert count(rates, caller, 0.0) == pytest.approx((10_000 - 600 + 1) / 10)
+    assert count(rates, caller, 900.0) == pytest.approx(40.1), "less what a quarter of an hour brought"
+    rates.count(caller, -9_600, 900.0)
+    assert count(rates, caller, 900.0) == 0.0, "what was not used after all is given back"
 
 
 def test_callers_do_not_use_up_each_others_rate_and_some_have_none() -> None:
-    rates = RequestRates()
-    rates.count(Caller("a", requests_per_minute=1), 0.0)
-    rates.count(Caller("b", requests_per_minute=1), 0.0)
-    for _ in range(1000):
-        rates.count(Caller("c"), 0.0)
+    rates = CallerRates("requests")
+    callers = [Caller(name, requests_per_minute=1) for name in "ab"] + [Caller("c")] * 1000
+    assert not any(count(rates, caller, 0.0) for caller in callers)
 
 
 def test_a_rate_that_is_changed_holds_at_once() -> None:
-    rates = RequestRates()
-    rates.count(Caller("a", requests_per_minute=1), 0.0)
-    rates.count(Caller("a", requests_per_minute=2), 0.0)
-    rates.count(Caller("a", requests_per_minute=2), 0.0)
-    with pytest.raises(RateLimited):
-        rates.count(Caller("a", requests_per_minute=2), 0.0)
+    rates = CallerRates("requests")
+    per_minute = (1, 2, 2, 2)
+    waits = [count(rates, Caller("a", requests_per_minute=number), 0.0) for number in per_minute]
+    assert waits == [0.0, 0.0, 0.0, 30.0]
 
 
 @given(
     st.integers(1, 600),
-    st.lists(st.floats(0.0, 5.0), min_size=1, max_size=200),
+    st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 50)), min_size=1, max_size=200),
 )
 def test_no_more_pass_than_capacity_and_rate_allow_and_the_hint_is_right(
-    per_minute: int, pauses: list[float]
+    per_minute: int, uses: list[tuple[float, int]]
 ) -> None:
     rate = per_minute / 60.0
-    bucket, now, passed = TokenBucket(rate, per_minute, 0.0), 0.0, 0
-    for pause in pauses:
+    bucket, now, used = TokenBucket(rate, per_minute, 0.0), 0.0, 0
+    for pause, number in uses:
         now += pause
-        wait_s = bucket.take(now)
-        passed += wait_s == 0.0
-        assert passed <= per_minute + rate * now + 1e-6
-        if wait_s > 0.0:
+        if (wait_s := bucket.wait_s(now)) > 0.0:
             now += wait_s
-            assert bucket.take(now) == 0.0
-            passed += 1
+            assert bucket.wait_s(now) == 0.0
+        assert used + 1 <= per_minute + rate * now + 1e-6
+        bucket.take(number, now)
+        used += number
 
 
 def test_a_bounded_number_at_once_and_one_more_when_one_has_ended() -> None:

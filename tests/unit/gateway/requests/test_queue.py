@@ -8,6 +8,7 @@ import pytest
 from baton.errors import Overloaded, RequestError, WorkerUnavailable
 from gateway.requests.fair_queue import QueueEntry
 from gateway.requests.queue import LOOK_AHEAD, MAX_PASSED, RequestQueue
+from gateway.requests.shares import OverShare
 from gateway.routing.placement import NoRoom
 
 
@@ -17,6 +18,8 @@ class Request:
     size: int = 1
     priority: int = 0
     is_resumed: bool = False
+    gave_way: bool = False
+    is_over_share: bool = False
     has_worker: bool = True
     caller: str = "a caller"
     num_tokens: int = 10
@@ -43,7 +46,8 @@ class QueueUnderTest:
             caller=request.caller,
             num_tokens=request.num_tokens,
             priority=request.priority,
-            is_resumed=request.is_resumed,
+            is_resumed=request.is_resumed or request.gave_way,
+            gave_way=request.gave_way,
             needs=lambda: request.has_worker,
             begin_by=request.deadline,
             deadline=ends_at,
@@ -62,6 +66,8 @@ class QueueUnderTest:
         self.asked.append(request.name)
         if not request.has_worker:
             return WorkerUnavailable("no such worker")
+        if request.is_over_share:
+            return OverShare("its caller holds its share")
         if request.size > self.room:
             return NoRoom(f"{request.size} do not fit")
         self.room -= request.size
@@ -178,6 +184,33 @@ def test_a_request_with_room_does_not_wait_behind_many_without_any_worker() -> N
         assert entry is not None
         assert isinstance(entry.reason, WorkerUnavailable), "each learns why, not only the first"
     assert queue.join(Request("a"), 0.0) is None
+
+
+def test_requests_of_a_caller_that_holds_its_share_hold_up_no_other_and_are_not_refused_for_time() -> None:
+    queue = QueueUnderTest(room=10)
+    for number in range(2 * LOOK_AHEAD):
+        queue.join(Request(f"greedy {number}", caller="greedy", is_over_share=True), 0.0, patience_s=5.0)
+    queue.asked.clear()
+    assert queue.join(Request("other"), 1.0) is None
+    assert queue.join(Request("in time", deadline=1.0), 1.0) is None, "its turn is not after theirs"
+    assert queue.asked == ["greedy 0", "other", "greedy 0", "in time"], "one refusal is enough for its caller"
+    queue.join(Request("more", caller="greedy", is_over_share=True), 1.0, patience_s=5.0)
+    assert len(queue.asked) == 4, "nothing has changed for it"
+    queue.join(Request("large", size=11), 1.0, patience_s=5.0)
+    refused = [entry.item.name for now in range(2, 20) for entry in queue.waiting.out_of_patience(float(now))]
+    assert refused == ["large"]
+
+
+def test_requests_that_gave_way_wait_for_their_callers_turn_before_its_new_ones() -> None:
+    queue = QueueUnderTest(max_queued=3)
+    for name, caller in (("new", "a"), ("other", "b"), ("others next", "b")):
+        queue.join(Request(name, caller=caller), 0.0)
+    queue.join(Request("gave way", caller="a", gave_way=True), 0.0)
+    with pytest.raises(Overloaded):
+        queue.join(Request("too many", caller="c", priority=1), 0.0)
+    queue.make_room(10)
+    assert queue.placed == ["other", "gave way", "new", "others next"]
+    assert len(queue.waiting) == 0
 
 
 def test_an_urgent_request_is_placed_at_once_before_many_that_do_not_fit() -> None:

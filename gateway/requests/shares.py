@@ -1,0 +1,212 @@
+"""CallerShares: how much of the fleet one caller may hold while others are there; pure.
+
+Shared are this gateway's places, the slots and blocks of each decode worker, and the time of workers that compute
+prompts. Room is what a caller holds and what is free, together:
+
+    takes        a caller may hold at most 7/8 of its room
+    gives back   if it holds more than 15/16 of it, its youngest requests return to the queue, and its oldest stays
+    prompts      one may wait at a worker behind MAX_PROMPTS_S of others; further ones wait in the fair queue
+
+So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) stays free for the next one (dynamic
+thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). A caller that
+holds nothing may take all that is free, and one that is alone may hold everything.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from gateway.requests.attempt import AttemptFailure, Cause
+from gateway.requests.request_state import RequestState
+from gateway.routing.placement import NoRoom, Placement
+from gateway.routing.router import Router
+
+SHARE = 7 / 8
+GIVE_BACK_FROM = 15 / 16
+MAX_PROMPTS_S = 0.05
+
+PRESENT_S = 60.0
+"""A caller counts as there for so long after its last request."""
+
+
+PLENTY = 10**9
+
+
+class OverShare(NoRoom):
+    """The request's caller holds its share. There may be room for others, so they need not wait behind it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    name: str
+    seen_at: float
+    placed: dict[RequestState, None] = field(default_factory=dict)
+    """The oldest first."""
+    placed_at: dict[str, dict[RequestState, None]] = field(default_factory=dict)
+    """The same for each worker of their latest attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What a caller's requests hold of something, and what is free of it."""
+
+    what: str
+    states: Collection[RequestState]
+    """The oldest first."""
+    size: Callable[[RequestState], int]
+    held: int
+    free: int
+
+    def may_take(self, number: int) -> bool:
+        return not self.held or self.held + number <= SHARE * (self.held + self.free)
+
+    def to_give_back(self) -> Iterator[RequestState]:
+        room = self.held + self.free
+        excess = self.held - SHARE * room if self.held > GIVE_BACK_FROM * room else 0.0
+        for state in reversed(list(self.states)[1:]):
+            if excess <= 0.0:
+                return
+            excess -= self.size(state)
+            yield state
+
+
+class CallerShares:
+    """Knows every attempt from its beginning to its end. Times must not run backwards."""
+
+    def __init__(self, router: Router, max_in_flight: int) -> None:
+        self._router = router
+        self._max_in_flight = max_in_flight
+        self._num_placed = 0
+        self._callers: dict[str, _Caller] = {}
+        """Those that are there, by name."""
+
+    def begun(self, state: RequestState) -> None:
+        """An attempt has begun."""
+        caller = self._callers[state.request.caller.name]
+        self._num_placed += 1
+        caller.placed[state] = None
+        for worker in state.attempt.workers:
+            caller.placed_at.setdefault(worker, {})[state] = None
+
+    def ended(self, state: RequestState, now: float) -> None:
+        """The request's latest attempt has ended."""
+        caller = self._callers[state.request.caller.name]
+        self._num_placed -= 1
+        caller.seen_at = now
+        del caller.placed[state]
+        for worker in state.attempt.workers:
+            del caller.placed_at[worker][state]
+            if not caller.placed_at[worker]:
+                del caller.placed_at[worker]
+
+    def arrived(self, name: str, now: float) -> bool:
+        """A caller has a request. True if it had none of late, and others have."""
+        is_new = name not in self._callers
+        self._callers.setdefault(name, _Caller(name, now)).seen_at = now
+        return is_new and self._is_shared(now)
+
+    def refusal(self, state: RequestState, now: float) -> NoRoom | None:
+        """Why the request gets no place, whatever workers have room."""
+        name = state.request.caller.name
+        self.arrived(name, now)
+        if self._num_placed >= self._max_in_flight:
+            return NoRoom(f"{self._num_placed} requests are with workers, which is the limit")
+        caller = self._callers[name]
+        return _refusal(caller, 1, self._places(caller)) if self._is_shared(now) else None
+
+    def refusal_at(self, state: RequestState, placement: Placement, now: float) -> NoRoom | None:
+        """Why the request must not go to these workers at present."""
+        if not self._is_shared(now):
+            return None
+        caller, worker = self._callers[state.request.caller.name], placement.prefill or placement.decode
+        waiting = [each for caller in self._callers.values() for each in _in_prefill(caller, worker)]
+        if self._prompts_s(waiting, worker) > MAX_PROMPTS_S:
+            return NoRoom(f"other prompts wait at {worker}")
+        slots, blocks = self._slots(caller, placement.decode), self._blocks(caller, placement.decode)
+        return _refusal(caller, 1, slots) or _refusal(caller, placement.num_decode_blocks, blocks)
+
+    def to_give_back(self, workers: Iterable[str], now: float) -> list[tuple[RequestState, AttemptFailure]]:
+        """Requests of callers that hold too much, since their answers grew or others appeared.
+
+        Of each thing, only the caller that holds most gives back: then there is more room for the next one.
+        """
+        if not self._is_shared(now):
+            return []
+        callers, back = self._callers.values(), dict[RequestState, None]()
+        back |= dict.fromkeys(max(map(self._places, callers), key=_held).to_give_back())
+        for worker in workers:
+            for holding_of in (self._slots, self._blocks):
+                largest = max((holding_of(caller, worker) for caller in callers), key=_held)
+                back |= dict.fromkeys(largest.to_give_back())
+            back |= dict.fromkeys(self._late_prompts(worker))
+        return [(state, _gives_way(state)) for state in back]
+
+    def _is_shared(self, now: float) -> bool:
+        if len(self._callers) > 1:
+            for caller in list(self._callers.values()):
+                if not caller.placed and now - caller.seen_at > PRESENT_S:
+                    del self._callers[caller.name]
+        return len(self._callers) > 1
+
+    def _places(self, caller: _Caller) -> _Holding:
+        num, free = len(caller.placed), self._max_in_flight - self._num_placed
+        return _Holding("places", caller.placed, lambda _: 1, num, free)
+
+    def _slots(self, caller: _Caller, decode: str) -> _Holding:
+        here, worker = _decoding(caller, decode), self._router.snapshot(decode)
+        num_slots = worker.status.requests.slots
+        free = num_slots - worker.num_requests if num_slots else PLENTY
+        return _Holding(f"slots of {decode}", here, lambda _: 1, len(here), free)
+
+    def _blocks(self, caller: _Caller, decode: str) -> _Holding:
+        here, worker = _decoding(caller, decode), self._router.snapshot(decode)
+
+        def size(state: RequestState) -> int:
+            return worker.num_blocks_for(len(state.request.prompt_token_ids) + state.num_output_tokens + 1)
+
+        used = worker.status.kv_blocks.total - max(0, worker.room)
+        held = min(sum(map(size, here)), used)  # requests may share blocks
+        return _Holding(f"blocks of {decode}", here, size, held, worker.room)
+
+    def _late_prompts(self, worker: str) -> Iterator[RequestState]:
+        """Far too many wait, as from the time when a caller was alone: the one with most gives back its youngest."""
+        waiting = [_in_prefill(caller, worker) for caller in self._callers.values()]
+        total_s = sum(self._prompts_s(mine, worker) for mine in waiting)
+        for state in reversed(max(waiting, key=lambda mine: self._prompts_s(mine, worker))[1:]):
+            if total_s <= 2 * MAX_PROMPTS_S:
+                return
+            total_s -= self._prompts_s([state], worker)
+            yield state
+
+    def _prompts_s(self, states: Iterable[RequestState], worker: str) -> float:
+        return self._router.prompt_s(
+            worker, sum(state.attempt.placement.num_prefill_tokens for state in states)
+        )
+
+
+def _refusal(caller: _Caller, number: int, holding: _Holding) -> OverShare | None:
+    if holding.may_take(number):
+        return None
+    return OverShare(f"'{caller.name}' holds {holding.held} {holding.what}, and others may need the rest")
+
+
+def _gives_way(state: RequestState) -> AttemptFailure:
+    why = "its caller held more than its share, and others are there"
+    return AttemptFailure(state.attempt.placement.decode, Cause.GIVEN_BACK, why, gives_way=True)
+
+
+def _held(holding: _Holding) -> int:
+    return holding.held
+
+
+def _decoding(caller: _Caller, worker: str) -> list[RequestState]:
+    return [state for state in caller.placed_at.get(worker, ()) if state.attempt.placement.decode == worker]
+
+
+def _in_prefill(caller: _Caller, worker: str) -> list[RequestState]:
+    """Requests whose prompts this worker has yet to compute, or computes."""
+    return [
+        state
+        for state in caller.placed_at.get(worker, ())
+        if (state.attempt.placement.prefill or worker) == worker
+        and state.num_output_tokens == state.attempt.num_tokens_before
+    ]

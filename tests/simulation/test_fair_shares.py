@@ -1,0 +1,68 @@
+"""Eight tenants share a fleet, one of which sends all it can: the others hardly notice."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from baton.config import GatewayConfig
+from gateway.requests.shares import CallerShares
+from simulator.timed_fleet import TimedFleet
+from simulator.workloads import Session, Turn
+
+GREEDY, TENANTS = "greedy", tuple(f"tenant{number}" for number in range(7))
+NUM_PER_TENANT, MEAN_PAUSE_S, FIRST_S, END_S = 15, 1.2, 2.0, 30.0
+
+
+def others() -> Iterator[Session]:
+    """Each of the other tenants asks every now and then."""
+    for tenant in TENANTS:
+        rng, now = random.Random(tenant), FIRST_S
+        for number in range(NUM_PER_TENANT):
+            now += rng.expovariate(1.0 / MEAN_PAUSE_S)
+            yield session(rng, tenant, number, now, rng.randint(400, 800), rng.randint(10, 60))
+
+
+def flood(num_requests: int, num_prompt_tokens: int, num_answer_tokens: int) -> Iterator[Session]:
+    """All at once, before the others come."""
+    rng = random.Random(GREEDY)
+    for number in range(num_requests):
+        yield session(rng, GREEDY, number, 0.0, num_prompt_tokens, num_answer_tokens)
+
+
+def session(
+    rng: random.Random, caller: str, number: int, at: float, num_prompt: int, num_answer: int
+) -> Session:
+    tokens = tuple(rng.getrandbits(30) for _ in range(num_prompt + num_answer))
+    turn = Turn(tokens[:num_prompt], tokens[num_prompt:], 0.0)
+    return Session(f"{caller}-{number}", at, (), (turn,), caller)
+
+
+def p99_s(greedy: list[Session], num_blocks: int) -> float:
+    """The other tenants' time to first token."""
+    fleet = TimedFleet(GatewayConfig(), 1, 2, (40_000, num_blocks), seed=1)
+    times_of = fleet.run([*others(), *greedy], until_s=END_S).ttft_s_of
+    times = [time for tenant in TENANTS for time in times_of.get(tenant, ())]
+    never = [END_S] * (len(TENANTS) * NUM_PER_TENANT - len(times))
+    return sorted(times + never)[-1 - NUM_PER_TENANT * len(TENANTS) // 100]
+
+
+FLOODS = {
+    "long answers hold every place": (flood(256, 30, 4_000), 40_000),
+    "long prompts keep the prefill worker busy": (flood(400, 1_000, 20), 40_000),
+    "growing answers take every block": (flood(200, 100, 6_000), 1_200),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_c57_the_others_first_tokens_come_within_twice_the_time_of_being_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flooding, num_blocks = FLOODS[name]
+    greedy = list(flooding)
+    alone_s, shared_s = p99_s([], num_blocks), p99_s(greedy, num_blocks)
+    monkeypatch.setattr(CallerShares, "_is_shared", lambda *_: False)
+    unshared_s = p99_s(greedy, num_blocks)
+    print(f"{name}: alone {alone_s:.3f} s, beside it {shared_s:.3f} s, without shares {unshared_s:.3f} s")
+    assert shared_s < 2 * alone_s
+    assert unshared_s > 4 * alone_s

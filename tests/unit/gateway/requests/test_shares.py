@@ -1,0 +1,193 @@
+"""What one caller may hold while others are there."""
+
+from itertools import count
+
+import pytest
+
+from baton.config import GatewayConfig
+from baton.kv import WorkerRef
+from baton.request import FinishReason, RequestOutput
+from baton.sampling import SamplingParams
+from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
+from gateway.auth.callers import Caller
+from gateway.requests.dispatcher import Dispatcher
+from gateway.requests.events import (
+    AbortAt,
+    Effect,
+    StreamEnded,
+    Submitted,
+    SubmitTo,
+    WorkerOutputs,
+    WorkerReported,
+)
+from gateway.requests.request import GatewayRequest
+from gateway.requests.shares import PRESENT_S
+from gateway.routing.router import Router
+from simulator.driver import SilentText
+
+BLOCK_SIZE = 16
+
+
+class UnderTest:
+    """A dispatcher with one prefill and one decode worker, whose room the test chooses."""
+
+    def __init__(self, *, places: int = 64, slots: int = 0, blocks: int = 10_000, rate: float = 1e9) -> None:
+        ids, self.now, self.requests = count(), 0.0, dict[str, GatewayRequest]()
+        self.slots, self.blocks, self.rate = slots, blocks, rate
+        router = Router(GatewayConfig(routing_policy="round_robin"), b"key")
+        self.dispatcher = Dispatcher(
+            router,
+            "retry",
+            lambda _: str(next(ids)),
+            max_in_flight=places,
+            max_queued=10_000,
+            placement_timeout_s=30.0,
+        )
+        self.placed: dict[str, str] = {}
+        """The id on workers, by request; in the order of the placements."""
+        self.report()
+
+    def report(self, free: int | None = None) -> None:
+        """Heartbeats of both workers; `free` blocks of the decode worker."""
+        free = self.blocks if free is None else free
+        for name, role in (("p", WorkerRole.PREFILL), ("d", WorkerRole.DECODE)):
+            counts = RequestCounts(len(self.placed), 0, 0, self.slots)
+            blocks = KVBlockCounts(self.blocks, free, 0, 0)
+            ref = WorkerRef(name, f"{name}-life", ("tcp://here:1",), BLOCK_SIZE)
+            load = WorkerLoad(prefill_tokens_per_s=self.rate)
+            self.handle(
+                WorkerReported(WorkerStatus(ref, role, WorkerState.READY, blocks, counts, {}, load=load))
+            )
+
+    def ask(self, caller: str, number: int = 1, prompt: int = 10) -> None:
+        for _ in range(number):
+            name = f"{caller}{len(self.requests)}"
+            params = SamplingParams(max_tokens=9_000, seed=0)
+            request = GatewayRequest(
+                request_id=name,
+                prompt_token_ids=(1,) * prompt,
+                sampling_params=params,
+                text=SilentText(),
+                caller=Caller(caller),
+            )
+            self.requests[name] = request
+            self.handle(Submitted(request))
+
+    def answer(self, *names: str, number: int = 1) -> None:
+        """Each gets so many tokens, from both workers."""
+        for name in names:
+            for worker in "pd":
+                end = FinishReason.HANDED_OVER if worker == "p" else None
+                output = RequestOutput(
+                    request_id=self.placed[name],
+                    first_position=0,
+                    token_ids=(7,) * (1 if end else number),
+                    finish_reason=end,
+                )
+                self.handle(WorkerOutputs(worker, (output,)))
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self.handle(StreamEnded(self.requests[name], GeneratorExit()))
+            assert name not in self.placed
+
+    def held(self, caller: str) -> int:
+        return sum(name.startswith(caller) for name in self.placed)
+
+    def handle(self, event: object) -> None:
+        effects: list[Effect] = self.dispatcher.handle(event, self.now)  # type: ignore[arg-type]
+        for effect in effects:
+            match effect:
+                case SubmitTo(_, sub_request):
+                    self.placed[sub_request.request_id.partition(".")[0]] = sub_request.request_id
+                case AbortAt(_, engine_id):
+                    self.placed.pop(engine_id.partition(".")[0], None)
+
+
+def test_c57_a_caller_alone_may_hold_everything_and_gives_some_back_as_soon_as_another_comes() -> None:
+    under_test = UnderTest(places=64)
+    under_test.ask("a", 80)
+    assert under_test.held("a") == 64
+    under_test.ask("b")
+    assert (under_test.held("a"), under_test.held("b")) == (56, 1)
+    assert list(under_test.placed) == [*(f"a{number}" for number in range(56)), "b80"], (
+        "the youngest gave way"
+    )
+    under_test.ask("b", 20)
+    assert under_test.held("b") == 7, "and as much as 1/8 of what b might hold stays free"
+
+
+@pytest.mark.parametrize("num_callers", [2, 4, 8])
+def test_c57_callers_that_want_everything_get_equal_shares_and_leave_room_for_the_next(
+    num_callers: int,
+) -> None:
+    under_test = UnderTest(places=256)
+    names = "abcdefgh"[:num_callers]
+    for name in names:
+        under_test.ask(name, 1_500)
+    for _ in range(60):
+        under_test.now += 0.5
+        under_test.report()  # at each, the one that holds most gives back
+        under_test.end(*list(under_test.placed)[: 256 // 16])
+    shares = [under_test.held(name) for name in names]
+    assert max(shares) <= 1.2 * min(shares) + 1
+    assert sum(shares) >= 256 * 7 * num_callers / (7 * num_callers + 1) - num_callers
+    under_test.ask("z")
+    assert under_test.held("z") == 1
+
+
+@pytest.mark.parametrize(("room", "most"), [({"slots": 32}, 28), ({"blocks": 320}, 150)])
+def test_c57_slots_and_blocks_of_a_decode_worker_are_shared(room: dict[str, int], most: int) -> None:
+    """Each request takes a block, and another one is kept for it to grow."""
+    under_test = UnderTest(places=500, **room)
+    under_test.ask("b")
+    under_test.end("b0")
+    under_test.ask("a", 400)
+    assert under_test.held("a") <= most
+    assert under_test.held("a") > 0.8 * most
+    under_test.ask("b")
+    assert under_test.held("b") == 1
+
+
+def test_c57_a_caller_whose_answers_grow_gives_back_its_youngest_but_never_its_oldest() -> None:
+    under_test = UnderTest(blocks=320)
+    under_test.ask("b")
+    under_test.ask("a", 10)
+    names = [name for name in under_test.placed if name.startswith("a")]
+    under_test.answer(*names, number=25 * BLOCK_SIZE)
+    under_test.report(free=320 - 10 * 26 - 1)
+    assert under_test.held("a") == 10, "49 blocks are free"
+    under_test.report(free=20)
+    assert names[0] in under_test.placed
+    assert 6 <= under_test.held("a") < 10
+    under_test.report(free=0)
+    under_test.report(free=0)
+    assert under_test.held("b") == 1, "others keep theirs"
+    assert names[0] in under_test.placed
+
+
+def test_c57_prompts_wait_for_their_callers_turn_while_others_are_there() -> None:
+    under_test = UnderTest(rate=10_000.0)
+    under_test.ask("a", 40, prompt=400)
+    assert under_test.held("a") == 40, "alone"
+    under_test.ask("b", prompt=400)
+    assert under_test.held("a") <= 3, "the others had not begun, and wait in the queue again"
+    under_test.answer("a0")
+    under_test.answer("a1")
+    under_test.answer(*(name for name in under_test.placed if name == "a2"))
+    assert under_test.held("b") == 1
+
+
+def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
+    under_test = UnderTest(places=16)
+    under_test.ask("b")
+    under_test.end("b0")
+    under_test.ask("a", 20)
+    assert under_test.held("a") == 14
+    under_test.now += PRESENT_S + 1.0
+    under_test.report()
+    assert under_test.held("a") == 16
+    under_test.end(*(f"a{number}" for number in range(1, 21)))
+    (caller,) = under_test.dispatcher._shares._callers.values()
+    assert not caller.placed, "nothing is kept of requests that ended"
+    assert not caller.placed_at, "nor of their workers"
