@@ -71,8 +71,10 @@ class Attempt:
     """How many tokens the client had when the attempt began."""
     decode_recomputes: bool = False
     """The decode worker computes a prompt that does not arrive."""
-    incarnations: Mapping[str, str] = field(default_factory=dict)
-    """By worker."""
+    refs: Mapping[str, WorkerRef] = field(default_factory=dict)
+    """The incarnations of its workers, by name."""
+    on_preemption: OnPreemption = OnPreemption.RESUME
+    """What the decode worker does with the request if it runs out of blocks."""
     number: int = 0
     """Counts from 0."""
     began_at: float = 0.0
@@ -207,7 +209,7 @@ class Attempt:
 
 
 def sub_requests(
-    request: EngineRequest, attempt: Attempt, refs: Mapping[str, WorkerRef], transfer_id: str
+    request: EngineRequest, attempt: Attempt, transfer_id: str
 ) -> list[tuple[str, EngineRequest]]:
     """What to send to each worker, in this order: the decode worker, which reserves blocks, comes first.
 
@@ -217,7 +219,7 @@ def sub_requests(
     decode, prefill = attempt.placement.decode, attempt.placement.prefill
     if prefill is None:
         return [(decode, request)]
-    number = attempt.number
+    number, refs = attempt.number, attempt.refs
     on_failure = OnLoadFailure.RECOMPUTE if attempt.decode_recomputes else OnLoadFailure.REPORT
     to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, refs[prefill], on_failure)
     to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, refs[decode], on_failure)

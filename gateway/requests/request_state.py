@@ -15,10 +15,8 @@ text state stays here, so a stop string may begin on one worker and end on anoth
 
 from array import array
 from collections import deque
-from collections.abc import Mapping
 from enum import Enum
 
-from baton.kv import WorkerRef
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from gateway.requests.attempt import Attempt, AttemptFailure, Verdict, sub_requests
 from gateway.requests.latency_window import StreamLatency
@@ -99,17 +97,20 @@ class RequestState:
         placement = self.finish.placement
         return "fallback" if placement.is_fallback else placement.mode.value
 
-    def begin_attempt(self, attempt: Attempt, now: float) -> None:
-        """Drops tokens that arrived before their predecessors: recomputed tokens may differ from them."""
+    def begin(self, placement: Placement, engine_request_id: str, now: float) -> Attempt:
+        """Begins an attempt. Drops tokens that arrived before their predecessors: recomputed tokens may differ from
+        them."""
         assert self.phase is RequestPhase.WAITING, f"it is {self.phase.value}"
+        attempt = self.retry.begin(placement, engine_request_id, self.num_output_tokens, now)
         self.phase = RequestPhase.PLACED
         self.attempts.append(attempt)
-        self.placement = attempt.placement
-        self.times.begin_attempt(attempt.number, attempt.placement, now)
+        self.placement = placement
+        self.times.begin_attempt(attempt.number, placement, now)
         self._early.clear()
         self._last = None
         if not self._delivered:
             self._num_cached_tokens = 0
+        return attempt
 
     def end_attempt(self, now: float, failure: AttemptFailure | None = None) -> None:
         assert self.phase is RequestPhase.PLACED, f"it is {self.phase.value}"
@@ -119,9 +120,7 @@ class RequestState:
             self.times.end_attempt(now)
             self.attempt.failure = failure if failure.error is None else None
 
-    def sub_requests(
-        self, refs: Mapping[str, WorkerRef], transfer_id: str, now: float
-    ) -> list[tuple[str, EngineRequest]]:
+    def sub_requests(self, transfer_id: str, now: float) -> list[tuple[str, EngineRequest]]:
         """The latest attempt's sub-request for each of its workers."""
         request, attempt = self.request, self.attempt
         whole = EngineRequest(
@@ -132,9 +131,9 @@ class RequestState:
             timeout_s=self.time_left(now),
             cache_salt=request.cache_salt,
             output_token_ids=self.output_token_ids,
-            on_preemption=self.retry.on_preemption(attempt.placement),
+            on_preemption=attempt.on_preemption,
         )
-        return sub_requests(whole, attempt, refs, transfer_id)
+        return sub_requests(whole, attempt, transfer_id)
 
     # the answer
 

@@ -1,6 +1,7 @@
 """Single events and their effects; random ones are in tests/property/test_dispatcher_machine.py."""
 
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ from gateway.requests.events import (
 )
 from gateway.requests.record import Outcome
 from gateway.requests.request import GatewayRequest
+from gateway.requests.retry import RetryState
 from gateway.routing.placement import Placement, RouteQuery
 from gateway.routing.router import Router
 from simulator.driver import SilentText
@@ -165,6 +167,28 @@ def test_a_bug_in_routing_one_request_of_a_sweep_ends_that_request_alone(
     (recorded,) = dispatcher.handle(StreamEnded(cursed, bug), 2.0)
     assert isinstance(recorded, Record)
     assert recorded.record.outcome is Outcome.REJECTED
+
+
+@pytest.mark.parametrize("method", ["on_failure", "begin"])
+def test_a_bug_in_moving_one_request_of_a_lost_worker_ends_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    dispatcher, cursed, healthy = make_dispatcher("d0"), make_request("cursed"), make_request("healthy")
+    for request in (cursed, healthy):
+        dispatcher.handle(Submitted(request), 0.0)
+    dispatcher.handle(WorkerReported(status_of("d1")), 0.0)
+    original, bug = getattr(RetryState, method), ZeroDivisionError("a bug")
+
+    def fail_or_go_on(retry: RetryState, *args: Any) -> Any:
+        if retry._request is cursed:
+            raise bug
+        return original(retry, *args)
+
+    monkeypatch.setattr(RetryState, method, fail_or_go_on)
+    effects = dispatcher.handle(WorkerLost("d0", "killed"), 1.0)
+    assert [effect for effect in effects if isinstance(effect, Refuse)] == [Refuse(cursed, bug)]
+    assert [effect.worker for effect in effects if isinstance(effect, SubmitTo)] == ["d1"]
+    assert (dispatcher.num_queued, dispatcher.num_in_flight) == (0, 2)
 
 
 def link_failure(engine_id: str, *token_ids: int) -> WorkerOutputs:
