@@ -45,12 +45,13 @@ class Ending:
         status: RequestStatus,
         outputs: OutputsByClient,
         error: str | None = None,
+        error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> None:
         """Ends requests in any state; unknown ids belong to requests that have ended before."""
         for request_id in request_ids:
             if request := self._requests.get(request_id):
                 self._unqueue(request)
-                self.end(request, status, outputs, error)
+                self.end(request, status, outputs, error, error_kind)
         self.drop_from_running()
 
     def fail(

@@ -7,7 +7,7 @@ a step hands out a budget of tokens. Each part has a file of its own:
     running     requests that compute             preemption  what becomes of a victim's KV
     admission   requests that wait                remote      prompts that come from, or go, elsewhere
     kv_cache    blocks and prefixes               swap        host memory
-    ending      requests that end
+    ending      requests that end                 trial       the search for the one that breaks its steps
 """
 
 import secrets
@@ -39,6 +39,7 @@ from scheduler.running import Running
 from scheduler.step import StepPlan
 from scheduler.stop import check_stop
 from scheduler.swap import SwapSpace, num_swap_blocks
+from scheduler.trial import Trial, ends_of
 
 
 class Scheduler:
@@ -64,11 +65,20 @@ class Scheduler:
         self._kv = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, hash_key)
         self._swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, self._kv, self._counters)
+        self._trial = Trial()
         waiting, order = WaitingQueue(), make_order(config)
         self._preemption = Preemption(config, order, waiting, self._kv, self._swap, self._counters)
         self._running = Running(config, order, self._kv, self._preemption)
         self._admission = Admission(
-            config, order, waiting, self._running, self._kv, self._remote, self._swap, self._counters
+            config,
+            order,
+            waiting,
+            self._running,
+            self._kv,
+            self._remote,
+            self._swap,
+            self._counters,
+            self._trial,
         )
         self._batching = make_batching(config, self._running, self._admission, self._kv)
         self._requests: dict[str, Request] = {}
@@ -129,11 +139,52 @@ class Scheduler:
             self._ending.fail(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
         if wrong := dict.fromkeys(model_runner_output.non_finite, NON_FINITE):
             self._kv.forget_prefixes()  # what earlier steps computed for them may be as wrong
-            self._ending.fail(requests, wrong, ErrorKind.INTERNAL, outputs)
+            self._ending.fail(requests, wrong, ErrorKind.STEP_FAILED, outputs)
         if self._preemption.given_back:
             self._ending.end_given_back(outputs)
         self._ending.drop_from_running()
+        if self.is_trying:
+            self._go_on_trying(scheduler_output)
         return outputs.by_client()
+
+    def retry_in_halves(
+        self, failed: SchedulerOutput, later: Iterable[SchedulerOutput], reason: str
+    ) -> dict[str, EngineCoreOutputs]:
+        """The device failed to compute a step. Nothing of it or of the `later` ones, planned on top of it, counts.
+
+        Its requests compute anew, from their known tokens on, one half after the other; all others wait meanwhile. One
+        that fails alone ends with ErrorKind.STEP_FAILED. Loads that rest on the prefix cache are given back, as the
+        blocks they hit may never have been computed.
+        """
+        outputs = OutputsByClient()
+        self._under_way.clear()
+        for request in self._requests.values():
+            request.num_output_placeholders = 0
+        resting = self._remote.resting_on_hits()
+        self._ending.finish(
+            resting, RequestStatus.FINISHED_GIVEN_BACK, outputs, "a step failed on this worker"
+        )
+        self._ending.end_given_back(outputs)
+        self.reset_prefix_cache(force=True)
+        self._ending.since_last_plan |= self._preemption.begin_anew(self._requests.values())
+        self._ending.since_last_plan.update(*(plan.finished_req_ids for plan in (failed, *later)))
+        ends = {name: end for name, end in ends_of(failed).items() if name in self._requests}
+        if (culprit := self._trial.step_failed(ends, self._num_steps + 1)) is not None:
+            status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.STEP_FAILED
+            self._ending.finish(
+                [culprit], status, outputs, f"its step failed, with no other request in it: {reason}", kind
+            )
+        return outputs.by_client()
+
+    @property
+    def is_trying(self) -> bool:
+        """A trial is under way: steps must go on, even if one had nothing to compute."""
+        return self._trial.group is not None
+
+    @property
+    def can_compute(self) -> bool:
+        """The device computed a request since the failed step that began the trial."""
+        return self._trial.has_passed
 
     def wanted_grammars(self) -> frozenset[StructuredOutput]:
         """Grammars that requests wait for."""
@@ -290,6 +341,12 @@ class Scheduler:
             self._under_way[self._num_steps] = step.requests
 
     # update_from_output()
+
+    def _go_on_trying(self, computed: SchedulerOutput) -> None:
+        """Those that passed wait until all are tried, so that a step that fails can be blamed on the others."""
+        if self._trial.step_computed(computed.step, ends_of(computed), self._num_steps + 1):
+            self._preempted_between_steps.update(request.request_id for request in self._running.requests)
+            self._preemption.preempt_all(self._running.requests)
 
     def _take_tokens(
         self,

@@ -30,6 +30,7 @@ class Cause(Enum):
 
 _CAUSES = {ErrorKind.OVERLOADED: Cause.REFUSED, ErrorKind.GIVEN_BACK: Cause.GIVEN_BACK}
 
+_FAILED = (ErrorKind.INTERNAL, ErrorKind.STEP_FAILED)
 _NO_REASONS = (FinishReason.ABORT, FinishReason.HANDED_OVER)
 """Ends of a prefill request that do not explain why its prompt did not reach the decode worker."""
 
@@ -124,7 +125,7 @@ class Attempt:
             self._lost_prompt = self._failure(is_prefill, output)
             return Verdict.IGNORE
         if end in (FinishReason.ERROR, FinishReason.ABORT):
-            may_recompute = output.error_kind in (ErrorKind.INTERNAL, ErrorKind.GIVEN_BACK)
+            may_recompute = output.error_kind in (*_FAILED, ErrorKind.GIVEN_BACK)
             if is_prefill and may_recompute and self.decode_recomputes and self.open_workers:
                 return Verdict.IGNORE
             return self._failure(is_prefill, output)
@@ -195,7 +196,7 @@ class Attempt:
 
     def _failure(self, is_prefill: bool, output: RequestOutput) -> AttemptFailure:
         reason, kind = output.error or f"ended with {output.finish_reason}", output.error_kind
-        is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind is ErrorKind.INTERNAL)
+        is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind in _FAILED)
         is_prefill_at_fault = is_prefill or is_prompt_lost
         worker = self.placement.prefill if is_prefill_at_fault else None
         return AttemptFailure(
