@@ -11,6 +11,7 @@ from functools import partial
 from zlib import crc32
 
 from baton.config import GatewayConfig
+from baton.errors import HarmfulRequest
 from baton.messages.request_plane import KVEvents
 from baton.request import EngineRequest, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
@@ -60,6 +61,8 @@ class RequestSpec:
     leaves_after_s: float | None
     cache_salt: str | None
     priority: int
+    caller: str | None = None
+    """None: one of three."""
 
 
 class End(Enum):
@@ -133,7 +136,7 @@ class SimGateway:
 
     def on_worker_lost(self, worker: str, reason: str) -> None:
         self._world.log(self.name, f"lost {worker} {reason}")
-        self._handle(WorkerLost(worker, reason))
+        self._handle(WorkerLost(worker, reason, is_reachable=self.links.reaches(worker)))
 
     def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:
@@ -158,7 +161,7 @@ class SimGateway:
             cache_salt=spec.cache_salt,
             mode=spec.mode,
             timeout_s=spec.timeout_s,
-            caller=Caller(str(crc32(spec.request_id.encode()) % 3), may_administer=True),
+            caller=Caller(spec.caller or str(crc32(spec.request_id.encode()) % 3), may_administer=True),
         )
         self.clients[spec.request_id] = self._clients[request] = Client(
             spec, request, answer(spec.prompt, spec.max_tokens, self._max_model_len)
@@ -195,6 +198,7 @@ class SimGateway:
             case Deliver(request, delta):
                 return self._deliver(self._clients[request], delta)
             case Refuse(request, error):
+                self._world.counts["path stopped"] += isinstance(error, HarmfulRequest)
                 self._world.counts["path turned away"] += not self._clients[request].tokens
                 return self._end(self._clients[request], End.ERROR, error)
             case SubmitTo(worker, sub_request):

@@ -104,6 +104,11 @@ class Attempt:
         prefill = self.placement.prefill
         return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
 
+    def has_progressed(self, num_tokens: int) -> bool:
+        """Whether the client, with so many tokens, has any of a decode worker: each attempt's prefill worker adds one,
+        without which a request that never decodes would seem to go on."""
+        return num_tokens > self.num_tokens_before + (self.placement.prefill is not None)
+
     def on_output(self, worker: str, output: RequestOutput) -> Verdict | AttemptFailure:
         """What a worker's output means for the attempt."""
         is_prefill, end = worker == self.placement.prefill, output.finish_reason

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import starmap
 
-from baton.errors import DeadlinePassed, DeadlineTooClose, RequestError
-from baton.request import RequestOutput
+from baton.errors import DeadlinePassed, DeadlineTooClose, RequestError, WorkerUnavailable
+from baton.kv import WorkerRef
+from baton.request import ErrorKind, RequestOutput
 from gateway.auth.callers import Caller
 from gateway.requests.attempt import Attempt, AttemptFailure
 from gateway.requests.events import (
@@ -48,14 +49,11 @@ from gateway.requests.record import Outcome, Tally, record_of
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestPhase, RequestState
 from gateway.requests.retry import LoadFailurePolicy, RetryState
+from gateway.requests.suspects import Identity, Suspects
 from gateway.routing.placement import NoRoom, Placement
 from gateway.routing.router import Router
 
 logger = logging.getLogger(__name__)
-
-DEADLINE_SLACK_S = 0.05
-"""A disconnect this close to the deadline counts as a timeout: frontends watch the deadline too, and then close the
-stream as a client would."""
 
 
 class Dispatcher:
@@ -91,6 +89,7 @@ class Dispatcher:
         self._placed: dict[str, RequestState] = {}
         """By the request id that workers know."""
         self._open = OpenRequests()
+        self.suspects = Suspects()
         self._may_have_room = False
         self._now = 0.0
         self._effects: list[Effect] = []
@@ -110,8 +109,8 @@ class Dispatcher:
             case WorkerReported(status):
                 self._fleet.on_report(status, self._now)
                 self._may_have_room = True
-            case WorkerLost(worker, reason):
-                self._on_worker_lost(worker, reason)
+            case WorkerLost(worker, reason, is_reachable):
+                self._on_worker_lost(worker, reason, is_reachable)
             case Tick():
                 self._refuse_overdue()
         if self._may_have_room:
@@ -155,7 +154,10 @@ class Dispatcher:
             request, self._fleet.workers, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
         )
         state = RequestState(request, retry, self.latencies.stream(arrived_at), arrived_at)
-        if error := self._open.add(state):
+        error = self._open.add(state)
+        if error is None and self.suspects:
+            error = self.suspects.refusal(state.identity, self._now)
+        if error is not None:
             self._refuse(state, error)
         else:
             self._enqueue(state)
@@ -168,8 +170,10 @@ class Dispatcher:
             assert finish is not None, "a complete answer has a finish"
             self.tally.finished(state.path or "", finish.placement.reason)
             self.latencies.finished(self._now)
+            if self.suspects:
+                self.suspects.cleared(state.identity)
         else:
-            error = _client_error(state, error, self._now)
+            error = state.client_error(error, self._now)
             outcome = self.tally.ended(error, was_placed=state.num_attempts > 0)
         self._effects.append(Record(record_of(state, outcome, error, self._now)))
 
@@ -203,7 +207,10 @@ class Dispatcher:
             num_tokens=state.num_tokens,
             priority=request.priority,
             is_resumed=state.num_attempts > 0,
-            needs=state.retry.needs,
+            needs=lambda: (
+                bool(self.suspects) and self.suspects.is_suspect(state.identity),
+                state.retry.needs(),
+            ),
             begin_by=None if state.deadline is None else state.deadline - least_prefill_s,
             deadline=state.deadline,
             patience_s=max(0.0, state.retry.seeking_since + self._placement_timeout_s - now),
@@ -229,6 +236,8 @@ class Dispatcher:
         state = entry.item
         if len(self._placed) >= self._max_in_flight:
             return NoRoom(f"{len(self._placed)} requests are with workers, which is the limit")
+        if self.suspects and not self.suspects.may_run(state.identity, self._now):
+            return WorkerUnavailable("workers ended under it, and such requests are tried one at a time")
         del self._entries[state]
         with self._costs_only(state):
             avoided = self.avoided_pairs.at(self._now)
@@ -246,6 +255,8 @@ class Dispatcher:
         engine_request_id = f"{state.request.request_id}.{self._draw_id(8)}"
         attempt = state.begin(placement, engine_request_id, self._now)
         self._placed[engine_request_id] = state
+        if self.suspects:
+            self.suspects.placed(state.identity, self._now)
         for name in attempt.workers:
             self.router.sent(name, placement)
         _log(logging.DEBUG, state, f"goes to {' and '.join(attempt.workers)}")
@@ -259,6 +270,8 @@ class Dispatcher:
     def _close_attempt(self, state: RequestState, failure: AttemptFailure | None = None) -> None:
         attempt = state.attempt
         del self._placed[attempt.engine_request_id]
+        if self.suspects and self.suspects.left(state.identity):
+            self._may_have_room = True
         state.end_attempt(self._now, failure)
         self._effects += [AbortAt(worker, attempt.engine_request_id) for worker in attempt.close()]
         self._count_ended(attempt)
@@ -299,10 +312,17 @@ class Dispatcher:
 
     def _on_output(self, state: RequestState, worker: str, output: RequestOutput) -> None:
         attempt, now = state.attempt, self._now
+        if output.error_kind is ErrorKind.STEP_FAILED and worker in attempt.refs:
+            incarnation = attempt.refs[worker].incarnation
+            if error := self.suspects.step_failed(state.identity, incarnation, now):
+                self._stop(state.identity, error)
+                return
         state.latency.tokens(output.first_position, len(output.token_ids), now)
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
             self._effects.append(Deliver(state.request, result))
+            if self.suspects and attempt.has_progressed(state.num_output_tokens):
+                self._may_have_room |= self.suspects.got_further(state.identity, state.num_output_tokens)
         if (transfer := attempt.transfer_of(worker, output)) is not None:
             self._fleet.on_transfer(attempt, transfer, now)
         if output.stage_times is not None and not isinstance(result, AttemptFailure):
@@ -317,9 +337,12 @@ class Dispatcher:
                 self._effects.append(AbortAt(prefill, attempt.engine_request_id))
             self._count_ended(attempt)
 
-    def _on_worker_lost(self, worker: str, reason: str) -> None:
+    def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
         logger.warning("lost what worker %s had: %s", worker, reason, extra={"worker": worker})
+        incarnation = self._fleet.workers.get(worker)
         was_draining = self._fleet.on_worker_lost(worker)
+        if incarnation is not None and not was_draining and not is_reachable:
+            self._look_for_the_cause(worker, incarnation.ref)
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
                 with self._costs_only(state):
@@ -333,6 +356,23 @@ class Dispatcher:
         else:
             self._count_ended(attempt)
 
+    # requests that end workers
+
+    def _look_for_the_cause(self, worker: str, ref: WorkerRef) -> None:
+        """Before its requests move, so that the one that ended it does not."""
+        places, had = self._open.on(worker, ref)
+        stopped = self.suspects.worker_lost(places, had, self._now)
+        if stopped is not None:
+            self._stop(*stopped)
+
+    def _stop(self, identity: Identity, error: RequestError) -> None:
+        """Ends a harmful request, with all equal ones."""
+        for state in [state for state in self._open if state.identity == identity]:
+            if state.phase is not RequestPhase.FINISHED:
+                name, caller = state.request.request_id, state.request.caller.name
+                logger.error("request %s of caller %s: %s", name, caller, error, extra={"request_id": name})
+                self._refuse(state, error)
+
     @contextmanager
     def _costs_only(self, state: RequestState) -> Iterator[None]:
         """A bug that one request meets ends this request. It must not reach the worker connection or the client whose
@@ -341,13 +381,6 @@ class Dispatcher:
             yield
         except Exception as error:
             self._refuse(state, error)
-
-
-def _client_error(state: RequestState, error: BaseException, now: float) -> BaseException:
-    has_left, left_s = not isinstance(error, Exception), state.time_left(now)
-    if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
-        return DeadlinePassed("the request's deadline passed")
-    return error
 
 
 def _too_close(least_prefill_s: float, left_s: float) -> DeadlineTooClose:

@@ -16,18 +16,26 @@ text state stays here, so a stop string may begin on one worker and end on anoth
 from array import array
 from collections import deque
 from enum import Enum
+from functools import cached_property
 
+from baton.errors import DeadlinePassed
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from gateway.requests.attempt import Attempt, AttemptFailure, Verdict, sub_requests
 from gateway.requests.latency_window import StreamLatency
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import RetryState
+from gateway.requests.suspects import Identity, identity_of
 from gateway.requests.timing import RequestTimes
 from gateway.routing.cost import EXPECTED_NEW_TOKENS
 from gateway.routing.placement import Mode, Placement
 
 MAX_RECORDED_ATTEMPTS = 32
 """How many attempts are kept, the latest ones. Refusals do not count, so a request may have any number of attempts."""
+
+
+DEADLINE_SLACK_S = 0.05
+"""A disconnect this close to the deadline counts as a timeout: frontends watch the deadline too, and then close the
+stream as a client would."""
 
 
 class RequestPhase(Enum):
@@ -63,6 +71,10 @@ class RequestState:
 
     # the request
 
+    @cached_property
+    def identity(self) -> Identity:
+        return identity_of(self.request)
+
     @property
     def num_tokens(self) -> int:
         """The likely cost: the prompt and an answer of at most EXPECTED_NEW_TOKENS."""
@@ -77,6 +89,13 @@ class RequestState:
 
     def time_left(self, now: float) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - now)
+
+    def client_error(self, error: BaseException, now: float) -> BaseException:
+        """Why the client's stream ended: leaving this close to the deadline is a timeout."""
+        has_left, left_s = not isinstance(error, Exception), self.time_left(now)
+        if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
+            return DeadlinePassed("the request's deadline passed")
+        return error
 
     # attempts
 

@@ -112,8 +112,7 @@ class RetryState:
         if failure.error is not None:
             return failure.error
         self._last_failure = failure
-        # Each attempt's prefill worker adds one token, which is no progress: such a request would never decode.
-        has_progressed = num_tokens > attempt.num_tokens_before + (attempt.placement.prefill is not None)
+        has_progressed = attempt.has_progressed(num_tokens)
         if has_progressed:
             self._num_failures = self._num_losses = 0
         if failure.cause in (Cause.LOST, Cause.FAILED) or has_progressed:

@@ -22,6 +22,7 @@ from baton.request import EngineRequest, FirstToken
 from baton.system.standstill import Standstill
 from gateway.requests import request_state
 from gateway.requests.attempt import Attempt, AttemptFailure
+from gateway.requests.suspects import Suspects
 from kv_transfer.commands import WithdrawBlocks
 from kv_transfer.consumer import endpoint as consumer_endpoint
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
@@ -238,6 +239,11 @@ def count_a_standstill_as_silence(original: Any, self: Standstill, now: float) -
 @planted(RemotePools, "close_orphaned")
 def keep_the_pools_of_ended_workers(_original: Any, *_args: Any) -> None:
     """They stay open until nothing has come from them for a while."""
+
+
+@planted(Suspects, "refusal")
+def forget_poison(_original: Any, *_args: Any) -> None:
+    """A request that ended its workers is served again when it comes again."""
 
 
 @dataclass(frozen=True, slots=True)
