@@ -37,7 +37,7 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from simulator.device import answer
+from simulator.device import BREAKS_STEPS, KILLS_WORKERS, answer
 from simulator.driver import SilentText, VirtualDriver
 from simulator.worker import Worker
 from simulator.worker_links import WorkerLinks
@@ -198,7 +198,10 @@ class SimGateway:
             case Deliver(request, delta):
                 return self._deliver(self._clients[request], delta)
             case Refuse(request, error):
-                self._world.counts["path stopped"] += isinstance(error, HarmfulRequest)
+                if isinstance(error, HarmfulRequest):
+                    self._world.counts["path stopped"] += 1
+                    if request.prompt_token_ids[0] not in (BREAKS_STEPS, KILLS_WORKERS):
+                        self._world.violate("only poison is stopped", f"{request.request_id}: {error}")
                 self._world.counts["path turned away"] += not self._clients[request].tokens
                 return self._end(self._clients[request], End.ERROR, error)
             case SubmitTo(worker, sub_request):

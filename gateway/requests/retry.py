@@ -8,8 +8,8 @@ worker. The request ends after
     MAX_LOSSES    such attempts in a row in which workers were lost: most requests on a killed worker are bystanders
     MAX_ATTEMPTS  failures and losses in all, even if each attempt brought a few tokens
 
-So a request that kills its workers at the same token kills at most MAX_LOSSES of them. Attempts that were given back
-or refused do not count; the time that a request may look for a place bounds them.
+So a request that kills its workers at the same token kills at most MAX_LOSSES of them; suspects.py stops most earlier.
+Attempts that were given back or refused do not count; the time that a request may look for a place bounds them.
 """
 
 from collections.abc import Set

@@ -2,7 +2,7 @@
 
 A worker may end at any moment, and most requests on it are bystanders. A request is suspect that was at the same place
 of its answer when two workers ended under it: a bystander gets further in between. Suspects run one at a time. One that
-is alone among suspects when a third worker ends has done it, unless just as many workers ended lately without it.
+is alone among suspects when a third worker ends has done it, unless half as many workers ended lately without it.
 
     lost once ----> lost again at the same place: suspect ----> and again: stopped
          <--- it finishes, or gets further ---
@@ -13,7 +13,6 @@ request, it is stopped too, unless one of them says it of many.
 A stopped request is remembered by its caller, prompt and grammar, and refused as long as it comes again.
 """
 
-import logging
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
@@ -22,8 +21,6 @@ from hashlib import blake2b
 
 from baton.errors import HarmfulRequest
 from gateway.requests.request import GatewayRequest
-
-logger = logging.getLogger(__name__)
 
 Identity = bytes
 """Of equal requests of one caller."""
@@ -135,7 +132,7 @@ class Suspects:
             suspect.num_losses += 1
             suspect.place = place
         blamed = [name for name in places if self._num_losses(name) >= MAX_LOSSES_AT_ONE_PLACE]
-        if len(blamed) != 1 or self._num_lost_without(*blamed) >= self._num_losses(*blamed):
+        if len(blamed) != 1 or 2 * self._num_lost_without(*blamed) >= self._num_losses(*blamed):
             return None
         num_losses = self._num_losses(*blamed)
         what = f"{num_losses} workers ended one after another while they ran it"
@@ -166,9 +163,10 @@ class Suspects:
     def _stop(self, identity: Identity, why: str, what: str, now: float) -> HarmfulRequest:
         self.counts[why] += 1
         del self._suspects[identity]
-        reason = f"the request was stopped: {what}. Change it: until it has not come for {REMEMBERED_S / 60:g} minutes"
-        self._remember(identity, f"{reason}, it is refused", now)
-        return HarmfulRequest(f"{reason}, it is refused")
+        minutes = f"{REMEMBERED_S / 60:g} minutes"
+        reason = f"the request was stopped: {what}. It is refused until it has not been sent for {minutes}; change it"
+        self._remember(identity, reason, now)
+        return HarmfulRequest(reason)
 
     def _remember(self, identity: Identity, reason: str, now: float) -> None:
         self._stopped[identity] = now, reason

@@ -88,7 +88,8 @@ class Invariants:
         expect("poison is stopped", num_stopped > 0, "no request was refused as harmful")
         for gateway in self._gateways:
             for name, client in gateway.clients.items():
-                is_right = client.end is (End.ERROR if name.startswith("poison") else End.DONE)
+                right = (End.ERROR,) if name.startswith("poison") else (End.DONE,)
+                is_right = client.end in (*right, *[End.LEFT] * gateway.links.is_dead)
                 expect("bystanders lose nothing", is_right, f"{name}: {client.end} {client.error}")
 
     def check_idle(self) -> None:
