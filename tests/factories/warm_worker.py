@@ -95,7 +95,7 @@ def suffer_from_prompts() -> None:
             raise ValueError("a request breaks the step")
         return launch(runner, plan)
 
-    ModelRunner.launch = launch_or_suffer  # type: ignore[method-assign]
+    ModelRunner.launch = launch_or_suffer  # type: ignore[method-assign, assignment]
 
 
 def describe(host: EngineHost) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Behaviour 56: requests that break their steps end alone; what others get is the same as without them."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +85,7 @@ def test_c56_a_request_that_breaks_its_steps_ends_alone_and_others_get_the_same_
     max_tokens: int,
     stem: int,
     asynchronous: bool,
-    settings: dict[str, object],
+    settings: dict[str, Any],
 ) -> None:
     poison = f"r{culprit % len(lengths)}"
     breaks = Breaks({poison: position})

