@@ -13,6 +13,7 @@
     + InvalidRequest        the client's mistake; names the field
       + UnknownModel        the request names a model that is not served here
       + PromptTooLong       the prompt leaves no room for an answer
+    + HarmfulRequest        workers ended, or could not compute it, one after another; it is not tried again
     + Unauthenticated       no API key, or an unknown one
     + PermissionDenied      the key's owner may not do this
     + Unsupported           no request can have this feature here
@@ -82,6 +83,10 @@ class UnknownModel(InvalidRequest):
 
 class PromptTooLong(InvalidRequest):
     """Clients that know this kind shorten their prompt and try again."""
+
+
+class HarmfulRequest(RequestError):
+    """Workers ended under the request, or could not compute it, so no other worker gets it for some minutes."""
 
 
 class Unauthenticated(RequestError):

@@ -27,6 +27,9 @@ class ErrorKind(Enum):
     """Retry on another worker, or on this one later."""
     INTERNAL = "internal"
     """This worker failed; another one may not."""
+    STEP_FAILED = "step_failed"
+    """This worker cannot compute the request: its steps fail or its logits are not finite, while other requests' are
+    computed. If a second worker says so too, the request is at fault."""
     KV_LOAD_FAILED = "kv_load_failed"
     """The prompt did not arrive from the prefill worker; this worker is healthy."""
     GIVEN_BACK = "given_back"

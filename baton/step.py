@@ -57,7 +57,7 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     preempted_req_ids: frozenset[str]
     finished_req_ids: frozenset[str]
-    """Requests finished since the previous plan; the runner forgets them."""
+    """The runner forgets these requests: since the previous plan they finished, or must begin anew."""
     kv_connector_metadata: Any = None
     """Commands from the connector's scheduler half to its worker half; opaque to all others."""
     swap_out: tuple[tuple[int, int], ...] = ()

@@ -11,6 +11,7 @@ from baton.errors import (
     DeadlinePassed,
     DeadlineTooClose,
     FleetError,
+    HarmfulRequest,
     InvalidRequest,
     KeysUnavailable,
     Overloaded,
@@ -54,6 +55,8 @@ _CODES: dict[type[BaseException], ErrorCodes] = {
     InvalidRequest: ErrorCodes(StatusCode.INVALID_ARGUMENT, HTTPStatus.BAD_REQUEST),
     UnknownModel: ErrorCodes(StatusCode.NOT_FOUND, HTTPStatus.NOT_FOUND, "model_not_found"),
     PromptTooLong: ErrorCodes(StatusCode.INVALID_ARGUMENT, HTTPStatus.BAD_REQUEST, "context_length_exceeded"),
+    # Not the server's error to repeat: the SDKs repeat 503 and 429 by themselves, and this request must not come again.
+    HarmfulRequest: ErrorCodes(StatusCode.FAILED_PRECONDITION, HTTPStatus.BAD_REQUEST, "harmful_request"),
     Unauthenticated: ErrorCodes(StatusCode.UNAUTHENTICATED, HTTPStatus.UNAUTHORIZED, "invalid_api_key"),
     KeysUnavailable: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
     PermissionDenied: ErrorCodes(StatusCode.PERMISSION_DENIED, HTTPStatus.FORBIDDEN),

@@ -20,6 +20,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.running import Running
 from scheduler.step import StepPlan
 from scheduler.swap import SwapSpace
+from scheduler.trial import Trial
 
 Fit = Callable[[Request, int, StepPlan], int]
 """How many tokens of a waiting request, given its computed tokens, fit into the step; 0 for none."""
@@ -30,7 +31,7 @@ class AdmissionOutcome(Enum):
 
     DONE = auto()
     NOT_YET = auto()
-    """Its last token is still in flight: it keeps its place and blocks no other request."""
+    """Its last token is still in flight, or a trial is under way without it: it keeps its place and blocks no other."""
     UNKNOWN = auto()
     """The connector does not know yet: it is asked again. The request keeps its place and blocks no other."""
     NO_ROOM = auto()
@@ -50,6 +51,7 @@ class Admission:
         remote: RemotePrompts,
         swap: SwapSpace,
         counters: Counter[str],
+        trial: Trial,
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._order = order
@@ -65,6 +67,7 @@ class Admission:
         self._remote = remote
         self._swap = swap
         self._counters = counters
+        self._trial = trial
 
     @property
     def num_waiting(self) -> int:
@@ -127,6 +130,8 @@ class Admission:
         blocks.
         """
         received: list[Request] = []
+        if self._trial.group is not None:
+            return received
         num_slots = self._max_num_seqs - len(self._running.requests)
         while len(received) < num_slots and step.token_budget > 0:
             request = self._remote.pop_received()
@@ -142,25 +147,28 @@ class Admission:
 
     def admit_waiting(self, step: StepPlan, fit: Fit) -> None:
         """Admits as many as fit, in order. Requests that are not ready are passed over, and keep their place."""
-        self._num_reserved = None
+        self._num_reserved, group = None, self._trial.group
         for request_id in list(islice(self._unknown, self._max_num_seqs)):  # a bound, however many wait
             self._to_load.push(self._unknown.pop(request_id))
-        passed_over: list[Request] = []
+        passed_over: list[tuple[WaitingQueue, Request]] = []
         while len(self._running.requests) + self._remote.num_received < self._max_num_seqs:
             queue = self._next_queue(may_load=self._num_ahead() < self._max_num_seqs)
             request = queue.peek()
             if request is None:
                 break
-            outcome = (self._admit if queue is self._waiting else self._load)(request, step, fit)
+            if group is not None and request.request_id not in group:
+                outcome = AdmissionOutcome.NOT_YET
+            else:
+                outcome = (self._admit if queue is self._waiting else self._load)(request, step, fit)
             if outcome is AdmissionOutcome.NO_ROOM:
                 break
             queue.pop()
             if outcome is AdmissionOutcome.NOT_YET:
-                passed_over.append(request)
+                passed_over.append((queue, request))
             elif outcome is AdmissionOutcome.UNKNOWN:
                 self._unknown[request.request_id] = request
-        for request in passed_over:
-            self._waiting.push(request)
+        for queue, request in passed_over:
+            queue.push(request)
 
     def _next_queue(self, *, may_load: bool) -> WaitingQueue:
         """The queue of the first request overall. Requests that would load are left out once all slots are promised
@@ -215,7 +223,7 @@ class Admission:
         if not self._kv.open_table(request, num_computed_tokens + num_tokens, hits):
             return AdmissionOutcome.NO_ROOM
         num_cached_tokens = self._count_hits(request, hits)
-        if request.status is RequestStatus.WAITING:
+        if not request.num_preemptions:
             request.num_cached_tokens = num_cached_tokens
         self._swap_in(request, len(hits), step)
         request.num_computed_tokens = num_computed_tokens

@@ -70,6 +70,13 @@ class Preemption:
                 self._swap.discard(request)
                 request.num_computed_tokens = 0
 
+    def begin_anew(self, requests: Iterable[Request]) -> set[str]:
+        """Preempted requests are new to the runner when they continue; returns them."""
+        preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
+        for request in preempted:
+            request.move_to(RequestStatus.WAITING)
+        return {request.request_id for request in preempted}
+
     def _can_swap(self, victim: Request) -> bool:
         num_blocks = self._kv.num_blocks_for(victim.num_computed_tokens)
         if self._mode == "recompute" or not 0 < num_blocks <= self._swap.num_free:

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from collections.abc import Iterator
 
 from scheduler.request import QueueKey, Request
 
@@ -51,6 +52,10 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no order."""
+        return (entry[2] for entry in self._heap if self._is_live(entry))
 
     def _skip_dead(self) -> None:
         while self._heap and not self._is_live(self._heap[0]):

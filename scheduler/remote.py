@@ -147,6 +147,11 @@ class RemotePrompts:
         else:
             self._kv.quarantine(request, num_kept=load.num_hit_blocks if load else 0)
 
+    def resting_on_hits(self) -> list[str]:
+        """Requests whose prompt is on its way or has arrived, behind blocks of the prefix cache."""
+        requests = [*(load.request for load in self._loads.values()), *self._received]
+        return [request.request_id for request in requests if request.num_cached_tokens]
+
     def end_holds(self, request_ids: Iterable[str]) -> None:
         """No transfer touches these requests' blocks any more."""
         for request_id in request_ids:

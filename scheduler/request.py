@@ -9,7 +9,7 @@
   reserved  v      |                                          ABORTED, ERROR, GIVEN_BACK (from every state
           WAITING_FOR_REMOTE_KVS                                              above too)
 
-(add) --> WAITING_FOR_FSM -- grammar compiled --> WAITING
+(add) --> WAITING_FOR_FSM -- grammar compiled --> WAITING        PREEMPTED -- its step failed --> WAITING
 """
 
 from collections.abc import Iterable
@@ -69,7 +69,9 @@ LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
     RequestStatus.WAITING_FOR_FSM: {RequestStatus.WAITING} | _ENDS_ANYWHERE,
     RequestStatus.WAITING_FOR_REMOTE_KVS: {RequestStatus.WAITING} | _ENDS_ANYWHERE,
     RequestStatus.RUNNING: {RequestStatus.PREEMPTED} | _ENDS_WITH_A_TOKEN | _ENDS_ANYWHERE,
-    RequestStatus.PREEMPTED: {RequestStatus.RUNNING} | _ENDS_WITH_A_TOKEN | _ENDS_ANYWHERE,
+    RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.WAITING}
+    | _ENDS_WITH_A_TOKEN
+    | _ENDS_ANYWHERE,
 }
 
 

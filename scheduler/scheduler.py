@@ -7,11 +7,12 @@ a step hands out a budget of tokens. Each part has a file of its own:
     running     requests that compute             preemption  what becomes of a victim's KV
     admission   requests that wait                remote      prompts that come from, or go, elsewhere
     kv_cache    blocks and prefixes               swap        host memory
+    ending      requests that end                 trial       the search for the one that breaks its steps
 """
 
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from baton.config import SchedulerConfig
@@ -24,6 +25,7 @@ from baton.worker import KVBlockCounts, RequestCounts
 from scheduler.admission import Admission
 from scheduler.batching import make_batching
 from scheduler.connector import KVConnector
+from scheduler.ending import Ending
 from scheduler.kv_cache import KVCache
 from scheduler.limits import ContextLimits
 from scheduler.load import WaitingLoad, waiting_load
@@ -37,8 +39,7 @@ from scheduler.running import Running
 from scheduler.step import StepPlan
 from scheduler.stop import check_stop
 from scheduler.swap import SwapSpace, num_swap_blocks
-
-_QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.PREEMPTED}
+from scheduler.trial import Trial, ends_of
 
 
 class Scheduler:
@@ -64,20 +65,36 @@ class Scheduler:
         self._kv = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, hash_key)
         self._swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, self._kv, self._counters)
+        self._trial = Trial()
         waiting, order = WaitingQueue(), make_order(config)
         self._preemption = Preemption(config, order, waiting, self._kv, self._swap, self._counters)
         self._running = Running(config, order, self._kv, self._preemption)
         self._admission = Admission(
-            config, order, waiting, self._running, self._kv, self._remote, self._swap, self._counters
+            config,
+            order,
+            waiting,
+            self._running,
+            self._kv,
+            self._remote,
+            self._swap,
+            self._counters,
+            self._trial,
         )
         self._batching = make_batching(config, self._running, self._admission, self._kv)
         self._requests: dict[str, Request] = {}
+        self._ending = Ending(
+            self._requests,
+            self._admission,
+            self._running,
+            self._remote,
+            self._swap,
+            self._preemption,
+            self._counters,
+        )
         self._num_steps = 0
         self._under_way: dict[int, list[Request]] = {}
         """Requests of the steps whose output is not known yet."""
-        self._has_ended_running = False
         self._preempted_between_steps: set[str] = set()
-        self._finished_between_steps: set[str] = set()
 
     def add_request(self, request: Request) -> None:
         """Queues a request; InvalidRequest if this engine could never run it."""
@@ -95,8 +112,8 @@ class Scheduler:
         self._swap.begin_step()
         step = StepPlan(self._num_steps, self._config.max_num_batched_tokens)
         self._batching.fill(step)
-        plan = step.finish(self._preempted_between_steps, self._finished_between_steps)
-        self._preempted_between_steps, self._finished_between_steps = set(), set()
+        plan = step.finish(self._preempted_between_steps, self._ending.since_last_plan)
+        self._preempted_between_steps, self._ending.since_last_plan = set(), set()
         self._advance(step)
         if self._connector is None:
             return plan
@@ -119,14 +136,55 @@ class Scheduler:
                 continue
             self._take_tokens(request, token_ids, logprobs.get(request.request_id), outputs)
         if failed := model_runner_output.failed:
-            self._end_failed(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
+            self._ending.fail(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
         if wrong := dict.fromkeys(model_runner_output.non_finite, NON_FINITE):
             self._kv.forget_prefixes()  # what earlier steps computed for them may be as wrong
-            self._end_failed(requests, wrong, ErrorKind.INTERNAL, outputs)
+            self._ending.fail(requests, wrong, ErrorKind.STEP_FAILED, outputs)
         if self._preemption.given_back:
-            self._end_given_back(outputs)
-        self._drop_finished_from_running()
+            self._ending.end_given_back(outputs)
+        self._ending.drop_from_running()
+        if self.is_trying:
+            self._go_on_trying(scheduler_output)
         return outputs.by_client()
+
+    def retry_in_halves(
+        self, failed: SchedulerOutput, later: Iterable[SchedulerOutput], reason: str
+    ) -> dict[str, EngineCoreOutputs]:
+        """The device failed to compute a step. Nothing of it or of the `later` ones, planned on top of it, counts.
+
+        Its requests compute anew, from their known tokens on, one half after the other; all others wait meanwhile. One
+        that fails alone ends with ErrorKind.STEP_FAILED. Loads that rest on the prefix cache are given back, as the
+        blocks they hit may never have been computed.
+        """
+        outputs = OutputsByClient()
+        self._under_way.clear()
+        for request in self._requests.values():
+            request.num_output_placeholders = 0
+        resting = self._remote.resting_on_hits()
+        self._ending.finish(
+            resting, RequestStatus.FINISHED_GIVEN_BACK, outputs, "a step failed on this worker"
+        )
+        self._ending.end_given_back(outputs)
+        self.reset_prefix_cache(force=True)
+        self._ending.since_last_plan |= self._preemption.begin_anew(self._requests.values())
+        self._ending.since_last_plan.update(*(plan.finished_req_ids for plan in (failed, *later)))
+        ends = {name: end for name, end in ends_of(failed).items() if name in self._requests}
+        if (culprit := self._trial.step_failed(ends, self._num_steps + 1)) is not None:
+            status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.STEP_FAILED
+            self._ending.finish(
+                [culprit], status, outputs, f"its step failed, with no other request in it: {reason}", kind
+            )
+        return outputs.by_client()
+
+    @property
+    def is_trying(self) -> bool:
+        """A trial is under way: steps must go on, even if one had nothing to compute."""
+        return self._trial.group is not None
+
+    @property
+    def can_compute(self) -> bool:
+        """The device computed a request since the failed step that began the trial."""
+        return self._trial.has_passed
 
     def wanted_grammars(self) -> frozenset[StructuredOutput]:
         """Grammars that requests wait for."""
@@ -147,7 +205,9 @@ class Scheduler:
                 request.move_to(RequestStatus.WAITING)
                 self._admission.push(request)
             else:
-                self._end(request, RequestStatus.FINISHED_ERROR, outputs, error, ErrorKind.INVALID_REQUEST)
+                self._ending.end(
+                    request, RequestStatus.FINISHED_ERROR, outputs, error, ErrorKind.INVALID_REQUEST
+                )
         return outputs.by_client()
 
     def update_connector_output(self, output: KVConnectorOutput) -> dict[str, EngineCoreOutputs]:
@@ -166,10 +226,10 @@ class Scheduler:
                 if failure.is_postponed:
                     self._admission.push(request)
                 elif failure.is_cancelled:
-                    self._end(request, RequestStatus.FINISHED_ABORTED, outputs, failure.reason)
+                    self._ending.end(request, RequestStatus.FINISHED_ABORTED, outputs, failure.reason)
                 elif request.must_report_failure:
                     status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.KV_LOAD_FAILED
-                    self._end(request, status, outputs, failure.reason, kind)
+                    self._ending.end(request, status, outputs, failure.reason, kind)
                 else:
                     returning.append(request)
         for request in sorted(returning, key=lambda each: each.queue_key, reverse=True):
@@ -177,7 +237,9 @@ class Scheduler:
         self._admission.ask_again(output.can_load)
         self._remote.end_holds([*output.finished_sending, *output.quiesced])
         unwanted = [request_id for request_id in output.unwanted if self._is_computed_for_others(request_id)]
-        self._finish(unwanted, RequestStatus.FINISHED_ABORTED, outputs, "no decode worker needs it any more")
+        self._ending.finish(
+            unwanted, RequestStatus.FINISHED_ABORTED, outputs, "no decode worker needs it any more"
+        )
         return outputs.by_client()
 
     def finish_requests(
@@ -188,7 +250,7 @@ class Scheduler:
         Samples of current steps are dropped: where a given-back request continues, they are sampled again.
         """
         outputs = OutputsByClient()
-        self._finish(request_ids, status, outputs, error)
+        self._ending.finish(request_ids, status, outputs, error)
         return outputs.by_client()
 
     def has_requests(self) -> bool:
@@ -280,6 +342,12 @@ class Scheduler:
 
     # update_from_output()
 
+    def _go_on_trying(self, computed: SchedulerOutput) -> None:
+        """Those that passed wait until all are tried, so that a step that fails can be blamed on the others."""
+        if self._trial.step_computed(computed.step, ends_of(computed), self._num_steps + 1):
+            self._preempted_between_steps.update(request.request_id for request in self._running.requests)
+            self._preemption.preempt_all(self._running.requests)
+
     def _take_tokens(
         self,
         request: Request,
@@ -309,7 +377,7 @@ class Scheduler:
         if status is None:
             outputs.add(request, output)
         else:
-            self._finish_with(request, status, output, outputs)
+            self._ending.finish_with(request, status, output, outputs)
 
     def _must_sample_again(self, request: Request) -> bool:
         """A producer that lost its blocks must compute everything again, unless it is given back."""
@@ -318,83 +386,3 @@ class Scheduler:
 
     def _is_computed_for_others(self, request_id: str) -> bool:
         return request_id in self._requests and self._requests[request_id].is_producer
-
-    def _finish(
-        self,
-        request_ids: Iterable[str],
-        status: RequestStatus,
-        outputs: OutputsByClient,
-        error: str | None = None,
-    ) -> None:
-        """Ends requests in any state; unknown ids belong to requests that have ended before."""
-        for request_id in request_ids:
-            if request := self._requests.get(request_id):
-                self._unqueue(request)
-                self._end(request, status, outputs, error)
-        self._drop_finished_from_running()
-
-    def _end_failed(
-        self, requests: list[Request], failed: Mapping[str, str], kind: ErrorKind, outputs: OutputsByClient
-    ) -> None:
-        """Ends only those of a step's requests for which `failed` has a reason."""
-        for request in requests:
-            if request.request_id in failed and not request.is_finished:
-                self._unqueue(request)
-                self._end(request, RequestStatus.FINISHED_ERROR, outputs, failed[request.request_id], kind)
-
-    def _end_given_back(self, outputs: OutputsByClient) -> None:
-        """Ends victims that continue elsewhere, once none of their tokens is in flight."""
-        for request in list(self._preemption.given_back.values()):
-            if not request.num_output_placeholders:
-                status = RequestStatus.FINISHED_GIVEN_BACK
-                self._end(request, status, outputs, "this worker needed its blocks for other requests")
-
-    def _finish_with(
-        self, request: Request, status: RequestStatus, output: RequestOutput, outputs: OutputsByClient
-    ) -> None:
-        self._unqueue(request)
-        if status is RequestStatus.FINISHED_HANDED_OVER:
-            self._remote.hand_over(request, output)
-        self._release(request, status)
-        outputs.add_last(request, output)
-
-    def _end(
-        self,
-        request: Request,
-        status: RequestStatus,
-        outputs: OutputsByClient,
-        error: str | None = None,
-        error_kind: ErrorKind = ErrorKind.INTERNAL,
-    ) -> None:
-        """Ends a request without a new token; it is in no queue any more, but may be running."""
-        self._release(request, status)
-        if request.is_given_back:
-            error_kind = ErrorKind.GIVEN_BACK
-            self._counters["requests_given_back"] += 1
-        output = RequestOutput(
-            request_id=request.request_id,
-            first_position=request.num_output_tokens,
-            error=error,
-            error_kind=error_kind,
-        )
-        outputs.add_last(request, output)
-
-    def _release(self, request: Request, status: RequestStatus) -> None:
-        """The one place where requests end: blocks are freed, or held while a transfer may still touch them."""
-        self._has_ended_running |= request.status is RequestStatus.RUNNING
-        request.move_to(status)
-        self._remote.release(request)
-        self._swap.discard(request)
-        self._preemption.given_back.pop(request.request_id, None)
-        del self._requests[request.request_id]
-        self._finished_between_steps.add(request.request_id)
-
-    def _unqueue(self, request: Request) -> None:
-        """Removes a request from the queue it waits in, if any."""
-        if request.status in _QUEUED and not self._remote.withdraw_received(request):
-            self._admission.remove(request)
-
-    def _drop_finished_from_running(self) -> None:
-        if self._has_ended_running:
-            self._running.drop_gone()
-            self._has_ended_running = False

@@ -29,6 +29,10 @@ WRONG = 1
 """Sampled after wrong KV was read. No prompt and no answer contains this token."""
 
 
+BREAKS_STEPS, KILLS_WORKERS = 60_001, 60_002
+"""What a prompt does that begins with this token, to each step that it is in."""
+
+
 class DeviceFailure(RuntimeError):
     """A device may raise this in any step."""
 
@@ -85,6 +89,8 @@ class SimRunner:
         self.step_s = step_s
         self.must_fail = False
         """The next step that computes anything raises DeviceFailure."""
+        self.on_killed: Callable[[], None] = lambda: None
+        """A request ends this device's process."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Writes slots some time before it reads them, as a model's layers do."""
@@ -99,6 +105,7 @@ class SimRunner:
             self.must_fail = False
             self._world.counts["fault device failed"] += 1
             raise DeviceFailure("the device has failed")
+        self._suffer({self._known[request_id].prompt[0] for request_id in starts})
         ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
         for request_id, end in ends.items():
             self._write(self._known[request_id], starts[request_id], end)
@@ -111,6 +118,15 @@ class SimRunner:
             if end == known.num_tokens:
                 sampled[request_id] = [self._sample(known, is_right)]
         return ModelRunnerOutput(sampled)
+
+    def _suffer(self, first_tokens: set[int]) -> None:
+        if KILLS_WORKERS in first_tokens:
+            self._world.counts["fault poison killed"] += 1
+            self.on_killed()
+            raise DeviceFailure("its process has ended")
+        if BREAKS_STEPS in first_tokens:
+            self._world.counts["fault poison broke a step"] += 1
+            raise DeviceFailure("a request breaks the step")
 
     def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
         """Takes in new requests and new blocks; returns where each scheduled request's step starts."""
@@ -206,8 +222,8 @@ class AsyncDevice:
             self._begin()
 
     def take(self) -> StepResult:
-        self.world.pass_time(lambda: bool(self._results))
-        if not self._results:  # the world has ended the run
+        self.world.pass_time(lambda: bool(self._results) or self.process.is_dead)
+        if not self._results:  # the world has ended the run, or a request the process
             return StepResult(ModelRunnerOutput({}))
         return self._results.popleft()
 

@@ -6,6 +6,9 @@ from simulator.gateway import RequestSpec, SimGateway
 from simulator.worker import Site, Worker, WorkerSpec
 from simulator.worker_links import WorkerLinks
 
+NOTICED_S, RESTART_S = 0.02, 0.2
+"""After a request has ended a worker."""
+
 
 class Fleet:
     """Starts and ends workers; every gateway knows all of them."""
@@ -25,12 +28,22 @@ class Fleet:
         worker = Worker(self._site, spec, len(self.incarnations) + 1, self._outboxes)
         self.incarnations.append(worker)
         self.workers[spec.name] = worker
+        worker.runner.on_killed = lambda: self._end_by_request(worker)
         self.at_gateways(lambda links: links.add(worker))
 
     def end(self, worker: Worker) -> None:
         """As SIGKILL does. Gateways are not notified."""
         worker.is_dead, worker.died_at = True, self._site.world.now
         self._site.pools.report_exit(worker)
+
+    def _end_by_request(self, worker: Worker) -> None:
+        """Gateways see its connection break, and another incarnation starts."""
+        world, name = self._site.world, worker.name
+        self.end(worker)
+        world.after(
+            NOTICED_S, lambda: self.at_gateways(lambda links: links.lose(name, "killed")), is_plane=False
+        )
+        world.after(RESTART_S, lambda: self.start(worker.spec), is_plane=False)
 
     def arrive(self, spec: RequestSpec, number: int) -> None:
         """A client asks one of the gateways that run."""

@@ -11,6 +11,7 @@ from functools import partial
 from zlib import crc32
 
 from baton.config import GatewayConfig
+from baton.errors import HarmfulRequest
 from baton.messages.request_plane import KVEvents
 from baton.request import EngineRequest, FinishReason, RequestOutput
 from baton.sampling import SamplingParams
@@ -36,7 +37,7 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from gateway.routing.router import Router
-from simulator.device import answer
+from simulator.device import BREAKS_STEPS, KILLS_WORKERS, answer
 from simulator.driver import SilentText, VirtualDriver
 from simulator.worker import Worker
 from simulator.worker_links import WorkerLinks
@@ -135,7 +136,7 @@ class SimGateway:
 
     def on_worker_lost(self, worker: str, reason: str) -> None:
         self._world.log(self.name, f"lost {worker} {reason}")
-        self._handle(WorkerLost(worker, reason))
+        self._handle(WorkerLost(worker, reason, is_reachable=self.links.reaches(worker)))
 
     def on_outputs(self, worker: str, outputs: tuple[RequestOutput, ...]) -> None:
         for output in outputs:
@@ -197,6 +198,10 @@ class SimGateway:
             case Deliver(request, delta):
                 return self._deliver(self._clients[request], delta)
             case Refuse(request, error):
+                if isinstance(error, HarmfulRequest):
+                    self._world.counts["path stopped"] += 1
+                    if request.prompt_token_ids[0] not in (BREAKS_STEPS, KILLS_WORKERS):
+                        self._world.violate("only poison is stopped", f"{request.request_id}: {error}")
                 self._world.counts["path turned away"] += not self._clients[request].tokens
                 return self._end(self._clients[request], End.ERROR, error)
             case SubmitTo(worker, sub_request):

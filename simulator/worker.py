@@ -234,6 +234,8 @@ class Worker(Process):
             )
 
     def _deliver(self, produced: ClientOutputs) -> None:
+        if self.is_dead:  # in this very step
+            return
         for gateway, outputs in produced.items():
             for output in outputs:
                 if output.finish_reason is not None:

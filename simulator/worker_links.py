@@ -59,6 +59,9 @@ class WorkerLinks:
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]
 
+    def reaches(self, name: str) -> bool:
+        return name in self._workers and name not in self._silent
+
     def __contains__(self, name: str) -> bool:
         return name in self._workers
 

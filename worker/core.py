@@ -101,7 +101,8 @@ class EngineCore:
         while len(self._under_way) > num_kept:
             is_computing |= not self._under_way[0].plan.is_empty
             self._stamp(self._complete_oldest(), outputs)
-        self.may_progress = bool(is_computing or self._under_way or plan.kv_connector_metadata is not None)
+        has_more = is_computing or self._under_way or self._scheduler.is_trying
+        self.may_progress = bool(has_more or plan.kv_connector_metadata is not None)
         return outputs
 
     def add_request(self, request: EngineRequest, client_id: str) -> None:
@@ -228,6 +229,7 @@ class EngineCore:
         result = self._pipeline.take()
         step = self._under_way.popleft()
         if result.output is None:
+            assert result.error is not None
             return self._fail(step.plan, result.error)
         self._measure(step)
         self._connector.save_kv_blocks(step.plan.kv_connector_metadata, step.lost)
@@ -253,30 +255,27 @@ class EngineCore:
         if num_tokens := step.plan.total_num_scheduled_tokens:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 
-    def _fail(self, plan: SchedulerOutput, error: Exception | None) -> dict[str, EngineCoreOutputs]:
-        """Ends every request, since some hit blocks that the plan promised but no step computed;
-        those are forgotten.
+    def _fail(self, plan: SchedulerOutput, error: Exception) -> dict[str, EngineCoreOutputs]:
+        """Retries the step's requests in halves, to end only the one that breaks it. Until a half is computed, the
+        device may be at fault.
         """
-        self._num_failed_steps += 1
-        logger.error(
-            "%d step(s) in a row failed; ending every request", self._num_failed_steps, exc_info=error
-        )
+        if not (self._scheduler.is_trying and self._scheduler.can_compute):
+            self._num_failed_steps += 1
+        num_requests = len(plan.num_scheduled_tokens)
+        logger.error("a step of %d request(s) failed: %s", num_requests, error, exc_info=error)
         if isinstance(error, DeviceLostError):
             raise error
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"the device failed to compute {MAX_FAILED_STEPS} steps in a row") from error
-        outputs = self._scheduler.finish_requests(
-            self._scheduler.request_ids, RequestStatus.FINISHED_ERROR, "the device failed to compute a step"
-        )
-        nothing = ModelRunnerOutput({})
-        self._scheduler.update_from_output(plan, nothing)
-        self._traced(plan, nothing, outputs)
+        nothing, later = ModelRunnerOutput({}), list[SchedulerOutput]()
         while self._under_way:  # planned on top of the failed step, so its output is useless
             self._pipeline.take()
-            step = self._under_way.popleft()
-            self._connector.start_load_kv(step.plan.kv_connector_metadata)
-            self._traced(step.plan, nothing, self._scheduler.update_from_output(step.plan, nothing))
-        self._scheduler.reset_prefix_cache(force=True)
+            later.append(self._under_way.popleft().plan)
+            self._connector.start_load_kv(later[-1].kv_connector_metadata)
+        outputs = self._scheduler.retry_in_halves(plan, later, f"{type(error).__name__}: {error}")
+        self._traced(plan, nothing, outputs)
+        for useless in later:
+            self._traced(useless, nothing, {})
         return outputs
 
     def _traced(

@@ -31,6 +31,7 @@ class Cause(Enum):
 
 _CAUSES = {ErrorKind.OVERLOADED: Cause.REFUSED, ErrorKind.GIVEN_BACK: Cause.GIVEN_BACK}
 
+_FAILED = (ErrorKind.INTERNAL, ErrorKind.STEP_FAILED)
 _NO_REASONS = (FinishReason.ABORT, FinishReason.HANDED_OVER)
 """Ends of a prefill request that do not explain why its prompt did not reach the decode worker."""
 
@@ -74,8 +75,10 @@ class Attempt:
     """How many tokens the client had when the attempt began."""
     decode_recomputes: bool = False
     """The decode worker computes a prompt that does not arrive."""
-    incarnations: Mapping[str, str] = field(default_factory=dict)
-    """By worker."""
+    refs: Mapping[str, WorkerRef] = field(default_factory=dict)
+    """The incarnations of its workers, by name."""
+    on_preemption: OnPreemption = OnPreemption.RESUME
+    """What the decode worker does with the request if it runs out of blocks."""
     number: int = 0
     """Counts from 0."""
     began_at: float = 0.0
@@ -104,6 +107,11 @@ class Attempt:
         prefill = self.placement.prefill
         return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
 
+    def has_progressed(self, num_tokens: int) -> bool:
+        """Whether the client, with so many tokens, has any of a decode worker: each attempt's prefill worker adds one,
+        without which a request that never decodes would seem to go on."""
+        return num_tokens > self.num_tokens_before + (self.placement.prefill is not None)
+
     def on_output(self, worker: str, output: RequestOutput) -> Verdict | AttemptFailure:
         """What a worker's output means for the attempt."""
         is_prefill, end = worker == self.placement.prefill, output.finish_reason
@@ -125,7 +133,7 @@ class Attempt:
             self._lost_prompt = self._failure(is_prefill, output)
             return Verdict.IGNORE
         if end in (FinishReason.ERROR, FinishReason.ABORT):
-            may_recompute = output.error_kind in (ErrorKind.INTERNAL, ErrorKind.GIVEN_BACK)
+            may_recompute = output.error_kind in (*_FAILED, ErrorKind.GIVEN_BACK)
             if is_prefill and may_recompute and self.decode_recomputes and self.open_workers:
                 return Verdict.IGNORE
             return self._failure(is_prefill, output)
@@ -196,7 +204,7 @@ class Attempt:
 
     def _failure(self, is_prefill: bool, output: RequestOutput) -> AttemptFailure:
         reason, kind = output.error or f"ended with {output.finish_reason}", output.error_kind
-        is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind is ErrorKind.INTERNAL)
+        is_prompt_lost = kind is ErrorKind.KV_LOAD_FAILED or (is_prefill and kind in _FAILED)
         is_prefill_at_fault = is_prefill or is_prompt_lost
         worker = self.placement.prefill if is_prefill_at_fault else None
         return AttemptFailure(
@@ -210,7 +218,7 @@ class Attempt:
 
 
 def sub_requests(
-    request: EngineRequest, attempt: Attempt, refs: Mapping[str, WorkerRef], transfer_id: str
+    request: EngineRequest, attempt: Attempt, transfer_id: str
 ) -> list[tuple[str, EngineRequest]]:
     """What to send to each worker, in this order: the decode worker, which reserves blocks, comes first.
 
@@ -220,7 +228,7 @@ def sub_requests(
     decode, prefill = attempt.placement.decode, attempt.placement.prefill
     if prefill is None:
         return [(decode, request)]
-    number = attempt.number
+    number, refs = attempt.number, attempt.refs
     on_failure = OnLoadFailure.RECOMPUTE if attempt.decode_recomputes else OnLoadFailure.REPORT
     to_decode = KVTransferParams(TransferRole.CONSUMER, transfer_id, number, refs[prefill], on_failure)
     to_prefill = KVTransferParams(TransferRole.PRODUCER, transfer_id, number, refs[decode], on_failure)

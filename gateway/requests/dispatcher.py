@@ -14,13 +14,12 @@ driver is gateway/requests/driver.py.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import starmap
 
-from baton.errors import DeadlinePassed, RequestError
-from baton.request import FinishReason, RequestOutput
-from baton.transfer import TransferEventKind, TransferRecord
-from baton.worker import WorkerStatus
+from baton.errors import DeadlinePassed, RequestError, WorkerUnavailable
+from baton.request import ErrorKind, RequestOutput
 from gateway.auth.callers import Caller
 from gateway.requests.attempt import Attempt, AttemptFailure
 from gateway.requests.events import (
@@ -41,19 +40,19 @@ from gateway.requests.events import (
     WorkerReported,
 )
 from gateway.requests.fair_queue import QueueEntry
+from gateway.requests.fleet_knowledge import FleetKnowledge
 from gateway.requests.latency_window import LatencyWindow
 from gateway.requests.open_requests import OpenRequests
 from gateway.requests.queue import RequestQueue
-from gateway.requests.record import Outcome, Tally, client_error, record_of
+from gateway.requests.record import Outcome, Tally, record_of
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.requests.request_state import RequestPhase, RequestState
 from gateway.requests.retry import LoadFailurePolicy, RetryState
 from gateway.requests.shares import CallerShares
-from gateway.routing.avoided_pairs import AvoidedPairs
+from gateway.requests.suspects import Identity, Suspects
 from gateway.routing.placement import NoRoom, Placement
-from gateway.routing.prefill_times import PrefillTimes, too_close
+from gateway.routing.prefill_times import too_close
 from gateway.routing.router import Router
-from gateway.workers.worker_list import WorkerList
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +75,14 @@ class Dispatcher:
         """`draw_id` returns a new unique id of that many bytes, in hexadecimal. `on_first_token` gets clients' times
         to first token in seconds, and must not raise."""
         self.router = router
+        self._fleet = FleetKnowledge(router)
+        self.avoided_pairs = self._fleet.avoided_pairs
         self.tally = Tally()
         self.latencies = LatencyWindow(on_first_token)
-        self.avoided_pairs = AvoidedPairs()
         self._policy = policy
         self._draw_id = draw_id
         self._placement_timeout_s = placement_timeout_s
         self._must_not_fall_back = must_not_fall_back
-        self._workers = WorkerList()
-        self._prefill_times = PrefillTimes()
         self._queue = RequestQueue[RequestState](max_queued, self._try_to_place, placement_timeout_s)
         self._entries: dict[RequestState, QueueEntry[RequestState]] = {}
         """The queue entries of waiting requests."""
@@ -92,6 +90,7 @@ class Dispatcher:
         """By the request id that workers know."""
         self._shares = CallerShares(router, max_in_flight)
         self._open = OpenRequests()
+        self.suspects = Suspects()
         self._may_have_room = False
         self._now = 0.0
         self._effects: list[Effect] = []
@@ -109,9 +108,11 @@ class Dispatcher:
             case AbortRequested(request):
                 self._drop(self._open[request])
             case WorkerReported(status):
-                self._on_report(status)
-            case WorkerLost(worker, reason):
-                self._on_worker_lost(worker, reason)
+                self._fleet.on_report(status, self._now)
+                self._give_back(status.ref.name)
+                self._may_have_room = True
+            case WorkerLost(worker, reason, is_reachable):
+                self._on_worker_lost(worker, reason, is_reachable)
             case Tick():
                 self._refuse_overdue()
         if self._may_have_room:
@@ -152,10 +153,10 @@ class Dispatcher:
         self.tally.received()
         arrived_at = self._now - request.preprocess_s
         retry = RetryState(
-            request, self._workers, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
+            request, self._fleet.workers, self._policy, self._now, must_not_fall_back=self._must_not_fall_back
         )
         state = RequestState(request, retry, self.latencies.stream(arrived_at), arrived_at)
-        if error := self._open.add(state, self._now):
+        if error := self._open.add(state, self._now) or self.suspects.refusal(state.identity, self._now):
             self._refuse(state, error)
         else:
             if self._shares.arrived(request.caller.name, self._now):
@@ -170,8 +171,9 @@ class Dispatcher:
             assert finish is not None, "a complete answer has a finish"
             self.tally.finished(state.path or "", finish.placement.reason)
             self.latencies.finished(self._now)
+            self.suspects.cleared(state.identity)
         else:
-            error = client_error(state, error, self._now)
+            error = state.client_error(error, self._now)
             outcome = self.tally.ended(error, was_placed=state.num_attempts > 0)
         self._effects.append(Record(record_of(state, outcome, error, self._now)))
 
@@ -194,7 +196,7 @@ class Dispatcher:
         request, now = state.request, self._now
         least_prefill_s = 0.0
         if state.deadline is not None and not state.num_attempts:
-            least_prefill_s = self._prefill_times.least_s(state.retry.lacking(self.router), now)
+            least_prefill_s = self._fleet.prefill_times.least_s(state.retry.lacking(self.router), now)
             left_s = max(0.0, state.deadline - now)
             if least_prefill_s > left_s:
                 self._refuse(state, too_close(least_prefill_s, left_s))
@@ -206,7 +208,7 @@ class Dispatcher:
             priority=request.priority,
             is_resumed=state.num_attempts > 0,
             gave_way=state.gave_way,
-            needs=state.retry.needs,
+            needs=lambda: (self.suspects.is_suspect(state.identity), state.retry.needs()),
             begin_by=None if state.deadline is None else state.deadline - least_prefill_s,
             deadline=state.deadline,
             patience_s=max(0.0, state.retry.seeking_since + self._placement_timeout_s - now),
@@ -233,56 +235,51 @@ class Dispatcher:
             self._refuse(entry.item, retry.too_late(reason, self._placement_timeout_s, retry_after_s))
 
     def _try_to_place(self, entry: QueueEntry[RequestState]) -> RequestError | None:
-        """Sends the request to its workers, or returns why that is impossible at present.
-
-        A bug that routing one request meets refuses that request: it must not reach the worker connection or the
-        client whose message caused this sweep, nor keep later requests from being tried.
-        """
+        """Sends the request to its workers, or returns why that is impossible at present."""
         state = entry.item
         if no_place := self._shares.refusal(state, self._now):
             return no_place
-        try:
+        if not self.suspects.may_run(state.identity, self._now):
+            return WorkerUnavailable("workers ended under it, and such requests are tried one at a time")
+        refusal: RequestError | None = None
+        del self._entries[state]
+        with self._costs_only(state):
             avoided = self.avoided_pairs.at(self._now)
             placement = state.retry.route(self.router, state.output_token_ids, avoided)
-        except Exception as error:
-            del self._entries[state]
-            self._refuse(state, error)
-            return None
-        if not isinstance(placement, Placement):
-            return placement
-        if no_share := self._shares.refusal_at(state, placement, self._now):
-            return no_share
-        del self._entries[state]
-        self._begin_attempt(state, placement)
-        return None
+            if not isinstance(placement, Placement):
+                refusal = placement
+            elif no_share := self._shares.refusal_at(state, placement, self._now):
+                refusal = no_share
+            else:
+                self._begin_attempt(state, placement)
+        if refusal is not None:
+            self._entries[state] = entry
+        return refusal
 
     # attempts
 
     def _begin_attempt(self, state: RequestState, placement: Placement) -> None:
         # The id begins with the client's own, so that a search for that finds what workers log.
         engine_request_id = f"{state.request.request_id}.{self._draw_id(8)}"
-        attempt = state.retry.begin(placement, engine_request_id, state.num_output_tokens, self._now)
-        state.begin_attempt(attempt, self._now)
+        attempt = state.begin(placement, engine_request_id, self._now)
         self._placed[engine_request_id] = state
         self._shares.begun(state)
-        refs = {}
+        self.suspects.placed(state.identity, self._now)
         for name in attempt.workers:
             self.router.sent(name, placement)
-            worker = self._workers.get(name)
-            assert worker is not None, f"{name} takes no requests"
-            refs[name] = worker.ref
         _log(logging.DEBUG, state, f"goes to {' and '.join(attempt.workers)}")
         if state.request.on_placed is not None:
             self._effects.append(Placed(state.request, placement))
         if placement.pair is not None:
             self.avoided_pairs.placed(placement.pair, self._now)
         transfer_id = "" if placement.pair is None else self._draw_id(16)
-        self._effects += starmap(SubmitTo, state.sub_requests(refs, transfer_id, self._now))
+        self._effects += starmap(SubmitTo, state.sub_requests(transfer_id, self._now))
 
     def _close_attempt(self, state: RequestState, failure: AttemptFailure | None = None) -> None:
         attempt = state.attempt
         del self._placed[attempt.engine_request_id]
         self._shares.ended(state, self._now)
+        self._may_have_room |= self.suspects.left(state.identity)
         state.end_attempt(self._now, failure)
         self._effects += [AbortAt(worker, attempt.engine_request_id) for worker in attempt.close()]
         self._count_ended(attempt)
@@ -318,22 +315,28 @@ class Dispatcher:
             state = self._placed.get(output.request_id)
             if state is None:
                 continue
-            try:
+            with self._costs_only(state):
                 self._on_output(state, worker, output)
-            except Exception as error:  # a bug must cost this request, not the connection to its worker
-                self._refuse(state, error)
 
     def _on_output(self, state: RequestState, worker: str, output: RequestOutput) -> None:
         attempt, now = state.attempt, self._now
+        if output.error_kind is ErrorKind.STEP_FAILED and worker in attempt.refs:
+            incarnation = attempt.refs[worker].incarnation
+            if error := self.suspects.step_failed(state.identity, incarnation, now):
+                self._stop(state.identity, error)
+                return
         state.latency.tokens(output.first_position, len(output.token_ids), now)
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
             self._open.count_answer(state.request, len(result.token_ids), now)
             self._effects.append(Deliver(state.request, result))
+            if self.suspects and attempt.has_progressed(state.num_output_tokens):
+                self._may_have_room |= self.suspects.got_further(state.identity, state.num_output_tokens)
         if (transfer := attempt.transfer_of(worker, output)) is not None:
-            self._note_transfer(attempt, transfer)
+            self._fleet.on_transfer(attempt, transfer, now)
         if output.stage_times is not None and not isinstance(result, AttemptFailure):
-            self._learn(state, worker, output)
+            num_prompt_tokens = len(state.request.prompt_token_ids)
+            self._fleet.on_stage_times(attempt, worker, output, num_prompt_tokens, now)
         if state.finish is not None:
             self._drop(state)
         elif failure := result if isinstance(result, AttemptFailure) else attempt.abandoned():
@@ -343,50 +346,44 @@ class Dispatcher:
                 self._effects.append(AbortAt(prefill, attempt.engine_request_id))
             self._count_ended(attempt)
 
-    def _note_transfer(self, attempt: Attempt, transfer: TransferRecord) -> None:
-        pair = attempt.placement.pair
-        assert pair is not None, f"{attempt} has no hand-over"
-        if transfer.is_link_failure:
-            self.avoided_pairs.failed(pair, attempt.began_at, transfer.reason, self._now)
-        elif transfer.at(TransferEventKind.VERIFIED) is not None:
-            self.avoided_pairs.works(pair)
-
-    def _learn(self, state: RequestState, worker: str, output: RequestOutput) -> None:
-        """Learns from a worker's stage times how long transfers and prompts take."""
-        attempt, times = state.attempt, output.stage_times
-        assert times is not None
-        if worker == attempt.placement.decode and output.finish_reason in (
-            FinishReason.STOP,
-            FinishReason.LENGTH,
-        ):
-            self.router.measured(attempt.placement, times)
-        if output.token_ids and output.first_position == attempt.num_tokens_before and times.prefill_s > 0.0:
-            num_tokens = len(state.request.prompt_token_ids) + attempt.num_tokens_before
-            num_computed = num_tokens - output.num_cached_tokens
-            self._prefill_times.computed(worker, num_computed, times.prefill_s, self._now)
-
-    def _on_report(self, status: WorkerStatus) -> None:
-        self._workers.update(status)
-        self.router.on_status(status)
-        self._prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, self._now)
-        self._give_back(status.ref.name)
-        self._may_have_room = True
-
-    def _on_worker_lost(self, worker: str, reason: str) -> None:
+    def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
         logger.warning("lost what worker %s had: %s", worker, reason, extra={"worker": worker})
-        was_draining = self._workers.is_draining(worker)
-        self._workers.remove(worker)
-        self.router.on_worker_lost(worker)
-        self._prefill_times.forget(worker)
-        self.avoided_pairs.forget(worker)
+        incarnation = self._fleet.workers.get(worker)
+        was_draining = self._fleet.on_worker_lost(worker)
+        if incarnation is not None and not was_draining and not is_reachable:
+            # Before its requests move, so that the one that ended it does not.
+            places, had = self._open.on(worker, incarnation.ref)
+            if (stopped := self.suspects.worker_lost(places, had, self._now)) is not None:
+                self._stop(*stopped)
         for state in list(self._placed.values()):
             if state.phase is RequestPhase.PLACED and worker in state.attempt.workers:
-                attempt = state.attempt
-                failure = attempt.on_lost(worker, reason, was_draining=was_draining) or attempt.abandoned()
-                if failure is not None:
-                    self._fail(state, failure)
-                else:
-                    self._count_ended(attempt)
+                with self._costs_only(state):
+                    self._on_lost(state, worker, reason, was_draining)
+
+    def _on_lost(self, state: RequestState, worker: str, reason: str, was_draining: bool) -> None:
+        attempt = state.attempt
+        failure = attempt.on_lost(worker, reason, was_draining=was_draining) or attempt.abandoned()
+        if failure is not None:
+            self._fail(state, failure)
+        else:
+            self._count_ended(attempt)
+
+    def _stop(self, identity: Identity, error: RequestError) -> None:
+        """Ends a harmful request, with all equal ones."""
+        for state in [state for state in self._open if state.identity == identity]:
+            if state.phase is not RequestPhase.FINISHED:
+                name, caller = state.request.request_id, state.request.caller.name
+                logger.error("request %s of caller %s: %s", name, caller, error, extra={"request_id": name})
+                self._refuse(state, error)
+
+    @contextmanager
+    def _costs_only(self, state: RequestState) -> Iterator[None]:
+        """A bug that one request meets ends this request. It must not reach the worker connection or the client whose
+        message is handled, nor keep other requests from being served."""
+        try:
+            yield
+        except Exception as error:
+            self._refuse(state, error)
 
 
 def _log(level: int, state: RequestState, what: str) -> None:

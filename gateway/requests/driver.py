@@ -132,7 +132,8 @@ class RequestDriver:
         self.router.kv_events(worker, events)
 
     def on_worker_lost(self, worker: str, reason: str) -> None:
-        self._handle(WorkerLost(worker, reason))
+        client = self.workers.client(worker)
+        self._handle(WorkerLost(worker, reason, is_reachable=client is not None and not client.is_silent))
 
     # the loop
 

@@ -59,6 +59,8 @@ class WorkerLost:
 
     worker: str
     reason: str
+    is_reachable: bool = False
+    """It runs on: only messages were lost."""
 
 
 @dataclass(slots=True)

@@ -1,10 +1,14 @@
 """OpenRequests: the requests whose streams have not ended, also by their callers' ids; pure."""
 
+from collections.abc import Iterator
+
 from baton.errors import InvalidRequest, RequestError
+from baton.kv import WorkerRef
 from gateway.auth.callers import Caller
 from gateway.auth.limits import CallerRates, Concurrency
 from gateway.requests.request import GatewayRequest
-from gateway.requests.request_state import RequestState
+from gateway.requests.request_state import RequestPhase, RequestState
+from gateway.requests.suspects import Identity
 
 
 class OpenRequests:
@@ -19,6 +23,18 @@ class OpenRequests:
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def on(self, worker: str, ref: WorkerRef) -> tuple[dict[Identity, int], frozenset[Identity]]:
+        """What runs on this incarnation, with the number of its tokens, and all that ran there in any attempt."""
+        places: dict[Identity, int] = {}
+        had = [state for state in self if any(each.refs.get(worker) == ref for each in state.attempts)]
+        for state in had:
+            if state.phase is RequestPhase.PLACED and worker in state.attempt.open_workers:
+                places[state.identity] = min(state.num_output_tokens, places.get(state.identity, 2**31))
+        return places, frozenset(state.identity for state in had)
 
     def __getitem__(self, request: GatewayRequest) -> RequestState:
         return self._states[request]

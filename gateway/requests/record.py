@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from baton.errors import DeadlinePassed, RequestAborted
+from baton.errors import RequestAborted
 from gateway.auth.callers import Caller
 from gateway.call_ids import TraceContext
 from gateway.requests.attempt import Attempt, Cause
@@ -17,10 +17,6 @@ CLIENT_LEFT = "ClientLeft"
 
 CLIENTS_CHOICES = (CLIENT_LEFT, RequestAborted.__name__)
 """Kinds of errors that clients chose, so nothing was wrong."""
-
-DEADLINE_SLACK_S = 0.05
-"""A disconnect this close to the deadline counts as a timeout: frontends watch the deadline too, and then close the
-stream as a client would."""
 
 
 class Outcome(Enum):
@@ -152,11 +148,3 @@ class Tally:
     def counters(self) -> dict[str, int]:
         """Monotonic, for metrics and tests."""
         return dict(self._counts)
-
-
-def client_error(state: RequestState, error: BaseException, now: float) -> BaseException:
-    """What ended the request, if its stream ended with `error`."""
-    has_left, left_s = not isinstance(error, Exception), state.time_left(now)
-    if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
-        return DeadlinePassed("the request's deadline passed")
-    return error

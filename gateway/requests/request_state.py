@@ -15,21 +15,27 @@ text state stays here, so a stop string may begin on one worker and end on anoth
 
 from array import array
 from collections import deque
-from collections.abc import Mapping
 from enum import Enum
+from functools import cached_property
 
-from baton.kv import WorkerRef
+from baton.errors import DeadlinePassed
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from gateway.requests.attempt import Attempt, AttemptFailure, Verdict, sub_requests
 from gateway.requests.latency_window import StreamLatency
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import RetryState
+from gateway.requests.suspects import Identity, identity_of
 from gateway.requests.timing import RequestTimes
 from gateway.routing.cost import EXPECTED_NEW_TOKENS
 from gateway.routing.placement import Mode, Placement
 
 MAX_RECORDED_ATTEMPTS = 32
 """How many attempts are kept, the latest ones. Refusals do not count, so a request may have any number of attempts."""
+
+
+DEADLINE_SLACK_S = 0.05
+"""A disconnect this close to the deadline counts as a timeout: frontends watch the deadline too, and then close the
+stream as a client would."""
 
 
 class RequestPhase(Enum):
@@ -65,6 +71,10 @@ class RequestState:
 
     # the request
 
+    @cached_property
+    def identity(self) -> Identity:
+        return identity_of(self.request)
+
     @property
     def num_tokens(self) -> int:
         """The likely cost: the prompt and an answer of at most EXPECTED_NEW_TOKENS."""
@@ -79,6 +89,13 @@ class RequestState:
 
     def time_left(self, now: float) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - now)
+
+    def client_error(self, error: BaseException, now: float) -> BaseException:
+        """Why the client's stream ended: leaving this close to the deadline is a timeout."""
+        has_left, left_s = not isinstance(error, Exception), self.time_left(now)
+        if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
+            return DeadlinePassed("the request's deadline passed")
+        return error
 
     # attempts
 
@@ -105,17 +122,20 @@ class RequestState:
         placement = self.finish.placement
         return "fallback" if placement.is_fallback else placement.mode.value
 
-    def begin_attempt(self, attempt: Attempt, now: float) -> None:
-        """Drops tokens that arrived before their predecessors: recomputed tokens may differ from them."""
+    def begin(self, placement: Placement, engine_request_id: str, now: float) -> Attempt:
+        """Begins an attempt. Drops tokens that arrived before their predecessors: recomputed tokens may differ from
+        them."""
         assert self.phase is RequestPhase.WAITING, f"it is {self.phase.value}"
+        attempt = self.retry.begin(placement, engine_request_id, self.num_output_tokens, now)
         self.phase = RequestPhase.PLACED
         self.attempts.append(attempt)
-        self.placement = attempt.placement
-        self.times.begin_attempt(attempt.number, attempt.placement, now)
+        self.placement = placement
+        self.times.begin_attempt(attempt.number, placement, now)
         self._early.clear()
         self._last = None
         if not self._delivered:
             self._num_cached_tokens = 0
+        return attempt
 
     def end_attempt(self, now: float, failure: AttemptFailure | None = None) -> None:
         assert self.phase is RequestPhase.PLACED, f"it is {self.phase.value}"
@@ -125,9 +145,7 @@ class RequestState:
             self.times.end_attempt(now)
             self.attempt.failure = failure if failure.error is None else None
 
-    def sub_requests(
-        self, refs: Mapping[str, WorkerRef], transfer_id: str, now: float
-    ) -> list[tuple[str, EngineRequest]]:
+    def sub_requests(self, transfer_id: str, now: float) -> list[tuple[str, EngineRequest]]:
         """The latest attempt's sub-request for each of its workers."""
         request, attempt = self.request, self.attempt
         whole = EngineRequest(
@@ -138,10 +156,10 @@ class RequestState:
             timeout_s=self.time_left(now),
             cache_salt=request.cache_salt,
             output_token_ids=self.output_token_ids,
-            on_preemption=self.retry.on_preemption(attempt.placement),
+            on_preemption=attempt.on_preemption,
             caller=request.caller.number,
         )
-        return sub_requests(whole, attempt, refs, transfer_id)
+        return sub_requests(whole, attempt, transfer_id)
 
     # the answer
 

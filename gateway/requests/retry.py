@@ -8,8 +8,8 @@ worker. The request ends after
     MAX_LOSSES    such attempts in a row in which workers were lost: most requests on a killed worker are bystanders
     MAX_ATTEMPTS  failures and losses in all, even if each attempt brought a few tokens
 
-So a request that kills its workers at the same token kills at most MAX_LOSSES of them. Attempts that were given back
-or refused do not count; the time that a request may look for a place bounds them.
+So a request that kills its workers at the same token kills at most MAX_LOSSES of them; suspects.py stops most earlier.
+Attempts that were given back or refused do not count; the time that a request may look for a place bounds them.
 """
 
 from collections.abc import Set
@@ -99,21 +99,11 @@ class RetryState:
             placement,
             num_tokens,
             decode_recomputes=placement.prefill is not None and recomputes,
-            incarnations={name: worker.ref.incarnation for name, worker in listed.items() if worker},
+            refs={name: worker.ref for name, worker in listed.items() if worker},
+            on_preemption=self._on_preemption(placement),
             number=self.num_attempts - 1,
             began_at=now,
         )
-
-    def on_preemption(self, placement: Placement) -> OnPreemption:
-        """A worker that runs out of blocks gives the request back if that helps, at most MAX_GIVEN_BACK times.
-
-        It helps if another decode worker may have room, or if a prefill worker can recompute the prompt; then the
-        router found the prompt long enough for one.
-        """
-        has_choice = self._workers.num_of(WorkerRole.DECODE) > 1 or placement.prefill is not None
-        if has_choice and self._num_given_back < MAX_GIVEN_BACK:
-            return OnPreemption.GIVE_BACK
-        return OnPreemption.RESUME
 
     def on_failure(
         self, attempt: Attempt, failure: AttemptFailure, num_tokens: int, now: float
@@ -122,8 +112,7 @@ class RetryState:
         if failure.error is not None:
             return failure.error
         self._last_failure = failure
-        # Each attempt's prefill worker adds one token, which is no progress: such a request would never decode.
-        has_progressed = num_tokens > attempt.num_tokens_before + (attempt.placement.prefill is not None)
+        has_progressed = attempt.has_progressed(num_tokens)
         if has_progressed:
             self._num_failures = self._num_losses = 0
         if failure.cause in (Cause.LOST, Cause.FAILED) or has_progressed:
@@ -147,6 +136,17 @@ class RetryState:
     @property
     def _is_without_prefill(self) -> bool:
         return self._num_failures + 1 >= MAX_FAILURES and self._may_recompute
+
+    def _on_preemption(self, placement: Placement) -> OnPreemption:
+        """A worker that runs out of blocks gives the request back if that helps, at most MAX_GIVEN_BACK times.
+
+        It helps if another decode worker may have room, or if a prefill worker can recompute the prompt; then the
+        router found the prompt long enough for one.
+        """
+        has_choice = self._workers.num_of(WorkerRole.DECODE) > 1 or placement.prefill is not None
+        if has_choice and self._num_given_back < MAX_GIVEN_BACK:
+            return OnPreemption.GIVE_BACK
+        return OnPreemption.RESUME
 
     def _excluded(self) -> tuple[frozenset[str], frozenset[str]]:
         """Workers whose current incarnation failed the request, and workers that refused it since their last
@@ -177,8 +177,8 @@ class RetryState:
         self._num_in_all += 1
         if failure.cause is Cause.FAILED:
             self._num_failures += not has_progressed
-            if incarnation := attempt.incarnations.get(failure.worker):
-                self._failed[failure.worker] = incarnation
+            if ref := attempt.refs.get(failure.worker):
+                self._failed[failure.worker] = ref.incarnation
         else:
             self._num_losses += not has_progressed
         is_over = (

@@ -58,6 +58,18 @@ class GatewayScrape:
             [],
             {(): len(dispatcher.avoided_pairs)},
         )
+        yield counter(
+            "gateway_harmful_requests",
+            "Requests that were stopped because workers ended under them or could not compute them, and refusals since",
+            ["event"],
+            {(event,): count for event, count in dispatcher.suspects.counts.items()},
+        )
+        yield gauge(
+            "gateway_harmful_requests_remembered",
+            "Requests that are refused if they come again",
+            [],
+            {(): dispatcher.suspects.num_stopped},
+        )
 
     def _workers(self) -> Iterator[Metric]:
         clients = self._driver.workers.clients

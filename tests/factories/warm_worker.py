@@ -4,12 +4,14 @@
 
 One line of JSON each way: it says "warm" once everything is imported; receives `{"role", "name", "ports"}`, starts, and
 says its endpoint; from then on it answers every line with how it stands. After the line "hang" no step of its engine
-ends any more. It ends when its stdin does.
+ends any more. Prompts that begin with BREAKS_STEPS or KILLS_WORKERS do so. It ends when its stdin does.
 """
 
 import argparse
 import json
 import logging
+import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -22,14 +24,17 @@ import zmq
 from baton.config import BatonConfig
 from baton.step import SchedulerOutput
 from baton.worker import WorkerRole
-from engine.runner import ModelRunner
+from engine.runner import LaunchedStep, ModelRunner
 from tests.factories.security import KEYS
 from worker.host import EngineHost
 from worker.process import build_worker
 from worker.ready_line import endpoint_to_json
 
+BREAKS_STEPS, KILLS_WORKERS = 291, 292
+
 
 def main() -> None:
+    suffer_from_prompts()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     options = parser.parse_args()
@@ -75,6 +80,22 @@ def hang() -> None:
         raise AssertionError(f"step {plan.step} ended")
 
     ModelRunner.launch = launch  # type: ignore[method-assign, assignment]
+
+
+def suffer_from_prompts() -> None:
+    poisons: dict[str, int] = {}
+    launch = ModelRunner.launch
+
+    def launch_or_suffer(runner: ModelRunner, plan: SchedulerOutput) -> LaunchedStep:
+        poisons.update({new.request_id: new.prompt_token_ids[0] for new in plan.scheduled_new_reqs})
+        present = {poisons[request_id] for request_id in plan.num_scheduled_tokens}
+        if KILLS_WORKERS in present:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if BREAKS_STEPS in present:
+            raise ValueError("a request breaks the step")
+        return launch(runner, plan)
+
+    ModelRunner.launch = launch_or_suffer  # type: ignore[method-assign, assignment]
 
 
 def describe(host: EngineHost) -> dict[str, Any]:

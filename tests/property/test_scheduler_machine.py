@@ -188,6 +188,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The device catches up with all that was planned."""
         self.driver.complete()
 
+    @precondition(lambda self: self.driver.under_way)
+    @rule()
+    def fail(self) -> None:
+        self.driver.fail()
+
     @rule()
     def reset(self) -> None:
         assert self.scheduler.reset_prefix_cache(force=True)

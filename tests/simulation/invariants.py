@@ -1,5 +1,6 @@
 """Invariants: what must hold after every event, and what at rest. A `Violation` names the broken promise."""
 
+from gateway.requests.suspects import MAX_LOSSES_AT_ONE_PLACE
 from kv_transfer.consumer.remote_pools import READ_TIMEOUT_S
 from kv_transfer.protocol.outgoing import OutgoingState
 from simulator.fleet import Fleet
@@ -36,6 +37,7 @@ class Invariants:
         """By prefill worker: the complete prompts that no consumer takes, and since when they are the same."""
         self._gateway_dies_at = scenario.gateway_dies_at
         """When the last gateway dies, if ever."""
+        self._is_poisoned = scenario.poison is not None
         self._num_calls = 0
         self._num_turns: dict[str, int] = {}
         """The checked turns of each engine: nothing else changes a scheduler."""
@@ -64,6 +66,8 @@ class Invariants:
         """Faults are over and time has passed: no request waits, nothing is held, every block is free."""
         for gateway in self._gateways:
             self._check_gateway_at_rest(gateway)
+        if self._is_poisoned:
+            self._check_poison()
         for worker in self._fleet.workers.values():
             _check_scheduler(worker, is_costly=True)
             self._check_transfers(worker)
@@ -77,6 +81,19 @@ class Invariants:
             halves = worker.connector_scheduler
             for maps in (halves._producer._sending, halves._consumer._loading):
                 expect("rest: connectors are empty", not maps, f"{name}: {maps}")
+
+    def _check_poison(self) -> None:
+        """It costs few workers, however often it comes, and it costs no other request anything."""
+        # A second gateway first sees workers end that it sent nothing.
+        counts, limit = self._world.counts, (MAX_LOSSES_AT_ONE_PLACE + 1) * len(self._gateways) - 1
+        num_killed, num_stopped = counts["fault poison killed"], counts["path stopped"]
+        expect("poison is stopped", num_killed <= limit, f"{num_killed} workers ended")
+        expect("poison is stopped", num_stopped > 0, "no request was refused as harmful")
+        for gateway in self._gateways:
+            for name, client in gateway.clients.items():
+                right = (End.ERROR,) if name.startswith("poison") else (End.DONE,)
+                is_right = client.end in (*right, *[End.LEFT] * gateway.links.is_dead)
+                expect("bystanders lose nothing", is_right, f"{name}: {client.end} {client.error}")
 
     def check_idle(self) -> None:
         """A while later: no pool of a peer is open, and no timer is left."""

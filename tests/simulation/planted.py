@@ -23,6 +23,7 @@ from baton.system.standstill import Standstill
 from gateway.requests import request_state
 from gateway.requests.attempt import Attempt, AttemptFailure
 from gateway.requests.shares import CallerShares
+from gateway.requests.suspects import Suspects
 from kv_transfer.commands import WithdrawBlocks
 from kv_transfer.consumer import endpoint as consumer_endpoint
 from kv_transfer.consumer.remote_pools import PoolKey, RemotePools
@@ -245,6 +246,11 @@ def keep_the_pools_of_ended_workers(_original: Any, *_args: Any) -> None:
 def one_caller_takes_all(_original: Any, *_args: Any) -> bool:
     """A caller may hold everything while others are there."""
     return False
+
+
+@planted(Suspects, "refusal")
+def forget_poison(_original: Any, *_args: Any) -> None:
+    """A request that ended its workers is served again when it comes again."""
 
 
 @dataclass(frozen=True, slots=True)

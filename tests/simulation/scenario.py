@@ -10,7 +10,7 @@ from baton.worker import WorkerRole
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.placement import Mode
 from kv_transfer.protocol.transports import NIXL, SHARED_MEMORY, ZMQ_TCP
-from simulator.device import random_prompt
+from simulator.device import BREAKS_STEPS, KILLS_WORKERS, random_prompt
 from simulator.gateway import RequestSpec
 from simulator.network import NetworkFaults
 from simulator.pools import ReadFaults
@@ -27,6 +27,11 @@ GREEDY_EVERY = 32
 GREEDY, NEWCOMER = "greedy", "newcomer"
 
 TWO_GATEWAYS_EVERY = 5
+
+POISONED_EVERY = 16
+NUM_POISONS = 6
+POISON_EVERY_S = 1.5
+"""So that each comes when the one before it has ended."""
 
 FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break", "drain"]
 
@@ -60,6 +65,8 @@ class Scenario:
     num_gateways: int = 1
     gateway_dies_at: float | None = None
     """When the last gateway dies."""
+    poison: int | None = None
+    """See `_poisoned`: the first token of the request that comes again and again."""
     reports_exits: bool = True
     """The kernel notifies watchers of a process's end; else its pools stay open until they are idle."""
 
@@ -97,6 +104,8 @@ def _with_one_gateway(seed: int) -> Scenario:
         return _crowded(rng, seed)
     if seed % GREEDY_EVERY == 6:
         return _greedy(rng, seed)
+    if seed % POISONED_EVERY == 7:
+        return _poisoned(rng, seed)
     is_quiet, is_tight = rng.random() < 0.125, rng.random() < 0.4
     is_stale = is_tight and rng.random() < 0.5
     duration_s = rng.choice([0.2, 1.0, 3.0])
@@ -188,6 +197,44 @@ def _greedy(rng: random.Random, seed: int) -> Scenario:
     transfer = KVTransferConfig(lease_s=2.0, peer_timeout_s=1.0, load_timeout_s=60.0)
     quiet = NetworkFaults(), ReadFaults()
     return Scenario(seed, transfer, "fail", tuple(workers), tuple(requests), (), *quiet, 1.0, is_greedy=True)
+
+
+def _poisoned(rng: random.Random, seed: int) -> Scenario:
+    """No other fault than one caller's request, again and again, that breaks each step or ends each worker."""
+    workers = _workers(
+        rng, rng.choice([(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP)]), has_one_host=True, is_tight=False
+    )
+    poison = rng.choice([BREAKS_STEPS, KILLS_WORKERS])
+    bystanders = [
+        replace(
+            spec, request_id=f"{turn}-{spec.request_id}", arrives_at=spec.arrives_at + turn * POISON_EVERY_S
+        )
+        for turn in range(NUM_POISONS)
+        for spec in _requests(rng, 0.1, is_tight=False)
+    ]
+    prompt = (poison, *(rng.randrange(1_000, 2_000) for _ in range(rng.randrange(30))))
+    mode = rng.choice([None, Mode.LOCAL, Mode.DISAGGREGATED])
+    requests = [
+        *(replace(spec, timeout_s=None, leaves_after_s=None) for spec in bystanders),
+        *(
+            RequestSpec(
+                f"poison{turn}", prompt, 9, turn * POISON_EVERY_S + 0.01, mode, None, None, None, 0, "mallory"
+            )
+            for turn in range(NUM_POISONS)
+        ),
+    ]
+    return Scenario(
+        seed,
+        KVTransferConfig(lease_s=2.0, peer_timeout_s=1.0),
+        rng.choice(["retry", "recompute"]),
+        tuple(replace(spec, model="model", max_waiting=100, step_s=(0.001, 0.004)) for spec in workers),
+        tuple(requests),
+        (),
+        NetworkFaults(),
+        ReadFaults(),
+        NUM_POISONS * POISON_EVERY_S,
+        poison=poison,
+    )
 
 
 def _workers(

@@ -204,7 +204,7 @@ def test_c46_blocks_of_a_request_that_was_preempted_meanwhile_do_not_leave() -> 
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
-def test_a_failed_step_ends_every_request_and_the_engine_goes_on(async_scheduling: bool) -> None:
+def test_a_failed_step_ends_the_only_request_and_the_engine_goes_on(async_scheduling: bool) -> None:
     def fail_on_second(plan: SchedulerOutput) -> None:
         if plan.step == 2:
             raise ValueError("the device is on fire")

@@ -44,7 +44,7 @@ def test_c55_only_the_requests_concerned_end_and_bystanders_tokens_stay() -> Non
     ended = next(output for output in outputs if output.request_id == "wrong")
     assert (ended.finish_reason, ended.error_kind, ended.error) == (
         FinishReason.ERROR,
-        ErrorKind.INTERNAL,
+        ErrorKind.STEP_FAILED,
         NON_FINITE,
     )
     assert not ended.token_ids

@@ -124,7 +124,7 @@ def test_a_failed_step_ends_its_requests_and_the_next_one_is_served() -> None:
     with RunningLoop(make_core(StepHook(fail_once))) as running:
         running.loop.submit("gateway", make_engine_request("first"))
         last = running.until_finished("first")
-        assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.INTERNAL)
+        assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.STEP_FAILED)
         running.loop.submit("gateway", make_engine_request("second"))
         assert running.until_finished("second").finish_reason is FinishReason.LENGTH
         assert running.loop.is_alive

@@ -39,7 +39,7 @@ def test_c55_after_one_such_step_the_worker_serves_on_and_says_so() -> None:
         last = running.until_finished("wrong")
         assert (last.finish_reason, last.error_kind, last.error) == (
             FinishReason.ERROR,
-            ErrorKind.INTERNAL,
+            ErrorKind.STEP_FAILED,
             NON_FINITE,
         )
         running.loop.submit("gateway", make_engine_request("right"))

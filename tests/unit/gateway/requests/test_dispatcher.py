@@ -1,11 +1,13 @@
 """Single events and their effects; random ones are in tests/property/test_dispatcher_machine.py."""
 
+from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 
 from baton.config import GatewayConfig
-from baton.errors import InvalidRequest, RateLimited
+from baton.errors import HarmfulRequest, InvalidRequest, RateLimited
 from baton.kv import TransferRole, WorkerRef
 from baton.request import ErrorKind, FinishReason, RequestOutput, StageTimes
 from baton.sampling import SamplingParams
@@ -28,6 +30,7 @@ from gateway.requests.events import (
 )
 from gateway.requests.record import Outcome
 from gateway.requests.request import GatewayRequest
+from gateway.requests.retry import RetryState
 from gateway.routing.placement import Placement, RouteQuery
 from gateway.routing.router import Router
 from simulator.driver import SilentText
@@ -167,6 +170,28 @@ def test_a_bug_in_routing_one_request_of_a_sweep_ends_that_request_alone(
     assert recorded.record.outcome is Outcome.REJECTED
 
 
+@pytest.mark.parametrize("method", ["on_failure", "begin"])
+def test_a_bug_in_moving_one_request_of_a_lost_worker_ends_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    dispatcher, cursed, healthy = make_dispatcher("d0"), make_request("cursed"), make_request("healthy")
+    for request in (cursed, healthy):
+        dispatcher.handle(Submitted(request), 0.0)
+    dispatcher.handle(WorkerReported(status_of("d1")), 0.0)
+    original, bug = getattr(RetryState, method), ZeroDivisionError("a bug")
+
+    def fail_or_go_on(retry: RetryState, *args: Any) -> Any:
+        if retry._request is cursed:
+            raise bug
+        return original(retry, *args)
+
+    monkeypatch.setattr(RetryState, method, fail_or_go_on)
+    effects = dispatcher.handle(WorkerLost("d0", "killed"), 1.0)
+    assert [effect for effect in effects if isinstance(effect, Refuse)] == [Refuse(cursed, bug)]
+    assert [effect.worker for effect in effects if isinstance(effect, SubmitTo)] == ["d1"]
+    assert (dispatcher.num_queued, dispatcher.num_in_flight) == (0, 2)
+
+
 def link_failure(engine_id: str, *token_ids: int) -> WorkerOutputs:
     """Of d0, whose prompt did not come from p0; with tokens, it recomputed the prompt."""
     record = TransferRecord(
@@ -204,3 +229,50 @@ def test_c42_a_failure_that_two_outputs_report_counts_once() -> None:
     dispatcher.avoided_pairs.works(("p0", "d0"))
     dispatcher.handle(link_failure(engine_id, 7, 8), 50.0)
     assert len(dispatcher.avoided_pairs) == 0
+
+
+def test_c56_a_request_that_ends_workers_is_stopped_with_its_equals_and_refused_later() -> None:
+    dispatcher, caller = make_dispatcher("d0", "d1", "d2", "d3", "d4"), Caller("mallory")
+    poison, equal = (replace(make_request(name, caller), cache_salt="same") for name in ("poison", "equal"))
+    bystander = replace(make_request("bystander"), prompt_token_ids=(9,))
+    (worker,) = submitted(dispatcher.handle(Submitted(poison), 0.0))
+    for now in (1.0, 2.0):
+        (worker,) = submitted(dispatcher.handle(WorkerLost(worker, "killed"), now))
+    assert submitted(dispatcher.handle(Submitted(bystander), 2.5)), "only suspects wait for each other"
+    assert dispatcher.handle(Submitted(equal), 2.5) == [], "one at a time"
+    effects = dispatcher.handle(WorkerLost(worker, "killed"), 2.8)
+    (worker,) = submitted(effects)
+    effects = dispatcher.handle(WorkerLost(worker, "killed"), 3.0)
+    refused = {effect.request: effect.error for effect in effects if isinstance(effect, Refuse)}
+    assert refused.keys() == {poison, equal}
+    assert {type(error) for error in refused.values()} == {HarmfulRequest}
+    for request, error in refused.items():
+        dispatcher.handle(StreamEnded(request, error), 3.0)
+    (again,) = dispatcher.handle(Submitted(equal), 4.0)
+    assert isinstance(again, Refuse)
+    assert isinstance(again.error, HarmfulRequest)
+
+
+@pytest.mark.parametrize("reason", ["drained", "reachable"])
+def test_c56_workers_that_drain_or_live_on_count_against_no_request(reason: str) -> None:
+    dispatcher, request = make_dispatcher("d0", "d1", "d2"), make_request()
+    (worker,) = submitted(dispatcher.handle(Submitted(request), 0.0))
+    for now in range(5):
+        if reason == "drained":
+            dispatcher.handle(WorkerReported(replace(status_of(worker), state=WorkerState.DRAINING)), now)
+        lost, former = WorkerLost(worker, reason, is_reachable=reason == "reachable"), worker
+        (worker,) = submitted(dispatcher.handle(lost, now))
+        dispatcher.handle(WorkerReported(status_of(former)), now)
+    assert len(dispatcher.suspects) == 0
+
+
+def test_c56_a_request_that_two_workers_cannot_compute_is_stopped() -> None:
+    dispatcher, request = make_dispatcher("d0", "d1"), make_request()
+    effects = dispatcher.handle(Submitted(request), 0.0)
+    for now in (1.0, 2.0):
+        ((worker, engine_id),) = submitted(effects).items()
+        failed = outputs(worker, engine_id, end=FinishReason.ERROR)
+        failed.outputs[0].error_kind = ErrorKind.STEP_FAILED
+        effects = dispatcher.handle(failed, now)
+    (refused,) = [effect for effect in effects if isinstance(effect, Refuse)]
+    assert isinstance(refused.error, HarmfulRequest)

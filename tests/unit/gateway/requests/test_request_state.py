@@ -43,7 +43,7 @@ def make_state(**sampling: object) -> RequestState:
 def begin(state: RequestState, placement: Placement, now: float) -> None:
     if state.attempts:
         state.end_attempt(now, AttemptFailure("d0", Cause.LOST, "it was lost"))
-    state.begin_attempt(state.retry.begin(placement, "r.0", state.num_output_tokens, now), now)
+    state.begin(placement, "r.0", now)
 
 
 def output(position: int, *token_ids: int, **options: object) -> RequestOutput:

@@ -196,14 +196,14 @@ def test_time_queued_at_a_worker_that_gives_a_request_back_does_not_shorten_its_
 def test_c36_blocks_are_given_back_only_where_somebody_may_have_more_and_not_for_ever() -> None:
     fleet = Fleet("d0")
     trip = Trip(fleet)
-    assert trip.retry.on_preemption(trip.begin().placement) is OnPreemption.RESUME
+    assert trip.begin().on_preemption is OnPreemption.RESUME
     fleet.hear("p0")
-    assert trip.retry.on_preemption(trip.begin().placement) is OnPreemption.GIVE_BACK
+    assert trip.begin().on_preemption is OnPreemption.GIVE_BACK
     fleet.lose("p0")
     fleet.hear("d1")
     for _ in range(2):
-        assert trip.retry.on_preemption(trip.begin().placement) is OnPreemption.GIVE_BACK
+        assert trip.begin().on_preemption is OnPreemption.GIVE_BACK
         trip.fail(Cause.GIVEN_BACK)
         fleet.hear("d0")
         fleet.hear("d1")
-    assert trip.retry.on_preemption(trip.begin().placement) is OnPreemption.RESUME
+    assert trip.begin().on_preemption is OnPreemption.RESUME

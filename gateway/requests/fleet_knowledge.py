@@ -1,0 +1,62 @@
+"""FleetKnowledge: what heartbeats, outputs and losses tell about workers and pairs, for placing requests; pure."""
+
+from baton.request import FinishReason, RequestOutput
+from baton.transfer import TransferEventKind, TransferRecord
+from baton.worker import WorkerStatus
+from gateway.requests.attempt import Attempt
+from gateway.routing.avoided_pairs import AvoidedPairs
+from gateway.routing.prefill_times import PrefillTimes
+from gateway.routing.router import Router
+from gateway.workers.worker_list import WorkerList
+
+
+class FleetKnowledge:
+    """Times are the caller's and must not run backwards."""
+
+    def __init__(self, router: Router) -> None:
+        self.workers = WorkerList()
+        self.prefill_times = PrefillTimes()
+        self.avoided_pairs = AvoidedPairs()
+        self._router = router
+
+    def on_report(self, status: WorkerStatus, now: float) -> None:
+        self.workers.update(status)
+        self._router.on_status(status)
+        self.prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, now)
+
+    def on_worker_lost(self, worker: str) -> bool:
+        """Returns whether the worker was draining."""
+        was_draining = self.workers.is_draining(worker)
+        self.workers.remove(worker)
+        self._router.on_worker_lost(worker)
+        self.prefill_times.forget(worker)
+        self.avoided_pairs.forget(worker)
+        return was_draining
+
+    def on_transfer(self, attempt: Attempt, transfer: TransferRecord, now: float) -> None:
+        """A hand-over of this attempt has ended."""
+        pair = attempt.placement.pair
+        assert pair is not None, f"{attempt} has no hand-over"
+        prefill, _ = pair
+        if transfer.is_link_failure:
+            worker = self.workers.get(prefill)
+            if worker is None or worker.ref != attempt.refs[prefill]:
+                return  # it was lost meanwhile, which explains the failure
+            self.avoided_pairs.failed(pair, attempt.began_at, transfer.reason, now)
+        elif transfer.at(TransferEventKind.VERIFIED) is not None:
+            self.avoided_pairs.works(pair)
+
+    def on_stage_times(
+        self, attempt: Attempt, worker: str, output: RequestOutput, num_prompt_tokens: int, now: float
+    ) -> None:
+        """Learns from an output's stage times how long transfers and prompts take."""
+        times = output.stage_times
+        assert times is not None
+        if worker == attempt.placement.decode and output.finish_reason in (
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        ):
+            self._router.measured(attempt.placement, times)
+        if output.token_ids and output.first_position == attempt.num_tokens_before and times.prefill_s > 0.0:
+            num_computed = num_prompt_tokens + attempt.num_tokens_before - output.num_cached_tokens
+            self.prefill_times.computed(worker, num_computed, times.prefill_s, now)

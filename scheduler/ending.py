@@ -1,0 +1,122 @@
+"""Ending: how requests end, in any state: the one place where their blocks are freed, or held for a transfer."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from baton.request import ErrorKind, RequestOutput
+from scheduler.admission import Admission
+from scheduler.outputs import OutputsByClient
+from scheduler.preemption import Preemption
+from scheduler.remote import RemotePrompts
+from scheduler.request import Request, RequestStatus
+from scheduler.running import Running
+from scheduler.swap import SwapSpace
+
+_QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.PREEMPTED}
+
+
+class Ending:
+    """Removes requests from every queue and from `requests`, which has those that are unfinished."""
+
+    def __init__(
+        self,
+        requests: dict[str, Request],
+        admission: Admission,
+        running: Running,
+        remote: RemotePrompts,
+        swap: SwapSpace,
+        preemption: Preemption,
+        counters: Counter[str],
+    ) -> None:
+        self._requests = requests
+        self._admission = admission
+        self._running = running
+        self._remote = remote
+        self._swap = swap
+        self._preemption = preemption
+        self._counters = counters
+        self._has_ended_running = False
+        self.since_last_plan: set[str] = set()
+        """Ended requests that the runner does not know about yet."""
+
+    def finish(
+        self,
+        request_ids: Iterable[str],
+        status: RequestStatus,
+        outputs: OutputsByClient,
+        error: str | None = None,
+        error_kind: ErrorKind = ErrorKind.INTERNAL,
+    ) -> None:
+        """Ends requests in any state; unknown ids belong to requests that have ended before."""
+        for request_id in request_ids:
+            if request := self._requests.get(request_id):
+                self._unqueue(request)
+                self.end(request, status, outputs, error, error_kind)
+        self.drop_from_running()
+
+    def fail(
+        self, requests: list[Request], failed: Mapping[str, str], kind: ErrorKind, outputs: OutputsByClient
+    ) -> None:
+        """Ends only those of a step's requests for which `failed` has a reason."""
+        for request in requests:
+            if request.request_id in failed and not request.is_finished:
+                self._unqueue(request)
+                self.end(request, RequestStatus.FINISHED_ERROR, outputs, failed[request.request_id], kind)
+
+    def end_given_back(self, outputs: OutputsByClient) -> None:
+        """Ends victims that continue elsewhere, once none of their tokens is in flight."""
+        for request in list(self._preemption.given_back.values()):
+            if not request.num_output_placeholders:
+                status = RequestStatus.FINISHED_GIVEN_BACK
+                self.end(request, status, outputs, "this worker needed its blocks for other requests")
+
+    def finish_with(
+        self, request: Request, status: RequestStatus, output: RequestOutput, outputs: OutputsByClient
+    ) -> None:
+        """Ends a request with its last token."""
+        self._unqueue(request)
+        if status is RequestStatus.FINISHED_HANDED_OVER:
+            self._remote.hand_over(request, output)
+        self._release(request, status)
+        outputs.add_last(request, output)
+
+    def end(
+        self,
+        request: Request,
+        status: RequestStatus,
+        outputs: OutputsByClient,
+        error: str | None = None,
+        error_kind: ErrorKind = ErrorKind.INTERNAL,
+    ) -> None:
+        """Ends a request without a new token; it is in no queue any more, but may be running."""
+        self._release(request, status)
+        if request.is_given_back:
+            error_kind = ErrorKind.GIVEN_BACK
+            self._counters["requests_given_back"] += 1
+        output = RequestOutput(
+            request_id=request.request_id,
+            first_position=request.num_output_tokens,
+            error=error,
+            error_kind=error_kind,
+        )
+        outputs.add_last(request, output)
+
+    def drop_from_running(self) -> None:
+        """Due after requests ended that were running."""
+        if self._has_ended_running:
+            self._running.drop_gone()
+            self._has_ended_running = False
+
+    def _release(self, request: Request, status: RequestStatus) -> None:
+        self._has_ended_running |= request.status is RequestStatus.RUNNING
+        request.move_to(status)
+        self._remote.release(request)
+        self._swap.discard(request)
+        self._preemption.given_back.pop(request.request_id, None)
+        del self._requests[request.request_id]
+        self.since_last_plan.add(request.request_id)
+
+    def _unqueue(self, request: Request) -> None:
+        """Removes a request from the queue it waits in, if any."""
+        if request.status in _QUEUED and not self._remote.withdraw_received(request):
+            self._admission.remove(request)

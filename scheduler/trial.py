@@ -1,0 +1,73 @@
+"""Trial: after a failed step, which requests compute apart from all others until the one that breaks it is known; pure.
+
+A failed step's requests are tried in two halves. A half whose step fails is split again, and comes after those that
+were not tried yet; one request whose step fails breaks it. A request has passed once it is computed as far as the
+failed step would have computed it.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Set
+
+from baton.step import SchedulerOutput
+
+Ends = Mapping[str, int]
+"""By request: how many of its tokens are computed when a step is."""
+
+
+class Trial:
+    """`group` is the half whose turn it is. Steps planned before its turn tell nothing about it."""
+
+    def __init__(self) -> None:
+        self._groups: deque[dict[str, int]] = deque()
+        """For each request, how far it must get."""
+        self._first_step = 0
+        """The first step that may belong to the present group."""
+        self._is_any_passed = False
+        """Of the present group."""
+        self.has_passed = False
+        """A request of this trial has passed: the device can compute, so further failures are not its own."""
+
+    @property
+    def group(self) -> Set[str] | None:
+        """Only these may compute; None: no trial is under way."""
+        return self._groups[0].keys() if self._groups else None
+
+    def step_failed(self, ends: Ends, next_step: int) -> str | None:
+        """Splits the failed step's requests; returns the one that breaks it, if there is only one."""
+        if not self._groups:
+            self.has_passed = False
+        elif untried := {name: end for name, end in self._groups.popleft().items() if name not in ends}:
+            self._groups.append(untried)
+        names = list(ends)
+        halves = [names[: len(names) // 2], names[len(names) // 2 :]] if len(names) > 1 else []
+        self._groups += [{name: ends[name] for name in half} for half in halves]
+        self._begin_turn(next_step)
+        return None if halves else next(iter(names), None)
+
+    def step_computed(self, step: int, ends: Ends, next_step: int) -> bool:
+        """True: the group's turn is over, and that of another one begins."""
+        if not self._groups or step < self._first_step:
+            return False
+        group = self._groups[0]
+        tried = group.keys() & ends.keys()
+        for name in [name for name in tried if ends[name] >= group[name]]:
+            del group[name]
+            self._is_any_passed = self.has_passed = True
+        if tried and group:
+            return False
+        self._groups.popleft()
+        if group and self._is_any_passed:  # the rest found no room beside those that passed
+            self._groups.append(group)
+        self._begin_turn(next_step)
+        return bool(self._groups)
+
+    def _begin_turn(self, next_step: int) -> None:
+        self._first_step = next_step
+        self._is_any_passed = False
+
+
+def ends_of(plan: SchedulerOutput) -> Ends:
+    cached = plan.scheduled_cached_reqs
+    starts = {new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
+    starts |= zip(cached.request_ids, cached.num_computed_tokens, strict=True)
+    return {name: starts[name] + num_tokens for name, num_tokens in plan.num_scheduled_tokens.items()}

@@ -1,0 +1,84 @@
+"""Behaviour 56: under constant random kills no innocent request is taken for the one that ends workers."""
+
+import random
+from functools import partial
+
+import pytest
+
+from baton.config import KVTransferConfig, SchedulerConfig
+from baton.worker import WorkerRole
+from gateway.requests.suspects import Suspects
+from kv_transfer.protocol.transports import ZMQ_TCP
+from simulator.device import KILLS_WORKERS
+from simulator.fleet import Fleet
+from simulator.gateway import End, RequestSpec, SimGateway
+from simulator.network import Network, NetworkFaults
+from simulator.pools import ReadFaults, SharedPools
+from simulator.worker import Site, WorkerSpec
+from simulator.world import Violation, World
+
+WORKERS = ("p0", "p1", "d0", "d1")
+NUM_STREAMS, DURATION_S = 120, 60.0
+
+
+def play(seed: int, kill_every_s: float, num_poisons: int = 0) -> tuple[World, SimGateway]:
+    """Streams of some seconds; a worker is killed at random every so often, and its successor starts at once."""
+    world, rng = World(seed, max_events=10**7), random.Random(seed)
+    network = Network(world, NetworkFaults())
+    pools = SharedPools(world, ReadFaults(), True)
+    site = Site(
+        world, KVTransferConfig(peer_timeout_s=1.0, lease_s=2.0), network, pools, may_damage_reads=False
+    )
+    gateway = SimGateway(world, "retry", 48)
+    fleet = Fleet(site, [_worker(name) for name in WORKERS], [gateway])
+    for number in range(NUM_STREAMS):
+        prompt = (number, *range(rng.randrange(20)))
+        arrives_at = rng.uniform(0.0, DURATION_S)
+        spec = RequestSpec(f"r{number}", prompt, 25, arrives_at, None, None, None, None, priority=0)
+        world.at(arrives_at, partial(fleet.arrive, spec, number), is_plane=False)
+    for number in range(num_poisons):
+        spec = RequestSpec(
+            f"poison{number}", (KILLS_WORKERS, 7), 9, 5.0 * number, None, None, None, None, 0, "m"
+        )
+        world.at(spec.arrives_at, partial(fleet.arrive, spec, number), is_plane=False)
+    for number in range(1, int(DURATION_S / kill_every_s) if kill_every_s else 0):
+        world.at(number * kill_every_s, lambda: _kill(fleet, rng.choice(WORKERS)), is_plane=False)
+    world.run(until=DURATION_S + 60.0)
+    return world, gateway
+
+
+def _kill(fleet: Fleet, name: str) -> None:
+    worker = fleet.workers[name]
+    if not worker.is_dead:
+        worker.runner.on_killed()
+
+
+def _worker(name: str) -> WorkerSpec:
+    config = SchedulerConfig(
+        num_blocks=200, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=48
+    )
+    role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
+    step_s = (0.05, 0.2)
+    return WorkerSpec(name, role, config, "host", (ZMQ_TCP,), 2**26, "model", step_s, 0.0, 100, 0.0, False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_c56_random_kills_make_no_innocent_a_poison(seed: int) -> None:
+    """One of four workers is killed every 1.5 s."""
+    world, gateway = play(seed, kill_every_s=1.5)
+    assert gateway.ended == {End.DONE: NUM_STREAMS}
+    assert world.counts["path lost"] > NUM_STREAMS // 3
+
+
+def test_c56_only_what_is_compared_with_other_losses_keeps_innocents_safe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Suspects, "_num_lost_without", lambda *_: 0)
+    with pytest.raises(Violation, match="only poison is stopped"):
+        play(3, kill_every_s=0.4)
+
+
+def test_c56_a_poison_that_comes_again_ends_four_workers_in_all() -> None:
+    world, gateway = play(1, kill_every_s=0.0, num_poisons=10)
+    assert world.counts["fault poison killed"] == 4
+    assert gateway.ended == {End.DONE: NUM_STREAMS, End.ERROR: 10}

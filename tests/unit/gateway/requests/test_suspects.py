@@ -1,0 +1,139 @@
+"""Behaviour 56: which request is taken for the one that ends workers, which is not, and for how long."""
+
+import pytest
+
+from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
+from gateway.auth.callers import ANYBODY, Caller
+from gateway.requests.request import GatewayRequest
+from gateway.requests.suspects import (
+    MAX_BLAMED,
+    MAX_KEPT,
+    MAX_TRIAL_S,
+    RECENT_S,
+    REMEMBERED_S,
+    Suspects,
+    identity_of,
+)
+from simulator.driver import SilentText
+
+POISON, OTHER = b"poison", b"other"
+
+
+def lose(suspects: Suspects, now: float, had: tuple[bytes, ...] = (), **places: int) -> bytes | None:
+    """A worker ends, and with it the requests at these places; the one that is stopped."""
+    at = {name.encode(): place for name, place in places.items()}
+    found = suspects.worker_lost(at, frozenset([*at, *had]), now)
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("places", "stopped"),
+    [
+        ((0, 0, 0, 0), True),
+        ((0, 1, 2, 3), True),  # each attempt's prefill worker brings one token
+        ((16, 16, 16, 16), True),
+        ((0, 2, 2, 2), False),
+        ((5, 0, 0, 0), False),
+    ],
+)
+def test_c56_a_request_at_the_same_place_when_four_workers_ended_is_stopped(
+    places: tuple[int, ...], stopped: bool
+) -> None:
+    suspects = Suspects()
+    found = [lose(suspects, now, poison=place) for now, place in enumerate(places)]
+    assert found == [None, None, None, POISON if stopped else None]
+    assert (suspects.refusal(POISON, 4.0) is not None) is stopped
+    assert suspects.counts["lost"] == suspects.counts["refused"] == stopped
+
+
+def test_c56_one_of_two_with_the_same_losses_is_not_chosen() -> None:
+    suspects = Suspects()
+    assert [lose(suspects, now, poison=0, other=0) for now in (0.0, 1.0, 2.0, 3.0)] == [None] * 4
+    assert lose(suspects, 4.0, poison=0) == POISON, "alone"
+    assert suspects.refusal(OTHER, 5.0) is None
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "stopped"), [((), True), ((0.5, 0.6, 0.7), True), ((0.4, 0.5, 0.6, 0.7), False)]
+)
+def test_c56_workers_that_end_without_it_speak_for_a_request(
+    elsewhere: tuple[float, ...], stopped: bool
+) -> None:
+    suspects = Suspects()
+    lose(suspects, -RECENT_S, other=7)  # too long ago
+    lose(suspects, 0.1, poison=0)
+    for now in elsewhere:
+        lose(suspects, now, other=int(100 * now))
+    lose(suspects, 0.9, (POISON,), other=0)  # the other worker of its pair
+    lose(suspects, 1.0, poison=0)
+    lose(suspects, 1.0, poison=0)
+    assert (lose(suspects, 1.1, poison=0) == POISON) is stopped
+
+
+def test_c56_suspects_run_one_at_a_time_until_they_get_further() -> None:
+    suspects = Suspects()
+    for now in (0.0, 1.0):
+        lose(suspects, now, poison=0, other=0)
+    suspects.placed(b"somebody", 2.0)
+    assert suspects.may_run(POISON, 2.0)
+    suspects.placed(POISON, 2.0)
+    assert not suspects.may_run(OTHER, 3.0)
+    assert suspects.may_run(b"somebody", 3.0)
+    assert suspects.may_run(OTHER, 2.0 + MAX_TRIAL_S)
+    assert not suspects.got_further(POISON, 1)
+    assert suspects.got_further(POISON, 2)
+    assert not suspects.is_suspect(POISON)
+    suspects.placed(OTHER, 3.0)
+    assert suspects.left(OTHER)
+    suspects.cleared(OTHER)
+    assert len(suspects) == 0
+
+
+def test_c56_a_request_that_two_workers_cannot_compute_is_stopped() -> None:
+    suspects = Suspects()
+    assert suspects.step_failed(POISON, "w0-1", 0.0) is None
+    assert suspects.step_failed(POISON, "w0-1", 1.0) is None, "the same worker"
+    assert "2 workers could not compute it" in str(suspects.step_failed(POISON, "w1-1", 2.0))
+    assert suspects.num_stopped == 1
+
+
+def test_c56_a_worker_that_can_compute_nothing_is_no_evidence() -> None:
+    suspects = Suspects()
+    for number in range(MAX_BLAMED):
+        suspects.step_failed(b"%d" % number, "wrong", 0.0)
+    assert suspects.step_failed(POISON, "wrong", 0.0) is None
+    assert suspects.step_failed(POISON, "w1", 1.0) is None
+    assert suspects.step_failed(POISON, "w2", 2.0) is not None
+
+
+def test_c56_it_is_remembered_for_minutes_after_it_last_came_and_memory_is_bounded() -> None:
+    suspects = Suspects()
+    for worker in ("w0", "w1"):
+        suspects.step_failed(POISON, worker, 0.0)
+    assert suspects.refusal(POISON, REMEMBERED_S - 1) is not None
+    assert suspects.refusal(POISON, 2 * REMEMBERED_S - 2) is not None, "it came in between"
+    assert suspects.refusal(POISON, 4 * REMEMBERED_S) is None
+    for number in range(2 * MAX_KEPT):
+        for worker in ("a", "b"):
+            suspects.step_failed(b"%d" % number, f"{worker}{number}", 1e6)
+        suspects.step_failed(b"%d " % number, "c", 1e6)
+    assert len(suspects) == 2 * MAX_KEPT
+
+
+def test_c56_equal_is_what_has_callers_name_prompt_and_grammar() -> None:
+    def identity(caller: Caller = ANYBODY, prompt: tuple[int, ...] = (1, 2), grammar: str = "") -> bytes:
+        output = StructuredOutput(GrammarKind.REGEX, grammar) if grammar else None
+        params = SamplingParams(max_tokens=9, structured_output=output)
+        return identity_of(
+            GatewayRequest(
+                request_id="r",
+                prompt_token_ids=prompt,
+                sampling_params=params,
+                text=SilentText(),
+                caller=caller,
+            )
+        )
+
+    others = [identity(Caller("a")), identity(prompt=(1, 2, 0)), identity(grammar="a"), identity(grammar="b")]
+    assert identity() == identity()
+    assert len({identity(), *others}) == 5
