@@ -1,6 +1,6 @@
 """Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
-Hold and Open are repeated at a fixed pace while nothing arrives. A producer without an answer for `peer_timeout_s` is
+Hold and Open are repeated at a fixed pace while nothing arrives. A producer that is silent for too long (silence.py) is
 dead, and a load that takes longer than `load_timeout_s` has failed. Messages of unknown rank transfers are counted.
 """
 
@@ -59,7 +59,7 @@ class Consumer:
         self._identity = identity
         self._counters = counters
         self._transfers: RankTransferTable[IncomingTransfer] = RankTransferTable()
-        self._silence = Silence(identity.heartbeat_s)
+        self._silence = Silence(identity.heartbeat_s, identity.peer_timeout_s)
         self._choices = TransportChoices(identity.offer.transports)
         self._beats: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers(self._silence.standstill)
@@ -259,7 +259,7 @@ class Consumer:
         for key in list(self._beats.pop_due(now)):
             transfer = self._transfers[key]
             silent_s = self._silence.seconds(key, now)
-            if silent_s > self._identity.peer_timeout_s:
+            if silent_s > self._silence.limit_s(key, now):
                 loss = link_failure(f"the prefill worker was silent for {silent_s:.1f} s")
                 effects += self._lose(transfer, loss)
             else:
@@ -394,7 +394,6 @@ class Consumer:
         self._transfers.remove(transfer)
         self._silence.end(transfer.key)
         if not self.knows(transfer.key.producer):
-            self._silence.forget(transfer.key.producer)
             self._choices.forget(transfer.key.producer)
         self._beats.cancel(transfer.key)
         self._deadlines.cancel(transfer.key)

@@ -77,7 +77,7 @@ def ask_late_how_a_piece_came(
 
 UNMENDED: dict[Plant, int] = {
     go_on_without_any_worker: 114,
-    count_what_never_began: 4,
+    count_what_never_began: 5,
     count_ends_twice: 1,
     ask_late_how_a_piece_came: 8,
 }

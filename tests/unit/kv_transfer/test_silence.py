@@ -3,6 +3,7 @@
 import pytest
 
 from kv_transfer.protocol.effects import Failed, RankTransfer, Received
+from kv_transfer.protocol.silence import Silence
 from tests.factories.transfer import HEARTBEAT_S, PEER_TIMEOUT_S, Frame, Wire, make_key, start
 
 
@@ -23,6 +24,25 @@ def test_c34_a_silent_producer_is_given_up_after_the_timeout_and_not_before(has_
     [notification] = wire.notifications
     assert isinstance(notification, Failed)
     assert "silent" in notification.reason
+
+
+def test_c34_a_producer_that_always_answered_is_given_up_earlier() -> None:
+    silence, key, later, stranger = Silence(0.5, 5.0), make_key("a"), make_key("b"), make_key(producer="p-2")
+    silence.begin(key, 0.0)
+    for beat in range(1, 12):
+        assert silence.limit_s(key, beat / 2) == 5.0, "it is not known for long"
+        silence.on_message(key, beat / 2)
+    assert silence.limit_s(key, 7.0) == 2.0 > silence.seconds(key, 7.0)
+    silence.end(key)
+    silence.begin(later, 7.5)
+    silence.begin(stranger, 7.5)
+    assert (silence.limit_s(later, 8.0), silence.seconds(later, 8.0)) == (2.0, 0.5)
+    assert silence.limit_s(stranger, 8.0) == 5.0
+    silence.end(later)
+    for beat in range(16, 140):
+        silence.standstill.look(beat / 2)
+    silence.begin(later, 70.0)
+    assert silence.limit_s(later, 70.0) == 5.0, "it is forgotten"
 
 
 def test_c34_the_silence_of_an_earlier_leg_is_not_held_against_a_new_one() -> None:
