@@ -20,6 +20,7 @@ FAULTS = (
     "lost", "late", "doubled", "overtaken", "header damaged", "payload damaged", "partitioned",
     "pause", "crash", "partition", "disconnect", "device", "device failed", "reset", "request plane cut",
     "drain", "restarted", "client left", "gateway died", "pool out of reach",
+    "hang", "hung", "slow", "spoil", "not finite",
     "read failed", "read hangs", "read slow", "read damaged",
 )  # fmt: skip
 PATHS = (
@@ -27,7 +28,7 @@ PATHS = (
     "attempt 3 local", "attempt 4 disaggregated", "attempt failed", "lost", "failed", "given_back", "refused",
     "resumed", "waited", "deadline passed", "ended with token 0", "handed over", "recomputed on decode",
     "Overloaded", "session lost", "command missed", "command of another session", "gateway lost",
-    "asked another gateway",
+    "asked another gateway", "unfit",
 )  # fmt: skip
 COUNTERS = (
     "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",
@@ -98,6 +99,7 @@ QUICK = (
     "go on behind too few tokens",
     "overlook losses while it moves",
     "count sub requests of ended attempts",
+    "trust heartbeats alone",
 )
 
 
