@@ -28,12 +28,16 @@ class AdaptiveTimeout:
         return _LEAST * self._timeout_s
 
     def on_message(self, pause_s: float, now: float) -> None:
-        """The peer has sent something, after a pause of `pause_s`."""
+        """The peer has sent something, after a pause of `pause_s`.
+
+        One above the timeout says nothing about the next: the peer was stopped or unreachable.
+        """
         if self._heard_since is None:
             self._heard_since = self._window_began_at = now
         elif now - self._window_began_at > _WINDOW_S:
             self._former_longest_s, self._longest_s, self._window_began_at = self._longest_s, 0.0, now
-        self._longest_s = max(self._longest_s, pause_s)
+        if pause_s <= self._timeout_s:
+            self._longest_s = max(self._longest_s, pause_s)
 
     def limit_s(self, now: float) -> float:
         """How long the peer may be silent. A peer known for no longer than the timeout has all of it."""

@@ -1,7 +1,7 @@
-"""Chaos: a real cluster serves clients while its processes are killed, stopped and restarted every few seconds.
+"""Chaos: a real cluster serves clients while its processes are killed, stopped, broken and restarted all the time.
 
-    python -m tests.chaos [--seconds 300] [--every 3] [--faults 1] [--clients 32] [--seed N]
-                          [--model FOLDER] [--json FILE]
+    python -m tests.chaos [--seconds 300] [--every 3] [--faults 1] [--only "hang worker,kill worker"]
+                          [--clients 32] [--seed N] [--model FOLDER] [--json FILE]
 
 Prefill and decode workers on several Ray nodes of this machine, `baton serve` as a user starts it. Every stream has to
 end complete and equal to the undisturbed answer; at the end the fleet is whole, no block is held, and nothing is left
@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -41,19 +42,21 @@ PLACEMENT_TIMEOUT_S = 300.0
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    prepare(os.environ)
+    sabotage = Path(tempfile.mkdtemp())
+    prepare(os.environ, sabotage)
     machines = Machines(NUM_NODES, cpus_per_node=2)
     try:
         flags = serve_flags(machines.address, options.model, options.prefill, options.decode)
         with _config() as config, serving(config, *flags) as serve:
             target = serve.wait_ready()["target"]
-            report = run_beside(partial(_run, options, machines, target))
+            report = run_beside(partial(_run, options, machines, sabotage, target))
             serve.interrupt()
             report["exit_code"] = serve.wait_gone()
             report["left_behind"] = actors_left(machines)
             report["stderr"] = serve.stderr
     finally:
         machines.shut_down()
+        shutil.rmtree(sabotage)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
     return _judge(report)
@@ -76,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--faults", type=int, default=1, help="go on until there were this many, default %(default)s"
     )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        help="kinds of faults, as the report names them, with commas",
+    )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
@@ -87,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(
-    options: argparse.Namespace, machines: Machines, target: str, main_thread: MainThread
+    options: argparse.Namespace, machines: Machines, sabotage: Path, target: str, main_thread: MainThread
 ) -> dict[str, Any]:
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}: {options.prefill} P + {options.decode} D on {NUM_NODES} nodes, {target}", flush=True)
@@ -98,7 +107,7 @@ async def _run(
             client, make_questions(rng, NUM_QUESTIONS, vocab_size, options.max_tokens)
         )
         clients = Clients(target, questions, options.clients, seed)
-        faults = Faults(machines, main_thread, client, rng, options.every)
+        faults = Faults(machines, main_thread, client, rng, options.every, sabotage, options.only)
         streaming = asyncio.create_task(clients.run())
         disturbing = asyncio.create_task(faults.run())
         pending = await _first_of(options.seconds, streaming, disturbing)

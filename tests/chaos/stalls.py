@@ -1,22 +1,25 @@
 """How long a stream stalls when one worker fails, by kind of fault, and where that time goes.
 
-    python -m tests.chaos.stalls [--each 3] [--faults "kill,stop"] [--json FILE]
+    python -m tests.chaos.stalls [--each 3] [--faults "kill,stop"] [--burners 2] [--json FILE]
 
 Two prefill and two decode workers without Ray, so that each has a spare, and clients that stream all the time. One
 fault at a time hits a worker, and is mended before the next. The gateway's own records of the requests that moved say
 where their time went: `detection` is the time from the fault (or the attempt's begin, if that was later) to the
 attempt's end; `move`, from there to the next attempt; `recompute`, from there to the next token.
+
+The fault "nothing", for a minute, looks for false alarms; `--burners` keep as many cores busy meanwhile.
 """
 
 import argparse
 import asyncio
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
 from pathlib import Path
@@ -33,6 +36,7 @@ VICTIMS = {"P": "w0", "D": "w2"}
 CUT_FAULTS = {"lost node": (0, 1), "cut link to gateway": (1,), "cut link to peers": (0,)}
 """The ports, as `FragileWorker.ports` has them, that a fault cuts off."""
 FAULTS = ("kill", "stop", *CUT_FAULTS, "hang")
+NOTHING, NOTHING_S = "nothing", 60.0
 PROXY_HOST = "127.0.0.2"
 """What workers advertise where links are to be cut: a proxy listens there."""
 NUM_CLIENTS = 6
@@ -124,7 +128,9 @@ async def commit(cluster: FragileCluster, links: Links, fault: str, victim: str,
     """The fault, its effect, and its end."""
     worker = cluster.workers[victim]
     watch.victim, watch.fault_at = victim, time.monotonic()
-    if fault == "kill":
+    if fault == NOTHING:
+        await asyncio.sleep(NOTHING_S)
+    elif fault == "kill":
         await worker.kill()
         await asyncio.sleep(1.0)
         await cluster.replace(victim)
@@ -153,19 +159,26 @@ async def measure(
     rows = {}
     for fault in faults:
         for role, victim in VICTIMS.items():
-            if fault == "cut link to peers" and role == "D":
+            if fault in ("cut link to peers", NOTHING) and role == "D":
                 continue  # the same link, and D is the one that connects
             await _until_healed(cluster)
             await asyncio.sleep(QUIET_S)
-            watch.stalls = []
+            watch.stalls, num_losses = [], losses_of(cluster)
             for _ in range(each):
                 await cluster.prepare_spares(fault in ("kill", "hang"))
                 await commit(cluster, links, fault, victim, watch)
                 await _until_healed(cluster)
                 await asyncio.sleep(QUIET_S)
-            rows[f"{fault}, {role}"] = row = figures(watch.stalls)
+            rows[f"{fault}, {role}"] = row = figures(watch.stalls) | {
+                "losses": losses_of(cluster) - num_losses
+            }
             print(f"{fault}, {role}: {row}", flush=True)
     return rows
+
+
+def losses_of(cluster: FragileCluster) -> int:
+    """How many workers the gateway has taken for lost."""
+    return cluster.gateway._driver.workers.losses.total()
 
 
 def figures(stalls: list[Stall]) -> dict[str, Any]:
@@ -231,6 +244,18 @@ async def streaming_cluster(*, is_proxied: bool) -> AsyncIterator[tuple[FragileC
             await streaming
 
 
+@contextmanager
+def burners(number: int) -> Iterator[None]:
+    """Processes that compute all the time."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
 async def main(faults: Sequence[str], each: int) -> dict[str, Any]:
     rows, report = {}, {"num_right": 0, "wrong": list[str]()}
     for is_proxied in (False, True):
@@ -248,9 +273,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.stalls", description=__doc__.splitlines()[0])
     parser.add_argument("--each", type=int, default=3, help="times that each fault happens to each role")
     parser.add_argument("--faults", default=",".join(FAULTS), help="default %(default)s")
+    parser.add_argument("--burners", type=int, default=0, help="processes that keep a core busy, default 0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     options = parser.parse_args()
-    report = asyncio.run(main(options.faults.split(","), options.each))
+    with burners(options.burners):
+        report = asyncio.run(main(options.faults.split(","), options.each))
     report["command"] = " ".join(["python -m tests.chaos.stalls", *sys.argv[1:]])
     print(f"{report['num_right']} answers as undisturbed, wrong: {report['wrong'] or 'none'}")
     if options.json is not None:

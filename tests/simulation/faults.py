@@ -150,14 +150,20 @@ class Faults:
             reader.break_reads()
 
     def _hang(self, fault: Fault) -> None:
-        """The device computes for ever. The worker's own watch notices, reports it and ends the process."""
+        """A step that begins now never ends. The worker's own watch notices, reports it and ends the process."""
         worker = self._fleet.workers[fault.worker]
         if not worker.is_dead and not worker.hangs:
             worker.hangs = True
             observer = ProgressObserver((worker.core.progress,), pace_s=4 * LOOK_EVERY_S)
+            self._later(fault.duration_s, lambda: self._end_hanging(worker))
             self._watch(worker, observer, fault.duration_s)
 
+    def _end_hanging(self, worker: Worker) -> None:
+        worker.hangs = worker.core.progress.piece is not None
+
     def _watch(self, worker: Worker, observer: ProgressObserver, restart_s: float) -> None:
+        if not worker.hangs:
+            return
         if observer.look(worker.clock.now()) is None:
             look_again = partial(self._watch, worker, observer, restart_s)
             self._world.after(LOOK_EVERY_S, look_again, worker, is_plane=False)

@@ -31,11 +31,23 @@ def after(pauses: Iterable[float]) -> tuple[AdaptiveTimeout, float]:
         ([0.01] * 600, LEAST_S),
         ([0.5] * 11 + [1.0] + [0.01] * 100, 3.0),
         ([0.5] * 11 + [1.5], 4.5),
-        ([0.5] * 11 + [30.0], TIMEOUT_S),
+        ([0.5] * 11 + [3.0], TIMEOUT_S),
+        ([0.5] * 11 + [7.0], LEAST_S),
         ([1.0] + [0.5] * 60, 3.0),
         ([1.0] + [0.5] * 122, LEAST_S),
     ],
-    ids=["unheard", "new", "regular", "steady", "one-long", "longer", "stopped", "remembered", "forgotten"],
+    ids=[
+        "unheard",
+        "new",
+        "regular",
+        "steady",
+        "one-long",
+        "longer",
+        "longest",
+        "stopped",
+        "remembered",
+        "forgotten",
+    ],
 )
 def test_the_limit_follows_the_longest_recent_pause(pauses: list[float], limit_s: float) -> None:
     timeout, now = after(pauses)
@@ -50,5 +62,5 @@ def test_a_peer_that_was_never_heard_has_the_whole_timeout() -> None:
 def test_no_limit_is_outside_its_bounds(pauses: list[float], later_s: float) -> None:
     timeout, now = after(pauses)
     assert LEAST_S <= timeout.limit_s(now + later_s) <= TIMEOUT_S
-    if pauses:
+    if pauses and pauses[-1] <= TIMEOUT_S:
         assert timeout.limit_s(now + later_s) >= min(TIMEOUT_S, 3 * pauses[-1])
