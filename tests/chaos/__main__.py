@@ -158,6 +158,11 @@ def _figures(tally: Tally) -> dict[str, Any]:
             "p99": gaps[int(0.99 * (len(gaps) - 1))],
             "longest": gaps[-1],
         },
+        "longest_before_first_token": len(tally.ttft_parts),
+        "mean_of_its_parts": {
+            part: statistics.fmean(parts.get(part, 0.0) for parts in tally.ttft_parts)
+            for part in sorted({part for parts in tally.ttft_parts for part in parts})
+        },
     }
 
 
@@ -170,6 +175,10 @@ def _judge(report: dict[str, Any]) -> int:
     print(
         f"longest stall of a stream: median {stall['median']:.2f} s, p99 {stall['p99']:.2f} s, "
         f"worst {stall['longest']:.2f} s; whole and at rest {report['healed_after_s']:.1f} s after the last stream"
+    )
+    parts = ", ".join(f"{part[:-2]} {mean_s:.2f}" for part, mean_s in report["mean_of_its_parts"].items())
+    print(
+        f"{report['longest_before_first_token']} of them waited longest for the first token, in seconds: {parts}"
     )
     problems = [*report["wrong"], *report["unrest"]]
     if report["exit_code"] != 0:
