@@ -221,7 +221,7 @@ class Worker(Process):
         return self.core.num_non_finite_steps >= MAX_NON_FINITE_STEPS
 
     def _leave_if_unfit(self) -> None:
-        """As worker/loop.py does; whoever drains it ends it."""
+        """As worker/loop.py does; the fault ends it."""
         if self.is_unfit and not self.is_draining:
             self._world.counts["path unfit"] += 1
             self.is_draining = True

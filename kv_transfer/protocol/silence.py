@@ -44,7 +44,9 @@ class Silence:
     def on_message(self, key: TransferKey, now: float) -> None:
         """The rank transfer's producer has sent something."""
         running_s, pause_s = self.standstill.running(now), self.seconds(key, now)
-        heard = self._heard.setdefault(_producer_of(key), _Heard(running_s, AdaptiveTimeout(self._timeout_s)))
+        heard = self._heard.get(_producer_of(key))
+        if heard is None:
+            heard = self._heard[_producer_of(key)] = _Heard(running_s, AdaptiveTimeout(self._timeout_s))
         heard.timeout.on_message(pause_s, running_s)
         heard.last_at = running_s
 

@@ -39,6 +39,9 @@ END_TIMEOUT_S = 180.0
 PLACEMENT_TIMEOUT_S = 300.0
 """Every few seconds a worker dies, and on few cores it loads for long: at times none is there for over a minute."""
 
+PROGRESS_TIMEOUT_S = 30.0
+"""A worker that has computed little when it hangs has learned no shorter limit."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
@@ -66,7 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _config() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chaos.yaml"
-        path.write_text(f"gateway: {{placement_timeout_s: {PLACEMENT_TIMEOUT_S}}}\n")
+        sections = {
+            "gateway": {"placement_timeout_s": PLACEMENT_TIMEOUT_S},
+            "engine": {"progress_timeout_s": PROGRESS_TIMEOUT_S},
+        }
+        path.write_text(json.dumps(sections))  # JSON is YAML
         yield str(path)
 
 
