@@ -36,7 +36,7 @@ def spoil() -> None:
         first._input_norm_E = torch.full_like(first._input_norm_E, math.nan)
         return original(model, tokens, attention)
 
-    LlamaForCausalLM.forward = forward  # type: ignore[method-assign]
+    LlamaForCausalLM.forward = forward  # type: ignore[method-assign, assignment]
 
 
 KINDS = {"hang": hang, "spoil": spoil}
