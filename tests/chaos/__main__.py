@@ -18,7 +18,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any
 from gateway.client import GatewayClient
 from tests.chaos.clients import Clients, Tally
 from tests.chaos.faults import Faults
-from tests.chaos.fleet import actors_left, serve_flags, until_healed
+from tests.chaos.fleet import actors_left, serve_flags, until_healed, watch_absences
 from tests.chaos.machines import Machines, prepare
 from tests.chaos.main_thread import MainThread, run_beside
 from tests.chaos.questions import answer_all, make_questions
@@ -117,6 +117,8 @@ async def _run(
         faults = Faults(machines, main_thread, client, rng, options.every, sabotage, options.only)
         streaming = asyncio.create_task(clients.run())
         disturbing = asyncio.create_task(faults.run())
+        absences: list[tuple[float, float]] = []
+        watching = asyncio.create_task(watch_absences(client, absences))
         pending = await _first_of(options.seconds, streaming, disturbing)
         while pending and sum(faults.counts.values()) < options.faults:
             pending = await _first_of(1.0, streaming, disturbing)
@@ -130,6 +132,7 @@ async def _run(
                 await streaming
         except TimeoutError:
             clients.tally.note_wrong(f"streams had not ended {END_TIMEOUT_S:g} s after the last fault")
+        watching.cancel()
         num_workers = options.prefill + options.decode
         healed_after_s, unrest = await until_healed(client, num_workers)
         if not is_disturbed:
@@ -141,7 +144,7 @@ async def _run(
             "healed_after_s": healed_after_s,
             "unrest": unrest,
             "gateway": (await client.describe())["gateway"],
-            **_figures(clients.tally),
+            **_figures(clients.tally, absences),
         }
 
 
@@ -151,7 +154,18 @@ async def _first_of(timeout_s: float, *tasks: asyncio.Task[None]) -> bool:
     return not done
 
 
-def _figures(tally: Tally) -> dict[str, Any]:
+def _share(stalls: Sequence[tuple[float, float]], absences: Sequence[tuple[float, float]]) -> float:
+    """Of the time of all stalls of a second and more, the part that lies within an absence."""
+    long = [(began, ended) for began, ended in stalls if ended - began >= 1.0]
+    within_s = sum(
+        max(0.0, min(ended, absence[1]) - max(began, absence[0]))
+        for began, ended in long
+        for absence in absences
+    )
+    return within_s / (sum(ended - began for began, ended in long) or 1.0)
+
+
+def _figures(tally: Tally, absences: Sequence[tuple[float, float]]) -> dict[str, Any]:
     gaps = sorted(tally.longest_gaps) or [0.0]
     return {
         "streams": tally.num_streams,
@@ -165,11 +179,7 @@ def _figures(tally: Tally) -> dict[str, Any]:
             "p99": gaps[int(0.99 * (len(gaps) - 1))],
             "longest": gaps[-1],
         },
-        "longest_before_first_token": len(tally.ttft_parts),
-        "mean_of_its_parts": {
-            part: statistics.fmean(parts.get(part, 0.0) for parts in tally.ttft_parts)
-            for part in sorted({part for parts in tally.ttft_parts for part in parts})
-        },
+        "stalls_without_a_decode_worker": _share(tally.stalls, absences),
     }
 
 
@@ -183,9 +193,8 @@ def _judge(report: dict[str, Any]) -> int:
         f"longest stall of a stream: median {stall['median']:.2f} s, p99 {stall['p99']:.2f} s, "
         f"worst {stall['longest']:.2f} s; whole and at rest {report['healed_after_s']:.1f} s after the last stream"
     )
-    parts = ", ".join(f"{part[:-2]} {mean_s:.2f}" for part, mean_s in report["mean_of_its_parts"].items())
     print(
-        f"{report['longest_before_first_token']} of them waited longest for the first token, in seconds: {parts}"
+        f"of the stalls' time, {report['stalls_without_a_decode_worker']:.0%} passed without a decode worker"
     )
     problems = [*report["wrong"], *report["unrest"]]
     if report["exit_code"] != 0:

@@ -25,10 +25,12 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     """What may never happen, at most MAX_WRONG of it."""
     num_wrong: int = 0
-    longest_gaps: list[float] = field(default_factory=list)
-    """Of each stream: the longest time without a token, that to the first one included."""
-    ttft_parts: list[dict[str, float]] = field(default_factory=list)
-    """Of each stream that waited longest for its first token: the parts of that time, as the gateway says."""
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    """Of each stream, on the monotonic clock: when its longest time without a token began and ended."""
+
+    @property
+    def longest_gaps(self) -> list[float]:
+        return [ended - began for began, ended in self.stalls]
 
     def note_wrong(self, what: str) -> None:
         self.num_wrong += 1
@@ -64,26 +66,23 @@ class Clients:
         tally = self.tally
         tally.num_streams += 1
         last_token_at = time.monotonic()
-        longest_s, token_ids, text, finish_reason = 0.0, list[int](), "", ""
-        ttft_s, ttft_parts = 0.0, dict[str, float]()
+        token_ids, text, finish_reason = list[int](), "", ""
+        stall = (last_token_at, last_token_at)
         try:
             async for event in client.generate(token_ids=question.prompt, sampling=question.sampling):
                 now = time.monotonic()
-                longest_s, last_token_at = max(longest_s, now - last_token_at), now
-                ttft_s = ttft_s or longest_s
+                stall = max(stall, (last_token_at, now), key=lambda each: each[1] - each[0])
+                last_token_at = now
                 token_ids += event.token_ids
                 text += event.text
                 if event.completion is not None:
                     finish_reason = event.completion.finish_reason
-                    ttft_parts = event.completion.timing.get("ttft_parts") or {}
                     tally.num_moved += event.completion.placement["attempts"] > 1
         except GatewayError as error:
             tally.note_wrong(f"after {len(token_ids)} tokens: {error}")
             return
         tally.num_tokens += len(token_ids)
-        tally.longest_gaps.append(longest_s)
-        if longest_s == ttft_s:
-            tally.ttft_parts.append(ttft_parts)
+        tally.stalls.append(stall)
         answer = Answer(tuple(token_ids), text, finish_reason)
         if answer == question.answer:
             tally.num_right += 1
