@@ -25,6 +25,8 @@ CELL_BYTES = 4
 SLOT_BYTES = NUM_PLANES * NUM_HEADS * CELL_BYTES
 
 EOS = 2
+NAN = 255
+"""Fills the KV that a step wrote whose values are not finite; attention over it is not finite either."""
 WRONG = 1
 """Sampled after wrong KV was read. No prompt and no answer contains this token."""
 
@@ -91,11 +93,17 @@ class SimRunner:
         """The next step that computes anything raises DeviceFailure."""
         self.on_killed: Callable[[], None] = lambda: None
         """A request ends this device's process."""
+        self.num_spoiled_steps = 0
+        """This many more steps that sample compute values that are not finite, for one request each."""
+        self._has_spoiled = False
+        self._spoiled: set[str] = set()
+        """Requests that were computed so, or that read what was."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Writes slots some time before it reads them, as a model's layers do."""
         for request_id in plan.finished_req_ids:
             self._known.pop(request_id, None)
+            self._spoiled.discard(request_id)
         for block_id, host_block_id in plan.swap_out:
             self._host[host_block_id] = self._pool[block_id]
         for host_block_id, block_id in plan.swap_in:
@@ -109,15 +117,20 @@ class SimRunner:
         ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
         for request_id, end in ends.items():
             self._write(self._known[request_id], starts[request_id], end)
-        sampled = {}
+        sampled, non_finite = {}, set()
         for request_id, end in ends.items():
             known = self._known[request_id]
             if end > known.num_tokens:
                 self._world.violate("plans", f"{self._name}: {request_id} is scheduled past its known tokens")
+            if self._spoils(known, starts[request_id], end, request_id):
+                if end == known.num_tokens:
+                    self._sample(known, is_right=False)
+                    non_finite.add(request_id)
+                continue
             is_right = self._is_right(known, end, request_id)
             if end == known.num_tokens:
                 sampled[request_id] = [self._sample(known, is_right)]
-        return ModelRunnerOutput(sampled)
+        return ModelRunnerOutput(sampled, non_finite=non_finite)
 
     def _suffer(self, first_tokens: set[int]) -> None:
         if KILLS_WORKERS in first_tokens:
@@ -161,6 +174,23 @@ class SimRunner:
     def _write(self, known: KnownRequest, start: int, end: int) -> None:
         blocks, offsets = self._slots(known, start, end)
         self._pool[blocks, :, :, offsets] = self._content(known, start, end)
+
+    def _spoils(self, known: KnownRequest, start: int, end: int, request_id: str) -> bool:
+        """Whether this step computes NaN for the request: by a fault, or since it reads what such a step wrote."""
+        if self.num_spoiled_steps and end == known.num_tokens:
+            self.num_spoiled_steps -= 1
+            self._has_spoiled = True
+            self._spoiled.add(request_id)
+            self._world.counts["fault not finite"] += 1
+        elif self._has_spoiled:
+            blocks, offsets = self._slots(known, 0, end)
+            if (self._pool[blocks, :, :, offsets] == NAN).all(axis=(1, 2, 3)).any():
+                self._spoiled.add(request_id)
+        if request_id not in self._spoiled:
+            return False
+        blocks, offsets = self._slots(known, start, end)
+        self._pool[blocks, :, :, offsets] = NAN
+        return True
 
     def _is_right(self, known: KnownRequest, end: int, request_id: str) -> bool:
         blocks, offsets = self._slots(known, 0, end)

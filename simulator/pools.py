@@ -161,6 +161,8 @@ class SimPool:
     owner_pid: int
     is_open: bool = True
     under_way: dict[int, Runs] = field(default_factory=dict)
+    read_at: float = 0.0
+    """When the last read ended."""
 
     def read(self, runs: Runs) -> int:
         if not self.is_open:
@@ -206,7 +208,7 @@ class SimPool:
         """The read fails after half of it was written."""
         self.reader.pools.world.counts["fault read failed"] += 1
         self._copy(number, slice(None, None, 2))
-        del self.under_way[number]
+        self._take(number)
         self.reader.done(number, "the connection broke")
 
     def _end(self, number: int) -> None:
@@ -218,7 +220,7 @@ class SimPool:
             self.fail(number)
         else:
             self._copy(number, slice(None))
-            runs = self.under_way.pop(number)
+            runs = self._take(number)
             if reader.may_damage and not world.is_calm and world.chance(faults.damage):
                 world.counts["fault read damaged"] += 1
                 reader.pool[int(world.rng.choice(runs.local.tolist()))] ^= np.uint8(1)
@@ -226,6 +228,10 @@ class SimPool:
         world.log("read", f"{number} of {reader.name} ended")
         if not reader.is_instant and world.chance(0.5):
             reader.on_done()  # some transports wake their user, others are only polled
+
+    def _take(self, number: int) -> Runs:
+        self.read_at = self.reader.pools.world.now
+        return self.under_way.pop(number)
 
     def _copy(self, number: int, part: slice) -> None:
         runs = self.under_way.get(number)

@@ -18,6 +18,7 @@ from baton.kv import KVFingerprint, WorkerRef
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.messages.session import WorkerSessions
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.system.progress import Progress
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
 from engine.grammars.compiler import GrammarCompiler
@@ -34,9 +35,12 @@ from simulator.pools import SharedPools, SimExits, SimReader
 from simulator.world import Process, World
 from worker.core import ClientOutputs, EngineCore
 from worker.kv_connector import KVConnectorScheduler
+from worker.loop import MAX_NON_FINITE_STEPS
 from worker.role import Role
 
 MAX_WAKE_DELAY_S = 0.001
+PROGRESS_TIMEOUT_S = 2.0
+"""Longer than any step, also of a slow worker."""
 
 Outbox = Callable[["Worker", list[RequestOutput]], None]
 
@@ -89,6 +93,10 @@ class Worker(Process):
         self._engine_timer: float | None = None
         self.num_turns = 0
         self.is_draining = False
+        self.hangs = False
+        """The next step of its device never ends; its other threads go on."""
+        self.slowness = 1
+        """Steps take this many times as long."""
         self.sessions = WorkerSessions(self.incarnation)
         self.request_ids: dict[str, str] = {}
         """Requests that have not ended here, and the gateway of each."""
@@ -108,7 +116,13 @@ class Worker(Process):
         self.connector_scheduler = KVConnectorScheduler(config.block_size)
         self.scheduler = Scheduler(config, self.connector_scheduler, hash_key=b"simulated" + b"-" * 16)
         self.core = EngineCore(
-            self.scheduler, self._make_pipeline(), self.connector, _grammars(self.clock), (EOS,), self.clock
+            self.scheduler,
+            self._make_pipeline(),
+            self.connector,
+            _grammars(self.clock),
+            (EOS,),
+            self.clock,
+            progress=Progress("its engine", self.clock, PROGRESS_TIMEOUT_S),
         )
         self.role: Role = (
             DecodeWorker(spec.max_waiting) if self.is_decode else PrefillWorker(spec.max_waiting)
@@ -186,17 +200,33 @@ class Worker(Process):
         if self._engine_timer != when:
             return
         self._engine_timer = None
+        self.core.progress.begin()
+        if self.hangs:
+            return
         commands, self._commands = self._commands, []
         for command in commands:
             command()
         self._end_overdue()
         self._deliver(self.core.step())
+        self._leave_if_unfit()
+        self.core.progress.end()
         self.num_turns += 1
         self._world.counts["engine steps"] += 1
         if self.core.may_progress:
             self._run_engine_at(self._world.now)
         elif self._deadlines:
             self._run_engine_at(self._world.now + max(0.0, self._deadlines[0][0] - self.clock.now()))
+
+    @property
+    def is_unfit(self) -> bool:
+        return self.core.num_non_finite_steps >= MAX_NON_FINITE_STEPS
+
+    def _leave_if_unfit(self) -> None:
+        """As worker/loop.py does; the fault ends it."""
+        if self.is_unfit and not self.is_draining:
+            self._world.counts["path unfit"] += 1
+            self.is_draining = True
+            self._deliver(self.core.give_back_requests())
 
     def _admit(self, gateway: str, request: EngineRequest) -> None:
         try:
@@ -249,7 +279,7 @@ class Worker(Process):
             self._deadlines.clear()
 
     def _step_duration_s(self) -> float:
-        return self._world.between(*self.spec.step_s)
+        return self.slowness * self._world.between(*self.spec.step_s)
 
     # composition, as worker/host.py does it
 

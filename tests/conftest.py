@@ -2,14 +2,17 @@
 
 import asyncio
 import inspect
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
+from baton.system.logs import PACKAGES
 from baton.system.secret import SECRET_VARIABLE
 from tests.factories.security import SECRET
 
@@ -46,6 +49,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
     return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _log_levels_as_before() -> Iterator[None]:
+    """A command that a test runs in this process sets them for the whole process."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, PACKAGES)}
+    yield
+    for logger, level in levels.items():
+        logger.setLevel(level)
 
 
 TEST_TIMEOUT_S = 120.0

@@ -17,12 +17,12 @@ class KVTransferConfig(Section):
     load_timeout_s: float = Field(120.0, gt=0.0)
     """A consumer gives up a load after this long, including the time in the prefill worker's queue."""
     peer_timeout_s: float = Field(5.0, gt=0.0)
-    """A peer that answers no heartbeats for this long counts as dead, and its loads fail. A decode worker looks every
-    quarter of this time."""
+    """A peer that answers no heartbeats for this long counts as dead, and its loads fail; one whose pauses are
+    short, as soon as 2/5 of it."""
     load_failure_policy: Literal["retry", "recompute", "fail"] = "retry"
     """What happens if a prompt's KV does not arrive. `retry`: another prefill worker computes it or, without one, the
-    decode worker. `recompute`: the decode worker computes it once it has noticed; if the prefill worker died, that is
-    after `peer_timeout_s`, and `retry` is faster. `fail`: the request fails."""
+    decode worker. `recompute`: the decode worker computes it once it has noticed; if the prefill worker died, `retry`
+    is faster. `fail`: the request fails."""
     max_inflight_mib: int = Field(64, ge=1)
     """Bytes that may be on their way to one peer without acknowledgement."""
     checksum: Literal["auto", "on", "off"] = "auto"

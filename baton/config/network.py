@@ -30,10 +30,11 @@ class NetworkConfig(Section):
     metrics."""
     heartbeat_interval_s: float = Field(0.5, gt=0.0)
     peer_timeout_s: float = Field(5.0, gt=0.0)
-    """A worker or gateway that is silent for this long counts as dead."""
+    """A worker or gateway that is silent for this long counts as dead; a worker whose pauses are short, as soon as 2/5
+    of it."""
     reconnect_grace_s: float = Field(0.5, gt=0.0)
     """A worker whose connection broke, as it does when its process is killed, counts as dead if it does not reconnect
-    within this time."""
+    within this time; at once if its port refuses that."""
 
     @field_validator("bind_host", "advertise_host")
     @classmethod

@@ -27,6 +27,7 @@ from baton.messages.request_plane import (
 from baton.messages.session import GatewaySession
 from baton.messages.wire import MAX_MESSAGE_BYTES
 from baton.request import EngineRequest, RequestOutput
+from baton.system.adaptive_timeout import AdaptiveTimeout
 from baton.system.addresses import connect
 from baton.system.awake_timer import AwakeTimer
 from baton.system.curve import FAILED_HANDSHAKES, PlaneKeys, secure_client
@@ -114,12 +115,14 @@ class WorkerClient:
         self._turns = turns
         self._session = GatewaySession(endpoint.ref.incarnation)
         self.is_silent = False
-        """Silent for `peer_timeout_s`, or its connection broke: the worker gets nothing until its next message."""
+        """Silent for too long, or its connection broke: the worker gets nothing until its next message."""
         self._is_connected = True
         """True also before the first connection, when only silence reveals a lost worker."""
         self._grace: AwakeTimer | None = None
         """Runs while a broken connection may still be restored."""
-        self._standstill = Standstill(pace_of(network.peer_timeout_s))
+        self._timeout = AdaptiveTimeout(network.peer_timeout_s)
+        self._look_every_s = pace_of(self._timeout.least_s) / 2
+        self._standstill = Standstill(2 * self._look_every_s)
         self._received_at = 0.0
         """In time that excludes standstills of this process."""
         self._wants_kv_events = False
@@ -130,7 +133,7 @@ class WorkerClient:
         secure_client(self._socket, keys)
         # Before `connect`, since libzmq reports some refusals once and does not retry.
         self._connection = self._socket.get_monitor_socket(
-            FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
         connect(self._socket, endpoint.request_address)
 
@@ -199,6 +202,10 @@ class WorkerClient:
                 case zmq.EVENT_DISCONNECTED:
                     self._begin_grace()
                     continue
+                case zmq.EVENT_CLOSED:  # an attempt to connect failed
+                    if self._grace is not None:
+                        self._note_disconnection("and its port refuses another one")
+                    continue
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                     # A wrong secret usually fails silently; a worker that dies in mid-handshake fails so only once.
                     num_unexplained += 1
@@ -207,35 +214,38 @@ class WorkerClient:
             self._refuse(REFUSED)
 
     def _begin_grace(self) -> None:
-        """libzmq reconnects by itself, ten times a second. A killed process does not answer."""
+        """libzmq reconnects by itself, after 0.1 to 0.2 s. The port of a killed process refuses that."""
         if self._grace is None:
             grace_s = self._network.reconnect_grace_s
-            self._grace = AwakeTimer(grace_s, self._note_disconnection)
+            reason = f"and was not restored within {grace_s:g} s"
+            self._grace = AwakeTimer(grace_s, lambda: self._note_disconnection(reason))
 
     def _end_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def _note_disconnection(self) -> None:
-        self._grace = None
+    def _note_disconnection(self, reason: str) -> None:
+        self._end_grace()
         self._is_connected = False
         if not self.is_silent:
-            grace_s = self._network.reconnect_grace_s
-            reason = f"its connection broke, and was not restored within {grace_s:g} s"
-            self._suspect(LossCause.DISCONNECTED, reason)
+            self._suspect(LossCause.DISCONNECTED, f"its connection broke, {reason}")
 
     async def _watch_silence(self) -> None:
         """Time during which this process stood still does not count, and input that arrived meanwhile is read first."""
-        timeout_s = self._network.peer_timeout_s
-        look_every_s = pace_of(timeout_s) / 2
         while True:
-            left_s = self._received_at + timeout_s - self._running_s()
+            left_s = self._patience_left_s()
             if left_s <= 0.0 and not self.is_silent:
                 await asyncio.sleep(READING_S)
-                if self._received_at + timeout_s <= self._running_s():
-                    self._suspect(LossCause.SILENT, f"silent for {timeout_s:g} s")
-            await asyncio.sleep(min(left_s, look_every_s) if left_s > 0.0 else look_every_s)
+                if self._patience_left_s() <= 0.0:
+                    self._suspect(LossCause.SILENT, f"silent for {self._silent_s():.1f} s")
+            await asyncio.sleep(min(left_s, self._look_every_s) if left_s > 0.0 else self._look_every_s)
+
+    def _patience_left_s(self) -> float:
+        return self._timeout.limit_s(self._running_s()) - self._silent_s()
+
+    def _silent_s(self) -> float:
+        return self._running_s() - self._received_at
 
     def _running_s(self) -> float:
         return self._standstill.running(asyncio.get_running_loop().time())
@@ -245,6 +255,7 @@ class WorkerClient:
             await self._socket.poll()
             frames = await self._frames()
             if frames:
+                self._timeout.on_message(self._silent_s(), self._running_s())
                 self._received_at = self._running_s()
             outputs: list[RequestOutput] = []
             for frame in frames:

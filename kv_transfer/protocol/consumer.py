@@ -1,6 +1,6 @@
 """Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
-Hold and Open are repeated at a fixed pace while nothing arrives. A producer without an answer for `peer_timeout_s` is
+Hold and Open are repeated at a fixed pace while nothing arrives. A producer that is silent for too long (waits.py) is
 dead, and a load that takes longer than `load_timeout_s` has failed. Messages of unknown rank transfers are counted.
 """
 
@@ -58,7 +58,7 @@ class Consumer:
         self._identity = identity
         self._counters = counters
         self._transfers: RankTransferTable[IncomingTransfer] = RankTransferTable()
-        self._waits = Waits(identity.heartbeat_s)
+        self._waits = Waits(identity.heartbeat_s, identity.peer_timeout_s)
         self._choices = TransportChoices(identity.offer.transports)
 
     def begin(
@@ -239,9 +239,9 @@ class Consumer:
         for key in self._waits.pop_overdue(now):
             reason = f"the prompt did not arrive within {self._identity.load_timeout_s:g} s"
             effects += self._lose(self._transfers[key], Loss(reason))
-        for key, silent_s in self._waits.pop_questions(now):
+        for key, silent_s, limit_s in self._waits.pop_questions(now):
             transfer = self._transfers[key]
-            if silent_s > self._identity.peer_timeout_s:
+            if silent_s > limit_s:
                 loss = link_failure(f"the prefill worker was silent for {silent_s:.1f} s")
                 effects += self._lose(transfer, loss)
             else:
@@ -371,7 +371,6 @@ class Consumer:
 
     def _forget(self, transfer: IncomingTransfer) -> None:
         self._transfers.remove(transfer)
-        is_last = not self.knows(transfer.key.producer)
-        self._waits.end(transfer.key, is_last)
-        if is_last:
+        self._waits.end(transfer.key)
+        if not self.knows(transfer.key.producer):
             self._choices.forget(transfer.key.producer)

@@ -1,7 +1,9 @@
 """Waits: when a consumer asks its producers again, and when it stops waiting for them; does not read messages."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from baton.system.adaptive_timeout import AdaptiveTimeout
 from baton.system.standstill import Standstill
 from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.protocol.timers import Timers
@@ -9,25 +11,41 @@ from kv_transfer.protocol.timers import Timers
 ProducerRank = tuple[str, int]
 """Incarnation and rank. Each rank is a process of its own; one may fail while the others run."""
 
+_REMEMBERED_TIMEOUTS = 12
+"""A producer that has not been heard for this many times the timeout is forgotten."""
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What is known of a producer that has sent something."""
+
+    last_at: float
+    timeout: AdaptiveTimeout
+
 
 class Waits:
     """What each rank transfer waits for. Time in which this process stood still is neither a producer's silence nor
     part of a load's time.
     """
 
-    def __init__(self, heartbeat_s: float) -> None:
+    def __init__(self, heartbeat_s: float, timeout_s: float) -> None:
+        """`timeout_s`: the longest that a producer may be silent."""
         self._heartbeat_s = heartbeat_s
+        self._timeout_s = timeout_s
         self._standstill = Standstill(heartbeat_s)
         self._questions: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers(self._standstill)
         self._due_at: dict[TransferKey, float] = {}
         """Deadlines of loads, also while they are postponed; these times and those below exclude standstills."""
         self._asked_at: dict[TransferKey, float] = {}
-        self._last_message_at: dict[ProducerRank, float] = {}
+        self._heard: dict[ProducerRank, _Heard] = {}
+        """Also of producers without a rank transfer at present: the next one need not learn anew."""
 
     def begin(self, key: TransferKey, now: float) -> None:
         """From now on the rank transfer asks its producer something every heartbeat, unless pieces arrive."""
-        self._asked_at[key] = self._standstill.running(now)
+        self._asked_at[key] = running_s = self._standstill.running(now)
+        oldest = running_s - _REMEMBERED_TIMEOUTS * self._timeout_s
+        self._heard = {rank: heard for rank, heard in self._heard.items() if heard.last_at > oldest}
 
     def ask_later(self, key: TransferKey, now: float) -> None:
         """The next question is due in a heartbeat."""
@@ -44,40 +62,45 @@ class Waits:
 
     def on_message(self, key: TransferKey, now: float) -> None:
         """The rank transfer's producer has sent something."""
-        self._last_message_at[_producer_of(key)] = self._standstill.running(now)
+        running_s = self._standstill.running(now)
+        pause_s = self._silent_s(key, running_s)
+        heard = self._heard.setdefault(_producer_of(key), _Heard(running_s, AdaptiveTimeout(self._timeout_s)))
+        heard.timeout.on_message(pause_s, running_s)
+        heard.last_at = running_s
 
     def pause(self, key: TransferKey) -> None:
         """The rank transfer waits for nothing from its producer."""
         self._questions.cancel(key)
         self._deadlines.cancel(key)
 
-    def end(self, key: TransferKey, is_last: bool) -> None:
-        """The rank transfer has ended; `is_last`: so has every other from this producer, on any rank."""
+    def end(self, key: TransferKey) -> None:
+        """The rank transfer has ended."""
         self.pause(key)
         self._due_at.pop(key, None)
         self._asked_at.pop(key, None)
-        if is_last:
-            self._last_message_at = {
-                rank: when for rank, when in self._last_message_at.items() if rank[0] != key.producer
-            }
 
     def pop_overdue(self, now: float) -> list[TransferKey]:
         """Loads whose time is up. Must be called in every heartbeat, which also notices standstills."""
         return list(self._deadlines.pop_due(now))
 
-    def pop_questions(self, now: float) -> Iterator[tuple[TransferKey, float]]:
-        """Rank transfers whose next question is due, and for how long their producers have been silent, about them or
-        any other. To be consumed at once.
+    def pop_questions(self, now: float) -> Iterator[tuple[TransferKey, float, float]]:
+        """Rank transfers whose next question is due; for how long their producers have been silent, about them or any
+        other; and for how long they may be. To be consumed at once.
         """
+        running_s = self._standstill.running(now)
         for key in list(self._questions.pop_due(now)):
-            asked_at = self._asked_at[key]
-            last_at = max(asked_at, self._last_message_at.get(_producer_of(key), asked_at))
-            yield key, self._standstill.running(now) - last_at
+            heard = self._heard.get(_producer_of(key))
+            limit_s = self._timeout_s if heard is None else heard.timeout.limit_s(running_s)
+            yield key, self._silent_s(key, running_s), limit_s
 
     def next(self) -> float | None:
         """When a question or a deadline is due."""
         times = (self._questions.next(), self._deadlines.next())
         return min((when for when in times if when is not None), default=None)
+
+    def _silent_s(self, key: TransferKey, running_s: float) -> float:
+        heard, asked_at = self._heard.get(_producer_of(key)), self._asked_at[key]
+        return running_s - (asked_at if heard is None else max(asked_at, heard.last_at))
 
 
 def _producer_of(key: TransferKey) -> ProducerRank:

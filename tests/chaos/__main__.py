@@ -1,7 +1,7 @@
-"""Chaos: a real cluster serves clients while its processes are killed, stopped and restarted every few seconds.
+"""Chaos: a real cluster serves clients while its processes are killed, stopped, broken and restarted all the time.
 
-    python -m tests.chaos [--seconds 300] [--every 3] [--faults 1] [--clients 32] [--seed N]
-                          [--model FOLDER] [--json FILE]
+    python -m tests.chaos [--seconds 300] [--every 3] [--faults 1] [--only "hang worker,kill worker"]
+                          [--clients 32] [--seed N] [--model FOLDER] [--json FILE]
 
 Prefill and decode workers on several Ray nodes of this machine, `baton serve` as a user starts it. Every stream has to
 end complete and equal to the undisturbed answer; at the end the fleet is whole, no block is held, and nothing is left
@@ -14,10 +14,11 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 from gateway.client import GatewayClient
 from tests.chaos.clients import Clients, Tally
 from tests.chaos.faults import Faults
-from tests.chaos.fleet import actors_left, serve_flags, until_healed
+from tests.chaos.fleet import actors_left, serve_flags, until_healed, watch_absences
 from tests.chaos.machines import Machines, prepare
 from tests.chaos.main_thread import MainThread, run_beside
 from tests.chaos.questions import answer_all, make_questions
@@ -38,22 +39,27 @@ END_TIMEOUT_S = 180.0
 PLACEMENT_TIMEOUT_S = 300.0
 """Every few seconds a worker dies, and on few cores it loads for long: at times none is there for over a minute."""
 
+PROGRESS_TIMEOUT_S = 30.0
+"""A worker that has computed little when it hangs has learned no shorter limit."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    prepare(os.environ)
+    sabotage = Path(tempfile.mkdtemp())
+    prepare(os.environ, sabotage)
     machines = Machines(NUM_NODES, cpus_per_node=2)
     try:
         flags = serve_flags(machines.address, options.model, options.prefill, options.decode)
         with _config() as config, serving(config, *flags) as serve:
             target = serve.wait_ready()["target"]
-            report = run_beside(partial(_run, options, machines, target))
+            report = run_beside(partial(_run, options, machines, sabotage, target))
             serve.interrupt()
             report["exit_code"] = serve.wait_gone()
             report["left_behind"] = actors_left(machines)
             report["stderr"] = serve.stderr
     finally:
         machines.shut_down()
+        shutil.rmtree(sabotage)
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
     return _judge(report)
@@ -63,7 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _config() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "chaos.yaml"
-        path.write_text(f"gateway: {{placement_timeout_s: {PLACEMENT_TIMEOUT_S}}}\n")
+        sections = {
+            "gateway": {"placement_timeout_s": PLACEMENT_TIMEOUT_S},
+            "engine": {"progress_timeout_s": PROGRESS_TIMEOUT_S},
+        }
+        path.write_text(json.dumps(sections))  # JSON is YAML
         yield str(path)
 
 
@@ -76,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--faults", type=int, default=1, help="go on until there were this many, default %(default)s"
     )
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=[],
+        help="kinds of faults, as the report names them, with commas",
+    )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
@@ -87,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(
-    options: argparse.Namespace, machines: Machines, target: str, main_thread: MainThread
+    options: argparse.Namespace, machines: Machines, sabotage: Path, target: str, main_thread: MainThread
 ) -> dict[str, Any]:
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}: {options.prefill} P + {options.decode} D on {NUM_NODES} nodes, {target}", flush=True)
@@ -98,9 +114,11 @@ async def _run(
             client, make_questions(rng, NUM_QUESTIONS, vocab_size, options.max_tokens)
         )
         clients = Clients(target, questions, options.clients, seed)
-        faults = Faults(machines, main_thread, client, rng, options.every)
+        faults = Faults(machines, main_thread, client, rng, options.every, sabotage, options.only)
         streaming = asyncio.create_task(clients.run())
         disturbing = asyncio.create_task(faults.run())
+        absences: list[tuple[float, float]] = []
+        watching = asyncio.create_task(watch_absences(client, absences))
         pending = await _first_of(options.seconds, streaming, disturbing)
         while pending and sum(faults.counts.values()) < options.faults:
             pending = await _first_of(1.0, streaming, disturbing)
@@ -114,6 +132,7 @@ async def _run(
                 await streaming
         except TimeoutError:
             clients.tally.note_wrong(f"streams had not ended {END_TIMEOUT_S:g} s after the last fault")
+        watching.cancel()
         num_workers = options.prefill + options.decode
         healed_after_s, unrest = await until_healed(client, num_workers)
         if not is_disturbed:
@@ -125,7 +144,7 @@ async def _run(
             "healed_after_s": healed_after_s,
             "unrest": unrest,
             "gateway": (await client.describe())["gateway"],
-            **_figures(clients.tally),
+            **_figures(clients.tally, absences),
         }
 
 
@@ -135,7 +154,18 @@ async def _first_of(timeout_s: float, *tasks: asyncio.Task[None]) -> bool:
     return not done
 
 
-def _figures(tally: Tally) -> dict[str, Any]:
+def _share(stalls: Sequence[tuple[float, float]], absences: Sequence[tuple[float, float]]) -> float:
+    """Of the time of all stalls of a second and more, the part that lies within an absence."""
+    long = [(began, ended) for began, ended in stalls if ended - began >= 1.0]
+    within_s = sum(
+        max(0.0, min(ended, absence[1]) - max(began, absence[0]))
+        for began, ended in long
+        for absence in absences
+    )
+    return within_s / (sum(ended - began for began, ended in long) or 1.0)
+
+
+def _figures(tally: Tally, absences: Sequence[tuple[float, float]]) -> dict[str, Any]:
     gaps = sorted(tally.longest_gaps) or [0.0]
     return {
         "streams": tally.num_streams,
@@ -149,6 +179,7 @@ def _figures(tally: Tally) -> dict[str, Any]:
             "p99": gaps[int(0.99 * (len(gaps) - 1))],
             "longest": gaps[-1],
         },
+        "stalls_without_a_decode_worker": _share(tally.stalls, absences),
     }
 
 
@@ -161,6 +192,9 @@ def _judge(report: dict[str, Any]) -> int:
     print(
         f"longest stall of a stream: median {stall['median']:.2f} s, p99 {stall['p99']:.2f} s, "
         f"worst {stall['longest']:.2f} s; whole and at rest {report['healed_after_s']:.1f} s after the last stream"
+    )
+    print(
+        f"of the stalls' time, {report['stalls_without_a_decode_worker']:.0%} passed without a decode worker"
     )
     problems = [*report["wrong"], *report["unrest"]]
     if report["exit_code"] != 0:

@@ -25,8 +25,12 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     """What may never happen, at most MAX_WRONG of it."""
     num_wrong: int = 0
-    longest_gaps: list[float] = field(default_factory=list)
-    """Of each stream: the longest time without a token, that to the first one included."""
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    """Of each stream, on the monotonic clock: when its longest time without a token began and ended."""
+
+    @property
+    def longest_gaps(self) -> list[float]:
+        return [ended - began for began, ended in self.stalls]
 
     def note_wrong(self, what: str) -> None:
         self.num_wrong += 1
@@ -62,11 +66,13 @@ class Clients:
         tally = self.tally
         tally.num_streams += 1
         last_token_at = time.monotonic()
-        longest_s, token_ids, text, finish_reason = 0.0, list[int](), "", ""
+        token_ids, text, finish_reason = list[int](), "", ""
+        stall = (last_token_at, last_token_at)
         try:
             async for event in client.generate(token_ids=question.prompt, sampling=question.sampling):
                 now = time.monotonic()
-                longest_s, last_token_at = max(longest_s, now - last_token_at), now
+                stall = max(stall, (last_token_at, now), key=lambda each: each[1] - each[0])
+                last_token_at = now
                 token_ids += event.token_ids
                 text += event.text
                 if event.completion is not None:
@@ -76,7 +82,7 @@ class Clients:
             tally.note_wrong(f"after {len(token_ids)} tokens: {error}")
             return
         tally.num_tokens += len(token_ids)
-        tally.longest_gaps.append(longest_s)
+        tally.stalls.append(stall)
         answer = Answer(tuple(token_ids), text, finish_reason)
         if answer == question.answer:
             tally.num_right += 1

@@ -1,12 +1,14 @@
-"""What goes wrong, and how: processes are killed, stopped for a while, or restarted gently, in a seeded order."""
+"""What goes wrong, and how: processes are killed, stopped, slowed, broken or restarted gently, in a seeded order."""
 
 import asyncio
 import os
 import random
 import signal
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,9 +16,13 @@ import psutil
 from gateway.client import GatewayClient, GatewayError
 from tests.chaos.machines import Machines
 from tests.chaos.main_thread import MainThread
+from tests.factories.sabotage import order
 
 STANDSTILL_S = (0.5, 9.0)
 """Up to longer than any peer's patience, so that both a pause and a presumed death are met."""
+
+SLICE_S = 0.1
+"""How long a slow worker runs at a time."""
 
 Fault = Callable[[], Awaitable[str | None]]
 
@@ -31,17 +37,20 @@ class Faults:
         client: GatewayClient,
         rng: random.Random,
         every_s: float,
+        sabotage: Path,
+        kinds: Collection[str] = (),
     ) -> None:
-        """One fault every `every_s`, give or take half of it."""
+        """One fault every `every_s`, give or take half of it; of these kinds, or of any. Workers look in `sabotage`."""
         self._machines = machines
         self._main_thread = main_thread
         self._client = client
         self._rng = rng
         self._every_s = every_s
+        self._sabotage = sabotage
         self._standing: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
-        self._menu: list[tuple[int, str, Fault]] = [
+        menu: list[tuple[int, str, Fault]] = [
             (5, "kill worker", self._kill_worker),
             (3, "stop worker", self._stop_worker),
             (2, "restart worker", self._restart_worker),
@@ -49,7 +58,13 @@ class Faults:
             (1, "stop controller", self._stop_controller),
             (2, "kill raylet", self._kill_raylet),
             (1, "stop raylet", self._stop_raylet),
+            (2, "hang worker", partial(self._break_worker, "hang")),
+            (2, "spoil worker", partial(self._break_worker, "spoil")),
+            (2, "slow worker", self._slow_worker),
         ]
+        if unknown := set(kinds) - {name for _, name, _ in menu}:
+            raise ValueError(f"no such faults: {sorted(unknown)}; there are {[name for _, name, _ in menu]}")
+        self._menu = [entry for entry in menu if not kinds or entry[1] in kinds]
 
     async def run(self) -> None:
         """One fault after the other, until cancelled."""
@@ -75,6 +90,20 @@ class Faults:
     async def _stop_worker(self) -> str | None:
         name, pid = await self._draw_worker()
         return name if name and self._stand_still(pid) else None
+
+    async def _break_worker(self, kind: str) -> str | None:
+        """It lives and answers; its steps never end, or compute NaN."""
+        name, pid = await self._draw_worker()
+        if name is not None:
+            order(self._sabotage, pid, kind)
+        return name
+
+    async def _slow_worker(self) -> str | None:
+        """It runs only a fifth of the time, for a while."""
+        name, pid = await self._draw_worker()
+        if name is not None:
+            self._stand(_slow_down(pid, self._rng.uniform(*STANDSTILL_S)))
+        return name
 
     async def _restart_worker(self) -> str | None:
         """As an operator would, while other things go wrong."""
@@ -143,6 +172,13 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+async def _slow_down(pid: int, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and _signal(pid, signal.SIGSTOP):
+        await _go_on_later(pid, 4 * SLICE_S)
+        await asyncio.sleep(SLICE_S)
 
 
 async def _go_on_later(pid: int, seconds: float) -> None:

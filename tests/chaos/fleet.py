@@ -47,6 +47,19 @@ async def until_healed(
         await asyncio.sleep(0.25)
 
 
+async def watch_absences(client: GatewayClient, absences: list[tuple[float, float]]) -> None:
+    """Adds every stretch of time in which no decode worker was ready, in short pieces; until it is cancelled."""
+    while True:
+        began = time.monotonic()
+        await asyncio.sleep(0.25)
+        try:
+            workers = (await client.describe())["workers"]
+        except GatewayError:
+            continue
+        if not any(worker["role"] == "decode" and worker["state"] == "ready" for worker in workers):
+            absences.append((began, time.monotonic()))
+
+
 def _missing(description: dict[str, Any], num_workers: int) -> list[str]:
     """What a whole fleet would have."""
     workers = description["workers"]

@@ -8,9 +8,12 @@ import os
 import secrets
 import signal
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.factories.sabotage import VARIABLE
 
 SYSTEM_CONFIG = {
     # No idle Python process per CPU.
@@ -25,12 +28,19 @@ NUM_TRIES = 3
 _STORE_BYTES = 80 * 2**20
 
 
-def prepare(environment: MutableMapping[str, str]) -> None:
-    """Keeps Ray on loopback, and others out of it. Whatever is started with this environment may join."""
+def prepare(environment: MutableMapping[str, str], sabotage: Path | None = None) -> None:
+    """Keeps Ray on loopback, and others out of it. Whatever is started with this environment may join.
+
+    Workers look in the folder `sabotage` for how to break.
+    """
     environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
     environment["RAY_AUTH_MODE"] = "token"
     environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if sabotage is not None:
+        environment[VARIABLE] = str(sabotage)
+        inside = str(Path(__file__).parent / "inside")
+        environment["PYTHONPATH"] = ":".join(filter(None, [inside, environment.get("PYTHONPATH", "")]))
 
 
 class Machines:

@@ -18,7 +18,11 @@ class CountingProxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
-        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        try:
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except ConnectionError:
+            writer.close()
+            return
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._pass_on(reader, there_writer, counted=False))
@@ -43,7 +47,8 @@ class CountingProxy:
 
 
 @asynccontextmanager
-async def proxy_to(port: int) -> AsyncIterator[CountingProxy]:
+async def proxy_to(port: int, host: str = "127.0.0.1", own_port: int = 0) -> AsyncIterator[CountingProxy]:
+    """Listens at `host` and `own_port`; 0: any free one."""
     proxy = CountingProxy(port)
     running: set[asyncio.Task[None]] = set()
 
@@ -58,7 +63,7 @@ async def proxy_to(port: int) -> AsyncIterator[CountingProxy]:
         finally:
             running.discard(task)
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    server = await asyncio.start_server(accept, host, own_port)
     proxy.port = server.sockets[0].getsockname()[1]
     try:
         yield proxy

@@ -28,7 +28,7 @@ FINGERPRINT = KVFingerprint(2, "model", "uint8", "LKHTD", NUM_LAYERS, NUM_HEADS,
 TOKEN = FirstToken(7, None)
 LEASE_S, LOAD_TIMEOUT_S = 2.0, 8.0
 CONFIG = KVTransferConfig(
-    lease_s=LEASE_S, peer_timeout_s=2.0, load_timeout_s=LOAD_TIMEOUT_S, checksum="on", max_inflight_mib=1
+    lease_s=LEASE_S, peer_timeout_s=3.5, load_timeout_s=LOAD_TIMEOUT_S, checksum="on", max_inflight_mib=1
 )
 KV_PHTB = np.random.default_rng(0).integers(
     1, 256, (NUM_LAYERS * 2, NUM_HEADS, 512, CELL_BYTES), dtype=np.uint8

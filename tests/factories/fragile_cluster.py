@@ -5,7 +5,7 @@ import json
 import re
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from sys import executable
@@ -21,6 +21,7 @@ from worker.ready_line import endpoint_from_json
 
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 90.0
+OnBegun = Callable[["FragileWorker"], Awaitable[None]]
 THREADS = {"device", "engine", "kv-transfer", "request-plane"}
 
 
@@ -91,7 +92,13 @@ class FragileCluster:
     """Workers by name, a gateway that learns of them as from a supervisor, and spare processes that are warm."""
 
     def __init__(
-        self, config: BatonConfig, gateway: Gateway, client: GatewayClient, command: list[str], folder: Path
+        self,
+        config: BatonConfig,
+        gateway: Gateway,
+        client: GatewayClient,
+        command: list[str],
+        folder: Path,
+        on_begun: OnBegun | None,
     ) -> None:
         """`command` starts a process of warm_worker.py; `folder` takes the logs."""
         self.gateway = gateway
@@ -102,14 +109,14 @@ class FragileCluster:
         self._roles = dict(worker_names(config.cluster))
         self._command = command
         self._folder = folder
+        self._on_begun = on_begun
         self._num_started = 0
         self._spares: list[FragileWorker] = []
 
     async def begin(self) -> None:
         warm = await asyncio.gather(*[self.warm_up() for _ in self._roles])
         self.workers = dict(zip(self._roles, warm, strict=True))
-        endpoints = [await worker.begin(self._roles[name], name) for name, worker in self.workers.items()]
-        for endpoint in endpoints:
+        for endpoint in [await self._begin(worker, name) for name, worker in self.workers.items()]:
             self.gateway.add_worker(endpoint)
         await asyncio.gather(*[self.gateway.wait_for_worker(name) for name in self._roles])
 
@@ -135,7 +142,7 @@ class FragileCluster:
     async def replace(self, name: str, ports: Sequence[int] = ()) -> None:
         """Starts a new incarnation of a killed worker, and notifies the gateway as a supervisor would."""
         worker = self._spares.pop() if self._spares else await self.warm_up()
-        endpoint = await worker.begin(self._roles[name], name, ports)
+        endpoint = await self._begin(worker, name, ports)
         self.workers[name] = worker
         self.gateway.add_worker(endpoint)
         await self.gateway.wait_for_worker(name)
@@ -145,6 +152,12 @@ class FragileCluster:
         live = {name: worker for name, worker in self.workers.items() if worker.is_alive}
         answers = await asyncio.gather(*[worker.describe() for worker in live.values()])
         return dict(zip(live, answers, strict=True))
+
+    async def _begin(self, worker: FragileWorker, name: str, ports: Sequence[int] = ()) -> WorkerEndpoint:
+        endpoint = await worker.begin(self._roles[name], name, ports)
+        if self._on_begun is not None:
+            await self._on_begun(worker)
+        return endpoint
 
     async def end(self) -> None:
         for worker in self.processes:
@@ -169,8 +182,11 @@ def unrest(description: dict[str, Any]) -> list[str]:
 
 
 @asynccontextmanager
-async def fragile_cluster(config: BatonConfig, model_path: Path) -> AsyncIterator[FragileCluster]:
-    """`cluster.prefill` + `cluster.decode` processes; see warm_worker.py."""
+async def fragile_cluster(
+    config: BatonConfig, model_path: Path, on_begun: OnBegun | None = None
+) -> AsyncIterator[FragileCluster]:
+    """`cluster.prefill` + `cluster.decode` processes; see warm_worker.py. The gateway learns of a worker after
+    `on_begun`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         values = config.model_dump()
@@ -182,7 +198,7 @@ async def fragile_cluster(config: BatonConfig, model_path: Path) -> AsyncIterato
         gateway = make_gateway(config, KEYS, model_path, Tokenizer(model_path))
         await gateway.start()
         async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:
-            cluster = FragileCluster(config, gateway, client, command, folder)
+            cluster = FragileCluster(config, gateway, client, command, folder, on_begun)
             try:
                 await cluster.begin()
                 yield cluster

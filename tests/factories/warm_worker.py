@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import zmq
 
@@ -25,6 +25,7 @@ from baton.config import BatonConfig
 from baton.step import SchedulerOutput
 from baton.worker import WorkerRole
 from engine.runner import LaunchedStep, ModelRunner
+from tests.factories.sabotage import hang
 from tests.factories.security import KEYS
 from worker.host import EngineHost
 from worker.process import build_worker
@@ -70,16 +71,6 @@ def bind_to(ports: Sequence[int]) -> None:
         return port
 
     zmq.Socket.bind_to_random_port = bind  # type: ignore[method-assign, assignment]
-
-
-def hang() -> None:
-    """From the next step on, the device computes for ever."""
-
-    def launch(_runner: ModelRunner, plan: SchedulerOutput) -> NoReturn:
-        threading.Event().wait()
-        raise AssertionError(f"step {plan.step} ended")
-
-    ModelRunner.launch = launch  # type: ignore[method-assign, assignment]
 
 
 def suffer_from_prompts() -> None:

@@ -4,6 +4,7 @@ Each break is shorter than the silence that would end a worker anyway, so that i
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,11 +18,13 @@ from baton.worker import WorkerRole
 from gateway.workers.worker_client import WorkerClient
 from tests.factories.breakable_line import BreakableLine, breakable_line
 from tests.factories.gateway import (
+    NETWORK,
     GatewayUnderTest,
     ScriptedWorker,
     answering,
     gateway_with,
     outputs_of,
+    silent,
 )
 
 ANSWER = [5, 6, 7, 8]
@@ -136,6 +139,32 @@ async def test_a_break_ends_no_request_even_where_there_is_nobody_else(folder: P
         assert second.request_id != first.request_id
         d0.say(second, the_rest(second))
         assert await tokens == ANSWER
+
+
+async def test_c42_a_killed_worker_is_lost_when_its_port_refuses(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = NETWORK.model_copy(update={"reconnect_grace_s": 600.0})
+    async with gateway_with(folder, {}, {"d0": silent}, network=network) as under_test:
+        under_test.workers.pop("d0").stop()
+        await under_test.until(lambda: under_test.gateway.num_ready == 0)
+    assert "its connection broke, and its port refuses another one" in caplog.text
+
+
+async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = NETWORK.model_copy(update={"peer_timeout_s": 10.0})
+    async with gateway_with(folder, {}, {"d0": silent}, network=network) as under_test:
+        [client] = under_test.gateway._driver.workers.clients
+        client._timeout._heard_since = -1e6  # it is known for long
+        under_test.workers["d0"].goes_on.clear()
+        await under_test.until(lambda: client.is_silent)
+        under_test.workers["d0"].goes_on.set()
+        await under_test.until(lambda: not client.is_silent)
+    reported = re.search(r"silent for ([\d.]+) s", caplog.text)
+    assert reported is not None
+    assert 4.0 <= float(reported[1]) < 10.0
 
 
 def is_in_session(client: WorkerClient, number: int) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from baton.system.progress import ProgressObserver
 from simulator.fleet import Fleet
 from simulator.gateway import SimGateway
 from simulator.worker import Site, Worker
@@ -10,6 +11,8 @@ from tests.simulation.scenario import Fault, Scenario
 
 MAX_HEARTBEAT_S = 0.05
 """Until a gateway learns of a change."""
+LOOK_EVERY_S = 0.25
+SLOWNESS = 20
 MAX_RETRY_S = 0.2
 """Until a client whose gateway died asks another one."""
 
@@ -35,6 +38,9 @@ class Faults:
             "reset": self._reset,
             "break": self._break_reads,
             "drain": self._drain,
+            "hang": self._hang,
+            "slow": self._slow,
+            "spoil": self._spoil,
         }
         self._world.at(fault.at, lambda: self._do(fault, actions[fault.kind]), is_plane=False)
 
@@ -142,6 +148,46 @@ class Faults:
         """Some of the reads under way fail, the others go on."""
         for reader in self._fleet.workers[fault.worker].readers.values():
             reader.break_reads()
+
+    def _hang(self, fault: Fault) -> None:
+        """A step that begins now never ends. The worker's own watch notices, reports it and ends the process."""
+        worker = self._fleet.workers[fault.worker]
+        if not worker.is_dead and not worker.hangs:
+            worker.hangs = True
+            observer = ProgressObserver((worker.core.progress,), pace_s=4 * LOOK_EVERY_S)
+            self._later(fault.duration_s, lambda: self._end_hanging(worker))
+            self._watch(worker, observer, fault.duration_s)
+
+    def _end_hanging(self, worker: Worker) -> None:
+        worker.hangs = worker.core.progress.piece is not None
+
+    def _watch(self, worker: Worker, observer: ProgressObserver, restart_s: float) -> None:
+        if not worker.hangs:
+            return
+        if observer.look(worker.clock.now()) is None:
+            look_again = partial(self._watch, worker, observer, restart_s)
+            self._world.after(LOOK_EVERY_S, look_again, worker, is_plane=False)
+            return
+        self._world.counts["fault hung"] += 1
+        self._fleet.end(worker)
+        self._fleet.at_gateways(lambda links: links.lose(worker.name, "hung"))
+        self._later(restart_s, lambda: self._fleet.start(self._specs[worker.name]))
+
+    def _slow(self, fault: Fault) -> None:
+        worker = self._fleet.workers[fault.worker]
+        worker.slowness = SLOWNESS
+        self._later(fault.duration_s, lambda: setattr(worker, "slowness", 1))
+
+    def _spoil(self, fault: Fault) -> None:
+        """One or two steps compute values that are not finite. After two, the worker drains and is replaced."""
+        worker = self._fleet.workers[fault.worker]
+        worker.runner.num_spoiled_steps = 1 + fault.is_mutual
+        self._later(fault.duration_s, lambda: self._end_spoiling(worker))
+
+    def _end_spoiling(self, worker: Worker) -> None:
+        worker.runner.num_spoiled_steps = 0
+        if worker.is_unfit:
+            self._end_drain(worker, is_restart=True)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._world.after(delay_s, action, is_plane=False)

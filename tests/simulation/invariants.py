@@ -137,7 +137,7 @@ class Invariants:
         """Pools of ended workers are closed, unless a read is still under way."""
         for pool in (pool for reader in worker.readers.values() for pool in reader.mapped):
             read_s = READ_TIMEOUT_S if pool.under_way else 0.0
-            noticed_by = pool.owner.died_at + read_s + worker.paused_s + SLACK_S
+            noticed_by = max(pool.owner.died_at, pool.read_at) + read_s + worker.paused_s + SLACK_S
             if pool.owner.is_dead and self._world.now > noticed_by:
                 left = f"{worker.incarnation} maps {pool.owner.incarnation}"
                 raise Violation(

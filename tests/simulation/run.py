@@ -119,7 +119,10 @@ def _come_to_rest(world: World, scenario: Scenario, fleet: Fleet) -> None:
 
 def _is_quiet(fleet: Fleet) -> bool:
     return not any(gateway.num_open for gateway in fleet.gateways) and all(
-        len(worker.connector.endpoint) == 0 and not worker.connector.holds and not worker.request_ids
+        len(worker.connector.endpoint) == 0
+        and not worker.connector.holds
+        and not worker.request_ids
+        and not worker.hangs
         for worker in fleet.workers.values()
     )
 

@@ -33,7 +33,9 @@ NUM_POISONS = 6
 POISON_EVERY_S = 1.5
 """So that each comes when the one before it has ended."""
 
-FaultKind = Literal["pause", "crash", "partition", "disconnect", "device", "reset", "break", "drain"]
+FaultKind = Literal[
+    "pause", "crash", "partition", "disconnect", "device", "reset", "break", "drain", "hang", "slow", "spoil"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ def make_scenario(seed: int) -> Scenario:
     """
     reports_exits = random.Random(f"kernel of {seed}").random() < 0.5
     scenario = replace(_with_one_gateway(seed), reports_exits=reports_exits)
+    is_apart = scenario.is_greedy or scenario.poison is not None
+    if has_gray_faults(seed) and not is_apart:
+        return replace(scenario, faults=scenario.faults + _gray_faults(seed))
     if seed % TWO_GATEWAYS_EVERY != 3 or scenario.is_greedy:
         return scenario
     rng = random.Random(f"gateways of {seed}")
@@ -336,6 +341,17 @@ def _fault(rng: random.Random, kind: FaultKind, duration_s: float, lease_s: floa
         duration_s=int(rng.uniform(0.0, longest_s) * 1024) / 1024,
         is_mutual=rng.random() < 0.5,
     )
+
+
+def has_gray_faults(seed: int) -> bool:
+    """One seed in eight, of those with one gateway that are not crowded."""
+    return seed % CROWDED_EVERY == 6 and seed % TWO_GATEWAYS_EVERY != 3
+
+
+def _gray_faults(seed: int) -> tuple[Fault, ...]:
+    """Workers that answer, and compute nothing, slowly, or what is not finite. Drawn apart from the rest."""
+    rng, kinds = random.Random(f"gray faults of {seed}"), list[FaultKind](["hang", "slow", "spoil"])
+    return tuple(_fault(rng, rng.choice(kinds), 0.5, 1.0) for _ in range(rng.randrange(1, 4)))
 
 
 def _network_faults(rng: random.Random, transfer: KVTransferConfig, has_one_host: bool) -> NetworkFaults:

@@ -20,14 +20,15 @@ FAULTS = (
     "lost", "late", "doubled", "overtaken", "header damaged", "payload damaged", "partitioned",
     "pause", "crash", "partition", "disconnect", "device", "device failed", "reset", "request plane cut",
     "drain", "restarted", "client left", "gateway died", "pool out of reach",
-    "poison killed", "poison broke a step", "read failed", "read hangs", "read slow", "read damaged",
+    "poison killed", "poison broke a step", "hang", "hung", "slow", "spoil", "not finite",
+    "read failed", "read hangs", "read slow", "read damaged",
 )  # fmt: skip
 PATHS = (
     "attempt 1 disaggregated", "attempt 1 local", "attempt 2 disaggregated", "attempt 3 disaggregated",
     "attempt 3 local", "attempt 4 disaggregated", "attempt failed", "lost", "failed", "given_back", "refused",
     "resumed", "waited", "deadline passed", "ended with token 0", "handed over", "recomputed on decode",
     "Overloaded", "session lost", "command missed", "command of another session", "gateway lost",
-    "asked another gateway", "stopped",
+    "asked another gateway", "stopped", "unfit",
 )  # fmt: skip
 COUNTERS = (
     "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",
@@ -100,6 +101,7 @@ QUICK = (
     "count sub requests of ended attempts",
     "one caller takes all",
     "forget poison",
+    "trust heartbeats alone",
 )
 
 

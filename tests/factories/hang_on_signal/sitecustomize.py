@@ -9,7 +9,7 @@ import threading
 
 def wait_for_signal() -> None:
     signal.sigwait({signal.SIGUSR2})
-    from tests.factories.warm_worker import hang
+    from tests.factories.sabotage import hang
 
     hang()
 

@@ -3,6 +3,8 @@
 import pytest
 
 from kv_transfer.protocol.effects import Failed, RankTransfer, Received
+from kv_transfer.protocol.messages import TransferKey
+from kv_transfer.protocol.waits import Waits
 from tests.factories.transfer import HEARTBEAT_S, PEER_TIMEOUT_S, Frame, Wire, make_key, start
 
 
@@ -23,6 +25,33 @@ def test_c34_a_silent_producer_is_given_up_after_the_timeout_and_not_before(has_
     [notification] = wire.notifications
     assert isinstance(notification, Failed)
     assert "silent" in notification.reason
+
+
+def test_c34_a_producer_that_always_answered_is_given_up_earlier() -> None:
+    waits, key, later, stranger = Waits(0.5, 5.0), make_key("a"), make_key("b"), make_key(producer="p-2")
+
+    def question(key: TransferKey, now: float) -> tuple[float, float]:
+        """Begins now: for how long its producer has been silent a heartbeat later, and for how long it may be."""
+        waits.ask_later(key, now)
+        [(asked, silent_s, limit_s)] = waits.pop_questions(now + 0.5)
+        assert asked == key
+        return silent_s, limit_s
+
+    waits.begin(key, 0.0)
+    for beat in range(1, 12):
+        assert question(key, beat / 2 - 0.5) == (0.5, 5.0), "it is not known for long"
+        waits.on_message(key, beat / 2)
+    assert question(key, 6.5) == (1.5, 2.0)
+    waits.end(key)
+    waits.begin(later, 7.5)
+    waits.begin(stranger, 7.5)
+    assert question(later, 7.5) == (0.5, 2.0)
+    assert question(stranger, 7.5) == (0.5, 5.0)
+    waits.end(later)
+    for beat in range(16, 140):
+        waits.pop_overdue(beat / 2)
+    waits.begin(later, 70.0)
+    assert question(later, 70.0) == (0.5, 5.0), "it is forgotten"
 
 
 def test_c34_the_silence_of_an_earlier_leg_is_not_held_against_a_new_one() -> None:
