@@ -125,6 +125,8 @@ class WorkerClient:
         self._standstill = Standstill(2 * self._look_every_s)
         self._received_at = 0.0
         """In time that excludes standstills of this process."""
+        self._is_reading = True
+        """False while outputs wait for a turn: no heartbeat is read, so the worker is not silent."""
         self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
@@ -245,7 +247,7 @@ class WorkerClient:
         return self._timeout.limit_s(self._running_s()) - self._silent_s()
 
     def _silent_s(self) -> float:
-        return self._running_s() - self._received_at
+        return self._running_s() - self._received_at if self._is_reading else 0.0
 
     def _running_s(self) -> float:
         return self._standstill.running(asyncio.get_running_loop().time())
@@ -284,9 +286,12 @@ class WorkerClient:
         gateway has less to do."""
         by_request = sorted(outputs, key=lambda output: output.request_id)
         outputs.clear()
+        self._is_reading = False
         for begin in range(0, len(by_request), OUTPUTS_AT_ONCE):
             async with self._turns:
                 self._listener.on_outputs(self.name, tuple(by_request[begin : begin + OUTPUTS_AT_ONCE]))
+        self._received_at = self._running_s()
+        self._is_reading = True
 
     def _decode(self, frame: bytes) -> ToGateway | None:
         """None for an invalid message, or one of another version."""

@@ -167,6 +167,19 @@ async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(
     assert 4.0 <= float(reported[1]) < 10.0
 
 
+async def test_a_worker_is_not_silent_while_its_outputs_wait_for_a_turn(folder: Path) -> None:
+    """Its heartbeats wait behind them."""
+    network = NETWORK.model_copy(update={"peer_timeout_s": 1.0})
+    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, network=network) as under_test:
+        [client] = under_test.gateway._driver.workers.clients
+        async with client._turns:
+            tokens = asyncio.create_task(tokens_of(under_test))
+            await under_test.until(lambda: bool(client._turns._lock._waiters))
+            await asyncio.sleep(1.5)
+        assert await tokens == ANSWER
+        assert not under_test.gateway._driver.workers.losses
+
+
 def is_in_session(client: WorkerClient, number: int) -> bool:
     return client._session.hello().session == number
 
