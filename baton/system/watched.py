@@ -57,20 +57,22 @@ class Watched(Generic[Content]):
             return self._content
 
     def _read_if_changed(self) -> None:
+        """After Lost, also if nothing changed: the system may have run out of open files."""
         seen = self._look()
-        if seen == self._seen:
+        is_changed, self._seen = seen != self._seen, seen
+        if not is_changed and self._lost is None:
             return
-        self._seen = seen
         names = ", ".join(map(str, self._paths))
         try:
             self._content = self._read()
         except Lost as error:
             if self._lost is None:
                 self._lost_at = self._looked_at
+                logger.error("%s: the previous content is used for %g s more: %s", names, LOST_GRACE_S, error)
             self._lost = error
-            logger.error("%s: the previous content is used for %g s more: %s", names, LOST_GRACE_S, error)
         except ConfigError as error:
-            logger.error("%s changed but cannot be used; keeping the previous content: %s", names, error)
+            if is_changed:
+                logger.error("%s changed but cannot be used; keeping the previous content: %s", names, error)
         else:
             self._lost = None
             logger.warning("reloaded %s, which changed", names)

@@ -1,9 +1,11 @@
 """Authenticator: which keys admit which callers, and how other calls are refused."""
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -175,6 +177,21 @@ def test_a_key_file_that_is_gone_or_that_others_may_write_admits_no_caller(
     assert admit(authenticator, bearer(key), None).name == "n0"
     with pytest.raises(Unauthenticated):
         admit(authenticator, bearer("baton-wrong"), None)
+
+
+def test_a_key_file_that_could_not_be_opened_is_tried_again_though_it_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock, keys = tmp_path / "keys.yaml", VirtualClock(), [new_key(), new_key()]
+    write(path, keys[0])
+    authenticator = Authenticator(GatewayConfig(api_keys_file=str(path)), clock)
+    write(path, *keys)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        clock.advance(1.0)
+        assert admit(authenticator, bearer(keys[0]), None).name == "n0"
+    clock.advance(LOST_GRACE_S)
+    assert admit(authenticator, bearer(keys[1]), None).name == "n1"
 
 
 def test_a_key_file_that_is_replaced_in_steps_is_never_missed(tmp_path: Path) -> None:
