@@ -48,6 +48,7 @@ class FollowingGateway:
     async def start(self) -> Service:
         """Returns once a decode worker serves and all serving workers are connected; ClusterError after the time."""
         gateway = self._gateway
+        settle()  # it takes half a second, in which a client of an open port would wait
         await gateway.start()
         follower = Follower(self._control, gateway, is_owner=self._is_owner)
         endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
@@ -59,7 +60,6 @@ class FollowingGateway:
             reporting = keep_reporting(self._control, report, scaling.interval_s)
             self._tasks.append(asyncio.create_task(reporting, name="report to the fleet"))
         config = self._config.gateway
-        settle()
         host = in_url(config.host)
         http = None if gateway.http_port is None else f"{host}:{gateway.http_port}"
         return Service(

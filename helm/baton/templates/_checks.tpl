@@ -103,7 +103,7 @@
 {{- fail "networkPolicy.clients shuts out Prometheus, which metrics.serviceMonitor sends to gateways; set networkPolicy.prometheus, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
 {{- end -}}
 {{- end -}}
-{{- if and (not $v.networkPolicy.enabled) (or $v.networkPolicy.clients $v.networkPolicy.prometheus $v.networkPolicy.egress.enabled) -}}
+{{- if and (not $v.networkPolicy.enabled) (or $v.networkPolicy.clients $v.networkPolicy.prometheus ($v.networkPolicy.egress).enabled) -}}
 {{- fail "networkPolicy: clients, prometheus and egress.enabled need enabled: true" -}}
 {{- end -}}
 {{- with $v.networkPolicy.egress -}}
