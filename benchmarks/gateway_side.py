@@ -32,11 +32,11 @@ async def run_gateway(folder: Path, endpoint: str) -> None:
     config = GatewayConfig(grpc_port=0, http_port=0, routing_mode="local", max_in_flight=4096)
     prefix_key = derive_keys(None).prefix
     gateway = Gateway(config, NETWORK, None, prefix_key, "retry", model, tokenizer, SystemClock())
+    settle()  # as the command does
     await gateway.start()
     worker = endpoint_from_json(endpoint)
     gateway.add_worker(worker)
     await gateway.wait_for_worker(worker.ref.name)
-    settle()  # as the command does
     print(json.dumps({"grpc": gateway.grpc_port, "http": gateway.http_port}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await gateway.stop(0.0)

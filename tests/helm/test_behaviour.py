@@ -239,6 +239,14 @@ def test_pods_reach_names_each_other_and_what_is_allowed() -> None:
     assert all(selected <= pod["metadata"]["labels"].items() for pod in release.pods().values())
 
 
+def test_values_of_a_chart_from_before_egress_still_render() -> None:
+    """`helm upgrade --reuse-values` gives a new chart the old one's values alone."""
+    release = render(
+        {"networkPolicy": {"egress": None}, "security": {"metricsKey": None, "testKey": None}},
+    )
+    assert "demo-baton-egress" not in release.of_kind("NetworkPolicy")
+
+
 def test_redis_is_ray_heads_memory_where_asked_for() -> None:
     options = render(PRODUCTION).ray["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "rediss://redis.example.com:6380"
