@@ -74,7 +74,12 @@ class MetricsServer:
                 target=self._serve, args=(connection, address), name="metrics-reader", daemon=True
             )
             self._readers[connection] = reader
-            reader.start()
+            try:
+                reader.start()
+            except RuntimeError as error:
+                logger.error("no thread for a reader of metrics: %s", error)
+                del self._readers[connection]
+                connection.close()
 
     def _serve(self, connection: socket.socket, address: Any) -> None:
         with connection:

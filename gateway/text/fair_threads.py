@@ -58,7 +58,11 @@ class FairThreads:
             if not waiting.turn.cancelled() and waiting.turn.exception() is None:
                 self._end(caller)  # cancelled just as its turn came
             raise
-        running = self._threads.submit(work)
+        try:
+            running = self._threads.submit(work)
+        except RuntimeError as error:  # the system gives us no thread, or this gateway is stopping
+            self._end(caller)
+            raise Overloaded(f"no thread for {self._what}: {error}", RETRY_AFTER_S) from error
 
         def on_end(_: "Future[T]") -> None:
             with suppress(RuntimeError):  # the loop is closed

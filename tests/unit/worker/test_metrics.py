@@ -7,6 +7,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from unittest.mock import Mock
 from urllib.error import HTTPError
 
 import pytest
@@ -182,6 +183,17 @@ def test_where_files_run_out_metrics_are_read_again_later(
     server.stop()
     assert listener.has_failed
     assert "cannot accept a metrics connection, retrying: [Errno 24] Too many open files" in caplog.text
+
+
+def test_a_thread_that_does_not_start_costs_its_reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(lambda _accept: (b"ok", "text/plain")) as address:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            refused = socket.create_connection(listener_address(address), timeout=60)
+            with refused:
+                assert refused.recv(1) == b""
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            assert answer.read() == b"ok"
 
 
 def test_a_reader_that_asks_a_byte_at_a_time_does_not_keep_others_from_reading(

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -151,6 +152,19 @@ async def test_c57_a_cancelled_text_keeps_its_thread_until_it_ends(tmp_path: Pat
         held.goes_on.set()
         assert await pool.encode("alice", long_text("a"))
     assert "".join(held.begun.queue) == "h" * (NUM_THREADS - 1) + "ba"
+
+
+async def test_a_thread_that_does_not_start_costs_its_text_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pool_of(tokenizer(tmp_path)) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            for _ in range(NUM_THREADS):
+                with pytest.raises(Overloaded, match="no thread for texts: can't start new thread"):
+                    await pool.encode("alice", long_text("a"))
+        async with asyncio.timeout(60):
+            assert await pool.encode("alice", long_text("a"))
 
 
 def test_the_event_loop_goes_on_while_long_prompts_are_tokenised(tmp_path: Path) -> None:
