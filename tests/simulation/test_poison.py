@@ -78,7 +78,7 @@ def test_c56_only_what_is_compared_with_other_losses_keeps_innocents_safe(
         play(3, kill_every_s=0.4)
 
 
-def test_c56_a_poison_that_comes_again_ends_four_workers_in_all() -> None:
+def test_c56_a_poison_that_comes_again_ends_few_workers_in_all() -> None:
     world, gateway = play(1, kill_every_s=0.0, num_poisons=10)
     assert world.counts["fault poison killed"] == MAX_LOSSES_AT_ONE_PLACE
     assert gateway.ended == {End.DONE: NUM_STREAMS, End.ERROR: 10}
