@@ -31,6 +31,9 @@ MAX_PASSED = 64
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
 
+ROUNDING_S = 1e-6
+"""Sums of the same times in another order differ by less. A tick at a deadline must find what is due."""
+
 MIN_REST_S = 1.0
 """How soon to look again at a request that may wait on."""
 
@@ -232,7 +235,7 @@ class RequestQueue(Generic[T]):
             heappush(self._patience_ends, (self._running(now) + patience_s, entry.number, entry))
 
     def _expired(self, heap: list[tuple[float, int, QueueEntry[T]]], now: float) -> Iterator[QueueEntry[T]]:
-        while (first := self._first(heap)) is not None and first <= now:
+        while (first := self._first(heap)) is not None and first <= now + ROUNDING_S:
             yield heappop(heap)[2]
 
     def _first(self, heap: list[tuple[float, int, QueueEntry[T]]]) -> float | None:

@@ -2,9 +2,9 @@
 
 A worker may end at any moment, and most requests on it are bystanders. A request is suspect that was at the same place
 of its answer when two workers ended under it: a bystander gets further in between. Suspects run one at a time. One that
-is alone among suspects when a fourth worker ends has done it, unless just as many workers ended lately without it.
+is alone among suspects when a fifth worker ends has done it, unless just as many workers ended lately without it.
 
-    lost once ----> lost again at the same place: suspect ----> and twice more: stopped
+    lost once ----> lost again at the same place: suspect ----> and three times more: stopped
          <--- it finishes, or gets further ---
 
 A worker that cannot compute a request says so (ErrorKind.STEP_FAILED) and lives. If two workers say so of the same
@@ -26,7 +26,7 @@ Identity = bytes
 """Of equal requests of one caller."""
 
 SUSPECT_LOSSES = 2
-MAX_LOSSES_AT_ONE_PLACE = 4
+MAX_LOSSES_AT_ONE_PLACE = 5
 """So many workers end because of one request, in all its attempts and repetitions together."""
 MAX_FAILURES_OF_STEPS = 2
 """At different workers."""

@@ -41,7 +41,7 @@ def test_c34_a_producer_that_always_answered_is_given_up_earlier() -> None:
     for beat in range(1, 12):
         assert question(key, beat / 2 - 0.5) == (0.5, 5.0), "it is not known for long"
         waits.on_message(key, beat / 2)
-    assert question(key, 6.5) == (1.5, 2.0)
+    assert question(key, 5.5) == (0.5, 2.0)
     waits.end(key)
     waits.begin(later, 7.5)
     waits.begin(stranger, 7.5)
