@@ -22,7 +22,8 @@ class FairTurns(Generic[C, T]):
         self._num_entries = 0
         self._spent: defaultdict[C, float] = defaultdict(float)
         self._now = 0.0
-        """What the caller served last had spent before. A new caller begins there: idle callers save nothing up."""
+        """What the last served caller had spent before its turn. A new caller begins with as much: idle callers save
+        nothing up."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -42,8 +43,8 @@ class FairTurns(Generic[C, T]):
             self._waiting.pop(caller, None)
 
     def take(self, may: Callable[[C], bool] = lambda _: True) -> tuple[C, T] | None:
-        """The next entry, with its caller, of those that may have a turn. None if there is none; if none waits at all,
-        all callers are even again."""
+        """The next entry and its caller; `may` says who may have a turn. None if no entry of such a caller waits. If
+        no entry waits at all, no caller owes another one a turn any more."""
         if not self._waiting:
             self._spent.clear()
             self._now = 0.0

@@ -26,8 +26,8 @@ class ConnectionPlaces(Generic[Connection]):
     def __init__(self, number: int) -> None:
         self.number = number
         self.num_reserved = number // 4
-        """Of these, a caller's running requests never take the last ones, and neither do idle connections of callers
-        as long as someone connects: a caller with a key finds a place to show it."""
+        """One caller's running requests never take these places. Idle connections of callers leave them to new ones,
+        so that a caller with a key can connect and show it."""
         self._strangers: _Groups[Connection] = {}
         self._callers: _Groups[Connection] = {}
         self._group_of: dict[Connection, tuple[_Groups[Connection], str]] = {}
@@ -52,13 +52,13 @@ class ConnectionPlaces(Generic[Connection]):
         its requests run on all connections but the reserved ones."""
         if connection not in self._group_of:
             return  # it was refused, or displaced
+        self.rest(connection)
         if self._num_busy[caller] >= self.number - self.num_reserved:
             raise Overloaded(
                 f"requests of '{caller}' run on {self._num_busy[caller]} of {self.number} connections, and the rest "
                 "is kept for others",
                 retry_after_s=1.0,
             )
-        self.rest(connection)
         self._busy[connection] = caller
         self._num_busy[caller] += 1
         groups, key = (self._callers, caller) if not is_stranger else self._group_of[connection]
@@ -79,7 +79,7 @@ class ConnectionPlaces(Generic[Connection]):
             self._part(connection)
 
     def victim(self) -> Connection | None:
-        """The idle connection that makes room for a new one; None if all are busy."""
+        """The idle connection that makes room for a new one; None if requests run on all of them."""
         order = [self._callers, self._strangers]
         if self._num_strangers > self.num_reserved:
             order.reverse()

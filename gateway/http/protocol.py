@@ -65,6 +65,8 @@ class BoundedH11(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Writing is paused while data waits here. With 0, TLS would pause it without any.
+        transport.set_write_buffer_limits(high=1)
         if self._words_of_refusal is not None:
             transport.write(_refusal(self._words_of_refusal))
             transport.close()
@@ -83,6 +85,7 @@ class BoundedH11(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._note_read()
+        self._rest_if_answered()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -90,7 +93,7 @@ class BoundedH11(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._places.rest(self)
+        self._rest_if_answered()
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -116,6 +119,11 @@ class BoundedH11(H11Protocol):
         self._places.serve(self, caller.name, is_stranger=caller.is_stranger)
         if not caller.is_stranger:
             self.timeout_keep_alive = KEEP_ALIVE_S
+
+    def _rest_if_answered(self) -> None:
+        """Its place may be given away once the client has its whole answer."""
+        if not self.flow.write_paused and (self.cycle is None or self.cycle.response_complete):
+            self._places.rest(self)
 
     def send_400_response(self, msg: str) -> None:
         """Called while h11's error is handled, which is more specific: 431 for too many bytes of headers.

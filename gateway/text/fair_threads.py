@@ -29,7 +29,7 @@ class FairThreads:
     """Belongs to one event loop. Work that has begun goes on if its caller is cancelled, and keeps its thread."""
 
     def __init__(self, number: int, name: str, what: str, max_waiting: int) -> None:
-        """A caller has at most all threads but one at a time. `what`: the work's name in a refusal, in the plural."""
+        """A caller has at most `number` - 1 threads at a time. `what`: the work's name in a refusal, in the plural."""
         assert number > 1, f"one caller could hold all of {number} threads"
         self._threads = ThreadPoolExecutor(number, thread_name_prefix=name)
         self._number = number

@@ -4,13 +4,18 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx2
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from baton.clock import SystemClock
+from gateway.auth.callers import ANYBODY
 from gateway.grpc import server
 from gateway.http import protocol
+from gateway.http.server import HttpServer
 from tests.factories.api_keys import ALICE, API_KEYS, AS_ADMIN, BOB
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
 
@@ -47,6 +52,12 @@ def is_closed(stranger: socket.socket) -> bool:
     except ConnectionError:
         return True
     return True
+
+
+def read_answer(reader: socket.socket) -> bytes:
+    with HTTPResponse(reader) as response:
+        response.begin()
+        return response.read()
 
 
 @pytest.mark.parametrize("say", [b"", HEALTH, HEALTH[:20]])
@@ -87,6 +98,48 @@ async def test_c57_one_callers_streams_leave_http_connections_to_others(folder: 
         for request in requests:
             worker.say(request, outputs_of(request, [7, 8]))
         assert [(await each).status_code for each in running] == [200] * 4
+
+
+@pytest.mark.parametrize("num_bytes", [60_000, 3_000_000])
+async def test_an_answer_that_its_client_has_yet_to_read_is_not_displaced(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel holds a part of it, the gateway the rest."""
+    monkeypatch.setattr("gateway.http.server.SEND_BUFFER_BYTES", 4096)
+
+    async def app(scope: Scope, _: Receive, send: Send) -> None:
+        scope["state"][protocol.ON_CALLER](ANYBODY)
+        length = [(b"content-length", str(num_bytes).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": b"x" * num_bytes})
+
+    refusals: list[str] = []
+    http_server = HttpServer(
+        app,
+        "127.0.0.1",
+        0,
+        SystemClock(),
+        max_connections=1,
+        write_timeout_s=60.0,
+        on_refused=refusals.append,
+    )
+    await http_server.start()
+    try:
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.settimeout(60.0)
+            slow.connect(("127.0.0.1", http_server.port))
+            slow.sendall(HEALTH)
+            async with asyncio.timeout(60):
+                while not any(connection.cycle for connection in http_server._server._connections):
+                    await asyncio.sleep(0.01)
+            with strangers(http_server.port, 1, b"") as (other,):
+                assert b"503" in await asyncio.to_thread(other.recv, 100)
+            assert len(await asyncio.to_thread(read_answer, slow)) == num_bytes
+            with strangers(http_server.port, 1, HEALTH) as (other,):
+                assert b"200" in await asyncio.to_thread(other.recv, 100), "it had its answer"
+    finally:
+        await http_server.stop(0.0)
 
 
 async def test_over_http_a_stranger_has_less_time_between_requests_than_a_caller(
