@@ -44,7 +44,7 @@ class FairTurns(Generic[C, T]):
 
     def take(self, may: Callable[[C], bool] = lambda _: True) -> tuple[C, T] | None:
         """The next entry and its caller; `may` says who may have a turn. None if no entry of such a caller waits. If
-        no entry waits at all, no caller owes another one a turn any more."""
+        no entry waits at all, all callers begin anew."""
         if not self._waiting:
             self._spent.clear()
             self._now = 0.0
