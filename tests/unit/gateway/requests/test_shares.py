@@ -22,6 +22,7 @@ from gateway.requests.events import (
 )
 from gateway.requests.request import GatewayRequest
 from gateway.requests.shares import PRESENT_S
+from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from simulator.driver import SilentText
 
@@ -59,7 +60,7 @@ class UnderTest:
                 WorkerReported(WorkerStatus(ref, role, WorkerState.READY, blocks, counts, {}, load=load))
             )
 
-    def ask(self, caller: str, number: int = 1, prompt: int = 10) -> None:
+    def ask(self, caller: str, number: int = 1, prompt: int = 10, mode: Mode | None = None) -> None:
         for _ in range(number):
             name = f"{caller}{len(self.requests)}"
             params = SamplingParams(max_tokens=9_000, seed=0)
@@ -69,6 +70,7 @@ class UnderTest:
                 sampling_params=params,
                 text=SilentText(),
                 caller=Caller(caller),
+                mode=mode,
             )
             self.requests[name] = request
             self.handle(Submitted(request))
@@ -178,6 +180,31 @@ def test_c57_prompts_wait_for_their_callers_turn_while_others_are_there() -> Non
     assert under_test.held("b") == 1
 
 
+def test_c57_a_prompt_that_a_decode_worker_computed_makes_room_for_the_next_at_once() -> None:
+    """No sub-request ends then, and the next heartbeat may be half a second away."""
+    under_test = UnderTest(rate=10_000.0)
+    under_test.ask("a", prompt=1_000, mode=Mode.LOCAL)
+    under_test.ask("b", prompt=1_000, mode=Mode.LOCAL)
+    assert under_test.held("b") == 0, "a's prompt is being computed"
+    first = RequestOutput(request_id=under_test.placed["a0"], first_position=0, token_ids=(7,))
+    under_test.handle(WorkerOutputs("d", (first,)))
+    assert under_test.held("b") == 1
+
+
+def test_c57_only_callers_with_running_requests_cost_time_at_a_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_test, num_looks = UnderTest(), count()
+    for number in range(500):
+        under_test.ask(f"c{number}-")
+        under_test.end(f"c{number}-{number}")
+    under_test.ask("a", 3)
+    snapshot = Router.snapshot
+    monkeypatch.setattr(Router, "snapshot", lambda *args: (next(num_looks), snapshot(*args))[1])
+    under_test.report()
+    assert next(num_looks) <= 4
+
+
 def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test = UnderTest(places=16)
     under_test.ask("b")
@@ -188,6 +215,7 @@ def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test.report()
     assert under_test.held("a") == 16
     under_test.end(*(f"a{number}" for number in range(1, 21)))
-    (caller,) = under_test.dispatcher._shares._callers.values()
-    assert not caller.placed, "nothing is kept of requests that ended"
-    assert not caller.placed_at, "nor of their workers"
+    shares = under_test.dispatcher._shares
+    assert shares._seen_at.keys() == {"a"}
+    assert not shares._placed, "nothing is kept of requests that ended"
+    assert not shares._placed_at, "nor of their workers"
