@@ -32,7 +32,9 @@ from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWr
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3
+MAX_FAILED_STEPS = 16
+"""In a row; then the device is at fault. Requests that break their steps fail up to two steps each before any step is
+computed, also if they come one after another to an idle device."""
 
 ClientOutputs = dict[str, list[RequestOutput]]
 

@@ -1,5 +1,6 @@
 """Behaviour 56: requests that break their steps end alone; what others get is the same as without them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -115,20 +116,38 @@ def test_c56_a_request_that_breaks_its_steps_ends_alone_and_others_get_the_same_
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_c56_several_that_break_their_steps_end_and_the_device_goes_on(asynchronous: bool) -> None:
-    breaks = Breaks({f"r{i}": 3 for i in range(8, 14)})
+@pytest.mark.parametrize(
+    ("num_requests", "culprits"),
+    [(14, range(8, 14)), (8, [0, 7]), (16, [0, 4, 8, 12]), (2, [0, 1]), (4, range(4))],
+    ids=["in one half", "in both halves", "in every quarter", "two alone", "four alone"],
+)
+def test_c56_several_that_break_their_steps_end_and_the_device_goes_on(
+    num_requests: int, culprits: Sequence[int], asynchronous: bool
+) -> None:
+    breaks = Breaks({f"r{i}": 3 for i in culprits})
     core = make_core(StepHook(breaks), async_scheduling=asynchronous)
-    for i in range(14):
+    for i in range(num_requests):
         core.add_request(make_engine_request(f"r{i}", max_tokens=5), "g")
     ends = ends_of(run(core))
     wrong = {name for name, end in ends.items() if end.error_kind is ErrorKind.STEP_FAILED and end.error}
     assert wrong == breaks.positions.keys()
-    assert all(ends[f"r{i}"].finish_reason is FinishReason.LENGTH for i in range(8))
+    others = ends.keys() - wrong
+    assert all(ends[name].finish_reason is FinishReason.LENGTH for name in others)
     core.close()
 
 
-def test_c56_a_device_that_computes_neither_half_is_at_fault_itself() -> None:
-    breaks = Breaks({f"r{i}": 0 for i in range(8)})
+def test_c56_requests_that_come_one_after_another_to_an_idle_device_do_not_end_it() -> None:
+    """One that its gateway sends to its only worker three times, twice over."""
+    names = [f"r{i}" for i in range(6)]
+    core = make_core(StepHook(Breaks(dict.fromkeys(names, 0))))
+    for name in names:
+        core.add_request(make_engine_request(name), "g")
+        assert ends_of(run(core))[name].error_kind is ErrorKind.STEP_FAILED
+    core.close()
+
+
+def test_c56_a_device_that_computes_no_request_at_all_is_at_fault_itself() -> None:
+    breaks = Breaks({f"r{i}": 0 for i in range(MAX_FAILED_STEPS)})
     core = make_core(StepHook(breaks))
     for name in breaks.positions:
         core.add_request(make_engine_request(name), "g")
