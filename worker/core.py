@@ -99,7 +99,7 @@ class EngineCore:
         self._submit(plan)
         self.progress.begin(sum(step.plan.total_num_scheduled_tokens for step in self._under_way))
         num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
-        is_computing = False
+        is_computing = self._scheduler.is_trying  # requests outside the trial wait for its end
         while len(self._under_way) > num_kept:
             is_computing |= not self._under_way[0].plan.is_empty
             self._stamp(self._complete_oldest(), outputs)

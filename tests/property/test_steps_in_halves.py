@@ -156,6 +156,29 @@ def test_c56_a_device_that_computes_no_request_at_all_is_at_fault_itself() -> No
     core.close()
 
 
+def test_c56_a_request_that_ends_while_it_is_tried_does_not_hold_up_those_that_wait() -> None:
+    core = make_core(StepHook(Breaks({"poison": 0})), max_num_seqs=2, max_num_batched_tokens=32)
+    for name in ("poison", "other"):
+        core.add_request(make_engine_request(name, prompt_token_ids=(1,) * 16), "g")
+    core.add_request(make_engine_request("waits"), "g")
+    for _ in range(3):
+        core.step()
+    assert core._scheduler.is_trying
+    core.finish_requests(["poison", "other"], RequestStatus.FINISHED_ABORTED)
+    assert ends_of(run(core)).keys() == {"waits"}
+    core.close()
+
+
+def test_c56_a_request_whose_culprit_ended_under_way_is_tried_alone() -> None:
+    core = make_core(StepHook(Breaks({"poison": 0})), async_scheduling=True)
+    for name in ("poison", "other"):
+        core.add_request(make_engine_request(name, max_tokens=3), "g")
+    core.step()
+    core.finish_requests(["poison"], RequestStatus.FINISHED_ABORTED)
+    assert ends_of(run(core))["other"].finish_reason is FinishReason.LENGTH
+    core.close()
+
+
 def test_c56_a_load_behind_hits_is_given_back_when_a_step_fails() -> None:
     """The blocks that it hit might never have been computed; a load without hits stays."""
     connector, breaks = FakeConnectorWorker(), Breaks({"poison": 40})
