@@ -1,4 +1,4 @@
-"""Trial: after a failed step, which requests compute apart from all others until the one that breaks it is known; pure.
+"""Trial: finds the request that breaks a step, by computing the failed step's requests in ever smaller groups; pure.
 
 A failed step's requests are tried in two halves. A half whose step fails is split again, and comes after those that
 were not tried yet; one request whose step fails breaks it. A request has passed once it is computed as far as the
@@ -15,7 +15,7 @@ Ends = Mapping[str, int]
 
 
 class Trial:
-    """`group` is the half whose turn it is. Steps planned before its turn tell nothing about it."""
+    """`group` is the half whose turn it is. Steps planned before its turn do not count for it."""
 
     def __init__(self) -> None:
         self._groups: deque[dict[str, int]] = deque()

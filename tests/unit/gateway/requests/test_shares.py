@@ -17,6 +17,8 @@ from gateway.requests.events import (
     StreamEnded,
     Submitted,
     SubmitTo,
+    Tick,
+    WorkerLost,
     WorkerOutputs,
     WorkerReported,
 )
@@ -87,6 +89,13 @@ class UnderTest:
                     finish_reason=end,
                 )
                 self.handle(WorkerOutputs(worker, (output,)))
+
+    def wait(self, seconds: float) -> None:
+        """As long as nothing happens; a gateway that looked away would take it for a standstill."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.1
+            self.handle(Tick())
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -178,6 +187,19 @@ def test_c57_prompts_wait_for_their_callers_turn_while_others_are_there() -> Non
     under_test.answer("a1")
     under_test.answer(*(name for name in under_test.placed if name == "a2"))
     assert under_test.held("b") == 1
+
+
+def test_c57_a_request_that_gave_way_is_refused_only_if_there_are_no_workers_for_it() -> None:
+    under_test = UnderTest(rate=100.0)
+    under_test.ask("a", 20, prompt=400)
+    under_test.ask("b", prompt=400)
+    assert under_test.dispatcher.num_queued == 20
+    under_test.wait(40.0)
+    assert under_test.dispatcher.num_queued == 19, "b's never ran, and found no room"
+    for worker in "pd":
+        under_test.handle(WorkerLost(worker, "killed"))
+    under_test.wait(40.0)
+    assert under_test.dispatcher.num_queued == 0
 
 
 def test_c57_a_prompt_that_a_decode_worker_computed_makes_room_for_the_next_at_once() -> None:
