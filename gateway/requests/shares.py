@@ -188,9 +188,9 @@ class CallerShares:
         waiting = self._in_prefill(worker)
         total_s = sum(self._prompts_s(mine, worker) for mine in waiting)
         for state in reversed(max(waiting, key=lambda mine: self._prompts_s(mine, worker))[1:]):
-            if total_s <= 2 * MAX_PROMPTS_S:
-                return
             total_s -= self._prompts_s([state], worker)
+            if total_s <= 2 * MAX_PROMPTS_S:
+                return  # a long prompt may wait behind so many
             yield state
 
     def _prompts_s(self, states: Iterable[RequestState], worker: str) -> float:

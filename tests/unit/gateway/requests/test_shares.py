@@ -189,6 +189,18 @@ def test_c57_prompts_wait_for_their_callers_turn_while_others_are_there() -> Non
     assert under_test.held("b") == 1
 
 
+def test_c57_a_long_prompt_that_was_sent_behind_a_short_one_stays() -> None:
+    under_test = UnderTest(rate=10_000.0)
+    under_test.ask("b")
+    under_test.end("b0")
+    under_test.ask("a", prompt=400)
+    under_test.ask("a", prompt=4_000)
+    placed = dict(under_test.placed)
+    under_test.report()
+    assert under_test.placed == placed
+    assert len(placed) == 2
+
+
 def test_c57_a_request_that_gave_way_is_refused_only_if_there_are_no_workers_for_it() -> None:
     under_test = UnderTest(rate=100.0)
     under_test.ask("a", 20, prompt=400)
