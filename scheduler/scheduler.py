@@ -169,7 +169,8 @@ class Scheduler:
         self._ending.since_last_plan |= self._preemption.begin_anew(self._requests.values())
         self._ending.since_last_plan.update(*(plan.finished_req_ids for plan in (failed, *later)))
         ends = {name: end for name, end in ends_of(failed).items() if name in self._requests}
-        if (culprit := self._trial.step_failed(ends, self._num_steps + 1)) is not None:
+        was_alone = len(failed.num_scheduled_tokens) == 1
+        if (culprit := self._trial.step_failed(ends, self._num_steps + 1, was_alone=was_alone)) is not None:
             status, kind = RequestStatus.FINISHED_ERROR, ErrorKind.STEP_FAILED
             self._ending.finish(
                 [culprit], status, outputs, f"its step failed, with no other request in it: {reason}", kind

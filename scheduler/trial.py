@@ -1,4 +1,4 @@
-"""Trial: after a failed step, which requests compute apart from all others until the one that breaks it is known; pure.
+"""Trial: finds the request that breaks a step, by computing the failed step's requests in ever smaller groups; pure.
 
 A failed step's requests are tried in two halves. A half whose step fails is split again, and comes after those that
 were not tried yet; one request whose step fails breaks it. A request has passed once it is computed as far as the
@@ -15,7 +15,7 @@ Ends = Mapping[str, int]
 
 
 class Trial:
-    """`group` is the half whose turn it is. Steps planned before its turn tell nothing about it."""
+    """`group` is the half whose turn it is. Steps planned before its turn do not count for it."""
 
     def __init__(self) -> None:
         self._groups: deque[dict[str, int]] = deque()
@@ -32,17 +32,17 @@ class Trial:
         """Only these may compute; None: no trial is under way."""
         return self._groups[0].keys() if self._groups else None
 
-    def step_failed(self, ends: Ends, next_step: int) -> str | None:
-        """Splits the failed step's requests; returns the one that breaks it, if there is only one."""
+    def step_failed(self, ends: Ends, next_step: int, *, was_alone: bool) -> str | None:
+        """Splits the failed step's requests that have not ended; returns the one that breaks it, if it was alone."""
         if not self._groups:
             self.has_passed = False
         elif untried := {name: end for name, end in self._groups.popleft().items() if name not in ends}:
             self._groups.append(untried)
         names = list(ends)
-        halves = [names[: len(names) // 2], names[len(names) // 2 :]] if len(names) > 1 else []
-        self._groups += [{name: ends[name] for name in half} for half in halves]
+        halves = [] if was_alone else [names[: len(names) // 2], names[len(names) // 2 :]]
+        self._groups += [{name: ends[name] for name in half} for half in halves if half]
         self._begin_turn(next_step)
-        return None if halves else next(iter(names), None)
+        return next(iter(names), None) if was_alone else None
 
     def step_computed(self, step: int, ends: Ends, next_step: int) -> bool:
         """True: the group's turn is over, and that of another one begins."""

@@ -32,7 +32,9 @@ from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWr
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3
+MAX_FAILED_STEPS = 16
+"""In a row; then the device is at fault. Requests that break their steps fail up to two steps each before any step is
+computed, also if they come one after another to an idle device."""
 
 ClientOutputs = dict[str, list[RequestOutput]]
 
@@ -97,7 +99,7 @@ class EngineCore:
         self._submit(plan)
         self.progress.begin(sum(step.plan.total_num_scheduled_tokens for step in self._under_way))
         num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
-        is_computing = False
+        is_computing = self._scheduler.is_trying  # requests outside the trial wait for its end
         while len(self._under_way) > num_kept:
             is_computing |= not self._under_way[0].plan.is_empty
             self._stamp(self._complete_oldest(), outputs)

@@ -326,8 +326,10 @@ class Dispatcher:
                 self._stop(state.identity, error)
                 return
         state.latency.tokens(output.first_position, len(output.token_ids), now)
+        is_in_prefill = state.num_output_tokens == attempt.num_tokens_before
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
+            self._may_have_room |= is_in_prefill  # for other prompts
             self._open.count_answer(state.request, len(result.token_ids), now)
             self._effects.append(Deliver(state.request, result))
             if self.suspects and attempt.has_progressed(state.num_output_tokens):

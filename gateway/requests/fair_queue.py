@@ -19,6 +19,7 @@ from heapq import heapify, heappop, heapreplace
 from typing import Generic, TypeVar
 
 from baton.errors import RequestError
+from gateway.routing.placement import NoRoom
 
 T = TypeVar("T")
 
@@ -57,6 +58,11 @@ class QueueEntry(Generic[T]):
     def goes_first(self) -> bool:
         """Before requests that wait for their callers' turns."""
         return self.is_resumed and not self.gave_way
+
+    @property
+    def waits_for_others(self) -> bool:
+        """It would still run if its caller were alone, unless its workers are gone."""
+        return self.gave_way and (self.reason is None or isinstance(self.reason, NoRoom))
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ holds nothing may take all that is free, and one that is alone may hold everythi
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.requests.attempt import AttemptFailure, Cause
 from gateway.requests.request_state import RequestState
@@ -35,14 +35,8 @@ class OverShare(NoRoom):
     """The request's caller holds its share. There may be room for others, so they need not wait behind it."""
 
 
-@dataclass(slots=True, eq=False)
-class _Caller:
-    name: str
-    seen_at: float
-    placed: dict[RequestState, None] = field(default_factory=dict)
-    """The oldest first."""
-    placed_at: dict[str, dict[RequestState, None]] = field(default_factory=dict)
-    """The same for each worker of their latest attempts."""
+_States = dict[RequestState, None]
+"""The oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,89 +70,100 @@ class CallerShares:
         self._router = router
         self._max_in_flight = max_in_flight
         self._num_placed = 0
-        self._callers: dict[str, _Caller] = {}
-        """Those that are there, by name."""
+        self._seen_at: dict[str, float] = {}
+        """When each caller that is there last had a request; the earliest first."""
+        self._placed: dict[str, _States] = {}
+        """By caller; none is empty."""
+        self._placed_at: dict[str, dict[str, _States]] = {}
+        """The same for each worker of their latest attempts."""
 
     def begun(self, state: RequestState) -> None:
         """An attempt has begun."""
-        caller = self._callers[state.request.caller.name]
         self._num_placed += 1
-        caller.placed[state] = None
-        for worker in state.attempt.workers:
-            caller.placed_at.setdefault(worker, {})[state] = None
+        for placed in (
+            self._placed,
+            *(self._placed_at.setdefault(name, {}) for name in state.attempt.workers),
+        ):
+            placed.setdefault(state.request.caller.name, {})[state] = None
 
     def ended(self, state: RequestState, now: float) -> None:
         """The request's latest attempt has ended."""
-        caller = self._callers[state.request.caller.name]
+        name = state.request.caller.name
         self._num_placed -= 1
-        caller.seen_at = now
-        del caller.placed[state]
+        self._seen(name, now)
+        for placed in (self._placed, *(self._placed_at[worker] for worker in state.attempt.workers)):
+            del placed[name][state]
+            if not placed[name]:
+                del placed[name]
         for worker in state.attempt.workers:
-            del caller.placed_at[worker][state]
-            if not caller.placed_at[worker]:
-                del caller.placed_at[worker]
+            if not self._placed_at[worker]:
+                del self._placed_at[worker]
 
     def arrived(self, name: str, now: float) -> bool:
-        """A caller has a request. True if it had none of late, and others have."""
-        is_new = name not in self._callers
-        self._callers.setdefault(name, _Caller(name, now)).seen_at = now
-        return is_new and self._is_shared(now)
+        """A caller has a request. True if another caller was alone until now."""
+        was_shared = self._is_shared(now)
+        self._seen(name, now)
+        return not was_shared and self._is_shared(now)
 
     def refusal(self, state: RequestState, now: float) -> NoRoom | None:
         """Why the request gets no place, whatever workers have room."""
         name = state.request.caller.name
-        self.arrived(name, now)
+        self._seen(name, now)
         if self._num_placed >= self._max_in_flight:
             return NoRoom(f"{self._num_placed} requests are with workers, which is the limit")
-        caller = self._callers[name]
-        return _refusal(caller, 1, self._places(caller)) if self._is_shared(now) else None
+        return _refusal(name, 1, self._places(name)) if self._is_shared(now) else None
 
     def refusal_at(self, state: RequestState, placement: Placement, now: float) -> NoRoom | None:
         """Why the request must not go to these workers at present."""
         if not self._is_shared(now):
             return None
-        caller, worker = self._callers[state.request.caller.name], placement.prefill or placement.decode
-        waiting = [each for caller in self._callers.values() for each in _in_prefill(caller, worker)]
-        if self._prompts_s(waiting, worker) > MAX_PROMPTS_S:
+        name, worker = state.request.caller.name, placement.prefill or placement.decode
+        if sum(self._prompts_s(states, worker) for states in self._in_prefill(worker)) > MAX_PROMPTS_S:
             return NoRoom(f"other prompts wait at {worker}")
-        slots, blocks = self._slots(caller, placement.decode), self._blocks(caller, placement.decode)
-        return _refusal(caller, 1, slots) or _refusal(caller, placement.num_decode_blocks, blocks)
+        slots, blocks = self._slots(name, placement.decode), self._blocks(name, placement.decode)
+        return _refusal(name, 1, slots) or _refusal(name, placement.num_decode_blocks, blocks)
 
     def to_give_back(self, workers: Iterable[str], now: float) -> list[tuple[RequestState, AttemptFailure]]:
         """Requests of callers that hold too much, since their answers grew or others appeared.
 
         Of each thing, only the caller that holds most gives back: then there is more room for the next one.
         """
-        if not self._is_shared(now):
+        if not self._is_shared(now) or not self._placed:
             return []
-        callers, back = self._callers.values(), dict[RequestState, None]()
-        back |= dict.fromkeys(max(map(self._places, callers), key=_held).to_give_back())
-        for worker in workers:
+        largest = max(self._placed, key=lambda name: len(self._placed[name]))
+        back = dict.fromkeys(self._places(largest).to_give_back())
+        for worker in self._placed_at.keys() & set(workers):
             for holding_of in (self._slots, self._blocks):
-                largest = max((holding_of(caller, worker) for caller in callers), key=_held)
-                back |= dict.fromkeys(largest.to_give_back())
+                holdings = (holding_of(name, worker) for name in self._placed_at[worker])
+                back |= dict.fromkeys(max(holdings, key=_held).to_give_back())
             back |= dict.fromkeys(self._late_prompts(worker))
         return [(state, _gives_way(state)) for state in back]
 
+    def _seen(self, name: str, now: float) -> None:
+        self._seen_at.pop(name, None)
+        self._seen_at[name] = now
+
     def _is_shared(self, now: float) -> bool:
-        if len(self._callers) > 1:
-            for caller in list(self._callers.values()):
-                if not caller.placed and now - caller.seen_at > PRESENT_S:
-                    del self._callers[caller.name]
-        return len(self._callers) > 1
+        while self._seen_at and now - next(iter(self._seen_at.values())) > PRESENT_S:
+            name = next(iter(self._seen_at))
+            if name in self._placed:
+                self._seen(name, now)
+            else:
+                del self._seen_at[name]
+        return len(self._seen_at) > 1
 
-    def _places(self, caller: _Caller) -> _Holding:
-        num, free = len(caller.placed), self._max_in_flight - self._num_placed
-        return _Holding("places", caller.placed, lambda _: 1, num, free)
+    def _places(self, name: str) -> _Holding:
+        states, free = self._placed.get(name, {}), self._max_in_flight - self._num_placed
+        return _Holding("places", states, lambda _: 1, len(states), free)
 
-    def _slots(self, caller: _Caller, decode: str) -> _Holding:
-        here, worker = _decoding(caller, decode), self._router.snapshot(decode)
+    def _slots(self, name: str, decode: str) -> _Holding:
+        here, worker = self._decoding(name, decode), self._router.snapshot(decode)
         num_slots = worker.status.requests.slots
         free = num_slots - worker.num_requests if num_slots else PLENTY
         return _Holding(f"slots of {decode}", here, lambda _: 1, len(here), free)
 
-    def _blocks(self, caller: _Caller, decode: str) -> _Holding:
-        here, worker = _decoding(caller, decode), self._router.snapshot(decode)
+    def _blocks(self, name: str, decode: str) -> _Holding:
+        here, worker = self._decoding(name, decode), self._router.snapshot(decode)
 
         def size(state: RequestState) -> int:
             return worker.num_blocks_for(len(state.request.prompt_token_ids) + state.num_output_tokens + 1)
@@ -167,14 +172,25 @@ class CallerShares:
         held = min(sum(map(size, here)), used)  # requests may share blocks
         return _Holding(f"blocks of {decode}", here, size, held, worker.room)
 
+    def _decoding(self, name: str, worker: str) -> list[RequestState]:
+        placed = self._placed_at.get(worker, {}).get(name, ())
+        return [state for state in placed if state.attempt.placement.decode == worker]
+
+    def _in_prefill(self, worker: str) -> list[list[RequestState]]:
+        """By caller, requests whose prompts this worker has yet to compute, or computes."""
+        return [
+            [state for state in states if _is_in_prefill(state, worker)]
+            for states in self._placed_at.get(worker, {}).values()
+        ]
+
     def _late_prompts(self, worker: str) -> Iterator[RequestState]:
         """Far too many wait, as from the time when a caller was alone: the one with most gives back its youngest."""
-        waiting = [_in_prefill(caller, worker) for caller in self._callers.values()]
+        waiting = self._in_prefill(worker)
         total_s = sum(self._prompts_s(mine, worker) for mine in waiting)
         for state in reversed(max(waiting, key=lambda mine: self._prompts_s(mine, worker))[1:]):
-            if total_s <= 2 * MAX_PROMPTS_S:
-                return
             total_s -= self._prompts_s([state], worker)
+            if total_s <= 2 * MAX_PROMPTS_S:
+                return  # a long prompt may wait behind so many
             yield state
 
     def _prompts_s(self, states: Iterable[RequestState], worker: str) -> float:
@@ -183,10 +199,10 @@ class CallerShares:
         )
 
 
-def _refusal(caller: _Caller, number: int, holding: _Holding) -> OverShare | None:
+def _refusal(name: str, number: int, holding: _Holding) -> OverShare | None:
     if holding.may_take(number):
         return None
-    return OverShare(f"'{caller.name}' holds {holding.held} {holding.what}, and others may need the rest")
+    return OverShare(f"'{name}' holds {holding.held} {holding.what}, and others may need the rest")
 
 
 def _gives_way(state: RequestState) -> AttemptFailure:
@@ -198,15 +214,6 @@ def _held(holding: _Holding) -> int:
     return holding.held
 
 
-def _decoding(caller: _Caller, worker: str) -> list[RequestState]:
-    return [state for state in caller.placed_at.get(worker, ()) if state.attempt.placement.decode == worker]
-
-
-def _in_prefill(caller: _Caller, worker: str) -> list[RequestState]:
-    """Requests whose prompts this worker has yet to compute, or computes."""
-    return [
-        state
-        for state in caller.placed_at.get(worker, ())
-        if (state.attempt.placement.prefill or worker) == worker
-        and state.num_output_tokens == state.attempt.num_tokens_before
-    ]
+def _is_in_prefill(state: RequestState, worker: str) -> bool:
+    is_computed_here = (state.attempt.placement.prefill or worker) == worker
+    return is_computed_here and state.num_output_tokens == state.attempt.num_tokens_before

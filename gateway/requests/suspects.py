@@ -118,9 +118,8 @@ class Suspects:
     def worker_lost(
         self, places: Mapping[Identity, int], had: frozenset[Identity], now: float
     ) -> tuple[Identity, HarmfulRequest] | None:
-        """A worker ended. `places`: how many tokens each of its requests had brought; `had`: those, and the ones that
-        left it because their other worker ended. Returns the one that is stopped
-        for it, and the error."""
+        """A worker ended. `places`: its requests, with the number of tokens that each client had; `had`: these, and the
+        ones that left it earlier, in any attempt. Returns the request that is stopped for it, and the error."""
         self._expire(now)
         self._losses.append((now, had))
         for identity, place in places.items():

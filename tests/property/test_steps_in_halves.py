@@ -1,5 +1,6 @@
 """Behaviour 56: requests that break their steps end alone; what others get is the same as without them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -115,25 +116,66 @@ def test_c56_a_request_that_breaks_its_steps_ends_alone_and_others_get_the_same_
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_c56_several_that_break_their_steps_end_and_the_device_goes_on(asynchronous: bool) -> None:
-    breaks = Breaks({f"r{i}": 3 for i in range(8, 14)})
+@pytest.mark.parametrize(
+    ("num_requests", "culprits"),
+    [(14, range(8, 14)), (8, [0, 7]), (16, [0, 4, 8, 12]), (2, [0, 1]), (4, range(4))],
+    ids=["in one half", "in both halves", "in every quarter", "two alone", "four alone"],
+)
+def test_c56_several_that_break_their_steps_end_and_the_device_goes_on(
+    num_requests: int, culprits: Sequence[int], asynchronous: bool
+) -> None:
+    breaks = Breaks({f"r{i}": 3 for i in culprits})
     core = make_core(StepHook(breaks), async_scheduling=asynchronous)
-    for i in range(14):
+    for i in range(num_requests):
         core.add_request(make_engine_request(f"r{i}", max_tokens=5), "g")
     ends = ends_of(run(core))
     wrong = {name for name, end in ends.items() if end.error_kind is ErrorKind.STEP_FAILED and end.error}
     assert wrong == breaks.positions.keys()
-    assert all(ends[f"r{i}"].finish_reason is FinishReason.LENGTH for i in range(8))
+    others = ends.keys() - wrong
+    assert all(ends[name].finish_reason is FinishReason.LENGTH for name in others)
     core.close()
 
 
-def test_c56_a_device_that_computes_neither_half_is_at_fault_itself() -> None:
-    breaks = Breaks({f"r{i}": 0 for i in range(8)})
+def test_c56_requests_that_come_one_after_another_to_an_idle_device_do_not_end_it() -> None:
+    """One that its gateway sends to its only worker three times, twice over."""
+    names = [f"r{i}" for i in range(6)]
+    core = make_core(StepHook(Breaks(dict.fromkeys(names, 0))))
+    for name in names:
+        core.add_request(make_engine_request(name), "g")
+        assert ends_of(run(core))[name].error_kind is ErrorKind.STEP_FAILED
+    core.close()
+
+
+def test_c56_a_device_that_computes_no_request_at_all_is_at_fault_itself() -> None:
+    breaks = Breaks({f"r{i}": 0 for i in range(MAX_FAILED_STEPS)})
     core = make_core(StepHook(breaks))
     for name in breaks.positions:
         core.add_request(make_engine_request(name), "g")
     with pytest.raises(RuntimeError, match=f"failed to compute {MAX_FAILED_STEPS} steps in a row"):
         run(core)
+    core.close()
+
+
+def test_c56_a_request_that_ends_while_it_is_tried_does_not_hold_up_those_that_wait() -> None:
+    core = make_core(StepHook(Breaks({"poison": 0})), max_num_seqs=2, max_num_batched_tokens=32)
+    for name in ("poison", "other"):
+        core.add_request(make_engine_request(name, prompt_token_ids=(1,) * 16), "g")
+    core.add_request(make_engine_request("waits"), "g")
+    for _ in range(3):
+        core.step()
+    assert core._scheduler.is_trying
+    core.finish_requests(["poison", "other"], RequestStatus.FINISHED_ABORTED)
+    assert ends_of(run(core)).keys() == {"waits"}
+    core.close()
+
+
+def test_c56_a_request_whose_culprit_ended_under_way_is_tried_alone() -> None:
+    core = make_core(StepHook(Breaks({"poison": 0})), async_scheduling=True)
+    for name in ("poison", "other"):
+        core.add_request(make_engine_request(name, max_tokens=3), "g")
+    core.step()
+    core.finish_requests(["poison"], RequestStatus.FINISHED_ABORTED)
+    assert ends_of(run(core))["other"].finish_reason is FinishReason.LENGTH
     core.close()
 
 

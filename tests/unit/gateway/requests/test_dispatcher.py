@@ -30,18 +30,18 @@ from gateway.requests.events import (
 )
 from gateway.requests.record import Outcome
 from gateway.requests.request import GatewayRequest
-from gateway.requests.retry import RetryState
+from gateway.requests.retry import LoadFailurePolicy, RetryState
 from gateway.routing.placement import Placement, RouteQuery
 from gateway.routing.router import Router
 from simulator.driver import SilentText
 
 
-def make_dispatcher(*workers: str) -> Dispatcher:
+def make_dispatcher(*workers: str, policy: LoadFailurePolicy = "retry") -> Dispatcher:
     """Workers whose names begin with p prefill."""
     ids = count()
     dispatcher = Dispatcher(
         Router(GatewayConfig(routing_policy="round_robin"), b"key"),
-        "retry",
+        policy,
         lambda _: str(next(ids)),
         max_in_flight=9,
         max_queued=9,
@@ -219,6 +219,19 @@ def test_c42_a_link_that_failed_one_request_is_spared_the_next() -> None:
         assert submitted(dispatcher.handle(Submitted(make_request(name)), 6.0)).keys() == {"p0", "d1"}
     dispatcher.handle(WorkerLost("p0", "silent"), 7.0)
     assert len(dispatcher.avoided_pairs) == 0, "the worker was the cause"
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_c42_a_link_that_failed_since_its_prefill_worker_was_lost_is_not_blamed(returns: bool) -> None:
+    """The decode worker computes the prompt itself, so its report comes after the loss, or after the restart."""
+    dispatcher = make_dispatcher("p0", "d0", policy="recompute")
+    engine_id = submitted(dispatcher.handle(Submitted(make_request()), 0.0))["d0"]
+    dispatcher.handle(WorkerLost("p0", "killed"), 4.0)
+    if returns:
+        status = status_of("p0")
+        dispatcher.handle(WorkerReported(replace(status, ref=replace(status.ref, incarnation="next"))), 4.5)
+    dispatcher.handle(link_failure(engine_id, 7), 5.0)
+    assert len(dispatcher.avoided_pairs) == 0
 
 
 def test_c42_a_failure_that_two_outputs_report_counts_once() -> None:

@@ -17,11 +17,14 @@ from gateway.requests.events import (
     StreamEnded,
     Submitted,
     SubmitTo,
+    Tick,
+    WorkerLost,
     WorkerOutputs,
     WorkerReported,
 )
 from gateway.requests.request import GatewayRequest
 from gateway.requests.shares import PRESENT_S
+from gateway.routing.placement import Mode
 from gateway.routing.router import Router
 from simulator.driver import SilentText
 
@@ -59,7 +62,7 @@ class UnderTest:
                 WorkerReported(WorkerStatus(ref, role, WorkerState.READY, blocks, counts, {}, load=load))
             )
 
-    def ask(self, caller: str, number: int = 1, prompt: int = 10) -> None:
+    def ask(self, caller: str, number: int = 1, prompt: int = 10, mode: Mode | None = None) -> None:
         for _ in range(number):
             name = f"{caller}{len(self.requests)}"
             params = SamplingParams(max_tokens=9_000, seed=0)
@@ -69,6 +72,7 @@ class UnderTest:
                 sampling_params=params,
                 text=SilentText(),
                 caller=Caller(caller),
+                mode=mode,
             )
             self.requests[name] = request
             self.handle(Submitted(request))
@@ -85,6 +89,13 @@ class UnderTest:
                     finish_reason=end,
                 )
                 self.handle(WorkerOutputs(worker, (output,)))
+
+    def wait(self, seconds: float) -> None:
+        """As long as nothing happens; a gateway that looked away would take it for a standstill."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.1
+            self.handle(Tick())
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -178,6 +189,56 @@ def test_c57_prompts_wait_for_their_callers_turn_while_others_are_there() -> Non
     assert under_test.held("b") == 1
 
 
+def test_c57_a_long_prompt_that_was_sent_behind_a_short_one_stays() -> None:
+    under_test = UnderTest(rate=10_000.0)
+    under_test.ask("b")
+    under_test.end("b0")
+    under_test.ask("a", prompt=400)
+    under_test.ask("a", prompt=4_000)
+    placed = dict(under_test.placed)
+    under_test.report()
+    assert under_test.placed == placed
+    assert len(placed) == 2
+
+
+def test_c57_a_request_that_gave_way_is_refused_only_if_there_are_no_workers_for_it() -> None:
+    under_test = UnderTest(rate=100.0)
+    under_test.ask("a", 20, prompt=400)
+    under_test.ask("b", prompt=400)
+    assert under_test.dispatcher.num_queued == 20
+    under_test.wait(40.0)
+    assert under_test.dispatcher.num_queued == 19, "b's never ran, and found no room"
+    for worker in "pd":
+        under_test.handle(WorkerLost(worker, "killed"))
+    under_test.wait(40.0)
+    assert under_test.dispatcher.num_queued == 0
+
+
+def test_c57_a_prompt_that_a_decode_worker_computed_makes_room_for_the_next_at_once() -> None:
+    """No sub-request ends then, and the next heartbeat may be half a second away."""
+    under_test = UnderTest(rate=10_000.0)
+    under_test.ask("a", prompt=1_000, mode=Mode.LOCAL)
+    under_test.ask("b", prompt=1_000, mode=Mode.LOCAL)
+    assert under_test.held("b") == 0, "a's prompt is being computed"
+    first = RequestOutput(request_id=under_test.placed["a0"], first_position=0, token_ids=(7,))
+    under_test.handle(WorkerOutputs("d", (first,)))
+    assert under_test.held("b") == 1
+
+
+def test_c57_only_callers_with_running_requests_cost_time_at_a_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_test, num_looks = UnderTest(), count()
+    for number in range(500):
+        under_test.ask(f"c{number}-")
+        under_test.end(f"c{number}-{number}")
+    under_test.ask("a", 3)
+    snapshot = Router.snapshot
+    monkeypatch.setattr(Router, "snapshot", lambda *args: (next(num_looks), snapshot(*args))[1])
+    under_test.report()
+    assert next(num_looks) <= 4
+
+
 def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test = UnderTest(places=16)
     under_test.ask("b")
@@ -188,6 +249,7 @@ def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test.report()
     assert under_test.held("a") == 16
     under_test.end(*(f"a{number}" for number in range(1, 21)))
-    (caller,) = under_test.dispatcher._shares._callers.values()
-    assert not caller.placed, "nothing is kept of requests that ended"
-    assert not caller.placed_at, "nor of their workers"
+    shares = under_test.dispatcher._shares
+    assert shares._seen_at.keys() == {"a"}
+    assert not shares._placed, "nothing is kept of requests that ended"
+    assert not shares._placed_at, "nor of their workers"
