@@ -121,8 +121,6 @@ class RequestCounts:
     running: int
     waiting: int
     waiting_for_remote_kvs: int
-    slots: int = 0
-    """How many can run at once; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +152,5 @@ class WorkerStatus:
     failure: str = ""
     """Why its engine ended, if it ended by itself."""
     load: WorkerLoad = WorkerLoad()
+    max_num_seqs: int = 0
+    """How many requests can run at once; 0: unknown."""

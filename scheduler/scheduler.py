@@ -303,7 +303,6 @@ class Scheduler:
             running=len(self._running.requests),
             waiting=self._admission.num_waiting + num_on_their_way,
             waiting_for_remote_kvs=self._remote.num_loading,
-            slots=self._config.max_num_seqs,
         )
 
     def waiting_load(self) -> WaitingLoad:

@@ -16,6 +16,7 @@ from worker.kv_events import net
 from worker.load import LoadMeter
 
 BLOCK_SIZE = 16
+MAX_NUM_SEQS = 256
 BYTES_PER_TOKEN = 131_072
 """KV of an 8B model in bfloat16."""
 LINK_BYTES_PER_S = 5e9
@@ -81,7 +82,7 @@ class TimedWorker:
         start_load: Callable[[str, int], None],
     ) -> None:
         config = SchedulerConfig(
-            max_num_seqs=256,
+            max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=1024,
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
@@ -175,6 +176,7 @@ class TimedWorker:
                 prefill_tokens_per_s=self._meter.prefill_tokens_per_s,
                 decode_step_s=self._meter.decode_step_s,
             ),
+            max_num_seqs=MAX_NUM_SEQS,
         )
 
     def _work(self, plan: SchedulerOutput) -> tuple[int, int]:

@@ -244,6 +244,7 @@ class EngineHost:
             self._parts.executor.connector.peers(),
             hang or ("" if failure is None else str(failure)),
             self._load(snapshot),
+            self._config.scheduler.max_num_seqs,
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:

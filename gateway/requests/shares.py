@@ -158,7 +158,7 @@ class CallerShares:
 
     def _slots(self, name: str, decode: str) -> _Holding:
         here, worker = self._decoding(name, decode), self._router.snapshot(decode)
-        num_slots = worker.status.requests.slots
+        num_slots = worker.status.max_num_seqs
         free = num_slots - worker.num_requests if num_slots else PLENTY
         return _Holding(f"slots of {decode}", here, lambda _: 1, len(here), free)
 

@@ -93,9 +93,7 @@ def test_c29_a_received_prompt_takes_the_next_slot_that_is_free() -> None:
     scheduler.update_connector_output(received(request))
     order = [list(run_step(scheduler, runner)[0].num_scheduled_tokens) for _ in range(3)]
     assert order == [[local.request_id], [local.request_id], [request.request_id]]
-    assert scheduler.request_counts() == RequestCounts(
-        running=1, waiting=1, waiting_for_remote_kvs=0, slots=1
-    )
+    assert scheduler.request_counts() == RequestCounts(running=1, waiting=1, waiting_for_remote_kvs=0)
 
 
 def test_c29_received_requests_go_before_new_ones() -> None:

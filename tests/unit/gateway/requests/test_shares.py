@@ -54,12 +54,16 @@ class UnderTest:
         """Heartbeats of both workers; `free` blocks of the decode worker."""
         free = self.blocks if free is None else free
         for name, role in (("p", WorkerRole.PREFILL), ("d", WorkerRole.DECODE)):
-            counts = RequestCounts(len(self.placed), 0, 0, self.slots)
+            counts = RequestCounts(len(self.placed), 0, 0)
             blocks = KVBlockCounts(self.blocks, free, 0, 0)
             ref = WorkerRef(name, f"{name}-life", ("tcp://here:1",), BLOCK_SIZE)
             load = WorkerLoad(prefill_tokens_per_s=self.rate)
             self.handle(
-                WorkerReported(WorkerStatus(ref, role, WorkerState.READY, blocks, counts, {}, load=load))
+                WorkerReported(
+                    WorkerStatus(
+                        ref, role, WorkerState.READY, blocks, counts, {}, load=load, max_num_seqs=self.slots
+                    )
+                )
             )
 
     def ask(self, caller: str, number: int = 1, prompt: int = 10, mode: Mode | None = None) -> None:
