@@ -136,10 +136,10 @@ def test_a_device_that_fails_again_and_again_ends_the_loop() -> None:
 
     running = RunningLoop(make_core(StepHook(fail)))
     running.loop.start()
-    for name in ("a", "b"):
-        running.loop.submit("gateway", make_engine_request(name))
-        running.until_finished(name)
-    running.loop.submit("gateway", make_engine_request("c"))
+    for number in range(MAX_FAILED_STEPS - 1):
+        running.loop.submit("gateway", make_engine_request(f"r{number}"))
+        running.until_finished(f"r{number}")
+    running.loop.submit("gateway", make_engine_request("last"))
     running.loop.join(60)
     assert not running.loop.is_alive
     assert isinstance(running.loop.failure, RuntimeError)
