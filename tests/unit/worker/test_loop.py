@@ -23,6 +23,7 @@ from tests.factories.engine import (
     make_core,
     make_engine_request,
 )
+from worker.core import MAX_FAILED_STEPS
 from worker.kv_events import KVChange
 
 T = TypeVar("T")
