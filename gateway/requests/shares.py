@@ -157,13 +157,13 @@ class CallerShares:
         return _Holding("places", states, lambda _: 1, len(states), free)
 
     def _slots(self, name: str, decode: str) -> _Holding:
-        here, worker = self._decoding(name, decode), self._router.snapshot(decode)
+        here, worker = self._decoding(name, decode), self._router.estimate(decode)
         num_slots = worker.status.max_num_seqs
         free = num_slots - worker.num_requests if num_slots else PLENTY
         return _Holding(f"slots of {decode}", here, lambda _: 1, len(here), free)
 
     def _blocks(self, name: str, decode: str) -> _Holding:
-        here, worker = self._decoding(name, decode), self._router.snapshot(decode)
+        here, worker = self._decoding(name, decode), self._router.estimate(decode)
 
         def size(state: RequestState) -> int:
             return worker.num_blocks_for(len(state.request.prompt_token_ids) + state.num_output_tokens + 1)

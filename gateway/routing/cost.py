@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from baton.worker import WorkerStatus
 from gateway.routing.rates import PREFILL_TOKENS_PER_S, LinkRates, MovingAverage, StepTime
-from gateway.routing.worker_snapshot import WorkerSnapshot
+from gateway.routing.worker_estimate import WorkerEstimate
 
 HANDOVER_S = 0.005
 """Fixed cost of a hand-over, whatever its size; see the hand-over benchmark."""
@@ -55,35 +55,35 @@ class CostModel:
         if status.load.decode_step_s > 0.0:
             self._decode_step.add(max(1, status.requests.running), status.load.decode_step_s)
 
-    def pair_s(self, prefill: WorkerSnapshot, decode: WorkerSnapshot, need: Need) -> float:
+    def pair_s(self, prefill: WorkerEstimate, decode: WorkerEstimate, need: Need) -> float:
         prefill_s = self.compute_s(prefill, need)
         per_token_s = self.links.seconds_per_token(prefill.name, decode.name)
         late_s = self._late_s(decode, need, per_token_s, prefill_s)
         return self.wait_s(prefill) + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
 
-    def local_s(self, decode: WorkerSnapshot, need: Need) -> float:
+    def local_s(self, decode: WorkerEstimate, need: Need) -> float:
         damage = 1 + decode.num_requests
         return self.wait_s(decode) + self.compute_s(decode, need) * damage + self.decode_s(decode, need)
 
-    def prefill_s(self, prefill: WorkerSnapshot, need: Need) -> float:
+    def prefill_s(self, prefill: WorkerEstimate, need: Need) -> float:
         """The part of `pair_s` that is the same for every decode worker."""
         return self.wait_s(prefill) + self.compute_s(prefill, need)
 
-    def receiver_s(self, decode: WorkerSnapshot, need: Need) -> float:
+    def receiver_s(self, decode: WorkerEstimate, need: Need) -> float:
         """Approximately the part of `pair_s` that is the same for every prefill worker, assuming a typical link."""
         per_token_s = self.links.typical_seconds_per_token()
         return self._late_s(decode, need, per_token_s, 0.0) + self.decode_s(decode, need)
 
-    def wait_s(self, worker: WorkerSnapshot) -> float:
+    def wait_s(self, worker: WorkerEstimate) -> float:
         return self.prompt_s(worker, worker.num_waiting_tokens)
 
-    def compute_s(self, worker: WorkerSnapshot, need: Need) -> float:
+    def compute_s(self, worker: WorkerEstimate, need: Need) -> float:
         return self.prompt_s(worker, need.num_tokens - need.hits.get(worker.name, 0))
 
-    def prompt_s(self, worker: WorkerSnapshot, num_tokens: int) -> float:
+    def prompt_s(self, worker: WorkerEstimate, num_tokens: int) -> float:
         return num_tokens / self._tokens_per_s(worker)
 
-    def decode_s(self, worker: WorkerSnapshot, need: Need) -> float:
+    def decode_s(self, worker: WorkerEstimate, need: Need) -> float:
         own, typical = worker.decode_step, self._decode_step
         num_running, num_new = worker.num_requests, need.num_new_tokens
         step_s = typical.start_s + typical.per_request_s * (2 * num_running + 1)
@@ -94,11 +94,11 @@ class CostModel:
         num_short = num_to_come - worker.room * worker.block_size
         return seconds + num_short / self._tokens_per_s(worker) if num_short > 0 else seconds
 
-    def _late_s(self, decode: WorkerSnapshot, need: Need, per_token_s: float, prefill_s: float) -> float:
+    def _late_s(self, decode: WorkerEstimate, need: Need, per_token_s: float, prefill_s: float) -> float:
         num_tokens = need.num_tokens - need.hits.get(decode.name, 0)
         return max(0.0, num_tokens * per_token_s - prefill_s)
 
-    def _tokens_per_s(self, worker: WorkerSnapshot) -> float:
+    def _tokens_per_s(self, worker: WorkerEstimate) -> float:
         typical = self._prefill_rate.value or PREFILL_TOKENS_PER_S
         own = worker.prefill_rate.value
         return typical if own is None else _unless_alike(own, typical)

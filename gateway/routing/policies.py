@@ -7,14 +7,14 @@ from typing import Protocol
 
 from gateway.routing.cost import CostModel, Need
 from gateway.routing.placement import Pair
-from gateway.routing.worker_snapshot import WorkerSnapshot
+from gateway.routing.worker_estimate import WorkerEstimate
 
 NUM_JOINT = 8
 """How many prefill and decode workers, the best by themselves, are compared in pairs. In smaller fleets, all pairs
 are compared."""
 
-Workers = Sequence[WorkerSnapshot]
-Chosen = tuple[WorkerSnapshot, WorkerSnapshot]
+Workers = Sequence[WorkerEstimate]
+Chosen = tuple[WorkerEstimate, WorkerEstimate]
 
 
 class Policy(Protocol):
@@ -24,7 +24,7 @@ class Policy(Protocol):
         """The workers for prefill and decode; None if every pair is avoided."""
         ...
 
-    def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
+    def local(self, need: Need, decodes: Workers) -> WorkerEstimate:
         """The worker for both."""
         ...
 
@@ -35,7 +35,7 @@ class RoundRobin:
     def pair(self, need: Need, prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Chosen | None:
         return next(_pairs(prefills, decodes, avoided), None)
 
-    def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
+    def local(self, need: Need, decodes: Workers) -> WorkerEstimate:
         return decodes[0]
 
 
@@ -46,7 +46,7 @@ class LeastLoaded:
         by_load = sorted(prefills, key=_num_requests), sorted(decodes, key=_num_requests)
         return next(_pairs(*by_load, avoided), None)
 
-    def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
+    def local(self, need: Need, decodes: Workers) -> WorkerEstimate:
         return min(decodes, key=_num_requests)
 
 
@@ -63,7 +63,7 @@ class KVAware:
         pairs = list(_pairs(best_prefills, best_decodes, avoided)) or _pairs(prefills, decodes, avoided)
         return min(pairs, key=lambda pair: costs.pair_s(pair[0], pair[1], need), default=None)
 
-    def local(self, need: Need, decodes: Workers) -> WorkerSnapshot:
+    def local(self, need: Need, decodes: Workers) -> WorkerEstimate:
         return min(decodes, key=lambda each: self._costs.local_s(each, need))
 
 
@@ -73,5 +73,5 @@ def _pairs(prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Iterator[
     return (pair for pair in pairs if (pair[0].name, pair[1].name) not in avoided) if avoided else pairs
 
 
-def _num_requests(worker: WorkerSnapshot) -> int:
+def _num_requests(worker: WorkerEstimate) -> int:
     return worker.num_requests

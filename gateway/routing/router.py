@@ -17,7 +17,7 @@ from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need
 from gateway.routing.placement import Mode, NoRoom, Pair, Placement, RouteQuery
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
-from gateway.routing.worker_snapshot import WorkerSnapshot
+from gateway.routing.worker_estimate import WorkerEstimate
 
 
 class Router:
@@ -34,8 +34,8 @@ class Router:
         self._follows_kv = config.routing_policy == "kv_aware" or self._default_mode is None
         """Whether any decision depends on the content of prefix caches."""
         self._index = PrefixIndex()
-        self._workers: dict[str, WorkerSnapshot] = {}
-        self._able: dict[WorkerRole, list[WorkerSnapshot]] = {role: [] for role in WorkerRole}
+        self._workers: dict[str, WorkerEstimate] = {}
+        self._able: dict[WorkerRole, list[WorkerEstimate]] = {role: [] for role in WorkerRole}
         """Workers that take requests, by name."""
         self._block_sizes: set[int] = set()
         """Block sizes of those workers."""
@@ -46,7 +46,7 @@ class Router:
         """Running prefill and decode requests, by worker."""
         return {name: len(worker.sub_requests) for name, worker in self._workers.items()}
 
-    def snapshot(self, worker: str) -> WorkerSnapshot:
+    def estimate(self, worker: str) -> WorkerEstimate:
         """A worker that was placed on."""
         return self._workers[worker]
 
@@ -57,7 +57,7 @@ class Router:
     def on_status(self, status: WorkerStatus) -> None:
         """Applies a worker's status. While it is ready, it gets requests of its role, which may have changed."""
         name = status.ref.name
-        worker = self._workers.setdefault(name, WorkerSnapshot(name))
+        worker = self._workers.setdefault(name, WorkerEstimate(name))
         before = worker.service, worker.block_size
         if worker.is_new_incarnation(status):
             self._index.forget(name)
@@ -88,7 +88,7 @@ class Router:
 
     def sent(self, worker: str, placement: Placement) -> None:
         """A sub-request was sent to one of the placement's workers. It counts at once, before the worker reports it."""
-        self._workers.setdefault(worker, WorkerSnapshot(worker)).sent(placement)
+        self._workers.setdefault(worker, WorkerEstimate(worker)).sent(placement)
 
     def ended(self, worker: str, placement: Placement) -> None:
         """A sub-request that was `sent` has ended, in any way. Call exactly once for each."""
@@ -152,8 +152,8 @@ class Router:
         query: RouteQuery,
         mode: Mode | None,
         need: Need,
-        prefills: list[WorkerSnapshot],
-        decodes: list[WorkerSnapshot],
+        prefills: list[WorkerEstimate],
+        decodes: list[WorkerEstimate],
     ) -> Placement:
         if mode is Mode.LOCAL:
             reason = "asked for" if query.mode is Mode.LOCAL else "configured"
@@ -176,9 +176,9 @@ class Router:
     def _reason_for_local(
         self,
         need: Need,
-        local: WorkerSnapshot,
-        prefills: list[WorkerSnapshot],
-        decodes: list[WorkerSnapshot],
+        local: WorkerEstimate,
+        prefills: list[WorkerEstimate],
+        decodes: list[WorkerEstimate],
         avoided: Set[Pair],
     ) -> str:
         """Why a request that may run either way should use a decode worker alone; empty if it should not."""
@@ -193,7 +193,7 @@ class Router:
             return "short prompt"
         return "busy prefill workers" if local_s <= pair_s else ""
 
-    def _local(self, need: Need, decode: WorkerSnapshot, reason: str, is_fallback: bool = False) -> Placement:
+    def _local(self, need: Need, decode: WorkerEstimate, reason: str, is_fallback: bool = False) -> Placement:
         return Placement(
             Mode.LOCAL,
             None,
@@ -204,7 +204,7 @@ class Router:
             num_decode_blocks=decode.num_blocks_for(need.num_tokens + 1),
         )
 
-    def _pair(self, need: Need, prefill: WorkerSnapshot, decode: WorkerSnapshot) -> Placement:
+    def _pair(self, need: Need, prefill: WorkerEstimate, decode: WorkerEstimate) -> Placement:
         return Placement(
             Mode.DISAGGREGATED,
             prefill.name,
@@ -223,7 +223,7 @@ class Router:
                 hits[name] = num_blocks * size
         return hits
 
-    def _able_to(self, role: WorkerRole, excluded: Collection[str], turn: int) -> list[WorkerSnapshot]:
+    def _able_to(self, role: WorkerRole, excluded: Collection[str], turn: int) -> list[WorkerEstimate]:
         """Workers of a role that take requests, starting with the next in turn."""
         able = self._able[role]
         if excluded:
@@ -237,14 +237,14 @@ class Router:
             self._able[role] = sorted(able, key=lambda worker: worker.name)
         self._block_sizes = {worker.block_size for workers in self._able.values() for worker in workers}
 
-    def _drop_if_over(self, worker: WorkerSnapshot) -> None:
+    def _drop_if_over(self, worker: WorkerEstimate) -> None:
         """Drops a lost worker once its requests have ended."""
         if worker.is_gone and not worker.sub_requests:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
 
 
-def _with_room(decodes: list[WorkerSnapshot], num_tokens: int) -> list[WorkerSnapshot]:
+def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEstimate]:
     """Workers with enough free blocks; if there are none, workers without requests of this gateway.
 
     So each gateway may have one request in a worker's own queue, whose order is fair. Otherwise a gateway that learns

@@ -1,4 +1,4 @@
-"""WorkerSnapshot: one worker's current state: its latest report, and what this gateway has sent it since.
+"""WorkerEstimate: one worker as it probably stands: its latest report, and what this gateway has sent it since.
 
 A worker reports twice a second, and other gateways may send it requests, so neither source is complete:
 
@@ -8,8 +8,9 @@ A worker reports twice a second, and other gateways may send it requests, so nei
 
 A request has no blocks yet if it was sent after the latest report. If the report counts fewer requests with blocks
 than were sent, the youngest have none. The estimate errs towards too few free blocks: a prompt counts with all its
-blocks, even if it shares some, and an ended request returns no block that it may share. Shared may be the prefix
-that the worker had cached, and as many blocks as any other request found there.
+blocks, even if it shares some, and an ended request returns no block that it may share. One of 10 blocks, 4 of which
+the worker had cached when it came, returns 4 if another request found 6 blocks of a prefix there: those may be its
+own.
 """
 
 from itertools import islice
@@ -19,7 +20,7 @@ from gateway.routing.placement import Placement
 from gateway.routing.rates import MovingAverage, StepTime
 
 
-class WorkerSnapshot:
+class WorkerEstimate:
     """The worker of one name. What decisions read are attributes, which each call updates."""
 
     def __init__(self, name: str) -> None:
@@ -40,7 +41,7 @@ class WorkerSnapshot:
         self._status: WorkerStatus | None = None
         self._since_report: set[int] = set()
         """Requests sent since the latest report."""
-        self._num_given_back = 0
+        self._num_freed = 0
         self._num_reported = 0
         self._num_own_tokens = 0
         self._num_others = 0
@@ -65,7 +66,7 @@ class WorkerSnapshot:
         self._num_reported = counts.running + counts.waiting + counts.waiting_for_remote_kvs
         self.is_gone = status.state.has_ended
         self._since_report.clear()
-        self._num_given_back = 0
+        self._num_freed = 0
         self._num_others = max(0, self._num_reported - len(self.sub_requests))
         self._num_others_tokens = max(0, status.load.num_queued_prompt_tokens - self._num_own_tokens)
         if status.load.prefill_tokens_per_s > 0.0:
@@ -96,7 +97,7 @@ class WorkerSnapshot:
         self._since_report.discard(id(placement))
         if had_blocks and are_hits_known:
             shared = max(map(self._num_hit_blocks, [placement, *self.sub_requests.values()]))
-            self._num_given_back += max(0, placement.num_decode_blocks - shared)
+            self._num_freed += max(0, placement.num_decode_blocks - shared)
         self._num_own_tokens -= self._tokens(placement)
         self._refresh()
 
@@ -123,7 +124,7 @@ class WorkerSnapshot:
         spoken_for = sum(
             sub_request.num_decode_blocks for sub_request in self._youngest(self._num_without_blocks())
         )
-        self.room = self._status.kv_blocks.free - spoken_for + self._num_given_back - self.num_requests
+        self.room = self._status.kv_blocks.free - spoken_for + self._num_freed - self.num_requests
 
     def _num_without_blocks(self) -> int:
         if self._status is None:
