@@ -99,11 +99,18 @@ def test_every_example_is_in_the_list() -> None:
     assert {name for name in names if f"({name})" not in listed} == set()
 
 
+MAX_DRAWS = 3
+"""On a busy machine one request may end before the next one arrives, and then none is preempted."""
+
+
 @pytest.mark.slow
 def test_the_schedulers_pictures_are_drawn_from_real_runs(folder: Path) -> None:
     command = [sys.executable, "examples/draw_scheduler.py", "--model", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert result.returncode == 0, result.stderr
+    for _ in range(MAX_DRAWS):
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+        assert result.returncode == 0, result.stderr
+        if "preempted" in result.stdout:
+            break
     document = (ROOT / "docs/scheduler.md").read_text()
     headings = re.findall(r"^w\d  .* tokens a step", result.stdout, re.MULTILINE)
     assert len(set(headings)) == 4  # a chart that is too wide for its page goes on below its heading again
