@@ -35,7 +35,8 @@ class EngineConfig(Section):
     """A worker fails if one of its ranks waits this long for another."""
     progress_timeout_s: float = Field(120.0, gt=0.0)
     """A worker reports `hung` and ends if a step takes this long. It learns a shorter limit from its own steps: 20
-    times the longest recent one, but at least 10 s on a CPU and 60 s on a GPU, where a step may compile a kernel."""
+    times the longest recent one (more for a larger step, in proportion), but at least 10 s on a CPU and 60 s on a GPU,
+    where a step may compile a kernel."""
     num_threads: int | None = Field(None, ge=1)
     """Threads of each rank's math library on CPU; None divides the machine's cores among a worker's ranks."""
     kv_cache_memory_mib: int | None = Field(None, ge=1)

@@ -10,9 +10,7 @@ from baton.clock import Clock
 from baton.system.standstill import Standstill
 
 _TIMES_THE_LONGEST = 20.0
-"""A piece may take this many times as long as the longest recent one."""
-_TIMES_THE_LARGEST = 2
-"""Recent pieces say nothing about one that is more than this many times as large: it gets the whole limit."""
+"""A piece may take this many times as long as the longest recent one; a larger piece longer in proportion."""
 _PIECES_OF_LATE = 256
 """The last 256 to 512 pieces count as recent."""
 
@@ -38,8 +36,8 @@ class Progress:
 
     def __init__(self, what: str, clock: Clock, limit_s: float, least_s: float | None = None) -> None:
         """A piece may take `limit_s` seconds. With `least_s` the limit is learned: 20 times the longest recent piece,
-        but no less than `least_s` and no more than `limit_s`. A piece over twice as large as the largest recent one
-        gets `limit_s`.
+        and for a piece that is n times as large as the largest recent one 20 n times; but no less than `least_s` and
+        no more than `limit_s`. Before the first piece with a size, it is `limit_s`.
         """
         self.what = what
         self._clock = clock
@@ -49,15 +47,16 @@ class Progress:
         self._recent = self._before = _Extremes()
         self._num_recent = 0
 
-    def begin(self, size: int = 1) -> None:
-        """A piece of work begins, and ends the one before it. `size` is in any unit, tokens for a step."""
+    def begin(self, size: int = 0) -> None:
+        """A piece of work begins, and ends the one before it. `size` is in any unit, tokens for a step; nothing is
+        learned from pieces without a size."""
         self.end()
         self._piece = Piece(self._clock.now(), size)
 
     def end(self) -> None:
         """The piece has ended, and no other has begun. May be repeated."""
         piece, self._piece = self._piece, None
-        if piece is None or self._least_s is None:
+        if piece is None or piece.size == 0 or self._least_s is None:
             return
         if self._num_recent >= _PIECES_OF_LATE:
             self._before, self._recent, self._num_recent = self._recent, _Extremes(), 0
@@ -75,10 +74,11 @@ class Progress:
         if self._least_s is None:
             return self._limit_s
         recent, before = self._recent, self._before
-        if piece.size > _TIMES_THE_LARGEST * max(recent.largest, before.largest):
+        largest = max(recent.largest, before.largest)
+        if not largest:
             return self._limit_s
-        learned_s = _TIMES_THE_LONGEST * max(recent.longest_s, before.longest_s)
-        return min(self._limit_s, max(self._least_s, learned_s))
+        longest_s = max(recent.longest_s, before.longest_s) * max(1.0, piece.size / largest)
+        return min(self._limit_s, max(self._least_s, _TIMES_THE_LONGEST * longest_s))
 
 
 class ProgressObserver:

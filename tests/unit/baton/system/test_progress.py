@@ -72,12 +72,19 @@ def test_what_was_learned_long_ago_is_forgotten() -> None:
     assert scene.noticed_after(100.0) == pytest.approx(LEAST_S, abs=0.5)
 
 
-@pytest.mark.parametrize(("size", "limit_s"), [(200, LEAST_S), (201, LIMIT_S)])
-def test_a_much_larger_piece_gets_the_whole_limit(size: int, limit_s: float) -> None:
+@pytest.mark.parametrize(("size", "limit_s"), [(100, 20.0), (50, 20.0), (200, 40.0), (301, LIMIT_S)])
+def test_a_larger_piece_gets_more_in_proportion(size: int, limit_s: float) -> None:
     scene = Scene()
-    scene.work(0.1, size=100)
+    scene.work(1.0, size=100)
     scene.progress.begin(size)
     assert scene.noticed_after(100.0) == pytest.approx(limit_s, abs=0.5)
+
+
+def test_pieces_without_a_size_teach_nothing() -> None:
+    scene = Scene()
+    scene.work(0.001, size=0)
+    scene.progress.begin(512)
+    assert scene.noticed_after(100.0) == pytest.approx(LIMIT_S, abs=0.5)
 
 
 def test_without_a_least_limit_nothing_is_learned() -> None:
@@ -110,4 +117,4 @@ def test_a_piece_that_follows_at_once_begins_anew() -> None:
         scene.progress.begin()
         assert scene.noticed_after(LIMIT_S - 1.0) is None
         scene.progress.end()
-        scene.progress.begin(size=1_000)
+        scene.progress.begin()
