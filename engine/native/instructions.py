@@ -1,0 +1,63 @@
+"""Instruction sets that the kernels are compiled for, and which of them this machine has."""
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """One build of the kernels. Names of flags are those of Linux' /proc/cpuinfo."""
+
+    name: str
+    machine: str
+    """As `platform.machine()` names it."""
+    needs: frozenset[str]
+    compiler_flags: tuple[str, ...]
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+_VNNI, _BF16 = frozenset({"avx512_vnni"}), frozenset({"avx512_bf16"})
+
+INSTRUCTION_SETS = (
+    InstructionSet(
+        "avx512-vnni-bf16",
+        "x86_64",
+        _AVX512 | _VNNI | _BF16,
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    ),
+    InstructionSet("avx512-vnni", "x86_64", _AVX512 | _VNNI, ("-march=x86-64-v4", "-mavx512vnni")),
+    InstructionSet("avx512", "x86_64", _AVX512, ("-march=x86-64-v4",)),
+    InstructionSet("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",)),
+    InstructionSet(
+        "neon-dotprod", "aarch64", frozenset({"asimd", "asimddp"}), ("-march=armv8.2-a+dotprod+fp16",)
+    ),
+    InstructionSet("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
+)
+"""The best first."""
+
+
+@cache
+def machine_instructions() -> InstructionSet | None:
+    """The best set that this machine has; None if it has none of them."""
+    flags = cpu_flags()
+    for instructions in INSTRUCTION_SETS:
+        if instructions.machine == platform.machine() and instructions.needs <= flags:
+            return instructions
+    return None
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What Linux says of the first processor; empty on other systems."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
