@@ -8,14 +8,15 @@ is alone among suspects when a fifth worker ends has done it, unless just as man
          <--- it finishes, or gets further ---
 
 A worker that cannot compute a request says so (ErrorKind.STEP_FAILED) and lives. If two workers say so of the same
-request, it is stopped too, unless one of them says it of many.
+request, it is stopped too. Only workers that have finished other requests count, and that do not say it of many: a
+model whose weights are wrong is no client's fault.
 
 A stopped request is remembered by its caller, prompt and grammar, and refused as long as it comes again.
 """
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -66,6 +67,8 @@ class Suspects:
         """When each was stopped or came again, oldest first, and why it was stopped."""
         self._losses: deque[tuple[float, frozenset[Identity]]] = deque(maxlen=MAX_LOSSES_KEPT)
         """When workers ended, and which requests they had."""
+        self._proven: OrderedDict[str, None] = OrderedDict()
+        """Incarnations of workers that had a part in a finished answer."""
         self._on_trial: Identity | None = None
         self._trial_ends_at = 0.0
         self.counts: Counter[str] = Counter(lost=0, failed=0, refused=0)
@@ -143,9 +146,20 @@ class Suspects:
         suspect = self._touch(identity, now)
         suspect.failed_at.add(incarnation)
         num_blamed = Counter(name for each in self._suspects.values() for name in each.failed_at)
-        if sum(num_blamed[name] <= MAX_BLAMED for name in suspect.failed_at) < MAX_FAILURES_OF_STEPS:
+        witnesses = {
+            name for name in suspect.failed_at & self._proven.keys() if num_blamed[name] <= MAX_BLAMED
+        }
+        if len(witnesses) < MAX_FAILURES_OF_STEPS:
             return None
         return self._stop(identity, "failed", f"{len(suspect.failed_at)} workers could not compute it", now)
+
+    def finished_on(self, incarnations: Iterable[str]) -> None:
+        """An answer is complete to which these workers contributed."""
+        for incarnation in incarnations:
+            self._proven[incarnation] = None
+            self._proven.move_to_end(incarnation)
+        while len(self._proven) > MAX_KEPT:
+            self._proven.popitem(last=False)
 
     def cleared(self, identity: Identity) -> None:
         """It is a bystander: it got further, or an equal one has finished."""
