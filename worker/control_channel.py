@@ -55,7 +55,7 @@ class StdioControlServer:
             if line.strip():
                 self._begin(line)
         if len(self._buffer) > MAX_LINE_BYTES:
-            self._reply(failure(0, WireError(f"a line of more than {MAX_LINE_BYTES} bytes")))
+            self._reply(failure(0, WireError(f"a call is longer than {MAX_LINE_BYTES} bytes")))
             self._buffer = b""
 
     def _begin(self, line: bytes) -> None:

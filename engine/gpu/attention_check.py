@@ -64,11 +64,13 @@ def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compil
             off_TQD = (trial.run().to(torch.float32) - want_TQD).abs()
             if bool((off_TQD <= allowed_TQD).all()):  # and not NaN
                 continue
+            worst = int((off_TQD - allowed_TQD).argmax())  # argmax takes NaN for the largest
+            off, allowed = off_TQD.flatten()[worst].item(), allowed_TQD.flatten()[worst].item()
             raise ConfigError(
-                f"attention, {trial.name}: the Triton kernels differ from torch by up to {off_TQD.max().item():.3g} "
-                f"in run {run + 1} of {NUM_RUNS}, where {allowed_TQD.max().item():.3g} is the most that rounding "
-                f"explains, so this worker would give wrong tokens. They were assembled by ptxas {compiler.version} "
-                f"({compiler.ptxas}); set TRITON_PTXAS_PATH to a ptxas of CUDA 13.3 or later (docs/gpu.md)"
+                f"attention, {trial.name}: the Triton kernels differ from torch by {off:.3g} in run {run + 1} of "
+                f"{NUM_RUNS}, where rounding explains at most {allowed:.3g}, so this worker would give wrong tokens. "
+                f"They were assembled by ptxas {compiler.version} ({compiler.ptxas}); set TRITON_PTXAS_PATH to a "
+                f"ptxas of CUDA 13.3 or later (docs/gpu.md)"
             )
 
 

@@ -89,7 +89,7 @@ def free_memory(device: torch.device) -> int:
 def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], int]) -> int:
     """Bytes that all graphs will take; `free_now` returns the device's free bytes.
 
-    Of each kind the largest and the next are recorded, and kept until all are measured. The next shares the memory of
+    Records the largest two graphs of each kind, and keeps them until all are measured. The next shares the memory of
     the largest; the bytes that it takes on top are assumed for every other graph of its kind.
     """
     limits, total = parts.limits, 0

@@ -1,6 +1,6 @@
 """RetryState: where a request may go next, and when it is given up; pure.
 
-After a failed attempt, another one continues on other workers, behind the tokens that the client already has. An
+After a failed attempt, another one continues on other workers, after the tokens that the client already has. An
 attempt counts against a request if it failed or lost a worker, and brought the client no new token from a decode
 worker. The request ends after
 

@@ -1,8 +1,9 @@
 """Suspects: requests that may be what ends their workers or breaks their steps; pure.
 
-A worker may end at any moment, and most requests on it are bystanders. A request is suspect that was at the same place
-of its answer when two workers ended under it: a bystander gets further in between. Suspects run one at a time. One that
-is alone among suspects when a fifth worker ends has done it, unless just as many workers ended lately without it.
+A worker may end at any moment, and most requests on it are bystanders. A request becomes suspect when a second worker
+ends under it and its answer has got no further since the first: a bystander gets further in between. Suspects run one
+at a time. When a fifth worker ends under a request, and no other request on that worker has lost five, the request has
+done it, unless at least as many workers ended without it lately.
 
     lost once ----> lost again at the same place: suspect ----> and three times more: stopped
          <--- it finishes, or gets further ---
