@@ -35,7 +35,7 @@ MAX_BLAMED = 3
 """A worker that cannot compute more requests than this is at fault itself."""
 REMEMBERED_S = 600.0
 """After the last loss or failure, or the last time that a stopped request came again."""
-MAX_TRIAL_S = 10.0
+MAX_TURN_S = 10.0
 """How long a suspect keeps others waiting while it gets no further."""
 RECENT_S = 60.0
 """Losses of other workers this long before a request's first one count in its favour."""
@@ -67,8 +67,8 @@ class Suspects:
         """When each was stopped or came again, oldest first, and why it was stopped."""
         self._losses: deque[tuple[float, frozenset[Identity]]] = deque(maxlen=MAX_LOSSES_KEPT)
         """When workers ended, and which requests they had."""
-        self._on_trial: Identity | None = None
-        self._trial_ends_at = 0.0
+        self._at_turn: Identity | None = None
+        self._turn_ends_at = 0.0
         self.counts: Counter[str] = Counter(lost=0, failed=0, refused=0)
         """Requests that were stopped, by what they did, and how often stopped ones were refused."""
 
@@ -86,17 +86,17 @@ class Suspects:
 
     def may_run(self, identity: Identity, now: float) -> bool:
         """False: another suspect runs, so that the loss of its worker would prove nothing."""
-        return not self.is_suspect(identity) or self._on_trial is None or now >= self._trial_ends_at
+        return not self.is_suspect(identity) or self._at_turn is None or now >= self._turn_ends_at
 
     def placed(self, identity: Identity, now: float) -> None:
         if self.is_suspect(identity):
-            self._on_trial, self._trial_ends_at = identity, now + MAX_TRIAL_S
+            self._at_turn, self._turn_ends_at = identity, now + MAX_TURN_S
 
     def left(self, identity: Identity) -> bool:
         """It has no worker any more. True: another suspect may run now."""
-        is_over = identity == self._on_trial
+        is_over = identity == self._at_turn
         if is_over:
-            self._on_trial = None
+            self._at_turn = None
         return is_over
 
     def got_further(self, identity: Identity, place: int) -> bool:

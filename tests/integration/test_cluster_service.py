@@ -73,7 +73,7 @@ async def test_every_node_is_shown_with_its_workers(folder: Path) -> None:
         "address": "10.0.0.1",
         "is_alive": True,
         "is_head": True,
-        "is_leaving": False,
+        "is_draining": False,
         "resources": {"CPU": 2.0},
         "workers": [],
     }

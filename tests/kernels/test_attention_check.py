@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from engine.batch import StepLimits
 from engine.build import DeviceEngine
 from engine.capacity import Capacity
-from engine.gpu.attention_check import NUM_RUNS, attention_trials, check_attention
+from engine.gpu.attention_check import NUM_RUNS, attention_cases, check_attention
 from engine.gpu.compiler import Compiler
 from engine.kernels.paged_attention import paged_attention
 from engine.layers import triton_attention
@@ -54,7 +54,7 @@ def test_a_worker_with_little_room_is_checked_too(
     tmp_path: Path, device: torch.device, limits: StepLimits, num_blocks: int
 ) -> None:
     model, parts, pool = make_parts(tmp_path, device, limits, **(WORKER | {"num_blocks": num_blocks}))
-    assert len([trial.name for trial in attention_trials(model, parts, pool)]) == 2
+    assert len([case.name for case in attention_cases(model, parts, pool)]) == 2
     check_attention(model, parts, pool, COMPILER)
 
 
