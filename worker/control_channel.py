@@ -25,7 +25,7 @@ from baton.messages.control_codec import (
 )
 
 MAX_LINE_BYTES = 64 * 1024
-"""Of a call."""
+"""The longest call."""
 
 MAX_CALLS = 16
 """Calls that may be open at a time; one more is answered with an error."""

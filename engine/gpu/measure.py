@@ -24,7 +24,7 @@ from engine.loading.loader import LoadedModel
 logger = logging.getLogger(__name__)
 
 NUM_MEASURED_GRAPHS = 2
-"""Of each kind: the largest, whose memory all share, and the next, which shows what each further graph takes."""
+"""For each kind: the largest, whose memory all share, and the next, which shows what each further graph takes."""
 COLLECTIVES_BYTES = 512 * 2**20
 """What NCCL may take when the ranks connect, later."""
 CHUNKS = (512, 1024, 2048, 4096, 8192)

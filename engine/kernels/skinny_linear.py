@@ -30,7 +30,7 @@ MAX_X_ELEMENTS_FLOAT8 = 8_192
 """Converting float8 takes registers too: with more, too few programs fit a multiprocessor, or registers spill."""
 
 NUM_MULTIPROCESSORS = 132
-"""Of a Hopper. On other GPUs the same launches are correct, and a little less balanced."""
+"""A Hopper has so many. On other GPUs the same launches are correct, and a little less balanced."""
 
 
 def skinny_linear(

@@ -86,7 +86,7 @@ class RetryState:
         return router.lacking(self._query((), frozenset()))
 
     def needs(self) -> object:
-        """Of two requests with equal needs, either both find a worker or neither does."""
+        """If two requests have equal needs, either both find a worker or neither does."""
         return self._request.mode, self._is_without_prefill, *self._excluded()
 
     def begin(self, placement: Placement, engine_request_id: str, num_tokens: int, now: float) -> Attempt:

@@ -24,7 +24,7 @@ from baton.errors import HarmfulRequest
 from gateway.requests.request import GatewayRequest
 
 Identity = bytes
-"""Of equal requests of one caller."""
+"""The same for equal requests of one caller."""
 
 SUSPECT_LOSSES = 2
 MAX_LOSSES_AT_ONE_PLACE = 5

@@ -39,7 +39,7 @@ class _OpenPool:
     pool: RemotePool
     used_at: float
     watch: int | None
-    """Of the process that owns the pool."""
+    """Watches the process that owns the pool; None: its end is not reported."""
     has_failed: bool = False
     """A read of it failed, or its process has ended: the next hand-over opens it again first."""
 

@@ -39,7 +39,7 @@ class Waits:
         """Deadlines of loads; a postponed load keeps its own. These times and those below exclude standstills."""
         self._asked_at: dict[TransferKey, float] = {}
         self._heard: dict[ProducerRank, _Heard] = {}
-        """Also of producers without a rank transfer at present: the next one need not learn anew."""
+        """Includes producers without a rank transfer at present, so that the next one need not learn anew."""
 
     def begin(self, key: TransferKey, now: float) -> None:
         """From now on the rank transfer asks its producer something every heartbeat, unless pieces arrive."""
