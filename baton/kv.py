@@ -80,7 +80,7 @@ class KVFingerprint:
     """Digest of the model's config and weight files; tells two fine-tunes at one path apart."""
     dtype: str
     layout: str
-    """Axis order of a block, e.g. `LKTHD`; see engine/kv_cache.py."""
+    """Axis order of a block, e.g. `LKHTD`; see engine/kv_cache.py."""
     num_layers: int
     num_kv_heads: int
     """KV heads of all ranks together."""
