@@ -47,7 +47,7 @@ class Softmax:
 class LayerKV:
     """One layer's keys and values of all blocks, as launches take them; made once, since the pool never moves.
 
-    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots behind a request's last token are multiplied by
+    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots after a request's last token are multiplied by
     zero, so they may hold any finite number; the engine clears them when a request gets the block.
     """
 
