@@ -8,7 +8,7 @@ from gateway.requests.request import GatewayRequest
 from gateway.requests.suspects import (
     MAX_BLAMED,
     MAX_KEPT,
-    MAX_TRIAL_S,
+    MAX_TURN_S,
     RECENT_S,
     REMEMBERED_S,
     Suspects,
@@ -79,7 +79,7 @@ def test_c56_suspects_run_one_at_a_time_until_they_get_further() -> None:
     suspects.placed(POISON, 2.0)
     assert not suspects.may_run(OTHER, 3.0)
     assert suspects.may_run(b"somebody", 3.0)
-    assert suspects.may_run(OTHER, 2.0 + MAX_TRIAL_S)
+    assert suspects.may_run(OTHER, 2.0 + MAX_TURN_S)
     assert not suspects.got_further(POISON, 1)
     assert suspects.got_further(POISON, 2)
     assert not suspects.is_suspect(POISON)
