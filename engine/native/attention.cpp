@@ -82,6 +82,7 @@ class LayerAttention {
         const int64_t stop = std::min(item.end_key, next_range(item, key));
         for (int64_t end; key < stop; key = end) {
             end = std::min(stop, (key / TILE_KEYS + 1) * TILE_KEYS);
+            if (item.is_decode) prefetch_tile(pool, block_ids_M, item.kv_head, end, std::min(item.end_key, end + TILE_KEYS));
             if (item.is_decode) decode_tile(pool, block_ids_M, item.kv_head, key, end, scratch, scale, state);
             else chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
         }
@@ -180,9 +181,9 @@ void with_types(const Step &s, const Call &call) {
     if (s.activation_type == FLOAT16) with_pool(static_cast<Float16 *>(nullptr));
 }
 
-// Norms and rotates a head of F pairs (i, i + F).
-template <typename Activation, typename Out>
-void rotate(const Activation *x_D, const float *cos_sin_D, const Activation *norm_D, float eps, int64_t F, Out *out_D) {
+// Norms (if there are weights) and rotates a head of F pairs (i, i + F), in place.
+template <typename Activation>
+void rotate(Activation *x_D, const float *cos_sin_D, const Activation *norm_D, float eps, int64_t F) {
     float scale = 1.0f;
     if (norm_D) {
         Floats squares = {};
@@ -197,8 +198,8 @@ void rotate(const Activation *x_D, const float *cos_sin_D, const Activation *nor
             b = b * scale * load_some(norm_D + F + i, left);
         }
         const Floats cosine = load_some(cos_sin_D + i, left), sine = load_some(cos_sin_D + F + i, left);
-        store_some(out_D + i, a * cosine - b * sine, left);
-        store_some(out_D + F + i, b * cosine + a * sine, left);
+        store_some(x_D + i, a * cosine - b * sine, left);
+        store_some(x_D + F + i, b * cosine + a * sine, left);
     }
 }
 
@@ -213,7 +214,7 @@ void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *
     counts[0] = plan.num_items, counts[1] = plan.num_merges, counts[2] = plan.num_partials;
 }
 
-// Norms (if there are weights) and rotates queries, in place, and keys; stores keys and values in the pool.
+// Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool.
 void baton_rope_store(const Step *step, int64_t layer, void *qkv_TPD, const void *q_norm_D, const void *k_norm_D,
                       float eps) {
     const Step &s = *step;
@@ -226,12 +227,16 @@ void baton_rope_store(const Step *step, int64_t layer, void *qkv_TPD, const void
             for (int64_t t = begin; t < end; ++t) {
                 Activation *x_D = static_cast<Activation *>(qkv_TPD) + t * s.token_size();
                 const float *cos_sin_D = s.cos_sin_XD + s.positions_T[t] * D;
-                for (int64_t head = 0; head < s.num_heads; ++head, x_D += D)
-                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(q_norm_D), eps, D / 2, x_D);
-                for (int64_t head = 0; head < s.num_kv_heads; ++head, x_D += D) {
+                for (int64_t head = 0; head < s.num_heads + s.num_kv_heads; ++head, x_D += D)
+                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(head < s.num_heads ? q_norm_D : k_norm_D), eps,
+                           D / 2);
+                const Activation *keys = x_D - s.num_kv_heads * D, *values = x_D;
+                for (int64_t head = 0; head < s.num_kv_heads; ++head) {
                     Stored *key_D = pool.key(s.slots_T[t], head), *value_D = key_D + pool.values;
-                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(k_norm_D), eps, D / 2, key_D);
-                    for (int64_t i = 0; i < D; i += LANES) store(value_D + i, load(x_D + s.num_kv_heads * D + i));
+                    for (int64_t i = 0; i < D; i += LANES) {
+                        store(key_D + i, load(keys + head * D + i));
+                        store(value_D + i, load(values + head * D + i));
+                    }
                 }
             }
         });

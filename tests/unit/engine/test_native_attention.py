@@ -194,7 +194,7 @@ def test_heads_and_blocks_of_many_sizes(heads: Heads, block_size: int, dtype: to
 def test_a_pool_of_8_bit_floats(dtype: torch.dtype) -> None:
     layout = make_layout(MIXED, Heads(6, 2, 32), dtype, pool_dtype=FP8)
     out, pool = layout.native_out(0)
-    # Rotated keys are rounded once, by torch twice: single keys may differ by a whole unit of 8 bits.
+    # A last bit of a rotated key may become a whole unit of its 8 bits.
     assert (out.float() - layout.torch_out(0).float()).abs().mean().item() < 4e-3
     stored = pool.layers[0].slot_rows_RD[layout.pool.slot_rows(torch.from_numpy(layout.batch.slots_T))]
     values = layout.qkv_TPD[:, -2:].reshape(-1, 32).to(FP8)
