@@ -65,7 +65,8 @@ class LayerAttention {
 
     void take_queries_of(const Item &item) const {
         const auto query = [&](int64_t row) {
-            return qkv_TPD + (item.first_token + row / G) * s.token_size() + (item.kv_head * G + row % G) * D;
+            const int64_t rows = item.num_kv_heads * G;
+            return qkv_TPD + (item.first_token + row / rows) * s.token_size() + (item.kv_head * G + row % rows) * D;
         };
         if (item.is_decode) {
             for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(scratch.queries + i, load(query(0) + i));
@@ -82,15 +83,20 @@ class LayerAttention {
         const int64_t stop = std::min(item.end_key, next_range(item, key));
         for (int64_t end; key < stop; key = end) {
             end = std::min(stop, (key / TILE_KEYS + 1) * TILE_KEYS);
-            if (item.is_decode) prefetch_tile(pool, block_ids_M, item.kv_head, end, std::min(item.end_key, end + TILE_KEYS));
-            if (item.is_decode) decode_tile(pool, block_ids_M, item.kv_head, key, end, scratch, scale, state);
-            else chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
+            if (item.is_decode) {
+                for (int64_t i = 0; i < item.num_kv_heads; ++i)
+                    decode_tile(pool, block_ids_M, item.kv_head + i, key, end, scratch.queries + i * G * D, scratch.scores,
+                                scale, state.of_rows(i * G, G));
+            } else {
+                chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
+            }
         }
     }
 
     void write(const Item &item, const Softmax &total) const {
+        const int64_t rows = item.num_kv_heads * G;
         for (int64_t r = 0; r < item.num_rows; ++r) {
-            Activation *out = out_TQD + ((item.first_token + r / G) * s.num_heads + item.kv_head * G + r % G) * D;
+            Activation *out = out_TQD + ((item.first_token + r / rows) * s.num_heads + item.kv_head * G + r % rows) * D;
             const float inverse = 1.0f / total.sum[r];
             for (int64_t i = 0; i < D; i += LANES) store(out + i, load(total.out + r * D + i) * inverse);
         }
@@ -103,9 +109,19 @@ class Plan {
     Plan(const Step &step, int64_t window, Item *items, Merge *merges)
         : s(step), window(window), tile_queries(std::max<int64_t>(1, TILE_ROWS / step.heads_per_kv_head())), items(items),
           merges(merges) {
-        for_each_tile([&](const Item &item) { total_cost += cost(item) * s.num_kv_heads; });
+        const int64_t most_heads = std::min(s.num_kv_heads, tile_queries);
         for_each_tile([&](Item item) {
-            for (item.kv_head = 0; item.kv_head < s.num_kv_heads; ++item.kv_head) add(item);
+            item.num_kv_heads = s.num_kv_heads;
+            total_cost += cost(item);
+        });
+        // The kv heads of a block lie side by side, so one thread reads them all if there is enough for the others.
+        for_each_tile([&](Item item) {
+            item.num_kv_heads = item.is_decode ? most_heads : 1;
+            if (is_large(item)) item.num_kv_heads = 1;
+            for (; item.kv_head < s.num_kv_heads; item.kv_head += item.num_kv_heads) {
+                item.num_kv_heads = std::min(item.num_kv_heads, s.num_kv_heads - item.kv_head);
+                add(item);
+            }
         });
     }
 
@@ -140,12 +156,17 @@ class Plan {
     }
 
     // Reading a key for a decode costs about as much as computing with it for 16 rows.
-    static int64_t cost(const Item &item) { return (item.end_key - item.first_key) * (item.is_decode ? 16 : item.num_rows); }
+    static int64_t cost(const Item &item) {
+        return (item.end_key - item.first_key) * item.num_kv_heads * (item.is_decode ? 16 : item.num_rows);
+    }
+
+    // Whether threads could end at very different times.
+    bool is_large(const Item &item) const { return s.num_threads > 1 && cost(item) * s.num_threads * 4 > total_cost; }
 
     void add(Item item) {
+        if (item.is_decode) item.num_rows = item.num_kv_heads * s.heads_per_kv_head();
         const int64_t range = item.range_keys(), first = item.first_key / range, end = ceil_div(item.end_key, range);
-        const bool is_cut = s.num_threads > 1 && end - first > 1 && cost(item) * s.num_threads * 4 > total_cost;
-        if (!is_cut) {
+        if (end - first == 1 || !is_large(item)) {
             items[num_items++] = item;
             return;
         }

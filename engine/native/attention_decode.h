@@ -67,7 +67,6 @@ inline float weigh(float *scores, int64_t num_keys, float scale, float *largest,
     return kept;
 }
 
-// Adds keys `key` to `end`, at most a tile of them.
 template <int heads, typename Stored>
 void decode_heads(const float *queries, const Stored *const *keys, const Stored *const *values, int64_t num_keys,
                   float *scores, float scale, Softmax state, int64_t head) {
@@ -82,22 +81,10 @@ void decode_heads(const float *queries, const Stored *const *keys, const Stored 
     for (; i < D; i += LANES) weighted_sum<heads, 1>(scores, kept, values, num_keys, i, out, D);
 }
 
-// Asks for the keys and values of a tile: they lie in blocks, so the processor does not foresee them.
-template <typename Stored>
-void prefetch_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end) {
-    constexpr int64_t LINE = 64 / sizeof(Stored);
-    const Stored *keys[TILE_KEYS];
-    pool.find_keys(block_ids_M, kv_head, key, end, keys);
-    for (int64_t k = 0; k < end - key; ++k)
-        for (int64_t i = 0; i < pool.head_dim; i += LINE) {
-            __builtin_prefetch(keys[k] + i);
-            __builtin_prefetch(keys[k] + pool.values + i);
-        }
-}
-
+// Adds keys `key` to `end`, at most a tile of them, to the rows of one kv head.
 template <typename Stored>
 void decode_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end,
-                 Scratch &scratch, float scale, const Softmax &state) {
+                 const float *queries, float *scores, float scale, const Softmax &state) {
     const Stored *keys[TILE_KEYS + KEYS], *values[TILE_KEYS];
     const int64_t num_keys = end - key;
     pool.find_keys(block_ids_M, kv_head, key, end, keys);
@@ -105,7 +92,7 @@ void decode_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int6
     std::fill_n(keys + num_keys, KEYS, keys[0]);  // scores beyond the last are overwritten
     for (int64_t head = 0; head < state.num_rows; head += HEADS) {
         const auto run = [&](auto heads) {
-            decode_heads<decltype(heads)::value>(scratch.queries, keys, values, num_keys, scratch.scores, scale, state, head);
+            decode_heads<decltype(heads)::value>(queries, keys, values, num_keys, scores, scale, state, head);
         };
         switch (state.num_rows - head) {
             case 1: run(std::integral_constant<int, 1>{}); break;
