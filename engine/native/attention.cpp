@@ -84,9 +84,11 @@ class LayerAttention {
         for (int64_t end; key < stop; key = end) {
             end = std::min(stop, (key / TILE_KEYS + 1) * TILE_KEYS);
             if (item.is_decode) {
-                for (int64_t i = 0; i < item.num_kv_heads; ++i)
+                for (int64_t i = 0; i < item.num_kv_heads; ++i) {
+                    prefetch_tile(pool, block_ids_M, item.kv_head + i, end, std::min(item.end_key, end + TILE_KEYS));
                     decode_tile(pool, block_ids_M, item.kv_head + i, key, end, scratch.queries + i * G * D, scratch.scores,
                                 scale, state.of_rows(i * G, G));
+                }
             } else {
                 chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
             }

@@ -81,6 +81,19 @@ void decode_heads(const float *queries, const Stored *const *keys, const Stored 
     for (; i < D; i += LANES) weighted_sum<heads, 1>(scores, kept, values, num_keys, i, out, D);
 }
 
+// Asks for the keys and values of a tile: blocks are scattered, so the processor does not foresee them.
+template <typename Stored>
+void prefetch_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end) {
+    constexpr int64_t LINE = 64 / sizeof(Stored);
+    const Stored *keys[TILE_KEYS];
+    pool.find_keys(block_ids_M, kv_head, key, end, keys);
+    for (int64_t k = 0; k < end - key; ++k)
+        for (int64_t i = 0; i < pool.head_dim; i += LINE) {
+            __builtin_prefetch(keys[k] + i);
+            __builtin_prefetch(keys[k] + pool.values + i);
+        }
+}
+
 // Adds keys `key` to `end`, at most a tile of them, to the rows of one kv head.
 template <typename Stored>
 void decode_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end,
