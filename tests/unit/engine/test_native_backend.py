@@ -63,7 +63,10 @@ def test_gates(backend: NativeBackend, num_tokens: int, width: int, dtype: torch
     gate, up = gate_up.double().chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(
-        backend.gated(Same(), gate_up).double(), expected, rtol=8e-3 if dtype != torch.float32 else 3e-6, atol=1e-5
+        backend.gated(Same(), gate_up).double(),
+        expected,
+        rtol=8e-3 if dtype != torch.float32 else 3e-6,
+        atol=1e-5,
     )
 
 
@@ -80,7 +83,9 @@ def test_embeddings_of_a_rank(backend: NativeBackend, dtype: torch.dtype) -> Non
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_value_of_16_bits_is_read_and_written_as_it_is(backend: NativeBackend, dtype: torch.dtype) -> None:
+def test_every_value_of_16_bits_is_read_and_written_as_it_is(
+    backend: NativeBackend, dtype: torch.dtype
+) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(64, -1).clone()
     residual, zeros = every.clone(), torch.zeros_like(every)
     backend.add_rms_norm(zeros, residual, torch.ones(every.shape[1]).to(dtype), 1e-5)
