@@ -279,8 +279,10 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
     const int64_t row_bytes = groups * (group_size + 8);
     const int64_t num_outputs = epilogue == GATE ? layer->num_outputs / 2 : layer->num_outputs;
     const float factor = static_cast<float>(layer->factor);
-    for (int64_t first = 0; first < num_rows; first += ROW_BLOCK) {
-        const Tiles tiles(std::min(ROW_BLOCK, num_rows - first), MAX_ROWS);
+    const Tiles row_blocks(num_rows, ROW_BLOCK);
+    for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
+        const int64_t first = row_blocks.begin(row_block);
+        const Tiles tiles(row_blocks.size(row_block), MAX_ROWS);
         const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
         int8_t *quantised = reinterpret_cast<int8_t *>(scratch<0>(tiles.num_rows * row_bytes));
         // Waking threads takes longer than quantising few rows.

@@ -74,15 +74,21 @@ inline Floats load(const void *row, Type type, int64_t index) {
     return reinterpret_cast<Floats>(__builtin_convertvector(*reinterpret_cast<const Shorts *>(halves), Words) << 16);
 }
 
+inline void store(void *row, Type type, int64_t index, Floats values) {
+    if (type == FLOAT32) {
+        *reinterpret_cast<Floats *>(static_cast<float *>(row) + index) = values;
+        return;
+    }
+    *reinterpret_cast<Shorts *>(static_cast<uint16_t *>(row) + index) =
+        type == FLOAT16 ? to_float16(values) : to_bfloat16(values);
+}
+
 // The first `count` of LANES values.
 inline void store(void *row, Type type, int64_t index, Floats values, int64_t count) {
-    char *to = static_cast<char *>(row) + index * size_of(type);
-    const Shorts halves = type == FLOAT32 ? Shorts{} : type == FLOAT16 ? to_float16(values) : to_bfloat16(values);
-    const void *from = type == FLOAT32 ? static_cast<const void *>(&values) : &halves;
-    if (count >= LANES)
-        std::memcpy(to, from, LANES * size_of(type));
-    else
-        std::memcpy(to, from, count * size_of(type));
+    if (count >= LANES) return store(row, type, index, values);
+    uint8_t buffer[4 * LANES];
+    store(buffer, type, 0, values);
+    std::memcpy(static_cast<char *>(row) + index * size_of(type), buffer, count * size_of(type));
 }
 
 // The first `count` of LANES values; zero beyond.
