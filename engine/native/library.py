@@ -29,17 +29,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "BATON_NATIVE_KERNELS"
 SOURCES = Path(__file__).parent
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fno-math-errno",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fPIC",
-    "-shared",
-    "-Wall",
-    "-Werror",
-)
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 300.0
 
 
