@@ -104,7 +104,8 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
         for pattern in cut.patterns
     ]
     as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    merges = [_pair(file, merge) for merge in file.strings("tokenizer.ggml.merges")]
+    known = set(tokens)
+    merges = [_pair(file, merge, known) for merge in file.strings("tokenizer.ggml.merges")]
     return {
         "normalizer": {"type": "NFC"} if cut.is_nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, as_bytes]},
@@ -173,10 +174,10 @@ def _bpe(
     }
 
 
-def _pair(file: GgufFile, merge: str) -> list[str]:
+def _pair(file: GgufFile, merge: str, tokens: set[str]) -> list[str]:
     pair = merge.split(" ")
-    if len(pair) != 2:
-        raise ModelError(f"{file.path}: tokenizer.ggml.merges has {merge!r}, which is no pair of tokens")
+    if len(pair) != 2 or not tokens.issuperset([*pair, "".join(pair)]):
+        raise ModelError(f"{file.path}: tokenizer.ggml.merges has {merge!r}, which makes no token of two")
     return pair
 
 
