@@ -1,4 +1,4 @@
-"""GGUF files by the `gguf` package, from tiny models; and what transformers computes with a GGUF file's numbers."""
+"""GGUF files by the `gguf` package, from tiny models; and transformers' model of any folder."""
 
 import json
 from collections.abc import Callable
@@ -63,7 +63,9 @@ def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> 
 
 
 def transformers_model(folder: Path) -> Any:
-    """The model of `describe`'s folder in float32, with the numbers that the `gguf` package makes of the file."""
+    """The folder's model in float32, of a GGUF file with the numbers that the `gguf` package makes of it."""
+    if not (folder / "model.gguf").exists():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(folder)
     reader = gguf.GGUFReader(folder / "model.gguf")
     architecture = ARCHITECTURES[config.model_type]
