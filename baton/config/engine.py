@@ -12,8 +12,10 @@ class ModelConfig(Section):
 
     path: str = "smollm2"
     """A Hugging Face folder, or the name of a model that Baton can download (`smollm2`)."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache. `auto`: on a
+    CPU with AMX or AVX512-BF16 bfloat16, on another CPU float32; on a GPU the checkpoint's own, or bfloat16 instead of
+    float32. The command that starts the fleet decides, for all workers."""
     quantization: Literal["fp8"] | None = None
     """`fp8` converts the layers' matrices to 8-bit floats (e4m3) while they load, with one scale per output, which
     halves their memory. Embeddings, norms and the projection to logits stay as they are. GPUs with 8-bit matrix units
