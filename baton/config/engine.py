@@ -12,8 +12,10 @@ class ModelConfig(Section):
 
     path: str = "smollm2"
     """A Hugging Face folder, a GGUF file, or the name of a model that Baton can download (`smollm2`)."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache. `auto`: on a
+    CPU with AMX or AVX512-BF16 bfloat16, on another CPU float32; on a GPU the checkpoint's own, or bfloat16 instead of
+    float32. The command that starts the fleet decides, for all workers."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
     """How matrices are kept. `auto`: as the model has them; on CPUs a GGUF file's 4 to 8 bits are multiplied as they
     are, and on GPUs converted to `dtype`. `none`: in `dtype`. `int8` and `int4`, on CPUs: in at most 8 or 4 bits, with
