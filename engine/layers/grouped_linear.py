@@ -11,7 +11,7 @@ from engine.layers.grouped_weight import GroupedWeight
 
 
 class GroupedLinear:
-    """`x_TI @ weight_OI.T + bias_O` in float32: every call makes numbers of the weights. That saves memory, not time."""
+    """`x_TI @ weight_OI.T + bias_O` in float32. Every call makes numbers of the weights: it saves memory, not time."""
 
     def __init__(self, weight_OI: GroupedWeight, bias_O: torch.Tensor | None = None) -> None:
         self._weight_OI = weight_OI

@@ -21,7 +21,7 @@ class TorchBackend:
             return GroupedLinear(weight_OI, bias_O)
         return Linear(weight_OI, bias_O)
 
-    def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> Fp8Linear:
+    def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         assert isinstance(weight_OI, torch.Tensor), "quantized already"
         return Fp8Linear(weight_OI, bias_O)
 

@@ -31,7 +31,7 @@ T = TypeVar("T", int, float, bool, str)
 
 
 class GgufType(Enum):
-    """How a tensor is stored: in blocks of `block_size` values and `block_bytes` bytes along the innermost dimension."""
+    """How a tensor is stored: blocks of `block_size` values in `block_bytes` bytes, along the innermost dimension."""
 
     F32 = (0, 1, 4)
     F16 = (1, 1, 2)
@@ -144,7 +144,9 @@ class _Reader:
         version = self._number("I")
         if version not in VERSIONS:
             is_swapped = int.from_bytes(struct.pack("<I", version), "big") in VERSIONS
-            reason = "big-endian files are not supported" if is_swapped else f"version {version} is not supported"
+            reason = (
+                "big-endian files are not supported" if is_swapped else f"version {version} is not supported"
+            )
             raise self._error(f"{reason}; supported are little-endian files of versions 2 and 3")
         num_tensors = self._count("tensors", 24)
         metadata: dict[str, Value] = {}
@@ -187,11 +189,15 @@ class _Reader:
         kind = _TYPES.get(number)
         if kind is None:
             supported = ", ".join(_TYPES[number].name for number in sorted(_TYPES))
-            raise self._error(f"tensor {name} has type {number}, which is not supported; supported are {supported}")
+            raise self._error(
+                f"tensor {name} has type {number}, which is not supported; supported are {supported}"
+            )
         if not all(shape):
             raise self._error(f"tensor {name} has shape {list(shape)}")
         if shape[-1] % kind.block_size:
-            raise self._error(f"tensor {name} is {kind.name}: {shape[-1]} is no multiple of {kind.block_size}")
+            raise self._error(
+                f"tensor {name} is {kind.name}: {shape[-1]} is no multiple of {kind.block_size}"
+            )
         return GgufTensor(name, kind, shape, offset)
 
     def _value(self, key: str) -> Value:
@@ -221,7 +227,9 @@ class _Reader:
     def _count(self, what: str, min_bytes: int) -> int:
         count = self._number("Q")
         if count * min_bytes > self._size:
-            raise self._error(f"it claims to have {count:,} {what}, which do not fit in its {self._size:,} bytes")
+            raise self._error(
+                f"it claims to have {count:,} {what}, which do not fit in its {self._size:,} bytes"
+            )
         return count
 
     def _number(self, code: str) -> int:
@@ -251,7 +259,9 @@ class _Reader:
 
     def _check_fits(self, count: int, size: int) -> None:
         if count * size > self._size - self._position:
-            raise self._error(f"it ends early: {count * size:,} bytes are missing after byte {self._position:,}")
+            raise self._error(
+                f"it ends early: {count * size:,} bytes are missing after byte {self._position:,}"
+            )
 
     def _error(self, what: str) -> ModelError:
         return ModelError(f"{self._path} is not a usable GGUF file: {what}")

@@ -1,8 +1,8 @@
 """From a GGUF tensor's bytes to numbers, without rounding: floats, or a GroupedWeight; knows no file.
 
 A block of bytes holds 32 or 256 values of a row, which are one or more groups with a scale and a minimum each. The
-layouts are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Every value is
-scale x number + minimum, rounded to float32 once, as in ggml's own dequantisation (see tests/unit/engine/test_gguf_blocks.py).
+layouts are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Every value is scale x number +
+minimum, rounded to float32 once. That equals ggml's own dequantisation: its other products are exact in float32.
 
 Shape suffixes: N blocks, B bytes of a block, S values of a block, G groups of a block, O rows, I values of a row.
 """

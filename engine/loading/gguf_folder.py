@@ -1,8 +1,8 @@
 """A GGUF file as a Hugging Face folder: what its metadata says, as the files that everyone reads; copies no weights.
 
-    FOLDER/config.json, generation_config.json                      the architecture
-    FOLDER/tokenizer.json, tokenizer_config.json, chat_template.jinja
-    FOLDER/model.gguf                                               the file itself, or a link to it
+FOLDER/config.json, generation_config.json                      the architecture
+FOLDER/tokenizer.json, tokenizer_config.json, chat_template.jinja
+FOLDER/model.gguf                                               the file itself, or a link to it
 """
 
 import json
@@ -78,7 +78,9 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     head_dim = file.get(f"{name}.attention.key_length", int) or hidden_size // max(num_heads, 1)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (length := file.get(f"{name}.{key}", int)) not in (None, head_dim):
-            raise ModelError(f"{file.path}: {name}.{key} is {length}; supported is the heads' size, {head_dim}")
+            raise ModelError(
+                f"{file.path}: {name}.{key} is {length}; supported is the heads' size, {head_dim}"
+            )
     window = file.get(f"{name}.attention.sliding_window", int)
     if window and name != "llama":
         raise ModelError(f"{file.path}: {name}.attention.sliding_window ({window}) is not supported")
@@ -168,7 +170,9 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, objec
         math.isclose(found, value, rel_tol=1e-3) for found, value in zip(divisors, expected, strict=True)
     )
     if not is_same:
-        raise ModelError(f"{file.path}: rope_freqs.weight is not Llama 3.1's scaling, and no other is supported")
+        raise ModelError(
+            f"{file.path}: rope_freqs.weight is not Llama 3.1's scaling, and no other is supported"
+        )
     return {
         "rope_type": "llama3",
         "rope_theta": theta,

@@ -151,7 +151,9 @@ def _merges_by_score(tokens: list[str], scores: list[float]) -> list[list[str]]:
     merges = []
     for token, score in zip(tokens, scores, strict=True):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = sorted((ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids)
+        known = sorted(
+            (ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids
+        )
         merges += [(score, len(left), len(right), left, right) for _, _, left, right in known]
     merges.sort(key=lambda merge: merge[:3], reverse=True)
     return [[left, right] for *_, left, right in merges]
@@ -230,5 +232,7 @@ def _token_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
     """The id of a special token; ModelError if there is no such token."""
     token_id = file.get(f"tokenizer.ggml.{name}_token_id", int)
     if token_id is not None and not 0 <= token_id < len(tokens):
-        raise ModelError(f"{file.path}: tokenizer.ggml.{name}_token_id is {token_id}, of {len(tokens)} tokens")
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.{name}_token_id is {token_id}, of {len(tokens)} tokens"
+        )
     return token_id

@@ -64,7 +64,7 @@ class GgufWeights(WeightSource):
         takes: Sequence[Take] = (),
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`keeps_groups`: matrices come as the file has them, in 4 or 8 bits on the CPU; otherwise as numbers of `dtype`.
+        """`keeps_groups`: matrices come as the file has them, in 4 or 8 bits on the CPU; otherwise in `dtype`.
 
         `takes`: what will be asked for; only `on_progress` needs it.
         """
@@ -143,7 +143,7 @@ class GgufWeights(WeightSource):
         return self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].view(-1, tensor.row_bytes)
 
     def _order(self, num_outputs: int) -> torch.Tensor:
-        """Where Hugging Face's outputs of whole heads are in the file: of each head the even ones, then the odd ones."""
+        """Where the file has the outputs of whole heads: of each head first the even ones, then the odd ones."""
         return torch.arange(num_outputs).view(-1, self._head_dim // 2, 2).transpose(1, 2).flatten()
 
     def _find(self, take: Take) -> GgufTensor:

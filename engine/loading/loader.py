@@ -238,7 +238,13 @@ def _open_weights(
     if gguf is not None:
         keeps_groups = _kept_as(config, path, device) in ("gguf", *BITS)
         return GgufWeights(
-            gguf, dtype, device, architecture.head_dim, keeps_groups=keeps_groups, takes=takes, on_progress=on_progress
+            gguf,
+            dtype,
+            device,
+            architecture.head_dim,
+            keeps_groups=keeps_groups,
+            takes=takes,
+            on_progress=on_progress,
         )
     if device.type == "cuda":
         return StreamedWeights(path, dtype, takes, CudaCopies(device), on_progress)

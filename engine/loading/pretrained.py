@@ -95,7 +95,11 @@ def resolve(
     try:
         if model is None:
             path = Path(name_or_path).expanduser()
-            return _folder_of_gguf(path, cache_dir, describe) if path.is_file() else _existing_folder(name_or_path)
+            return (
+                _folder_of_gguf(path, cache_dir, describe)
+                if path.is_file()
+                else _existing_folder(name_or_path)
+            )
         folder = cache_dir / name_or_path
         if _is_whole(folder, model):
             return folder

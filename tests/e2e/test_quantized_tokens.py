@@ -52,7 +52,9 @@ def check(path: Path, quantization: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_checkpoint_that_is_quantized_while_loading(folder: Path, quantization: str, num_ranks: int) -> None:
+def test_a_checkpoint_that_is_quantized_while_loading(
+    folder: Path, quantization: str, num_ranks: int
+) -> None:
     check(folder, quantization, num_ranks)
 
 

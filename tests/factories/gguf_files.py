@@ -38,11 +38,17 @@ def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
         stem, _, suffix = name.rpartition(".")
         gguf_name = f"{names.get_name(stem)}.{suffix}"
         if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
-            tensor = _permuted(tensor, config["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"])
+            tensor = _permuted(
+                tensor, config["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
+            )
         wanted = "F32" if tensor.dim() == 1 else kind if isinstance(kind, str) else kind(gguf_name)
         quantization = gguf.GGMLQuantizationType[wanted]
         numbers = tensor.float().numpy()
-        data = random_blocks(wanted, *numbers.shape) if wanted in HALVES else gguf.quantize(numbers, quantization)
+        data = (
+            random_blocks(wanted, *numbers.shape)
+            if wanted in HALVES
+            else gguf.quantize(numbers, quantization)
+        )
         writer.add_tensor(gguf_name, data, raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -78,7 +84,9 @@ def transformers_model(folder: Path) -> Any:
             continue
         numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         if architecture == "llama" and stem.endswith(("attn_q", "attn_k")):
-            numbers = _restored(numbers, config.num_attention_heads if "attn_q" in stem else config.num_key_value_heads)
+            numbers = _restored(
+                numbers, config.num_attention_heads if "attn_q" in stem else config.num_key_value_heads
+            )
         state[f"{hugging_face[stem]}.{suffix}"] = numbers
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

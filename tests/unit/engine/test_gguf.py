@@ -27,7 +27,9 @@ def test_metadata_and_tensors(gguf_file: Path) -> None:
     assert file.numbers("tokenizer.ggml.token_type")[:4] == [3.0, 3.0, 3.0, 1.0]
     down = file.tensors["blk.2.ffn_down.weight"]
     assert (down.type, down.shape, down.row_bytes) == (GgufType.Q4_1, (64, 128), 80)
-    assert max(tensor.offset + tensor.num_bytes for tensor in file.tensors.values()) <= gguf_file.stat().st_size
+    assert (
+        max(tensor.offset + tensor.num_bytes for tensor in file.tensors.values()) <= gguf_file.stat().st_size
+    )
 
 
 def test_a_key_of_another_type_is_named(gguf_file: Path) -> None:
@@ -71,7 +73,10 @@ def tensor(name: str, kind: int = 0, shape: tuple[int, ...] = (4,), offset: int 
         (header(keys=1, rest=text("k") + struct.pack("<IIQ", 9, 8, 2**40)), "bytes are missing"),
         (header(keys=1, rest=text("k") + struct.pack("<IIQ", 9, 5, 2**62)), "bytes are missing"),
         (header(keys=2, rest=2 * (text("k") + struct.pack("<II", 4, 1))), "k is there twice"),
-        (header(tensors=1, rest=tensor("t", kind=10)), "t has type 10, which is not supported; supported are F32"),
+        (
+            header(tensors=1, rest=tensor("t", kind=10)),
+            "t has type 10, which is not supported; supported are F32",
+        ),
         (header(tensors=1, rest=tensor("t", shape=())), "t has 0 dimensions"),
         (header(tensors=1, rest=tensor("t", shape=(1,) * 5)), "t has 5 dimensions"),
         (header(tensors=1, rest=tensor("t", shape=(4, 0))), r"t has shape \[0, 4\]"),
@@ -103,7 +108,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, gguf_file: P
 
 
 def test_a_damaged_file_is_refused_or_stays_inside_itself(tmp_path: Path, gguf_file: Path) -> None:
-    """Random bytes of the header change; nothing but a ModelError comes of it, and no tensor reaches behind the file."""
+    """Random bytes of the header change: at most a ModelError comes of it, and no tensor reaches behind the file."""
     content = gguf_file.read_bytes()
     data_offset = read_gguf(gguf_file).data_offset
     rng = random.Random(5)

@@ -50,7 +50,9 @@ def test_tokens_and_chat_are_those_of_the_original_folder(tmp_path: Path, source
     chat = ours.render_chat(messages)
     assert chat == theirs.render_chat(messages)
     assert ours.encode(chat) == theirs.encode(chat)
-    assert ours.decode(ours.encode(chat), skip_special_tokens=True) == "user\nWhat is the capital?\nassistant\n"
+    assert (
+        ours.decode(ours.encode(chat), skip_special_tokens=True) == "user\nWhat is the capital?\nassistant\n"
+    )
     assert ours.vocab_size == theirs.vocab_size == 300
 
 
@@ -139,7 +141,10 @@ SIZES = {
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general__architecture": "gemma3"}, r"architecture 'gemma3' is not supported; supported are llama, qwen2"),
+        (
+            {"general__architecture": "gemma3"},
+            r"architecture 'gemma3' is not supported; supported are llama, qwen2",
+        ),
         ({"llama__expert_count": 8}, r"llama\.expert_count \(8\) is not supported"),
         ({"llama__logit_scale": 16.0}, r"llama\.logit_scale \(16\.0\) is not supported"),
         ({"llama__attention__scale": 0.5}, r"llama\.attention\.scale \(0\.5\) is not supported"),
@@ -148,7 +153,10 @@ SIZES = {
         ({"llama__embedding_length": None}, r"the metadata key llama\.embedding_length is missing"),
         ({"split__count": 3}, r"is one of several parts; join them first: llama-gguf-split --merge"),
         ({"tokenizer__ggml__model": "bert"}, r"tokenizer\.ggml\.model is 'bert'; supported are 'gpt2'"),
-        ({"tokenizer__ggml__pre": "unheard-of"}, r"tokenizer\.ggml\.pre is 'unheard-of', which is not supported"),
+        (
+            {"tokenizer__ggml__pre": "unheard-of"},
+            r"tokenizer\.ggml\.pre is 'unheard-of', which is not supported",
+        ),
         ({"tokenizer__ggml__bos_token_id": 300}, r"bos_token_id is 300, of 300 tokens"),
         ({"tokenizer__ggml__merges": ["a b c"]}, r"merges has 'a b c', which makes no token of two"),
         ({"tokenizer__ggml__merges": ["a qqqq"]}, r"merges has 'a qqqq', which makes no token of two"),

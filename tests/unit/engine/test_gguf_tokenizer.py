@@ -22,7 +22,15 @@ def texts() -> list[str]:
     """Documents, code, and random characters: letters of many scripts, marks, digits, spaces, emoji."""
     files = [ROOT / "README.md", ROOT / "docs/architecture.md", Path(__file__)]
     rng = random.Random(2)
-    ranges = [(0x20, 0x7F), (0x20, 0x41), (0xA0, 0x250), (0x300, 0x700), (0x900, 0xE00), (0x3040, 0x30FF), (0x1F300, 0x1F600)]
+    ranges = [
+        (0x20, 0x7F),
+        (0x20, 0x41),
+        (0xA0, 0x250),
+        (0x300, 0x700),
+        (0x900, 0xE00),
+        (0x3040, 0x30FF),
+        (0x1F300, 0x1F600),
+    ]
     spaces = " \t\n\r\u00a0\u2003"
     drawn = [
         "".join(
@@ -31,7 +39,16 @@ def texts() -> list[str]:
         )
         for _ in range(600)
     ]
-    tricky = ["", "I'll, WE'LL; don't", "a1b22c333 4444", "x  5\n\n  y", "²½٣Ⅷ", "e\u0301 é", "<s> </s><unk>", "\x00\x7f"]
+    tricky = [
+        "",
+        "I'll, WE'LL; don't",
+        "a1b22c333 4444",
+        "x  5\n\n  y",
+        "²½٣Ⅷ",
+        "e\u0301 é",
+        "<s> </s><unk>",
+        "\x00\x7f",
+    ]
     return [*(file.read_text() for file in files), *drawn, *tricky]
 
 
@@ -46,8 +63,12 @@ def byte_level(pre: str, **values: Any) -> GgufFile:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([*CORPUS, (ROOT / "README.md").read_text(), "1 22 333   4444\n\n  55"], trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        [*CORPUS, (ROOT / "README.md").read_text(), "1 22 333   4444\n\n  55"], trainer
+    )
     state = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(state["vocab"], key=state["vocab"].__getitem__)
     words = {
@@ -80,13 +101,21 @@ def test_byte_level_tokens_are_those_of_transformers(pre: str) -> None:
     found, expected = ours(file), theirs(file)
     if pre == "smollm":
         # transformers' conversion knows no `smollm`; the model's own tokenizer.json has these two.
-        cut = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        cut = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
         expected.pre_tokenizer = pre_tokenizers.Sequence(cut)
     if pre == "qwen2":
-        expected.normalizer = found.normalizer  # the model's own tokenizer.json has NFC, which transformers leaves out
+        expected.normalizer = (
+            found.normalizer
+        )  # the model's own tokenizer.json has NFC, which transformers leaves out
     for text in texts():
         tokens = found.encode(text, add_special_tokens=False).ids
-        if pre not in ("llama-bpe", "tekken"):  # transformers does not prefer whole words, as the models' own files do
+        if pre not in (
+            "llama-bpe",
+            "tekken",
+        ):  # transformers does not prefer whole words, as the models' own files do
             assert tokens == expected.encode(text, add_special_tokens=False).ids, repr(text)
         if pre != "qwen2":
             assert found.decode(tokens, skip_special_tokens=False) == text
@@ -129,7 +158,24 @@ def test_special_tokens_are_named() -> None:
 
 def sentence_piece(**values: Any) -> GgufFile:
     """Pieces with scores as SentencePiece numbers them: the earlier, the better."""
-    pieces = ["▁t", "he", "▁the", "in", "er", "▁a", "ou", "an", "▁an", "ca", "▁ca", "ch", "che", "▁cache", "▁▁", "▁▁▁▁"]
+    pieces = [
+        "▁t",
+        "he",
+        "▁the",
+        "in",
+        "er",
+        "▁a",
+        "ou",
+        "an",
+        "▁an",
+        "ca",
+        "▁ca",
+        "ch",
+        "che",
+        "▁cache",
+        "▁▁",
+        "▁▁▁▁",
+    ]
     letters = sorted(set("abcdefghijklmnopqrstuvwxyzTWO▁.,é"))
     tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *letters]
     num_others = len(tokens) - len(pieces) - len(letters)

@@ -1,4 +1,4 @@
-"""Models from GGUF files: transformers' logits with the file's numbers, in any order of q and k, shared or quantized."""
+"""Models from GGUF files give transformers' tokens with the file's numbers; shared by ranks, and quantized."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,9 @@ def test_architectures(tmp_path: Path, architecture: str, overrides: dict[str, A
     assert tokens(load(folder)) == tokens(load(tmp_path / "source")) == expected_tokens(folder)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize(
+    "kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+)
 def test_kinds_of_blocks(tmp_path: Path, kind: str) -> None:
     """`none` makes numbers of them, and gives transformers' tokens."""
     folder = make_folder(tmp_path, kind=kind, num_hidden_layers=2, **K_QUANTS)
@@ -91,7 +93,9 @@ def logits(model: LoadedModel) -> torch.Tensor:
     plan = driver.plan({"a": len(PROMPT)})
     requests.update(plan)
     attention = PagedAttention(driver.pool, model.architecture, model.num_heads, model.dtype)
-    hidden_TE = model.decoder.forward(InputTokens(torch.tensor(PROMPT)), attention.prepare(requests.build(plan)))
+    hidden_TE = model.decoder.forward(
+        InputTokens(torch.tensor(PROMPT)), attention.prepare(requests.build(plan))
+    )
     return model.decoder.logits(hidden_TE)
 
 
@@ -146,19 +150,25 @@ def test_an_ordinary_checkpoint_is_quantized_while_it_is_loaded(
     plain, quantized = load(path), load(path, quantization=quantization)
     assert quantized.digest == f"{plain.digest}-{quantization}"
     assert largest / 20 < error(quantized, plain) < largest
-    assert load(path, quantization=quantization, load_format="dummy").digest.endswith(f"-dummy-{quantization}")
+    assert load(path, quantization=quantization, load_format="dummy").digest.endswith(
+        f"-dummy-{quantization}"
+    )
 
 
 def test_inputs_that_are_not_whole_groups_are_named(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, intermediate_size=80)
-    with pytest.raises(ModelError, match=r"down_proj\.weight cannot be quantized: its 80 inputs .* groups of 32"):
+    with pytest.raises(
+        ModelError, match=r"down_proj\.weight cannot be quantized: its 80 inputs .* groups of 32"
+    ):
         load(path, quantization="int8")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_on_a_gpu_it_says_what_is_possible(tmp_path: Path, quantization: str) -> None:
     config = ModelConfig.model_validate({"quantization": quantization})
-    with pytest.raises(ConfigError, match=rf"model.quantization: '{quantization}' .*; with 'cuda', use 'fp8', or 'none'"):
+    with pytest.raises(
+        ConfigError, match=rf"model.quantization: '{quantization}' .*; with 'cuda', use 'fp8', or 'none'"
+    ):
         load_model(config, make_model_dir(tmp_path), torch.device("cuda"))
 
 
@@ -175,9 +185,13 @@ def test_digests_tell_models_and_quantizations_apart(tmp_path: Path) -> None:
 def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     source = source_of(folder)
-    with pytest.raises(ModelError, match=r"model\.gguf: tensor blk\.7\.attn_q\.weight \(shape \[64, 64\]\) is missing"):
+    with pytest.raises(
+        ModelError, match=r"model\.gguf: tensor blk\.7\.attn_q\.weight \(shape \[64, 64\]\) is missing"
+    ):
         source.take_matrix("model.layers.7.self_attn.q_proj.weight", 64, 64)
-    with pytest.raises(ModelError, match=r"blk\.0\.ffn_up\.weight has shape \[128, 64\], but .* implies \[128, 63\]"):
+    with pytest.raises(
+        ModelError, match=r"blk\.0\.ffn_up\.weight has shape \[128, 64\], but .* implies \[128, 63\]"
+    ):
         source.take_matrix("model.layers.0.mlp.up_proj.weight", 128, 63)
     with pytest.raises(ModelError, match=r"30 tensors do not belong to .*: blk\.0\.attn_k\.weight, "):
         source_of(folder).check_all_taken()

@@ -127,7 +127,9 @@ def test_an_interrupted_run_leaves_no_folder_and_its_rest_is_swept(source: FakeS
     assert source.resolve(cache).is_dir()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "other source", "former layout", "manifest is no JSON"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "missing", "other source", "former layout", "manifest is no JSON"]
+)
 def test_a_damaged_folder_is_made_anew(source: FakeSource, cache: Path, damage: str) -> None:
     folder = source.resolve(cache)
     manifest = folder / "manifest.json"
@@ -187,7 +189,9 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         resolve(str(tmp_path), tmp_path)
 
 
-def test_a_gguf_file_becomes_a_folder_with_a_link_to_it(source: FakeSource, cache: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_becomes_a_folder_with_a_link_to_it(
+    source: FakeSource, cache: Path, tmp_path: Path
+) -> None:
     gguf = tmp_path / "some" / "Model-1.Q4_0.gguf"
     gguf.parent.mkdir()
     gguf.write_bytes(GGUF_BYTES)
@@ -225,7 +229,8 @@ def test_a_file_of_another_format_is_refused_and_leaves_nothing(tmp_path: Path) 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match="'llama-70b' is neither a folder, nor a GGUF file, nor a known name; known names: smollm2"
+        ModelError,
+        match="'llama-70b' is neither a folder, nor a GGUF file, nor a known name; known names: smollm2",
     ):
         resolve("llama-70b", tmp_path)
 
