@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,9 @@ def sides(products: Products) -> Iterator[Side]:
     def ours(weight_OI: torch.Tensor) -> Product:
         return NativeLinear.of_floats(products, weight_OI, None)
 
+    def grouped(weight_OI: torch.Tensor, bits: Literal[4, 8]) -> Product:
+        return NativeLinear.of_groups(products, GroupedWeight.quantize(weight_OI, bits, GROUP_SIZE), None)
+
     def short(weight_OI: torch.Tensor) -> torch.Tensor:
         return weight_OI.to(bfloat16)
 
@@ -73,15 +77,8 @@ def sides(products: Products) -> Iterator[Side]:
     yield Side("bf16 in fp32", OURS, float32, lambda w: ours(short(w).to(float32)))
     yield Side("bf16", OURS, bfloat16, lambda w: ours(short(w)))
     yield Side("bf16", "torch, packed", bfloat16, lambda w: Linear(short(w)))
-    for bits in (8, 4):
-        yield Side(
-            f"int{bits}",
-            OURS,
-            float32,
-            lambda w, bits=bits: NativeLinear.of_groups(
-                products, GroupedWeight.quantize(w, bits, GROUP_SIZE), None
-            ),
-        )
+    yield Side("int8", OURS, float32, lambda w: grouped(w, 8))
+    yield Side("int4", OURS, float32, lambda w: grouped(w, 4))
     yield Side("int8", "torch, int8pack", bfloat16, _int8pack)
     yield Side("int8", "oneDNN, 8-bit activations", float32, _onednn)
     yield Side("int4", "torch, int4pack", bfloat16, _int4pack)
