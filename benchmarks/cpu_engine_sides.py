@@ -3,8 +3,8 @@
     PYTHON -m benchmarks.cpu_engine_sides SIDE MODEL DTYPE THREADS
 
 SIDE is baton, transformers, vllm or llama; PYTHON is an interpreter that has it. MODEL is a Hugging Face folder, for
-llama a GGUF file. DTYPE may also be int8, int4 or gguf for baton, and is gguf for llama. Orders and answers are lines of
-JSON (`benchmarks/peer.py`):
+llama a GGUF file. DTYPE may also be int8, int4 or gguf for baton, and is gguf for llama. Orders and answers are lines
+of JSON (`benchmarks/peer.py`):
 
     {"prompts": [[17, 4, ...], ...], "decode_tokens": 16}     {"prefill_s": 0.31, "decode_s": 0.022}
 

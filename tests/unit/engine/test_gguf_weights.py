@@ -23,7 +23,7 @@ from tests.factories.stepping import StepDriver
 
 CPU = torch.device("cpu")
 PROMPT = [5, 6, 7, 40, 41, 200, 3]
-K_QUANTS = {"hidden_size": 256, "intermediate_size": 512}
+K_QUANTS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
 
 
 def make_folder(path: Path, architecture: str = "llama", kind: Kind | str = "F32", **overrides: Any) -> Path:
