@@ -13,6 +13,7 @@ from engine.collectives import SINGLE_RANK, Collectives
 from engine.kv_cache import KVBlockShape
 from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
+from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
@@ -30,6 +31,7 @@ from engine.loading.weights import (
 )
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
 from engine.models.llama import LlamaForCausalLM
+from engine.native.library import native_library
 
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 """Of `model.quantization`."""
@@ -152,9 +154,10 @@ def outline_model(
 
 
 def _make_backend(device: torch.device) -> Backend:
-    """Plain torch on a CPU, our own kernels on a GPU."""
+    """Our own kernels; plain torch on a CPU for which there are none."""
     if device.type == "cpu":
-        return TorchBackend()
+        library = native_library()
+        return TorchBackend() if library is None else NativeBackend(library)
     from engine.layers.triton_backend import TritonBackend  # without a GPU, Triton may be missing
 
     return TritonBackend()

@@ -7,9 +7,7 @@
 //     float32, float16:  LANES weights of the pair's first input, then LANES of its second
 //     bfloat16:          LANES pairs of weights, the first input's in the low half of 32 bits
 //
-// Packed rows: [blocks of inputs][tiles of rows] of
-//     float32:           [inputs of the block][rows of the tile]
-//     bfloat16 units:    [pairs of inputs][rows of the tile] of a pair
+// Rows of a step: [blocks of INPUT_BLOCK inputs][rows][ROW_FLOATS] of float32, or of bfloat16 for the units.
 
 #include <type_traits>
 #include <utility>
@@ -23,87 +21,85 @@ namespace {
 constexpr int PANEL = 2 * LANES;      // outputs
 constexpr int64_t ROW_BLOCK = 240;    // rows that are packed at a time
 constexpr int64_t INPUT_BLOCK = 768;  // inputs; with ROW_BLOCK, what stays in the second-level cache
+constexpr int64_t ROW_FLOATS = INPUT_BLOCK + 16;  // not a multiple of a page, so that rows do not share cache sets
 constexpr int MAX_PANELS = 4;         // computed together
-#if defined(BATON_AVX2)
+#if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int MAX_ROWS = 4, FEW_ROWS = 1;  // 16 registers
 #else
 constexpr int MAX_ROWS = 12, FEW_ROWS = 3;
 #endif
 
-// A pair of inputs' weights of LANES outputs.
-struct Pair {
-    Floats first, second;
-
-    Floats add(Floats sum, const float *x, int row, int rows) const {
-        sum = first * x[row] + sum;
-        return second * x[rows + row] + sum;
-    }
-};
-
-struct Float32 {
+// How the weights of a pair of inputs are multiplied, for LANES outputs at a time: in STEPS steps, each with one Input of
+// a row.
+struct Pair {  // in float32
+    static constexpr int STEPS = 2;
     using Input = float;
-    static constexpr int64_t BYTES = 8 * LANES;
-    static Pair load_pair(const uint8_t *bytes) { return {load(bytes, FLOAT32, 0), load(bytes, FLOAT32, LANES)}; }
+    Floats weights[STEPS];
+
+    Floats add(int step, Floats sum, float x) const { return weights[step] * x + sum; }
 };
 
-struct Bfloat16 {
-    using Input = float;
-    static constexpr int64_t BYTES = 4 * LANES;
-    static Pair load_pair(const uint8_t *bytes) {
-        const Words words = *reinterpret_cast<const Words *>(bytes);
-        return {reinterpret_cast<Floats>(words << 16), reinterpret_cast<Floats>(words & 0xffff0000)};
-    }
+template <typename Element>
+struct PairOf : Pair {
+    static constexpr int64_t BYTES = 2 * LANES * sizeof(Element);
+    explicit PairOf(const uint8_t *bytes)
+        : Pair{::load(reinterpret_cast<const Element *>(bytes)),
+               ::load(reinterpret_cast<const Element *>(bytes) + LANES)} {}
 };
 
-struct Float16 {
-    using Input = float;
+template <>
+struct PairOf<BFloat16> : Pair {
     static constexpr int64_t BYTES = 4 * LANES;
-    static Pair load_pair(const uint8_t *bytes) { return {from_float16(bytes), from_float16(bytes + 2 * LANES)}; }
+    explicit PairOf(const uint8_t *bytes) : PairOf(load_raw<Bits>(bytes)) {}
+    explicit PairOf(Bits pairs) : Pair{(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000)} {}
 };
 
-#if defined(__AVX512BF16__) && defined(BATON_AVX512)
-struct Bfloat16Units {
-    using Input = uint32_t;
+#if defined(__AVX512BF16__)
+struct BFloat16Units {
+    static constexpr int STEPS = 1;
     static constexpr int64_t BYTES = 4 * LANES;
-    __m512bh weights;
+    using Input = uint32_t;  // a pair
+    __m512i weights;
 
-    static Bfloat16Units load_pair(const uint8_t *bytes) { return {(__m512bh)_mm512_loadu_si512(bytes)}; }
-    Floats add(Floats sum, const uint32_t *x, int row, int) const {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, weights, (__m512bh)_mm512_set1_epi32(x[row]));
+    explicit BFloat16Units(const uint8_t *bytes) : weights(_mm512_loadu_si512(bytes)) {}
+    Floats add(int, Floats sum, uint32_t x) const {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(x));
     }
 };
 #else
-using Bfloat16Units = Bfloat16;
+using BFloat16Units = PairOf<BFloat16>;
 #endif
 
-constexpr bool HAS_UNITS = !std::is_same_v<Bfloat16Units, Bfloat16>;
+constexpr bool HAS_UNITS = !std::is_same_v<BFloat16Units, PairOf<BFloat16>>;
 
 // Adds the products of `num_pairs` pairs of inputs to sums[panel][row][PANEL]; panels' sums lie `stride` floats apart.
 template <class Weight, int ROWS, int PANELS>
-void sum_tile(const uint8_t *const *panels, const void *packed_x, int64_t num_pairs, float *sums, int64_t stride) {
+void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs, float *sums, int64_t stride) {
     using Input = typename Weight::Input;
-    constexpr int INPUTS = std::is_same_v<Input, float> ? 2 * ROWS : ROWS;
-    const Input *x = static_cast<const Input *>(packed_x);
+    constexpr int64_t ROW_INPUTS = ROW_FLOATS * Weight::STEPS / 2;
+    const Input *x = static_cast<const Input *>(rows);
     Floats totals[PANELS][ROWS][2];
     for (int panel = 0; panel < PANELS; ++panel)
         for (int row = 0; row < ROWS; ++row)
             for (int half = 0; half < 2; ++half)
-                totals[panel][row][half] = load(sums + panel * stride + row * PANEL, FLOAT32, half * LANES);
+                totals[panel][row][half] = ::load(sums + panel * stride + row * PANEL + half * LANES);
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
         for (int panel = 0; panel < PANELS; ++panel) {
             const uint8_t *bytes = panels[panel] + pair * 2 * Weight::BYTES;
-            const auto low = Weight::load_pair(bytes), high = Weight::load_pair(bytes + Weight::BYTES);
-            for (int row = 0; row < ROWS; ++row) {
-                totals[panel][row][0] = low.add(totals[panel][row][0], x, row, ROWS);
-                totals[panel][row][1] = high.add(totals[panel][row][1], x, row, ROWS);
-            }
+            const Weight low(bytes), high(bytes + Weight::BYTES);
+            for (int step = 0; step < Weight::STEPS; ++step)
+                for (int row = 0; row < ROWS; ++row) {
+                    Floats(&sums_of_row)[2] = totals[panel][row];
+                    sums_of_row[0] = low.add(step, sums_of_row[0], x[row * ROW_INPUTS + step]);
+                    sums_of_row[1] = high.add(step, sums_of_row[1], x[row * ROW_INPUTS + step]);
+                }
         }
-        x += INPUTS;
+        x += Weight::STEPS;
     }
     for (int panel = 0; panel < PANELS; ++panel)
         for (int row = 0; row < ROWS; ++row)
             for (int half = 0; half < 2; ++half)
-                store(sums + panel * stride + row * PANEL, FLOAT32, half * LANES, totals[panel][row][half], LANES);
+                ::store(sums + panel * stride + row * PANEL + half * LANES, totals[panel][row][half]);
 }
 
 using SumTile = void (*)(const uint8_t *const *, const void *, int64_t, float *, int64_t);
@@ -120,27 +116,20 @@ template <class Weight> SumTile of_weight(int64_t rows, int64_t panels) {
 }
 
 SumTile sum_tile_of(Type type, bool by_units, int64_t rows, int64_t panels) {
-    if (type == FLOAT32) return of_weight<Float32>(rows, panels);
-    if (type == FLOAT16) return of_weight<Float16>(rows, panels);
-    return by_units ? of_weight<Bfloat16Units>(rows, panels) : of_weight<Bfloat16>(rows, panels);
+    if (type == FLOAT32) return of_weight<PairOf<float>>(rows, panels);
+    if (type == FLOAT16) return of_weight<PairOf<Float16>>(rows, panels);
+    return by_units ? of_weight<BFloat16Units>(rows, panels) : of_weight<PairOf<BFloat16>>(rows, panels);
 }
 
-// Packs inputs `begin` and following of one row of a tile; inputs beyond `end` are zero.
-void pack_row(const void *values, Type type, int64_t begin, int64_t end, int64_t num_pairs, bool by_units, int64_t row,
-              int64_t rows, uint8_t *tile) {
-    alignas(64) float buffer[LANES];
-    for (int64_t i = 0; i < 2 * num_pairs; i += LANES) {
-        const Floats x = begin + i < end ? load(values, type, begin + i, end - begin - i) : Floats{};
-        const int64_t count = std::min<int64_t>(LANES, 2 * num_pairs - i);
-        if (by_units) {
-            store(buffer, BFLOAT16, 0, x, LANES);
-            for (int64_t pair = 0; pair < count / 2; ++pair)
-                std::memcpy(tile + 4 * ((i / 2 + pair) * rows + row), reinterpret_cast<uint32_t *>(buffer) + pair, 4);
-        } else {
-            store(buffer, FLOAT32, 0, x, LANES);
-            for (int64_t j = 0; j < count; ++j) reinterpret_cast<float *>(tile)[(i + j) * rows + row] = buffer[j];
-        }
+// Converts a block of a row: inputs `begin` and following, a zero behind the last.
+void convert_row(const void *row, Type from, int64_t begin, int64_t num_inputs, void *block, Type to) {
+    const int64_t end = std::min(num_inputs - begin, INPUT_BLOCK);
+    if (from == to) {
+        std::memcpy(block, static_cast<const char *>(row) + begin * size_of(from), end * size_of(from));
+        std::memset(static_cast<char *>(block) + end * size_of(to), 0, size_of(to));
+        return;
     }
+    for (int64_t i = 0; i < end; i += LANES) store(block, to, i, load(row, from, begin + i, end - i));
 }
 
 }  // namespace
@@ -184,27 +173,25 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                    int64_t y_type, int64_t num_rows, int64_t epilogue, int64_t num_threads) {
     const Type weight_type = static_cast<Type>(layer->weight_type);
     const bool by_units = HAS_UNITS && layer->by_units != 0, is_gated = epilogue == GATE;
-    const int64_t input_bytes = by_units ? 2 : 4, pairs = (layer->num_inputs + 1) / 2, padded = 2 * pairs;
+    const Type row_type = by_units ? BFLOAT16 : FLOAT32;
+    const int64_t padded = (layer->num_inputs + 1) / 2 * 2, num_blocks = (padded + INPUT_BLOCK - 1) / INPUT_BLOCK;
     const int64_t panel_bytes = PANEL * padded * size_of(weight_type);
     const int64_t num_outputs = is_gated ? layer->num_outputs / 2 : layer->num_outputs;
     const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
     const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
-    for (int64_t first = 0; first < num_rows; first += ROW_BLOCK) {
-        const Tiles tiles(std::min(ROW_BLOCK, num_rows - first), MAX_ROWS);
-        uint8_t *packed = scratch<0>(tiles.num_rows * padded * input_bytes);
-        const auto packed_tile = [&](int64_t input, int64_t tile) {
-            const int64_t inputs = std::min(INPUT_BLOCK, padded - input);
-            return packed + (input * tiles.num_rows + inputs * tiles.begin(tile)) * input_bytes;
-        };
-        // Waking threads takes longer than packing few rows.
-        const int64_t packers = tiles.num_rows * padded < (1 << 15) ? 1 : num_threads;
-        parallel_for(tiles.count, 1, static_cast<int>(packers), [&](int64_t begin, int64_t end) {
-            for (int64_t tile = begin; tile < end; ++tile)
-                for (int64_t row = 0; row < tiles.size(tile); ++row)
-                    for (int64_t input = 0; input < padded; input += INPUT_BLOCK)
-                        pack_row(from.row(first + tiles.begin(tile) + row), from.type, input, layer->num_inputs,
-                                 std::min(INPUT_BLOCK, padded - input) / 2, by_units, row, tiles.size(tile),
-                                 packed_tile(input, tile));
+    const Tiles row_blocks(num_rows, ROW_BLOCK);
+    for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
+        const int64_t first = row_blocks.begin(row_block);
+        const Tiles tiles(row_blocks.size(row_block), MAX_ROWS);
+        const int64_t row_bytes = ROW_FLOATS * size_of(row_type);
+        uint8_t *rows = scratch<0>(num_blocks * tiles.num_rows * row_bytes);
+        // Waking threads takes longer than converting few rows.
+        const int64_t converters = tiles.num_rows * layer->num_inputs < (1 << 15) ? 1 : num_threads;
+        parallel_for(tiles.num_rows, 1, static_cast<int>(converters), [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; ++row)
+                for (int64_t block = 0; block < num_blocks; ++block)
+                    convert_row(from.row(first + row), from.type, block * INPUT_BLOCK, layer->num_inputs,
+                                rows + (block * tiles.num_rows + row) * row_bytes, row_type);
         });
         parallel_for(num_panels, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
             const int64_t stride = tiles.num_rows * PANEL;  // floats of a panel's sums
@@ -213,21 +200,21 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
             for (int64_t panel = begin; panel < end; panel += step) {
                 const int64_t outputs = std::min(step, end - panel), count = is_gated ? 2 * outputs : outputs;
                 std::memset(sums, 0, count * stride * 4);
-                for (int64_t input = 0; input < padded; input += INPUT_BLOCK) {
+                for (int64_t block = 0; block < num_blocks; ++block) {
+                    const int64_t input = block * INPUT_BLOCK, num_pairs = std::min(INPUT_BLOCK, padded - input) / 2;
                     const uint8_t *panels[MAX_PANELS];
                     for (int64_t i = 0; i < count; ++i)
                         panels[i] = layer->weights + (panel + i % outputs + i / outputs * num_panels) * panel_bytes +
                                     input * PANEL * size_of(weight_type);
-                    const int64_t num_pairs = std::min(INPUT_BLOCK, padded - input) / 2;
                     const bool at_once = count == MAX_PANELS && tiles.num_rows <= FEW_ROWS;
                     for (int64_t i = 0; i < count; i += at_once ? MAX_PANELS : 1)
                         for (int64_t tile = 0; tile < tiles.count; ++tile)
                             sum_tile_of(weight_type, by_units, tiles.size(tile), at_once ? MAX_PANELS : 1)(
-                                panels + i, packed_tile(input, tile), num_pairs,
+                                panels + i, rows + (block * tiles.num_rows + tiles.begin(tile)) * row_bytes, num_pairs,
                                 sums + i * stride + tiles.begin(tile) * PANEL, stride);
                 }
-                for (int64_t i = 0; i < outputs; ++i)
-                    for (int64_t row = 0; row < tiles.num_rows; ++row) {
+                for (int64_t row = 0; row < tiles.num_rows; ++row)
+                    for (int64_t i = 0; i < outputs; ++i) {
                         const int64_t output = (panel + i) * PANEL;
                         const float *sum = sums + i * stride + row * PANEL;
                         void *y_row = to.row(first + row);
