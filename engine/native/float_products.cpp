@@ -23,7 +23,7 @@ constexpr int64_t ROW_BLOCK = 240;    // rows that are packed at a time
 constexpr int64_t INPUT_BLOCK = 768;  // inputs; with ROW_BLOCK, what stays in the second-level cache
 constexpr int64_t ROW_FLOATS = INPUT_BLOCK + 16;  // not a multiple of a page, so that rows do not share cache sets
 constexpr int MAX_PANELS = 4;         // computed together
-#if defined(BATON_AVX2)
+#if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int MAX_ROWS = 4, FEW_ROWS = 1;  // 16 registers
 #else
 constexpr int MAX_ROWS = 12, FEW_ROWS = 3;
@@ -39,40 +39,38 @@ struct Pair {  // in float32
     Floats add(int step, Floats sum, float x) const { return weights[step] * x + sum; }
 };
 
-struct Float32 : Pair {
-    static constexpr int64_t BYTES = 8 * LANES;
-    explicit Float32(const uint8_t *bytes) : Pair{load(bytes, FLOAT32, 0), load(bytes, FLOAT32, LANES)} {}
+template <typename Element>
+struct PairOf : Pair {
+    static constexpr int64_t BYTES = 2 * LANES * sizeof(Element);
+    explicit PairOf(const uint8_t *bytes)
+        : Pair{::load(reinterpret_cast<const Element *>(bytes)),
+               ::load(reinterpret_cast<const Element *>(bytes) + LANES)} {}
 };
 
-struct Float16 : Pair {
+template <>
+struct PairOf<BFloat16> : Pair {
     static constexpr int64_t BYTES = 4 * LANES;
-    explicit Float16(const uint8_t *bytes) : Pair{from_float16(bytes), from_float16(bytes + 2 * LANES)} {}
+    explicit PairOf(const uint8_t *bytes) : PairOf(load_raw<Bits>(bytes)) {}
+    explicit PairOf(Bits pairs) : Pair{(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000)} {}
 };
 
-struct Bfloat16 : Pair {
-    static constexpr int64_t BYTES = 4 * LANES;
-    explicit Bfloat16(const uint8_t *bytes) : Bfloat16(*reinterpret_cast<const Words *>(bytes)) {}
-    explicit Bfloat16(Words pairs)
-        : Pair{reinterpret_cast<Floats>(pairs << 16), reinterpret_cast<Floats>(pairs & 0xffff0000)} {}
-};
-
-#if defined(__AVX512BF16__) && defined(BATON_AVX512)
-struct Bfloat16Units {
+#if defined(__AVX512BF16__)
+struct BFloat16Units {
     static constexpr int STEPS = 1;
     static constexpr int64_t BYTES = 4 * LANES;
     using Input = uint32_t;  // a pair
     __m512i weights;
 
-    explicit Bfloat16Units(const uint8_t *bytes) : weights(_mm512_loadu_si512(bytes)) {}
+    explicit BFloat16Units(const uint8_t *bytes) : weights(_mm512_loadu_si512(bytes)) {}
     Floats add(int, Floats sum, uint32_t x) const {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(x));
     }
 };
 #else
-using Bfloat16Units = Bfloat16;
+using BFloat16Units = PairOf<BFloat16>;
 #endif
 
-constexpr bool HAS_UNITS = !std::is_same_v<Bfloat16Units, Bfloat16>;
+constexpr bool HAS_UNITS = !std::is_same_v<BFloat16Units, PairOf<BFloat16>>;
 
 // Adds the products of `num_pairs` pairs of inputs to sums[panel][row][PANEL]; panels' sums lie `stride` floats apart.
 template <class Weight, int ROWS, int PANELS>
@@ -84,7 +82,7 @@ void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs,
     for (int panel = 0; panel < PANELS; ++panel)
         for (int row = 0; row < ROWS; ++row)
             for (int half = 0; half < 2; ++half)
-                totals[panel][row][half] = load(sums + panel * stride + row * PANEL, FLOAT32, half * LANES);
+                totals[panel][row][half] = ::load(sums + panel * stride + row * PANEL + half * LANES);
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
         for (int panel = 0; panel < PANELS; ++panel) {
             const uint8_t *bytes = panels[panel] + pair * 2 * Weight::BYTES;
@@ -101,7 +99,7 @@ void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs,
     for (int panel = 0; panel < PANELS; ++panel)
         for (int row = 0; row < ROWS; ++row)
             for (int half = 0; half < 2; ++half)
-                store(sums + panel * stride + row * PANEL, FLOAT32, half * LANES, totals[panel][row][half]);
+                ::store(sums + panel * stride + row * PANEL + half * LANES, totals[panel][row][half]);
 }
 
 using SumTile = void (*)(const uint8_t *const *, const void *, int64_t, float *, int64_t);
@@ -118,14 +116,19 @@ template <class Weight> SumTile of_weight(int64_t rows, int64_t panels) {
 }
 
 SumTile sum_tile_of(Type type, bool by_units, int64_t rows, int64_t panels) {
-    if (type == FLOAT32) return of_weight<Float32>(rows, panels);
-    if (type == FLOAT16) return of_weight<Float16>(rows, panels);
-    return by_units ? of_weight<Bfloat16Units>(rows, panels) : of_weight<Bfloat16>(rows, panels);
+    if (type == FLOAT32) return of_weight<PairOf<float>>(rows, panels);
+    if (type == FLOAT16) return of_weight<PairOf<Float16>>(rows, panels);
+    return by_units ? of_weight<BFloat16Units>(rows, panels) : of_weight<PairOf<BFloat16>>(rows, panels);
 }
 
-// Converts a block of a row: inputs `begin` and following, zeros behind the last.
+// Converts a block of a row: inputs `begin` and following, a zero behind the last.
 void convert_row(const void *row, Type from, int64_t begin, int64_t num_inputs, void *block, Type to) {
     const int64_t end = std::min(num_inputs - begin, INPUT_BLOCK);
+    if (from == to) {
+        std::memcpy(block, static_cast<const char *>(row) + begin * size_of(from), end * size_of(from));
+        std::memset(static_cast<char *>(block) + end * size_of(to), 0, size_of(to));
+        return;
+    }
     for (int64_t i = 0; i < end; i += LANES) store(block, to, i, load(row, from, begin + i, end - i));
 }
 

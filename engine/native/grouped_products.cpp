@@ -31,7 +31,7 @@ constexpr int64_t ROW_BLOCK = 256;  // rows that are quantised at a time
 
 // Bytes of a vector register, and their products with the 4 bytes of a row that all outputs share. A dot's sums of a
 // group stay below 2^31, and with values of 4 bits below 2^15.
-#if defined(BATON_AVX512)
+#if defined(__AVX512BW__)
 constexpr int MAX_ROWS = 16;
 using Bytes = __m512i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
@@ -46,19 +46,19 @@ inline Bytes four(const int8_t *x) {
 template <int BITS> struct Dot {
     Bytes sums = _mm512_setzero_si512();
     void add(Bytes u, Bytes x) { sums = _mm512_dpbusd_epi32(sums, u, x); }
-    Ints total() const { return reinterpret_cast<Ints>(sums); }
+    Ints total() const { return (Ints)(sums); }
 };
 #else
 // Sums of 16 bits: 32 products of at most 15 * 127, two by two, stay below 2^15.
 struct Dot4 {
     Bytes sums = _mm512_setzero_si512();
     void add(Bytes u, Bytes x) { sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(u, x)); }
-    Ints total() const { return reinterpret_cast<Ints>(_mm512_madd_epi16(sums, _mm512_set1_epi16(1))); }
+    Ints total() const { return (Ints)(_mm512_madd_epi16(sums, _mm512_set1_epi16(1))); }
 };
 #define DOT_OF_NIBBLES
 #endif
 
-#elif defined(BATON_AVX2)
+#elif defined(__AVX2__)
 constexpr int MAX_ROWS = 4;
 using Bytes = __m256i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes)); }
@@ -72,11 +72,11 @@ inline Bytes four(const int8_t *x) {
 struct Dot4 {
     Bytes sums = _mm256_setzero_si256();
     void add(Bytes u, Bytes x) { sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(u, x)); }
-    Ints total() const { return reinterpret_cast<Ints>(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
+    Ints total() const { return (Ints)(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
 };
 #define DOT_OF_NIBBLES
 
-#elif defined(__ARM_FEATURE_DOTPROD) && !defined(BATON_PORTABLE)
+#elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int MAX_ROWS = 8;
 using Bytes = uint8x16_t;
 inline Bytes load_bytes(const uint8_t *bytes) { return vld1q_u8(bytes); }
@@ -99,7 +99,7 @@ template <int BITS> struct Dot {
             sums = vdotq_s32(sums, vdupq_n_s8(64), x);
         }
     }
-    Ints total() const { return reinterpret_cast<Ints>(sums); }
+    Ints total() const { return (Ints)(sums); }
 };
 
 #else
@@ -154,7 +154,8 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
         const uint8_t *group = weights;
         const int8_t *q = x;
         for (int64_t g = 0; g < num_groups; ++g) {
-            const Floats scales = from_float16(group + 2 * part), mins = from_float16(group + 2 * (BLOCK + part));
+            const Float16 *halves = reinterpret_cast<const Float16 *>(group);
+            const Floats scales = ::load(halves + part), mins = ::load(halves + BLOCK + part);
             const uint8_t *bytes = group + SCALE_BYTES + 4 * part;
             Bytes u[STEPS];
             for (int i = 0; i < LOADS; ++i) {
@@ -173,7 +174,7 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
             q += ROWS * (GROUP + 8);
         }
         for (int row = 0; row < ROWS; ++row)
-            *reinterpret_cast<Floats *>(sums + BLOCK * row + part) = totals[row];
+            ::store(sums + BLOCK * row + part, totals[row]);
     }
 }
 
@@ -210,11 +211,12 @@ void quantise_row(const void *values, Type type, int64_t num_groups, int64_t gro
             any_poison += poison[lane];
         }
         const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
-        const Floats shifter = Floats{} + 12582912.0f;  // 1.5 x 2^23: rounds to whole numbers
+        const Floats shifter = all(0x1.8p23f);  // a sum with it is a whole number, in its lowest bits
         Ints sums = {};
         for (int i = 0; i < num_vectors; ++i) {
-            const Ints whole = reinterpret_cast<Ints>(x[i] * inverse + shifter) - reinterpret_cast<Ints>(shifter);
-            *reinterpret_cast<Chars *>(q + row * group_size + i * LANES) = __builtin_convertvector(whole, Chars);
+            const Ints whole = (Ints)(x[i] * inverse + shifter) - (Ints)shifter;
+            const Bits8 bytes = __builtin_convertvector(whole, Bits8);
+            std::memcpy(q + row * group_size + i * LANES, &bytes, sizeof bytes);
             sums += whole;
         }
         int32_t sum = 0;

@@ -77,14 +77,14 @@ def _find(environment: Mapping[str, str]) -> Path:
     return library
 
 
-def compile_kernels(instructions: InstructionSet, library: Path) -> None:
-    """Makes the file, whole or not at all."""
+def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = "*.cpp") -> None:
+    """Makes the file of the sources that match, whole or not at all."""
     compiler = _compiler(os.environ)
     if compiler is None:
         raise _NotAvailableError(
             "there is no C++ compiler; install one (apt install g++, or pip install ziglang)"
         )
-    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    sources = [str(path) for path in sorted(SOURCES.glob(pattern))]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         output = Path(scratch) / library.name
         command = [

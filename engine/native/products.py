@@ -1,12 +1,7 @@
 """The C++ functions of products.h's kernels, as Python calls them: addresses and sizes, nothing checked."""
 
 import ctypes
-from functools import cache
-
-import torch
-
-FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As `products::Type` has them."""
+from collections.abc import Callable
 
 STORE, ADD, GATE = range(3)
 """As `products::Epilogue` has them."""
@@ -40,6 +35,7 @@ class FloatLayer(ctypes.Structure):
 
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
+Product = Callable[..., None]
 _PRODUCT = (_P, _P, _N, _N, _P, _N, _N, _N, _N, _N)
 
 
@@ -51,19 +47,13 @@ class Products:
         self.grouped_packed_bytes.argtypes, self.grouped_packed_bytes.restype = (_N, _N, _N, _N), _N
         self.grouped_pack = library.grouped_pack
         self.grouped_pack.argtypes, self.grouped_pack.restype = (_P, _P, _P, _N, _N, _N, _N, _P, _N), None
-        self.grouped_product = library.grouped_product
-        self.grouped_product.argtypes, self.grouped_product.restype = _PRODUCT, None
+        self.grouped_product: Product = library.grouped_product
+        library.grouped_product.argtypes, library.grouped_product.restype = _PRODUCT, None
         self.float_packed_bytes = library.float_packed_bytes
         self.float_packed_bytes.argtypes, self.float_packed_bytes.restype = (_N, _N, _N), _N
         self.float_pack = library.float_pack
         self.float_pack.argtypes, self.float_pack.restype = (_P, _N, _N, _N, _P, _N), None
-        self.float_product = library.float_product
-        self.float_product.argtypes, self.float_product.restype = _PRODUCT, None
+        self.float_product: Product = library.float_product
+        library.float_product.argtypes, library.float_product.restype = _PRODUCT, None
         library.float_has_bfloat16_units.restype = _N
         self.has_bfloat16_units = bool(library.float_has_bfloat16_units())
-
-
-@cache
-def products_of(library: ctypes.CDLL) -> Products:
-    """The same for the same library."""
-    return Products(library)

@@ -11,6 +11,12 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX2__)
@@ -54,12 +60,18 @@ inline Floats load(const BFloat16 *from) {
 }
 
 // A smaller float's exponent and mantissa are moved to a float32's, whose exponent is then too small by the difference
-// of the biases. The product corrects that, also for subnormal numbers.
+// of the biases. The product corrects that, also for subnormal numbers. For float16 there may be an instruction.
 inline Floats load(const Float16 *from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)load_raw<Bits16>(from));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return (Floats)_mm256_cvtph_ps((__m128i)load_raw<Bits16>(from));
+#else
     const Bits x = __builtin_convertvector(load_raw<Bits16>(from), Bits), magnitude = x & 0x7fff;
     const Bits finite = (Bits)((Floats)(magnitude << 13) * all(0x1p112f));
     const Bits special = magnitude << 13 | 0x7f800000;  // infinity and NaN
     return (Floats)((magnitude >= all_bits(0x7c00) ? special : finite) | (x & 0x8000) << 16);
+#endif
 }
 
 inline Floats load(const Float8 *from) {
