@@ -226,7 +226,7 @@ def _fewer_processes() -> Iterator[None]:
     """
     from ray._private import node
 
-    class Node(node.Node):  # type: ignore[misc]
+    class Node(node.Node):
         def start_monitor(self) -> None:
             """The autoscaler: there are no nodes to add."""
 
@@ -236,11 +236,12 @@ def _fewer_processes() -> Iterator[None]:
         def start_api_server(self, **_options: object) -> None:
             """The dashboard."""
 
-    former, node.Node = node.Node, Node
+    names = vars(node)
+    former, names["Node"] = node.Node, Node
     try:
         yield
     finally:
-        node.Node = former
+        names["Node"] = former
 
 
 def _init(ray: ModuleType, address: str, **options: Any) -> None:
