@@ -165,7 +165,7 @@ def test_inputs_that_are_not_whole_groups_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_on_a_gpu_it_says_what_is_possible(tmp_path: Path, quantization: str) -> None:
-    config = ModelConfig.model_validate({"quantization": quantization})
+    config = ModelConfig.model_validate({"dtype": "float32", "quantization": quantization})
     with pytest.raises(
         ConfigError, match=rf"model.quantization: '{quantization}' .*; with 'cuda', use 'fp8', or 'none'"
     ):
