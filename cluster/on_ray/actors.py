@@ -107,11 +107,17 @@ class WorkerActor:
     def _start(self) -> WorkerEndpoint:
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here
         # because the controller names this class and must not load torch.
+        from engine.loading.pretrained import default_cache_dir, resolve
         from worker.control_calls import WorkerControl
         from worker.process import build_worker
 
         config = on_node(self._config, ray.util.get_node_ip_address())
-        self._worker = build_worker(config, keys_of_node(config.network, self._digest), *self._arguments)
+        model_path, role, name = self._arguments
+        if not model_path.is_dir():  # the cache of the host that began the fleet may not be here
+            model_path = resolve(config.model.path, default_cache_dir(os.environ))
+        self._worker = build_worker(
+            config, keys_of_node(config.network, self._digest), model_path, role, name
+        )
         try:
             endpoint = self._worker.start(self._progress.put)
             settle()
