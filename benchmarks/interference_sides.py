@@ -57,7 +57,7 @@ def baton_server(name: str, model: Path, overrides: Mapping[str, Mapping[str, An
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "baton.json"
         path.write_text(json.dumps(values))  # JSON is YAML
-        with _process([sys.executable, "-m", "cli.main", "serve", "--config", str(path), "--json"], {}) as process:
+        with _process([sys.executable, "-m", "cli.main", "serve", str(path), "--json"], {}) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:

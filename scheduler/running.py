@@ -28,11 +28,12 @@ class Running:
         way. Then none behind it is served either, since all of those rank lower.
         """
         victims: Iterator[Request] | None = None
+        just_begun = set(step.num_scheduled_tokens)
         for request in self.requests:
             if step.token_budget == 0:
                 break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted in this step
+            if request.status is not RequestStatus.RUNNING or request.request_id in just_begun:
+                continue  # preempted, or admitted, in this step
             num_tokens = self.num_wanted_tokens(request, request.num_computed_tokens)
             if num_tokens > 1:
                 num_tokens = min(num_tokens, step.token_budget)
@@ -47,6 +48,20 @@ class Running:
             step.proceed(request, num_tokens, new_blocks)
         if victims is not None:
             self.drop_gone()
+
+    def begin(self, request: Request) -> None:
+        """Adds an admitted request behind all others; a prompt for another worker before those that come after it."""
+        index = len(self.requests)
+        if request.is_producer:
+            while index > 0 and _is_overtaken(self.requests[index - 1], request):
+                index -= 1
+        self.requests.insert(index, request)
+
+    def first_for_others(self) -> Request | None:
+        """The unfinished prompt that is next, if all running requests are prompts for other workers."""
+        if not self.requests or not all(request.is_producer for request in self.requests):
+            return None
+        return next((request for request in self.requests if request.is_prefilling), None)
 
     def join(self, received: Sequence[Request]) -> None:
         """Requests whose prompts came from elsewhere go before unfinished prompts.
@@ -84,3 +99,7 @@ class Running:
             if new_blocks is not None:
                 return new_blocks
         return None
+
+
+def _is_overtaken(running: Request, request: Request) -> bool:
+    return running.is_producer and running.is_prefilling and request.queue_key < running.queue_key
