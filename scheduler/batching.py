@@ -41,7 +41,7 @@ class Unified:
         num_tokens = self._running.num_wanted_tokens(request, num_computed_tokens)
         if num_tokens <= step.token_budget:
             return num_tokens
-        return step.token_budget if self._enable_chunked_prefill else 0
+        return self._running.num_tokens_of_part(request, step) if self._enable_chunked_prefill else 0
 
 
 class PrefillFirst:

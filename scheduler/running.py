@@ -35,8 +35,8 @@ class Running:
             if request.status is not RequestStatus.RUNNING or request.request_id in just_begun:
                 continue  # preempted, or admitted, in this step
             num_tokens = self.num_wanted_tokens(request, request.num_computed_tokens)
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, step.token_budget)
+            if num_tokens > step.token_budget:
+                num_tokens = self.num_tokens_of_part(request, step)
             if num_tokens == 0:
                 continue
             new_blocks = self._kv.extend_table(request, request.num_computed_tokens + num_tokens)
@@ -76,6 +76,12 @@ class Running:
     def drop_gone(self) -> None:
         """Removes finished and preempted requests; the others keep their order."""
         self.requests = [request for request in self.requests if request.status is RequestStatus.RUNNING]
+
+    def num_tokens_of_part(self, request: Request, step: StepPlan) -> int:
+        """What the step computes of a request that it cannot hold whole. Part of a prompt for another worker has a step
+        of its own: the prompts that end in a step would wait for that part, too.
+        """
+        return 0 if request.is_producer and step.requests else step.token_budget
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens the request lacks, limited to one step's share; 0 if a token in flight will surely end it."""
