@@ -72,7 +72,7 @@ def baton_server(name: str, model: Path, overrides: Mapping[str, Mapping[str, An
 def vllm_server(python: str, model: Path, dtype: str, max_num_batched_tokens: int | None) -> Iterator[Server]:
     """vLLM's own server, with all cores of this machine and its own defaults but for the cache of prefixes' size."""
     port = _free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", MODEL_NAME, "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--max-model-len", "4096"]
     if max_num_batched_tokens is not None:

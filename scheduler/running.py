@@ -78,10 +78,11 @@ class Running:
         self.requests = [request for request in self.requests if request.status is RequestStatus.RUNNING]
 
     def num_tokens_of_part(self, request: Request, step: StepPlan) -> int:
-        """What the step computes of a request that it cannot hold whole. Part of a prompt for another worker has a step
-        of its own: the prompts that end in a step would wait for that part, too.
+        """What the step computes of a request that it cannot hold whole. Part of a prompt for another worker does not
+        join such prompts that end in the step, since they would wait for that part, too.
         """
-        return 0 if request.is_producer and step.requests else step.token_budget
+        is_joining = request.is_producer and step.requests and step.requests[0].is_producer
+        return 0 if is_joining else step.token_budget
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens the request lacks, limited to one step's share; 0 if a token in flight will surely end it."""

@@ -16,7 +16,13 @@ from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, 
 from baton.worker import WorkerRole
 from engine.pipeline import DeviceLostError, InlinePipeline, Pipeline, StreamPipeline, ThreadedPipeline
 from scheduler import RequestStatus
-from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
+from tests.factories.engine import (
+    FakeConnectorWorker,
+    PlansPastPrompts,
+    StepHook,
+    make_core,
+    make_engine_request,
+)
 from tests.factories.scheduling import PEER, FakeRunner
 from worker.core import MAX_FAILED_STEPS, EngineCore
 from worker.step_trace import TraceHeader, read_trace
@@ -182,13 +188,6 @@ def test_no_step_is_planned_past_a_prompt_so_that_a_newcomer_waits_for_one_only(
     assert planned == [{"long": 16}], "the next step may still hold the newcomer"
     run_until_idle(core)
     core.close()
-
-
-class PlansPastPrompts(ThreadedPipeline):
-    """As the pipeline of a GPU does."""
-
-    def num_ahead(self, plan: SchedulerOutput) -> int:
-        return int(bool(plan.num_scheduled_tokens))
 
 
 def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_commands_go_at_once() -> None:

@@ -57,6 +57,14 @@ def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
     assert 10 < num_steps <= 21
 
 
+def test_beside_requests_that_decode_a_prompt_is_computed_in_parts() -> None:
+    driver = make_prefill_worker()
+    driver.add(make_request(20, request_id="local"))
+    driver.step()
+    driver.add(prompt("for another", 100))
+    assert driver.step().num_scheduled_tokens == {"local": 1, "for another": 63}
+
+
 def test_prompts_of_other_requests_are_computed_as_they_come() -> None:
     driver = make_prefill_worker()
     driver.add(make_request(300, request_id="long"))
