@@ -71,6 +71,7 @@ def hide_inside(description: pb.DescribeClusterResponse) -> None:
     for worker in description.workers:
         worker.ClearField("node")
         worker.ClearField("pid")
+        worker.ClearField("cpus")
         worker.ClearField("failure")
         if worker.HasField("slot"):
             worker.slot.ClearField("node")
