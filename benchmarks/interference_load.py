@@ -20,8 +20,8 @@ class Workload:
     chat_answer: int = 48
     long_prompt: int = 1024
     long_answer: int = 4
-    long_every_s: float = 5.0
-    seconds: float = 20.0
+    long_every_s: float = 3.0
+    seconds: float = 15.0
     """How long requests are sent. Those under way at the end are answered, and count as sent."""
 
 
@@ -41,9 +41,7 @@ class Seen:
 
     @property
     def gaps_s(self) -> list[float]:
-        return [
-            after - before for before, after in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)
-        ]
+        return [after - before for before, after in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
 
 class Client:
@@ -83,13 +81,15 @@ class Client:
         return time.perf_counter() - self.began
 
     async def _events(self, body: bytes) -> AsyncIterator[Any]:
-        """The events of an answer. Servers send each as a chunk of its own, so an event is a line, as a chunk's size is."""
+        """The events of an answer. Each is a chunk of its own, so events are lines, as the chunks' sizes are."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
             writer.write(f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode() + body)
             if b" 200 " not in await reader.readline():
-                raise RuntimeError(f"port {self._port} refused: {(await reader.read(2000)).decode(errors='replace')}")
+                raise RuntimeError(
+                    f"port {self._port} refused: {(await reader.read(2000)).decode(errors='replace')}"
+                )
             while line := await reader.readline():
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
@@ -103,7 +103,9 @@ async def play(client: Client, workload: Workload) -> list[Seen]:
     seen: list[Seen] = []
 
     async def chat(number: int) -> None:
-        await asyncio.sleep(number * 0.1)  # else all of them decode in step, also where no other work disturbs them
+        await asyncio.sleep(
+            number * 0.1
+        )  # else all of them decode in step, also where no other work disturbs them
         while time.perf_counter() - client.began < workload.seconds:
             seen.append(await client.ask(workload.chat_prompt, workload.chat_answer, is_chat=True))
 

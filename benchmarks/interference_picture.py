@@ -17,7 +17,9 @@ text { font: 12px system-ui, sans-serif; fill: #57606a }
 """
 
 
-def draw(rounds: Mapping[str, list[Seen]], measured: Mapping[str, Mapping[str, float]], workload: Workload) -> str:
+def draw(
+    rounds: Mapping[str, list[Seen]], measured: Mapping[str, Mapping[str, float]], workload: Workload
+) -> str:
     """A panel for each side, all with one scale: a bar for each gap, at its end and as high as it is long. Triangles
     mark the arrival of long prompts.
     """
@@ -28,8 +30,8 @@ def draw(rounds: Mapping[str, list[Seen]], measured: Mapping[str, Mapping[str, f
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
         f"<style>{STYLE}</style>",
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        f'<text class="title" x="{LEFT}" y="20">Gaps between the tokens of {workload.num_chats} chats, while prompts of '
-        f"{workload.long_prompt:,} tokens arrive (<tspan fill='#cf222e'>▲</tspan>); seconds</text>",
+        f'<text class="title" x="{LEFT}" y="20">Gaps between the tokens of {workload.num_chats} chats, in seconds. '
+        f"<tspan fill='#cf222e'>▲</tspan> A prompt of {workload.long_prompt:,} tokens arrives</text>",
     ]
     for number, (name, seen) in enumerate(rounds.items()):
         bottom = TOP + (number + 1) * (PANEL + SPACE) - 18

@@ -61,7 +61,9 @@ def baton_server(name: str, model: Path, overrides: Mapping[str, Mapping[str, An
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"{name} ended with {process.wait()} before it was ready; see standard error")
+                raise RuntimeError(
+                    f"{name} ended with {process.wait()} before it was ready; see standard error"
+                )
             port = int(json.loads(line)["http"].rpartition(":")[2])
             model_name = _served_model(port)
             assert model_name is not None, "it said that it is ready"
@@ -73,7 +75,16 @@ def vllm_server(python: str, model: Path, dtype: str, max_num_batched_tokens: in
     """vLLM's own server, with all cores of this machine and its own defaults but for the cache of prefixes' size."""
     port = _free_port()
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += ["--served-model-name", MODEL_NAME, "--dtype", dtype, "--host", "127.0.0.1", "--port", str(port)]
+    command += [
+        "--served-model-name",
+        MODEL_NAME,
+        "--dtype",
+        dtype,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     command += ["--max-model-len", "4096"]
     if max_num_batched_tokens is not None:
         command += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
@@ -116,10 +127,8 @@ def _process(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -42,6 +42,13 @@ class CpuShare:
     cpus: tuple[int, ...] = ()
     """The logical CPUs that all threads of the worker keep to; empty: it is not pinned."""
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the worker's process, before it loads OpenMP. A thread that waits busily for another one would keep it
+        from its core, unless each has a core of its own.
+        """
+        return {} if self.cpus else {"OMP_WAIT_POLICY": "PASSIVE"}
+
 
 def find_machine(root: Path = _ROOT) -> Machine:
     """Reads the affinity, the topology and the quota. Where the topology is unknown, each CPU is a core of its own."""
@@ -134,7 +141,9 @@ def _quota_of(folder: Path) -> Iterator[float]:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
         else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
     except OSError:
         return
     if quota not in ("max", "-1"):

@@ -20,7 +20,13 @@ class CpuShares:
         """By worker: its node, and its CPUs there."""
 
     def take(
-        self, name: str, role: WorkerRole, node: str, machine: Machine, alive: Collection[str], num_nodes: int = 1
+        self,
+        name: str,
+        role: WorkerRole,
+        node: str,
+        machine: Machine,
+        alive: Collection[str],
+        num_nodes: int = 1,
     ) -> CpuShare:
         """The share of a worker that is about to start. `alive`: the workers that have processes; `num_nodes`: over
         which the fleet spreads.
@@ -32,9 +38,8 @@ class CpuShares:
             return CpuShare(num_threads)
         before = self._cpus.pop(name, None)
         if before is None or before[0] != node:
-            taken = {
-                cpu for other in alive for where, cpus in [self._cpus.get(other, ("", ()))] if where == node for cpu in cpus
-            }
+            others = [self._cpus[other] for other in alive if other in self._cpus]
+            taken = {cpu for where, cpus in others if where == node for cpu in cpus}
             free = [core for core in machine.cores if taken.isdisjoint(core.cpus)]
             before = node, choose_cpus(free, num_cores * self._config.num_ranks(role))
         self._cpus[name] = before
@@ -64,4 +69,6 @@ def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int
 
 def _most_workers(config: BatonConfig, role: WorkerRole) -> int:
     """The workers that the fleet begins with; under autoscaling, the most it may have."""
-    return config.worker_bounds(role)[1] if config.autoscaling.mode != "off" else int(getattr(config.cluster, role.value))
+    if config.autoscaling.mode == "off":
+        return int(getattr(config.cluster, role.value))
+    return config.worker_bounds(role)[1]

@@ -113,6 +113,8 @@ class WorkerActor:
     def _start(self, share: CpuShare | None) -> WorkerEndpoint:
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here
         # because the controller names this class and must not load torch.
+        for name, value in share.environment.items() if share is not None else ():
+            os.environ.setdefault(name, value)
         from worker.control_calls import WorkerControl
         from worker.process import build_worker
 

@@ -32,8 +32,8 @@ class WorkerProcess:
         log_level: str | None = "INFO",
         share: CpuShare | None = None,
     ) -> None:
-        """`log_level` None: the configuration's. `share` None: all of this machine's cores. The secret goes into the environment, since all users can read the
-        arguments of a process."""
+        """`log_level` None: the configuration's. `share` None: all of this machine's cores. The secret goes into the
+        environment, since all users can read the arguments of a process."""
         self.name = name
         environment = dict(os.environ)
         if secret is not None:
@@ -43,6 +43,7 @@ class WorkerProcess:
             command += ["--log-level", log_level]
         if share is not None:
             command += ["--threads", str(share.num_threads), "--cpus", cpus_text(share.cpus)]
+            environment = share.environment | environment
         self._process = subprocess.Popen(
             [*command, "--config", str(config_path)],
             stdin=subprocess.PIPE,

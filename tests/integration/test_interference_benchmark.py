@@ -45,7 +45,15 @@ def test_a_small_run_answers_every_request_and_leaves_a_table_a_file_and_a_pictu
 @pytest.mark.slow
 def test_a_key_that_baton_does_not_have_is_refused(tmp_path: Path) -> None:
     model = make_model_dir(tmp_path / "model")
-    command = [sys.executable, "-m", "benchmarks.interference", "--model", str(model), "--set", "engine.speed=9"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.interference",
+        "--model",
+        str(model),
+        "--set",
+        "engine.speed=9",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode != 0
     assert "engine.speed" in run.stderr

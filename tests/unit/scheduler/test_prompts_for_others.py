@@ -11,7 +11,9 @@ from tests.factories.scheduling import FakeConnector, make_request, make_schedul
 
 def make_prefill_worker(**settings: Any) -> Driver:
     connector = FakeConnector()
-    return Driver(make_scheduler(connector, **{"max_num_batched_tokens": 64, **settings}), connector=connector)
+    return Driver(
+        make_scheduler(connector, **{"max_num_batched_tokens": 64, **settings}), connector=connector
+    )
 
 
 def prompt(name: str, num_tokens: int, **options: Any) -> Request:

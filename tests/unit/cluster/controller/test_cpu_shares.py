@@ -38,7 +38,13 @@ def shares_of(config: BatonConfig, machine: Machine) -> list[CpuShare]:
         ({"prefill": 1, "decode": 2}, 8, 1, (2, 2), (2, 2)),
         ({"prefill": 0, "decode": 1}, 8, 1, None, (8, 8)),
         ({"prefill": 1, "decode": 1, "prefill_num_threads": 6}, 8, 1, (6, 6), (2, 2)),
-        ({"prefill": 1, "decode": 1, "prefill_num_threads": 1, "decode_num_threads": 1}, 8, 1, (1, 4), (1, 4)),
+        (
+            {"prefill": 1, "decode": 1, "prefill_num_threads": 1, "decode_num_threads": 1},
+            8,
+            1,
+            (1, 4),
+            (1, 4),
+        ),
         ({"prefill": 1, "decode": 1, "decode_tensor_parallel": 3}, 8, 1, (2, 2), (2, 2)),
         ({"prefill": 4, "decode": 4}, 8, 2, (2, 2), (2, 2)),
         ({"prefill": 1, "decode": 1}, 8, 4, (8, 8), (8, 8)),
@@ -77,8 +83,12 @@ def test_workers_of_one_machine_get_cores_of_their_own() -> None:
 def test_a_worker_keeps_within_a_numa_node_and_the_next_one_goes_to_the_other() -> None:
     config = make_config({"prefill": 1, "decode": 2})
     shares = shares_of(config, make_machine(12, num_nodes=2))
-    assert [share.cpus for share in shares] == [(0, 1, 2, 3), (6, 7, 8, 9), (4, 5, 10, 11)], "the last fits in none"
-    assert shares_of(make_config({"prefill": 0, "decode": 1}), make_machine(4, 2)) == [CpuShare(4, (0, 1, 2, 3))]
+    assert [share.cpus for share in shares] == [(0, 1, 2, 3), (6, 7, 8, 9), (4, 5, 10, 11)], (
+        "the last fits in none"
+    )
+    assert shares_of(make_config({"prefill": 0, "decode": 1}), make_machine(4, 2)) == [
+        CpuShare(4, (0, 1, 2, 3))
+    ]
 
 
 def test_more_workers_than_cores_are_not_pinned() -> None:
@@ -95,7 +105,9 @@ def test_a_replica_keeps_its_cores_and_those_of_a_former_worker_are_free() -> No
     first = shares.take("w0", P, "here", machine, [])
     second = shares.take("w1", D, "here", machine, ["w0"])
     assert (first.cpus, second.cpus) == ((0,), (1,))
-    assert shares.take("w0", P, "here", machine, ["w0", "w1"]) == first, "its next incarnation may overlap this one"
+    assert shares.take("w0", P, "here", machine, ["w0", "w1"]) == first, (
+        "its next incarnation may overlap this one"
+    )
     assert shares.take("w2", D, "here", machine, ["w0", "w1"]).cpus == (), "there is none left"
     assert shares.take("w3", D, "here", machine, ["w0"]).cpus == (1,)
 
