@@ -20,7 +20,7 @@ from typing import Any
 from baton.config import BatonConfig, merge
 from benchmarks.peer import QUIET, ROOT
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1200.0
 STOP_TIMEOUT_S = 30.0
 MODEL_NAME = "benchmark"
 
@@ -116,7 +116,7 @@ def _process(
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=os.environ | QUIET | environment,
+        env={**os.environ, **QUIET, **environment},
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         text=True,

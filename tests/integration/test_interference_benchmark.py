@@ -63,7 +63,8 @@ def test_figures_of_what_clients_saw() -> None:
     found = figures([[CHAT, SLOW_CHAT, LONG]], WORKLOAD, Slo(ttft_s=1.0, gap_s=0.25))
     assert found["gap_p50_ms"] == pytest.approx(100)
     assert found["gap_max_ms"] == pytest.approx(200)
-    assert (found["chat_ttft_p50_ms"], found["chat_ttft_p99_ms"]) == (pytest.approx(500), pytest.approx(2000))
+    assert found["chat_ttft_p50_ms"] == pytest.approx(500)
+    assert found["chat_ttft_p99_ms"] == pytest.approx(2000)
     assert found["long_ttft_p99_ms"] == pytest.approx(3000)
     assert found["tokens_per_s"] == pytest.approx(5 / 4), "two came after the round"
     assert (found["goodput_chats_per_s"], found["good_share"]) == (0.25, 0.5)

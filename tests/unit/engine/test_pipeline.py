@@ -179,9 +179,8 @@ def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
 
 def test_no_step_is_planned_past_a_prompt_so_that_a_newcomer_waits_for_one_only() -> None:
     planned: list[dict[str, int]] = []
-    core = make_core(
-        StepHook(lambda plan: planned.append(plan.num_scheduled_tokens)), max_num_batched_tokens=16
-    )
+    hook = StepHook(lambda plan: planned.append(dict(plan.num_scheduled_tokens)))
+    core = make_core(hook, max_num_batched_tokens=16)
     core.add_request(make_engine_request("long", num_tokens=40), "gateway")
     step(core)
     core.add_request(make_engine_request("short", num_tokens=3), "gateway")
@@ -209,7 +208,7 @@ def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_commands_go
 def test_c46_blocks_of_a_request_that_was_preempted_meanwhile_do_not_leave() -> None:
     diary = Diary()
     pipeline = PlansPastPrompts(FakeRunner())
-    settings = {"num_blocks": 8, "max_num_batched_tokens": 48, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {"num_blocks": 8, "max_num_batched_tokens": 48, "enable_prefix_caching": False}
     core = make_core(connector=diary, pipeline=pipeline, **settings)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)
     core.add_request(make_engine_request("old", num_tokens=31, max_tokens=40), "gateway")
