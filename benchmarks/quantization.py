@@ -1,17 +1,23 @@
-"""What 8-bit weights, activations and KV cost in accuracy: next-token distributions beside those of bfloat16.
+"""What fewer bits of weights, activations and KV cost in accuracy: next-token distributions beside those of float32.
 
-    python -m benchmarks.quantization --model DIR [--windows 9] [--length 512] [--json PATH]
+    python -m benchmarks.quantization [--model smollm2] [--windows 9] [--length 512] [--json PATH]
 
 The text is this repository's decision pages, of which there only come more, in windows that are computed through the KV
-pool like prompts. Per variant: perplexity; KL(bfloat16 || variant), the mean over all positions in millinats; and how
-often both have the same likeliest token. `float32` shows how far bfloat16 itself is from exact arithmetic, which is the
-yardstick for the others. Activations in 8 bits are rounded here and multiplied in bfloat16: the same numbers as 8-bit
-matrix units give, up to the order of sums.
+pool like prompts. Per variant: perplexity; KL(float32 || variant), the mean over all positions in millinats; and how
+often both have the same likeliest token. `bfloat16` is the yardstick for the others.
+
+`as the file has them` multiplies a GGUF file's groups as they are; float32 has the same weights, so what differs is the
+product, which may round activations to 8 bits. `int8` and `int4` round float32's weights to groups. A GGUF file's
+numbers lie on the grid of their groups, which int4 would find again; so groups begin 16 inputs later here. The 8-bit
+activations of fp8 are rounded here and multiplied in bfloat16: the same numbers as 8-bit matrix units give, up to the
+order of sums.
 """
 
 import argparse
 import json
 import math
+import os
+import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,16 +32,21 @@ from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.batch import RequestBatch
 from engine.kv_cache import KVPool
-from engine.layers.backend import Activations, InputTokens, QuantizedRows
+from engine.layers.backend import Activations, Backend, InputTokens, LinearLayer, Matrix, QuantizedRows
 from engine.layers.fp8 import quantize_rows
 from engine.layers.fp8_linear import Fp8Linear
+from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.torch_backend import TorchBackend
+from engine.loading.gguf_folder import gguf_of
 from engine.loading.loader import load_model
+from engine.loading.pretrained import default_cache_dir, resolve
+from engine.native.instructions import machine_instructions
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
+HALF_A_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +55,10 @@ class Variant:
 
     name: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    has_fp8_weights: bool = False
-    has_fp8_activations: bool = False
+    backend: Backend | None = None
+    """None: as workers on this machine compute."""
+    quantization: Literal["auto", "none", "fp8"] = "none"
     has_fp8_kv: bool = False
-
-
-REFERENCE = Variant("bfloat16")
-VARIANTS = (
-    Variant("float32", dtype="float32"),
-    Variant("fp8 weights", has_fp8_weights=True),
-    Variant("fp8 weights + activations", has_fp8_weights=True, has_fp8_activations=True),
-    Variant("fp8 KV", has_fp8_kv=True),
-    Variant("all of it", has_fp8_weights=True, has_fp8_activations=True, has_fp8_kv=True),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One variant's outcome; without the last two for the reference itself."""
-
-    variant: str
-    perplexity: float
-    kl_millinats: float | None
-    same_top_1: float | None
 
 
 class RoundedFp8Linear(Fp8Linear):
@@ -80,17 +72,62 @@ class RoundedFp8Linear(Fp8Linear):
 class RoundingBackend(TorchBackend):
     """Activations in 8 bits, on a CPU."""
 
-    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Fp8Linear:
+    def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        assert isinstance(weight_OI, torch.Tensor)
         return RoundedFp8Linear(weight_OI, bias_O)
+
+
+class GroupingBackend(TorchBackend):
+    """In place of fp8, groups of 8 or 4 bits; and 8 bits for the projection to logits."""
+
+    def __init__(self, bits: Literal[4, 8]) -> None:
+        self._bits = bits
+
+    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        return super().linear(_regrouped(weight_OI, 8), bias_O)
+
+    def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        return super().linear(_regrouped(weight_OI, self._bits), bias_O)
+
+
+def _regrouped(weight_OI: Matrix, bits: Literal[4, 8]) -> torch.Tensor:
+    """The weight, rounded in groups that begin in the middle of those of a GGUF file."""
+    assert isinstance(weight_OI, torch.Tensor)
+    rounded_OI = GroupedWeight.quantize(weight_OI.roll(HALF_A_GROUP, 1), bits).dequantized()
+    return rounded_OI.roll(-HALF_A_GROUP, 1).to(weight_OI.dtype)
+
+
+REFERENCE = Variant("float32", "float32")
+VARIANTS = (
+    Variant("bfloat16"),
+    Variant("as the file has them", "float32", quantization="auto"),
+    Variant("as the file has them, bfloat16", quantization="auto"),
+    Variant("int8 weights", "float32", GroupingBackend(8), "fp8"),
+    Variant("int4 weights", "float32", GroupingBackend(4), "fp8"),
+    Variant("fp8 weights", quantization="fp8"),
+    Variant("fp8 weights + activations", backend=RoundingBackend(), quantization="fp8"),
+    Variant("fp8 KV", has_fp8_kv=True),
+    Variant("fp8 all of it", backend=RoundingBackend(), quantization="fp8", has_fp8_kv=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One variant's outcome; without the last two for the reference itself."""
+
+    variant: str
+    perplexity: float
+    kl_millinats: float | None
+    same_top_1: float | None
 
 
 class Subject:
     """A variant of the model, and a pool for one window."""
 
     def __init__(self, path: Path, variant: Variant, length: int) -> None:
-        config = ModelConfig(dtype=variant.dtype, quantization="fp8" if variant.has_fp8_weights else None)
-        backend = RoundingBackend() if variant.has_fp8_activations else TorchBackend()
-        model = load_model(config, path, CPU, backend, kv_cache_dtype="fp8" if variant.has_fp8_kv else "auto")
+        config = ModelConfig(dtype=variant.dtype, quantization=variant.quantization)
+        kv_cache_dtype: Literal["auto", "fp8"] = "fp8" if variant.has_fp8_kv else "auto"
+        model = load_model(config, path, CPU, variant.backend, kv_cache_dtype=kv_cache_dtype)
         self._block_ids = tuple(range(1, 1 - (-length // BLOCK_SIZE)))
         pool = KVPool(1 + len(self._block_ids), model.kv_block_shape(BLOCK_SIZE), CPU)
         self._attention = PagedAttention(pool, model.architecture, model.architecture.num_heads, model.dtype)
@@ -130,9 +167,11 @@ def main() -> None:
     """Computes every window with every variant, prints a table, and writes JSON if asked to."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
-    windows = list(_windows(arguments.model, arguments.windows, arguments.length))
-    reference = Subject(arguments.model, REFERENCE, arguments.length)
-    subjects = {variant.name: Subject(arguments.model, variant, arguments.length) for variant in VARIANTS}
+    path = resolve(arguments.model, default_cache_dir(os.environ))
+    variants = [each for each in VARIANTS if each.quantization != "auto" or gguf_of(path) is not None]
+    windows = list(_windows(path, arguments.windows, arguments.length))
+    reference = Subject(path, REFERENCE, arguments.length)
+    subjects = {variant.name: Subject(path, variant, arguments.length) for variant in variants}
     nll = dict.fromkeys([REFERENCE.name, *subjects], 0.0)
     kl, same = dict.fromkeys(subjects, 0.0), dict.fromkeys(subjects, 0)
     for number, ids_T in enumerate(windows, 1):
@@ -170,18 +209,20 @@ def _windows(model: Path, num_windows: int, length: int) -> Iterator[torch.Tenso
 
 
 def _report(rows: list[Row], arguments: argparse.Namespace, num_tokens: int) -> None:
-    print(f"{arguments.model.name}, {num_tokens} tokens in windows of {arguments.length}")
-    print(f"{'':28}{'perplexity':>12}{'KL, millinats':>16}{'same top 1':>13}")
+    print(f"{arguments.model}, {num_tokens} tokens in windows of {arguments.length}")
+    print(f"{'':32}{'perplexity':>12}{'KL, millinats':>16}{'same top 1':>13}")
     for row in rows:
         kl = "" if row.kl_millinats is None else f"{row.kl_millinats:.2f}"
         same = "" if row.same_top_1 is None else f"{row.same_top_1:.1%}"
-        print(f"{row.variant:28}{row.perplexity:>12.3f}{kl:>16}{same:>13}")
+        print(f"{row.variant:32}{row.perplexity:>12.3f}{kl:>16}{same:>13}")
     if arguments.json is not None:
+        instructions = machine_instructions()
         result = {
-            "model": arguments.model.name,
+            "model": arguments.model,
             "tokens": num_tokens,
             "length": arguments.length,
             "torch": torch.__version__,
+            "instructions": instructions.name if instructions else platform.machine(),
             "rows": [asdict(row) for row in rows],
         }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +233,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
+    parser.add_argument("--model", default="smollm2", help="a folder, a GGUF file or a name")
     parser.add_argument("--windows", type=int, default=9)
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

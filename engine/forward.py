@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from engine.batch import StepBatch
+from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
-from engine.layers.paged_attention import PagedAttention
 from engine.models.llama import LlamaForCausalLM
 
 
@@ -24,10 +24,18 @@ class Forward(Protocol):
         ...
 
 
+class PagedAttentions(Protocol):
+    """Attention over one KV pool."""
+
+    def prepare(self, batch: StepBatch) -> Attention:
+        """Attention of one step; one step at a time."""
+        ...
+
+
 class TorchForward:
     """Runs eagerly, one step at a time."""
 
-    def __init__(self, decoder: LlamaForCausalLM, attention: PagedAttention, device: torch.device) -> None:
+    def __init__(self, decoder: LlamaForCausalLM, attention: PagedAttentions, device: torch.device) -> None:
         self._decoder = decoder
         self._attention = attention
         self._device = device

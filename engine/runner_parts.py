@@ -1,10 +1,12 @@
 """make_runner: a ModelRunner for a model on a CPU."""
 
-from engine.forward import TorchForward
+from engine.forward import PagedAttentions, TorchForward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
+from engine.layers.native_attention import NativeAttention, is_supported
 from engine.layers.paged_attention import PagedAttention
 from engine.loading.loader import LoadedModel
+from engine.native.library import native_library
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 
@@ -16,12 +18,19 @@ def make_runner(
     grammars: GrammarCompiler | None = None,
 ) -> ModelRunner:
     """`host_blocks` and `grammars`: see ModelRunner."""
-    attention = PagedAttention(pool, model.architecture, model.num_heads, model.dtype)
     return ModelRunner(
-        TorchForward(model.decoder, attention, model.device),
+        TorchForward(model.decoder, make_attention(model, pool), model.device),
         TorchSampler(model.collectives),
         host_blocks or HostBlocks(0, pool),
         pool.shape.block_size,
         grammars,
         samples=model.collectives.rank == 0,
     )
+
+
+def make_attention(model: LoadedModel, pool: KVPool) -> PagedAttentions:
+    """By our own kernels if this machine has them, and they compute heads like these; else by torch."""
+    library = native_library()
+    if library is not None and is_supported(pool.shape, model.num_heads):
+        return NativeAttention(library, pool, model.architecture, model.num_heads, model.dtype)
+    return PagedAttention(pool, model.architecture, model.num_heads, model.dtype)

@@ -12,3 +12,5 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    dtype: str
+    """Data type of weights and activations."""

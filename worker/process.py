@@ -29,6 +29,7 @@ from baton.system.secret import load_secret
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerRole
 from decode_worker import DecodeWorker
+from engine.loading.dtype import with_chosen_dtype
 from engine.loading.pretrained import default_cache_dir, resolve
 from prefill_worker import PrefillWorker
 from worker.control_calls import WorkerControl
@@ -92,6 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise_open_files(NUM_FILES)
         keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
         model_path = resolve(config.model.path, default_cache_dir(os.environ))
+        config = with_chosen_dtype(config, model_path)
         share = None if options.threads is None else CpuShare(options.threads, options.cpus)
         worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name, share)
         endpoint = worker.start()

@@ -31,7 +31,10 @@ def show(description: dict[str, Any], console: Console) -> None:
     """Lines about requests and the controller, a row for each node and worker, and the last failures."""
     gateway, workers = description["gateway"], description["workers"]
     console.print(
-        Text.assemble(description["model"], "  ", (description["model_path"], "dim")), soft_wrap=True
+        Text.assemble(
+            description["model"], f" in {description['dtype']}  ", (description["model_path"], "dim")
+        ),
+        soft_wrap=True,
     )
     in_flight = f"{gateway['in_flight']} requests in flight, {gateway['queued']} queued; finished: "
     console.print(in_flight + words.paths_text(gateway["paths"]), soft_wrap=True, highlight=False)

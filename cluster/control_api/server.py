@@ -34,14 +34,12 @@ FIRST_VIEW_S = 60.0
 class ControlServer:
     """Bound in its constructor, so that a port in use is an error before workers take minutes to start."""
 
-    def __init__(
-        self, network: NetworkConfig, port: int, configuration: FleetConfiguration, keys: PlaneKeys | None
-    ) -> None:
+    def __init__(self, network: NetworkConfig, port: int, keys: PlaneKeys | None) -> None:
         """ConfigError if it cannot listen on `port`, which is `cluster.fleet_port`."""
-        self._configuration = configuration
         self._open_calls = OpenCalls()
         self._socket = ServerSocket(network, port, keys)
         self._control: ControlApi | None = None
+        self._configuration: FleetConfiguration | None = None
         self._views: ViewCache | None = None
         self._following: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,6 +61,7 @@ class ControlServer:
 
     async def serve(self, control: ControlApi) -> FleetView:
         """Passes calls to this controller from now on; returns the present view."""
+        self._configuration = await control.call(GetConfiguration())
         self._control, self._views = control, ViewCache(control)
         self._following = asyncio.create_task(self._views.run(), name="follow the fleet")
         return await self._views.wait_view(WaitView("", -1, FIRST_VIEW_S))

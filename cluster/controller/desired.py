@@ -30,6 +30,9 @@ _ADDRESSES = {("cluster", key) for key in ("ray_address", "ray_timeout_s", "flee
 _COUNTS = {("cluster", role.value) for role in WorkerRole}
 """Keys of the initial numbers of workers, which may change while the fleet runs."""
 
+_LEFT_TO_THE_FLEET = (("model", "dtype"), "auto")
+"""A key and the value that agrees with any other: the command that began the fleet has decided."""
+
 
 def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False) -> list[str]:
     """One line for each key in which two configurations mean different fleets. The sections `gateway` and `logging`
@@ -48,7 +51,7 @@ def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False
             if only_set and (key not in others.model_fields_set or (section, key) in _OF_ONE_COMMAND):
                 continue
             value, other = getattr(values, key), getattr(others, key)
-            if value != other:
+            if value != other and ((section, key), other) != _LEFT_TO_THE_FLEET:
                 found.append(f"{section}.{key} is {value!r} there, {other!r} here")
     return found
 

@@ -18,6 +18,7 @@ from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import worker_names
 from cluster.processes.worker_process import WorkerProcess, write_config
 from cluster.serve.gateway import make_gateway
+from engine.loading.dtype import with_chosen_dtype
 from gateway import Gateway, Tokenizer
 
 
@@ -36,6 +37,7 @@ class ChildProcesses:
 @asynccontextmanager
 async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterator[ChildProcesses]:
     """`cluster.prefill` and `cluster.decode` workers and a gateway in this event loop, until the block ends."""
+    config = with_chosen_dtype(config, model_path)
     workers: dict[str, WorkerProcess] = {}
     secret = load_secret(config.network, os.environ, may_create=True)
     keys = derive_keys(secret)

@@ -13,7 +13,7 @@ from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, make_gateway
-from cluster.serve.owned_fleet import Fleet, check_owner, fleet_text, make_fleet, resolve_model
+from cluster.serve.owned_fleet import Fleet, check_owner, fleet_text, make_fleet, resolve_model, with_dtype_of
 from cluster.serve.screen import Screen, workers_text
 from gateway import Tokenizer
 
@@ -57,8 +57,9 @@ async def _run(
             control = await fleet.start(
                 lambda name, progress: stage.report(name, progress.what, progress.done / progress.count)
             )
-            gateway = make_gateway(config, keys, model_path, await asyncio.wrap_future(loading), control)
-            following = FollowingGateway(config, gateway, control, is_owner=True)
+            agreed = await with_dtype_of(control, config, model_path, screen)
+            gateway = make_gateway(agreed, keys, model_path, await asyncio.wrap_future(loading), control)
+            following = FollowingGateway(agreed, gateway, control, is_owner=True)
             service = await following.start()
             stage(workers_text(service.endpoints))
         await following.use(while_ready(service))

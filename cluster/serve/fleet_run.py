@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from baton.config import BatonConfig
-from baton.messages.control import ControlApi, FleetConfiguration, WaitView
-from baton.system.curve import PlaneKeys, derive_fleet_keys, derive_keys
+from baton.messages.control import ControlApi, WaitView
+from baton.system.curve import PlaneKeys, derive_fleet_keys
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from baton.worker import WorkerEndpoint
-from cluster.control_api.configuration import keys_digest, pack_configuration
 from cluster.control_api.server import FIRST_VIEW_S, ControlServer
 from cluster.controller.desired import worker_names
 from cluster.controller.fleet_counts import follow_counts
@@ -59,13 +58,11 @@ def run_fleet(
         model_path = resolve_model(config, screen)
         fleet = make_fleet(config, secret, model_path, screen, stack)
         keys = derive_fleet_keys(secret)
-        configuration = pack_configuration(config, model_path, keys_digest(derive_keys(secret)))
-        signals.run(_run(config, configuration, keys, fleet, screen, while_open, reread, signals))
+        signals.run(_run(config, keys, fleet, screen, while_open, reread, signals))
 
 
 async def _run(
     config: BatonConfig,
-    configuration: FleetConfiguration,
     keys: PlaneKeys | None,
     fleet: Fleet,
     screen: Screen,
@@ -74,7 +71,7 @@ async def _run(
     signals: StopSignals,
 ) -> None:
     # Bound before the workers start, which takes minutes: a port in use is an error at once.
-    server = ControlServer(config.network, config.cluster.fleet_port, configuration, keys)
+    server = ControlServer(config.network, config.cluster.fleet_port, keys)
     server.open()
 
     async def start_and_serve() -> None:

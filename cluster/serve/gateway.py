@@ -78,4 +78,5 @@ def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
         max_model_len=config.scheduler.max_model_len or architecture.max_position_embeddings,
         vocab_size=architecture.vocab_size,
         eos_token_ids=read_eos_token_ids(model_path),
+        dtype=config.model.dtype,
     )

@@ -9,13 +9,14 @@ from typing import Protocol
 
 from baton.config import BatonConfig
 from baton.errors import ConfigError
-from baton.messages.control import ControlApi
+from baton.messages.control import ControlApi, GetConfiguration
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.worker import WorkerRole
-from cluster.control_api.configuration import keys_digest
+from cluster.control_api.configuration import keys_digest, unpack_configuration
 from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing
 from cluster.serve.screen import Screen
+from engine.loading.dtype import choose_dtype, with_chosen_dtype, with_dtype
 from engine.loading.pretrained import default_cache_dir, resolve
 
 
@@ -52,7 +53,7 @@ def make_fleet(
     if config.cluster.ray_address == "none":
         from cluster.processes.fleet import ProcessFleet
 
-        return ProcessFleet(config, secret, model_path)
+        return ProcessFleet(with_chosen_dtype(config, model_path), secret, model_path)
     from cluster.on_ray.fleet import RayFleet  # not at the top: a machine may have no Ray
     from cluster.on_ray.session import connect
 
@@ -75,8 +76,18 @@ def resolve_model(config: BatonConfig, screen: Screen) -> Path:
     """The model's folder, downloaded now if necessary."""
     with screen.bar() as progress:
         path = resolve(config.model.path, default_cache_dir(os.environ), progress)
-    screen.line("model", f"{path} in {config.model.dtype}")
+    screen.line("model", f"{path} in {choose_dtype(config, path)}")
     return path
+
+
+async def with_dtype_of(
+    control: ControlApi, config: BatonConfig, model_path: Path, screen: Screen
+) -> BatonConfig:
+    """`config` with the fleet's data type, which another command may have chosen on another machine."""
+    theirs, _ = unpack_configuration(await control.call(GetConfiguration()))
+    if theirs.model.dtype != choose_dtype(config, model_path).dtype:
+        screen.line("model", f"in {theirs.model.dtype}, as the fleet was started")
+    return with_dtype(config, theirs.model.dtype)
 
 
 def fleet_text(config: BatonConfig) -> str:

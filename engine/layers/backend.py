@@ -11,6 +11,11 @@ from typing import Protocol
 
 import torch
 
+from engine.layers.grouped_weight import GroupedWeight
+
+Matrix = torch.Tensor | GroupedWeight
+"""O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class InputTokens:
@@ -54,23 +59,24 @@ class LinearLayer(Protocol):
     def __call__(self, x_TI: Activations) -> torch.Tensor: ...
 
 
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], LinearLayer]
+MakeLinear = Callable[[Matrix, torch.Tensor | None], LinearLayer]
 """Makes a layer of weight_OI and bias_O. The layer need not keep the given weight."""
 
 
 class Backend(Protocol):
     """The parts of a decoder layer besides attention."""
 
-    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> LinearLayer:
+    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         """The layer need not keep the given weight."""
         ...
 
-    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> LinearLayer:
-        """The same with 8-bit weights, quantized here."""
+    def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        """The same with 8-bit floats as weights, quantized here; not for a matrix that is quantized already."""
         ...
 
-    def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
-        """T x E: rows of `weight_VE`, which begins with token `first_token`; zeros for tokens of other ranks."""
+    def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
+        """T x E: rows of `weight_VE`, which begins with token `first_token`; zeros for tokens of other ranks. In
+        float32 if the matrix is in 4 or 8 bits."""
         ...
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations: ...

@@ -10,28 +10,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.layers.workspace import Workspace
+
 TILE = 128
 """Queries computed together; best of 32 to 256 on an AVX-512 machine for heads of 64 and 128."""
-
-
-class Workspace:
-    """A buffer, reused from layer to layer and step to step, that grows to the largest shape ever requested.
-
-    The allocator returns large temporaries to the system after every use. Taking them anew costs page faults, which on
-    CPU take longer than the computation.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._flat = torch.empty(0, dtype=dtype, device=device)
-
-    def take(self, *shape: int) -> torch.Tensor:
-        """Uninitialised; valid until the next `take`."""
-        size = 1
-        for dimension in shape:
-            size *= dimension
-        if size > self._flat.numel():
-            self._flat = torch.empty(size, dtype=self._flat.dtype, device=self._flat.device)
-        return self._flat[:size].view(shape)
 
 
 class ChunkAttention(Protocol):
@@ -108,12 +90,12 @@ class TiledAttention:
             num_keys = tile.keys.stop - tile.keys.start
             q_nHGD = q_NQD[tile.queries].unflatten(1, (num_kv_heads, per_kv_head))
             q_HXD = q_nHGD.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-            scores_HXs = self._scores.take(num_kv_heads, q_HXD.shape[1], num_keys)
+            scores_HXs = self._scores.take(q_HXD.dtype, num_kv_heads, q_HXD.shape[1], num_keys)
             k_HDs = k_HSD[:, tile.keys].transpose(1, 2)
             torch.baddbmm(scores_HXs, q_HXD, k_HDs, beta=0, alpha=head_dim**-0.5, out=scores_HXs)
             scores_HGns = scores_HXs.view(num_kv_heads, per_kv_head, -1, num_keys)
             scores_HGns[..., tile.masked] += tile.mask_ns
-            weights_HXs = torch.softmax(scores_HXs, -1, out=self._weights.take(*scores_HXs.shape))
+            weights_HXs = torch.softmax(scores_HXs, -1, out=self._weights.take(q_HXD.dtype, *scores_HXs.shape))
             out_HGnD = torch.bmm(weights_HXs, v_HSD[:, tile.keys]).view(*scores_HGns.shape[:3], head_dim)
             out_NQD[tile.queries] = out_HGnD.permute(2, 0, 1, 3).flatten(1, 2)
 

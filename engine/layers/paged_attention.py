@@ -13,10 +13,11 @@ import torch
 from engine.batch import StepBatch
 from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
-from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention, Workspace
+from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention
 from engine.layers.decode_groups import DecodeGroup, decode_groups
 from engine.layers.fp8 import FP8, as_bytes, saturate
 from engine.layers.rope import RotaryEmbedding, rotate_
+from engine.layers.workspace import Workspace
 from engine.model_config import ModelArchitecture
 
 
@@ -59,8 +60,8 @@ class PagedAttention:
         self._dtype, self._device = dtype or pool.shape.dtype, pool.blocks_NLKHTD.device
         assert pool.shape.dtype in (self._dtype, FP8), f"{self._dtype} in a pool of {pool.shape.dtype}"
         self._rope = RotaryEmbedding(architecture.rope, architecture.head_dim, self._device)
-        self._gathered, self._scores, self._weights = (Workspace(self._dtype, self._device) for _ in range(3))
-        self._gathered_bytes = Workspace(torch.uint8, self._device)
+        self._gathered, self._scores, self._weights = (Workspace(self._device) for _ in range(3))
+        self._gathered_bytes = Workspace(self._device)
 
     def prepare(self, batch: StepBatch) -> "TorchStepAttention":
         """Indices, angles and masks of a step, computed once for all layers. One step at a time: they share memory."""
@@ -206,9 +207,9 @@ class TorchStepAttention:
     def _gather(self, layer: int, block_rows: torch.Tensor) -> torch.Tensor:
         """Keys and values of whole blocks, copied together; valid until the next call."""
         source_RX = self._pool.layers[layer].block_rows_RX
-        gathered_RX = self._gathered.take(len(block_rows), source_RX.shape[1])
+        gathered_RX = self._gathered.take(self._angles[0].dtype, len(block_rows), source_RX.shape[1])
         if source_RX.dtype is not FP8:
             return torch.index_select(source_RX, 0, block_rows, out=gathered_RX)
-        bytes_RX = self._gathered_bytes.take(*gathered_RX.shape)
+        bytes_RX = self._gathered_bytes.take(torch.uint8, *gathered_RX.shape)
         torch.index_select(as_bytes(source_RX), 0, block_rows, out=bytes_RX)
         return gathered_RX.copy_(bytes_RX.view(FP8))

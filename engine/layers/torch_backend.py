@@ -6,25 +6,32 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 import torch
 import torch.nn.functional as F
 
-from engine.layers.backend import Activations, InputTokens, LinearLayer
+from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix
 from engine.layers.fp8_linear import Fp8Linear
+from engine.layers.grouped_linear import GroupedLinear
+from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
 
 
 class TorchBackend:
     """Satisfies `engine.layers.backend.Backend`."""
 
-    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
+    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        if isinstance(weight_OI, GroupedWeight):
+            return GroupedLinear(weight_OI, bias_O)
         return Linear(weight_OI, bias_O)
 
-    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Fp8Linear:
+    def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        assert isinstance(weight_OI, torch.Tensor), "quantized already"
         return Fp8Linear(weight_OI, bias_O)
 
-    def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
+    def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"
         rows_T = tokens.ids_T - first_token
-        is_elsewhere_T = (rows_T < 0) | (rows_T >= len(weight_VE))
-        x_TE = F.embedding(rows_T.masked_fill(is_elsewhere_T, 0), weight_VE)
+        is_elsewhere_T = (rows_T < 0) | (rows_T >= weight_VE.shape[0])
+        rows_T = rows_T.masked_fill(is_elsewhere_T, 0)
+        is_grouped = isinstance(weight_VE, GroupedWeight)
+        x_TE = weight_VE.outputs(rows_T).dequantized() if is_grouped else F.embedding(rows_T, weight_VE)
         return x_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0)
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.silu_mul import silu_mul, silu_mul_fp8
 from engine.kernels.skinny_linear import MAX_FMA_TOKENS, MAX_TOKENS
 from engine.kernels.switches import kernel_switches
-from engine.layers.backend import Activations, InputTokens, LinearLayer, QuantizedRows, UnnormedRows
+from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix, QuantizedRows, UnnormedRows
 from engine.layers.few_rows import FewRows
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
@@ -29,14 +29,17 @@ class TritonBackend:
         self.timed_products = TimedProducts()
         self._has_fp8_linears = False
 
-    def linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TritonLinear:
+    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonLinear:
+        assert isinstance(weight_OI, torch.Tensor), "4 and 8 bits in groups are for CPUs"
         return TritonLinear(weight_OI, bias_O, self.timed_products)
 
-    def fp8_linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TritonFp8Linear:
+    def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonFp8Linear:
+        assert isinstance(weight_OI, torch.Tensor), "quantized already"
         self._has_fp8_linears = True
         return TritonFp8Linear(weight_OI, bias_O)
 
-    def embed(self, tokens: InputTokens, weight_VE: torch.Tensor, first_token: int) -> torch.Tensor:
+    def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
+        assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"
         assert tokens.sources_T is not None
         assert tokens.sampled_R is not None
         return embed(tokens.ids_T, tokens.sources_T, tokens.sampled_R, weight_VE, first_token)

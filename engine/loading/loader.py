@@ -1,4 +1,4 @@
-"""load_model: a Hugging Face folder becomes a model on a device, with the facts the rest of the engine needs."""
+"""load_model: a model's folder becomes a model on a device, with the facts the rest of the engine needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,13 @@ from baton.config import ModelConfig
 from baton.errors import ConfigError
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.kv_cache import KVBlockShape
-from engine.layers.backend import Backend, MakeLinear
+from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
+from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
+from engine.loading.gguf_folder import gguf_of
+from engine.loading.gguf_weights import GgufWeights
+from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weight_stream import CudaCopies
 from engine.loading.weights import (
@@ -22,11 +26,15 @@ from engine.loading.weights import (
     OnProgress,
     Take,
     TakeRecorder,
+    WeightSource,
     model_digest,
 )
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
 from engine.models.llama import LlamaForCausalLM
+from engine.native.library import native_library
 
+BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
+"""Of `model.quantization`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -92,14 +100,14 @@ def load_model(
     """
     dtype = DTYPES[config.dtype]
     architecture = read_architecture(path)
+    _check_quantization(config, device)
     _check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
-    linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
     is_dummy = config.load_format == "dummy"
     decoder = (
-        LlamaForCausalLM(architecture, DummyWeights(dtype, device), backend, linear, collectives)
+        _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives)
         if is_dummy
-        else _load_decoder(path, architecture, dtype, device, backend, linear, collectives, on_progress)
+        else _load_decoder(config, path, architecture, device, backend, collectives, on_progress)
     )
     return LoadedModel(
         architecture=architecture,
@@ -111,7 +119,9 @@ def load_model(
         kv_dtype=FP8 if kv_cache_dtype == "fp8" else dtype,
         eos_token_ids=read_eos_token_ids(path),
         digest=model_digest(
-            path, dummy_device=device if is_dummy else None, quantization=config.quantization
+            path,
+            dummy_device=device if is_dummy else None,
+            quantization=_kept_as(config, path, device),
         ),
     )
 
@@ -130,10 +140,9 @@ def outline_model(
     """
     dtype = DTYPES[config.dtype]
     architecture = read_architecture(path)
-    linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
     return LoadedModel(
         architecture=architecture,
-        decoder=LlamaForCausalLM(architecture, TakeRecorder(dtype), backend, linear, collectives),
+        decoder=_decoder(config, architecture, TakeRecorder(dtype), backend, collectives),
         backend=backend,
         collectives=collectives,
         device=torch.device("meta"),
@@ -145,9 +154,10 @@ def outline_model(
 
 
 def _make_backend(device: torch.device) -> Backend:
-    """Plain torch on a CPU, our own kernels on a GPU."""
+    """Our own kernels; plain torch on a CPU for which there are none."""
     if device.type == "cpu":
-        return TorchBackend()
+        library = native_library()
+        return TorchBackend() if library is None else NativeBackend(library)
     from engine.layers.triton_backend import TritonBackend  # without a GPU, Triton may be missing
 
     return TritonBackend()
@@ -160,19 +170,31 @@ def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_
     return recorder.takes
 
 
+def _decoder(
+    config: ModelConfig,
+    architecture: ModelArchitecture,
+    weights: WeightSource,
+    backend: Backend,
+    collectives: Collectives,
+) -> LlamaForCausalLM:
+    bits = BITS.get(config.quantization)
+    source = weights if bits is None else QuantizedWeights(weights, bits)
+    linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
+    return LlamaForCausalLM(architecture, source, backend, linear, collectives)
+
+
 def _load_decoder(
+    config: ModelConfig,
     path: Path,
     architecture: ModelArchitecture,
-    dtype: torch.dtype,
     device: torch.device,
     backend: Backend,
-    linear: MakeLinear,
     collectives: Collectives,
     on_progress: OnProgress | None,
 ) -> LlamaForCausalLM:
     takes = takes_of(architecture, collectives)
-    with _open_weights(path, dtype, device, takes, on_progress) as weights:
-        decoder = LlamaForCausalLM(architecture, weights, backend, linear, collectives)
+    with _open_weights(config, path, architecture, device, takes, on_progress) as weights:
+        decoder = _decoder(config, architecture, weights, backend, collectives)
         # Buffers of older checkpoints, and a copy of the embeddings that a tied model does not use.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
         weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied))
@@ -191,13 +213,42 @@ def _check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
             )
 
 
+def _check_quantization(config: ModelConfig, device: torch.device) -> None:
+    if config.quantization in BITS and device.type != "cpu":
+        raise ConfigError(
+            f"model.quantization: {config.quantization!r} is for engine.device 'cpu'; with {device.type!r}, use 'fp8', "
+            "or 'none'"
+        )
+
+
+def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | None:
+    """How matrices are kept, if not as numbers of the model's dtype."""
+    if config.quantization == "auto":
+        is_gguf = config.load_format == "auto" and gguf_of(path) is not None
+        return "gguf" if is_gguf and device.type == "cpu" else None
+    return None if config.quantization == "none" else config.quantization
+
+
 def _open_weights(
+    config: ModelConfig,
     path: Path,
-    dtype: torch.dtype,
+    architecture: ModelArchitecture,
     device: torch.device,
     takes: Sequence[Take],
     on_progress: OnProgress | None,
-) -> CheckpointWeights | StreamedWeights:
+) -> CheckpointWeights | StreamedWeights | GgufWeights:
+    dtype, gguf = DTYPES[config.dtype], gguf_of(path)
+    if gguf is not None:
+        keeps_groups = _kept_as(config, path, device) in ("gguf", *BITS)
+        return GgufWeights(
+            gguf,
+            dtype,
+            device,
+            architecture.head_dim,
+            keeps_groups=keeps_groups,
+            takes=takes,
+            on_progress=on_progress,
+        )
     if device.type == "cuda":
         return StreamedWeights(path, dtype, takes, CudaCopies(device), on_progress)
     return CheckpointWeights(path, dtype, takes, on_progress)

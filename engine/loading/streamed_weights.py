@@ -11,10 +11,10 @@ import torch
 
 from engine.loading.safetensors_index import CheckpointIndex, StoredTensor
 from engine.loading.weight_stream import Copies, FilePart, WeightStream
-from engine.loading.weights import OnProgress, Shard, Take
+from engine.loading.weights import OnProgress, Shard, Take, WeightSource
 
 
-class StreamedWeights:
+class StreamedWeights(WeightSource):
     """Satisfies WeightSource for a model that asks for exactly `takes`, in that order (see TakeRecorder).
 
     Only requested tensors are read. Bytes reach the device as stored, and are converted to `dtype` there. A context

@@ -1,4 +1,7 @@
-"""Sources of a model's tensors: a folder's safetensors files, or random numbers; knows no architecture."""
+"""Sources of a model's tensors: a folder's safetensors files, or random numbers; knows no architecture.
+
+`gguf_weights` has another source, and `quantized_weights` one on top of the others.
+"""
 
 import hashlib
 import json
@@ -13,6 +16,9 @@ from typing import Protocol, Self
 import torch
 
 from baton.errors import ModelError
+from engine.layers.backend import Matrix
+from engine.loading.gguf import read_gguf
+from engine.loading.gguf_folder import gguf_of
 from engine.loading.safetensors_index import CheckpointIndex, open_safetensors, weight_files
 
 DIGEST_WINDOWS = 64
@@ -52,6 +58,17 @@ class WeightSource(Protocol):
         """
         ...
 
+    def take_matrix(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> Matrix:
+        """The same for a matrix that is only multiplied, or whose rows are looked up: in whatever form there is."""
+        return self.take(name, num_outputs, num_inputs, shard=shard)
+
+
+def is_whole_groups(inputs: slice, group_size: int) -> bool:
+    """Whether a slice of a row's inputs cuts no group."""
+    return inputs.start % group_size == 0 and inputs.stop % group_size == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Take:
@@ -72,7 +89,7 @@ class Take:
 
 
 @dataclass(slots=True)
-class TakeRecorder:
+class TakeRecorder(WeightSource):
     """Satisfies WeightSource without weights: a model built from it on the meta device shows what it will ask for.
 
     So the order and amount of reading ahead are known before a byte is read.
@@ -87,7 +104,7 @@ class TakeRecorder:
         return torch.empty(self.takes[-1].part_shape, dtype=self.dtype, device="meta")
 
 
-class CheckpointWeights:
+class CheckpointWeights(WeightSource):
     """Tensors of the safetensors files of a folder, on CPU, memory-mapped: a page is read when it is touched.
 
     A context manager. Leave it through `check_all_taken`, so that no weight is silently ignored.
@@ -139,7 +156,7 @@ class CheckpointWeights:
         self._index.check_all_taken(self._taken, allowed=allowed)
 
 
-class DummyWeights:
+class DummyWeights(WeightSource):
     """Random tensors of any name and shape, the same in every process on the same kind of device.
 
     Made on the device, since 8 billion numbers take minutes on the host. Each kind of device has its own random
@@ -170,18 +187,21 @@ def model_digest(
     """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model.
 
     `dummy_device`: where dummy weights are made, for a model without others. GPUs of different names draw different
-    numbers. `quantization`: of the linear layers' weights; it changes the keys and values, so it changes the digest.
+    numbers. `quantization`: how the weights are kept, if not as the folder has them; it changes the keys and values, so
+    it changes the digest.
 
-    SHA-256 over config.json and, for each weight file, its name, size, tensor index and 64 windows of 4 KiB spread
+    SHA-256 over config.json and, for each weight file, its name, size, header and 64 windows of 4 KiB spread
     evenly over the content. Hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     suffix = "" if quantization is None else f"-{quantization}"
     if dummy_device is not None:
         return f"{digest.hexdigest()}-dummy{_kind_of(dummy_device)}{suffix}"
-    for file in weight_files(path):
+    gguf = gguf_of(path)
+    for file in weight_files(path) if gguf is None else [gguf]:
         digest.update(json.dumps([file.name, file.stat().st_size]).encode())
-        for window in _windows(file):
+        header_bytes = _header_bytes(file) if gguf is None else read_gguf(gguf).data_offset
+        for window in _windows(file, header_bytes):
             digest.update(window)
     return f"{digest.hexdigest()}{suffix}"
 
@@ -191,12 +211,16 @@ def _kind_of(device: torch.device) -> str:
     return "" if device.type == "cpu" else f"-{device.type}-{torch.cuda.get_device_name(device)}"
 
 
-def _windows(file: Path) -> Iterator[bytes]:
-    """The safetensors header, then evenly spread windows of the rest."""
+def _header_bytes(safetensors: Path) -> int:
+    with safetensors.open("rb") as stream:
+        return 8 + int.from_bytes(stream.read(8), "little")
+
+
+def _windows(file: Path, header_bytes: int) -> Iterator[bytes]:
+    """The header, then evenly spread windows of the rest."""
     size = file.stat().st_size
     with file.open("rb") as stream:
-        header_bytes = min(8 + int.from_bytes(stream.read(8), "little"), size)
-        stream.seek(0)
+        header_bytes = min(header_bytes, size)
         yield stream.read(header_bytes)
         last = max(size - DIGEST_WINDOW_BYTES, header_bytes)
         for i in range(DIGEST_WINDOWS):

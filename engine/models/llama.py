@@ -12,6 +12,7 @@ import torch
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.layers.attention import Attention, HeadNorm
 from engine.layers.backend import Backend, InputTokens, LinearLayer, MakeLinear
+from engine.layers.merged_linear import merged_linear
 from engine.layers.residual_stream import ResidualStream
 from engine.loading.weights import Shard, WeightSource
 from engine.model_config import ModelArchitecture
@@ -38,10 +39,10 @@ class LlamaForCausalLM:
         self._collectives = collectives
         self._eps = a.rms_norm_eps
         rows = _shard(0, collectives)
-        self._embed_tokens_VE = weights.take(
+        self._embed_tokens_VE = weights.take_matrix(
             "model.embed_tokens.weight", a.vocab_size, a.hidden_size, shard=rows
         )
-        self._first_token = collectives.rank * len(self._embed_tokens_VE)
+        self._first_token = collectives.rank * self._embed_tokens_VE.shape[0]
         self._layers = [
             DecoderLayer(a, index, weights, backend, linear, collectives) for index in range(a.num_layers)
         ]
@@ -49,13 +50,14 @@ class LlamaForCausalLM:
         lm_head_VE = (
             self._embed_tokens_VE
             if a.tie_word_embeddings
-            else weights.take("lm_head.weight", a.vocab_size, a.hidden_size, shard=rows)
+            else weights.take_matrix("lm_head.weight", a.vocab_size, a.hidden_size, shard=rows)
         )
         self._lm_head = backend.linear(lm_head_VE, None)
 
     def forward(self, tokens: InputTokens, attention: Attention) -> torch.Tensor:
         """Hidden states of every token, before the final norm: T x E."""
         residual_TE = self._backend.embed(tokens, self._embed_tokens_VE, self._first_token)
+        residual_TE = residual_TE.to(self._norm_E.dtype)
         self._collectives.all_reduce_(residual_TE)
         stream = ResidualStream(residual_TE, self._backend, self._collectives, self._eps)
         for layer in self._layers:
@@ -120,29 +122,19 @@ class Projections:
         computes its share of each."""
         shard = _shard(0, self._collectives)
         names = sizes.items()
-        weight_OI = _joined(
-            [self._weights.take(f"{name}.weight", size, num_inputs, shard=shard) for name, size in names]
-        )
+        take = self._weights.take_matrix
+        parts = [take(f"{name}.weight", size, num_inputs, shard=shard) for name, size in names]
         if not has_bias:
-            return self._linear(weight_OI, None)
+            return merged_linear(self._linear, parts, None)
         biases = [self._weights.take(f"{name}.bias", size, shard=shard) for name, size in names]
-        return self._linear(weight_OI, _joined(biases))
+        return merged_linear(self._linear, parts, biases)
 
     def rows(self, name: str, num_outputs: int, num_inputs: int, has_bias: bool) -> LinearLayer:
         """A projection of inputs that the ranks share: the caller sums the ranks' results."""
         shard = _shard(1, self._collectives)
-        weight_OI = self._weights.take(f"{name}.weight", num_outputs, num_inputs, shard=shard)
+        weight_OI = self._weights.take_matrix(f"{name}.weight", num_outputs, num_inputs, shard=shard)
         bias_O = self._weights.take(f"{name}.bias", num_outputs) if has_bias else None
         return self._linear(weight_OI, bias_O if self._collectives.rank == 0 else None)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenates the output features."""
-    first = parts[0]
-    if first.is_meta:
-        # PyTorch would work out the shape in Python, and import its compiler for it: a second of each worker's start.
-        return first.new_empty(sum(len(part) for part in parts), *first.shape[1:])
-    return torch.cat(parts)
 
 
 def _shard(dim: int, collectives: Collectives) -> Shard | None:

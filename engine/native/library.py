@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "BATON_NATIVE_KERNELS"
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared", "-Wall", "-Werror")
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 300.0
 
 
@@ -77,15 +77,25 @@ def _find(environment: Mapping[str, str]) -> Path:
     return library
 
 
-def compile_kernels(instructions: InstructionSet, library: Path) -> None:
-    """Makes the file, whole or not at all."""
+def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = "*.cpp") -> None:
+    """Makes the file of the sources that match, whole or not at all."""
     compiler = _compiler(os.environ)
     if compiler is None:
-        raise _NotAvailableError("there is no C++ compiler; install one (apt install g++, or pip install ziglang)")
-    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+        raise _NotAvailableError(
+            "there is no C++ compiler; install one (apt install g++, or pip install ziglang)"
+        )
+    sources = [str(path) for path in sorted(SOURCES.glob(pattern))]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         output = Path(scratch) / library.name
-        command = [*compiler, *FLAGS, *instructions.compiler_flags, *sources, "-o", str(output), str(_openmp())]
+        command = [
+            *compiler,
+            *FLAGS,
+            *instructions.compiler_flags,
+            *sources,
+            "-o",
+            str(output),
+            str(_openmp()),
+        ]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         except subprocess.CalledProcessError as error:

@@ -112,6 +112,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         response = pb.DescribeClusterResponse(
             model=self._model.name,
             model_path=self._model.path,
+            dtype=self._model.dtype,
             workers=map(
                 fleet_messages.worker_to_message, views_of(driver.workers.clients, controller.replicas)
             ),

@@ -11,9 +11,10 @@ from typing import Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from baton.config import BatonConfig
+from tests.factories.gguf_files import transformers_model
 from tests.factories.local_cluster import Answer, LocalCluster, local_cluster
 from tests.factories.models import make_model_dir
 
@@ -37,7 +38,7 @@ MODES: tuple[Mode, ...] = ("disaggregated", "local")
 def make_config(**scheduler: object) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
-            "model": {"dtype": "float32"},
+            "model": {"dtype": "float32", "quantization": "none"},
             "engine": {"num_threads": 1, "kv_cache_memory_mib": 256},
             "scheduler": {"max_num_batched_tokens": 128, **scheduler},
             "gateway": {"grpc_port": 0, "http_port": None},
@@ -63,7 +64,7 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
 
 def reference(folder: Path, prompts: list[list[int]], num_new_tokens: int) -> list[tuple[int, ...]]:
     """Each prompt's greedy answer by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers_model(folder)
     answers = []
     with torch.inference_mode():
         for prompt in prompts:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
@@ -21,6 +21,7 @@ from engine.pipeline import make_pipeline
 from engine.runner_parts import make_runner
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.gguf_files import transformers_model
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 
@@ -55,7 +56,7 @@ class Subject:
 
 
 def make_subject(folder: Path, prompts: list[list[int]]) -> Subject:
-    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = transformers_model(folder)
     expected = {}
     for prompt in prompts:
         input_ids = torch.tensor([prompt])
@@ -68,7 +69,8 @@ def make_subject(folder: Path, prompts: list[list[int]]) -> Subject:
             do_sample=False,
         )
         expected[tuple(prompt)] = output[0, len(prompt) :].tolist()
-    return Subject(load_model(ModelConfig(dtype="float32"), folder, torch.device("cpu")), expected)
+    config = ModelConfig(dtype="float32", quantization="none")
+    return Subject(load_model(config, folder, torch.device("cpu")), expected)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from baton.messages.control import (
     ControlApi,
     ControlRequest,
     Done,
+    FleetConfiguration,
+    GetConfiguration,
     ReportLoad,
     ScaleRole,
     WaitView,
@@ -33,10 +35,14 @@ TIMEOUT_S = 60.0
 MODEL_PATH = Path("/models/tiny")
 
 
-def in_process(controller: Controller, config: BatonConfig) -> InProcessControl:
-    return InProcessControl(
-        controller, pack_configuration(config, MODEL_PATH, keys_digest(derive_keys(SECRET)))
-    )
+def packed(config: BatonConfig, model_path: Path = MODEL_PATH) -> FleetConfiguration:
+    return pack_configuration(config, model_path, keys_digest(derive_keys(SECRET)))
+
+
+def in_process(
+    controller: Controller, config: BatonConfig, model_path: Path = MODEL_PATH
+) -> InProcessControl:
+    return InProcessControl(controller, packed(config, model_path))
 
 
 @asynccontextmanager
@@ -48,12 +54,13 @@ async def control_server(
     model_path: Path = MODEL_PATH,
 ) -> AsyncIterator[ControlServer]:
     """Open; without a controller it is one whose fleet is still starting."""
-    packed = pack_configuration(config, model_path, keys_digest(derive_keys(SECRET)))
-    server = ControlServer(config.network, config.cluster.fleet_port, packed, keys)
+    if isinstance(control, Controller):
+        control = in_process(control, config, model_path)
+    server = ControlServer(config.network, config.cluster.fleet_port, keys)
     server.open()
     try:
         if control is not None:
-            await server.serve(in_process(control, config) if isinstance(control, Controller) else control)
+            await server.serve(control)
         yield server
     finally:
         await server.close(0.0)
@@ -74,13 +81,16 @@ def port_of(server: ControlServer) -> int:
 class StandingFleet(FakeFleetControl):
     """A controller whose workers serve for ever, and are what a test says."""
 
-    def __init__(self, *endpoints: WorkerEndpoint) -> None:
+    def __init__(self, configuration: FleetConfiguration, *endpoints: WorkerEndpoint) -> None:
         super().__init__(fleet_of(*[replica(endpoint.ref.name, endpoint.role) for endpoint in endpoints]))
+        self._configuration = configuration
         self._view = FleetView("c-life", 1, endpoints)
         self.reports: list[GatewayReport] = []
 
     async def _answer(self, request: ControlRequest[Any]) -> Any:
         match request:
+            case GetConfiguration():
+                return self._configuration
             case WaitView(controller_incarnation, version, wait_s):
                 if (controller_incarnation, version) == ("c-life", 1):
                     await asyncio.sleep(wait_s)

@@ -211,7 +211,7 @@ async def gateway_with(
 ) -> AsyncIterator[GatewayUnderTest]:
     """A gateway whose workers follow scripts; at the end nothing may be in flight. `credentials` are the client's."""
     tokenizer = Tokenizer(folder)
-    model = ServedModel("tiny", str(folder), max_model_len, tokenizer.vocab_size, (2,))
+    model = ServedModel("tiny", str(folder), max_model_len, tokenizer.vocab_size, (2,), "float32")
     settings = GatewayConfig(**{"grpc_port": 0, "http_port": 0, "placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
     gateway = Gateway(
         settings,

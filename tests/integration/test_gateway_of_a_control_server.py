@@ -9,7 +9,7 @@ from baton.config import BatonConfig
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerRole
 from gateway import GatewayClient
-from tests.factories.control_api import StandingFleet, control_server, port_of
+from tests.factories.control_api import StandingFleet, control_server, packed, port_of
 from tests.factories.gateway import ScriptedWorker, answering
 from tests.factories.models import make_model_dir
 from tests.factories.security import SECRET
@@ -57,9 +57,9 @@ async def test_a_gateway_without_ray_follows_a_fleet_through_its_control_servers
     config = BatonConfig.from_mapping(sections)
     workers = [ScriptedWorker("w0", WorkerRole.PREFILL, answering(ANSWER))]
     workers += [ScriptedWorker("w1", WorkerRole.DECODE, answering(ANSWER))]
-    fleet = StandingFleet(*[worker.endpoint for worker in workers])
+    fleet = StandingFleet(packed(config, model), *[worker.endpoint for worker in workers])
     try:
-        async with control_server(config, None, model_path=model) as server:
+        async with control_server(config, None) as server:
             with running(gateway_of(server.address), {SECRET_VARIABLE: SECRET.text}) as gateway:
                 # It is there before the fleet is.
                 await asyncio.to_thread(gateway.wait_for_text, f"no fleet answers at {server.address}")
@@ -70,7 +70,7 @@ async def test_a_gateway_without_ray_follows_a_fleet_through_its_control_servers
                     assert (await controller_becomes(client, "answering"))["model"] == "tiny"
                     await client.drain("w0")
                     assert fleet.commands == [("drain", "w0")]
-                    await _restart_the_server(server, config, fleet, model, client, gateway)
+                    await _restart_the_server(server, config, fleet, client, gateway)
                 assert await asyncio.to_thread(gateway.wait_gone) == 1
                 assert gateway.stderr.splitlines()[-1] == "baton gateway: the fleet was ended by its owner"
     finally:
@@ -82,7 +82,6 @@ async def _restart_the_server(
     server: Any,
     config: BatonConfig,
     fleet: StandingFleet,
-    model: Path,
     client: GatewayClient,
     gateway: ServeProcess,
 ) -> None:
@@ -92,7 +91,7 @@ async def _restart_the_server(
     assert await ask(client) == ANSWER
     on_port = {"cluster": config.cluster.model_copy(update={"fleet_port": port_of(server)})}
     server._socket.close = lambda: None
-    async with control_server(config.model_copy(update=on_port), fleet, model_path=model) as heir:
+    async with control_server(config.model_copy(update=on_port), fleet) as heir:
         await controller_becomes(client, "answering")
         assert await ask(client) == ANSWER
         closing = asyncio.create_task(heir.close(1000.0))

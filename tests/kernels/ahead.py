@@ -60,7 +60,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = make_model_dir(Path(folder) / "model", options.architecture, head_dim=32, **window)
         config = ModelConfig.model_validate(
-            {"dtype": "bfloat16", "quantization": "fp8" if options.fp8 else None}
+            {"dtype": "bfloat16", "quantization": "fp8" if options.fp8 else "auto"}
         )
         kv_cache_dtype: Literal["auto", "fp8"] = "fp8" if options.fp8_cache else "auto"
         ranks = SilentRank(0, options.num_ranks)

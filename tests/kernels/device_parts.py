@@ -30,7 +30,7 @@ def make_parts(
     limits: StepLimits,
     *,
     dtype: str = "float32",
-    quantization: str | None = None,
+    quantization: str = "auto",
     fp8_cache: bool = False,
     num_blocks: int = 8,
     block_size: int = 16,

@@ -116,7 +116,7 @@ def main() -> int:
             CPU,
             StepLimits(CONFIG.max_num_seqs, CONFIG.max_num_batched_tokens, CONFIG.max_model_len),
             dtype="bfloat16",
-            quantization="fp8" if options.fp8 else None,
+            quantization="fp8" if options.fp8 else "auto",
             num_blocks=CONFIG.num_blocks,
             block_size=CONFIG.block_size,
             num_multiprocessors=132,

@@ -81,7 +81,7 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
 
 def test_what_a_gpu_rehearses_is_known_before_its_model_is_loaded(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path / "model", max_position_embeddings=256)
-    outline = outline_model(ModelConfig(), path, TorchBackend())
+    outline = outline_model(ModelConfig(dtype="bfloat16"), path, TorchBackend())
     assert outline.device.type == "meta"
     assert largest_steps(SchedulerConfig(max_num_seqs=7), outline) == StepLimits(7, 8192, 256)
     with pytest.raises(ConfigError, match="supports at most 256"):

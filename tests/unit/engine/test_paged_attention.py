@@ -9,9 +9,10 @@ import torch
 
 from engine.batch import StepBatch
 from engine.kv_cache import KVBlockShape, KVPool
-from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention, Workspace
+from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, TiledAttention
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.rope import RotaryEmbedding, rotate_
+from engine.layers.workspace import Workspace
 from engine.model_config import ModelArchitecture, RopeConfig
 
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def test_both_chunk_kernels_equal_attention_written_out(
     torch.manual_seed(1)
     q = torch.randn(num_queries, KV_HEADS * PER_KV_HEAD, HEAD_DIM)
     k, v = torch.randn(2, KV_HEADS, num_keys, HEAD_DIM)
-    scores, weights = Workspace(torch.float32, CPU), Workspace(torch.float32, CPU)
+    scores, weights = Workspace(CPU), Workspace(CPU)
     kernels: list[ChunkAttention] = [
         FusedAttention(num_queries, num_keys, window, torch.float32, CPU),
         TiledAttention(num_queries, num_keys, window, scores, weights, torch.float32, CPU),
@@ -171,21 +172,13 @@ def fast_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_the_workspace_held_before_does_not_matter(dtype: torch.dtype) -> None:
     q, (k, v) = torch.randn(9, 6, HEAD_DIM).to(dtype), torch.randn(2, KV_HEADS, 20, HEAD_DIM).to(dtype)
-    scores, weights = Workspace(dtype, CPU), Workspace(dtype, CPU)
+    scores, weights = Workspace(CPU), Workspace(CPU)
     kernel = TiledAttention(9, 20, None, scores, weights, dtype, CPU)
     outs = []
     for garbage in (0.0, torch.nan, torch.inf):
         for workspace in (scores, weights):
-            workspace.take(10_000).fill_(garbage)
+            workspace.take(dtype, 10_000).fill_(garbage)
         outs.append(torch.empty_like(q))
         kernel(q, k, v, outs[-1])
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
-
-
-def test_the_workspace_hands_out_the_same_memory_again() -> None:
-    workspace = Workspace(torch.float32, CPU)
-    first = workspace.take(4, 8)
-    assert first.shape == (4, 8)
-    assert workspace.take(2, 3).data_ptr() == first.data_ptr()
-    assert workspace.take(100, 8).shape == (100, 8)

@@ -1,7 +1,8 @@
-"""Named models: what the cache promises, with a fake wheel and a fake converter."""
+"""Named models and GGUF files: what the cache promises, with a fake wheel and a fake description."""
 
 import hashlib
 import json
+import os
 import stat
 import threading
 import zipfile
@@ -18,14 +19,14 @@ CONFIG = {"model_type": "llama", "hidden_size": 8}
 
 
 class FakeSource:
-    """A package index with one wheel, and a converter that copies the GGUF's bytes."""
+    """A package index with one wheel, and a description of its GGUF file."""
 
     def __init__(self, folder: Path) -> None:
         self.wheel = folder / "tiny-1.0-py3-none-any.whl"
         with zipfile.ZipFile(self.wheel, "w") as archive:
             archive.writestr("tiny/model.gguf", GGUF_BYTES)
         self.num_fetched = 0
-        self.num_converted = 0
+        self.num_described = 0
         self.config: dict[str, object] = dict(CONFIG)
 
     @property
@@ -41,16 +42,15 @@ class FakeSource:
         target.write_bytes(self.wheel.read_bytes())
         return target
 
-    def convert(self, gguf: Path, folder: Path, progress: Progress) -> None:
-        self.num_converted += 1
-        progress("converting", 1.0)
-        folder.mkdir(mode=0o700)
+    def describe(self, gguf: Path, folder: Path) -> None:
+        assert gguf.read_bytes() == GGUF_BYTES
+        self.num_described += 1
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config))
-        (folder / "model.safetensors").write_bytes(gguf.read_bytes())
-        (folder / "model.safetensors").chmod(0o600)
+        (folder / "config.json").chmod(0o600)
 
-    def resolve(self, cache: Path) -> Path:
-        return resolve("tiny", cache, fetch=self.fetch, convert=self.convert)
+    def resolve(self, cache: Path, name: str = "tiny") -> Path:
+        return resolve(name, cache, fetch=self.fetch, describe=self.describe)
 
 
 @pytest.fixture
@@ -69,16 +69,16 @@ def test_makes_the_folder_once(source: FakeSource, cache: Path) -> None:
     assert not is_cached("tiny", cache)
     folder = source.resolve(cache)
     assert folder == cache / "tiny"
-    assert (folder / "model.safetensors").read_bytes() == GGUF_BYTES
+    assert (folder / "model.gguf").read_bytes() == GGUF_BYTES
     assert is_cached("tiny", cache)
     assert source.resolve(cache) == folder
-    assert (source.num_fetched, source.num_converted) == (1, 1)
+    assert (source.num_fetched, source.num_described) == (1, 1)
 
 
 def test_reports_progress(source: FakeSource, cache: Path) -> None:
     seen: list[tuple[str, float]] = []
-    resolve("tiny", cache, lambda *news: seen.append(news), fetch=source.fetch, convert=source.convert)
-    assert seen == [("downloading tiny==1.0", 1.0), ("converting", 1.0)]
+    resolve("tiny", cache, lambda *news: seen.append(news), fetch=source.fetch, describe=source.describe)
+    assert seen == [("downloading tiny==1.0", 1.0)]
 
 
 def test_everyone_may_read_the_files(source: FakeSource, cache: Path) -> None:
@@ -91,7 +91,7 @@ def test_the_manifest_lists_every_file_with_its_digest(source: FakeSource, cache
     folder = source.resolve(cache)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["source"] == "tiny==1.0"
-    assert manifest["files"]["model.safetensors"] == {
+    assert manifest["files"]["model.gguf"] == {
         "size_bytes": len(GGUF_BYTES),
         "sha256": hashlib.sha256(GGUF_BYTES).hexdigest(),
     }
@@ -102,11 +102,11 @@ def test_a_wrong_digest_is_refused_and_leaves_nothing(source: FakeSource, cache:
     source.wheel.write_bytes(source.wheel.read_bytes() + b"tampered")
     with pytest.raises(ModelError, match=r"sha256 .* expected .*--model DIR"):
         source.resolve(cache)
-    assert source.num_converted == 0
+    assert source.num_described == 0
     assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
 
 
-def test_a_conversion_of_another_shape_is_refused(source: FakeSource, cache: Path) -> None:
+def test_a_model_of_another_shape_is_refused(source: FakeSource, cache: Path) -> None:
     source.config["hidden_size"] = 9
     with pytest.raises(ModelError, match="hidden_size = 9, expected 8"):
         source.resolve(cache)
@@ -117,55 +117,58 @@ def test_an_interrupted_run_leaves_no_folder_and_its_rest_is_swept(source: FakeS
     (cache / ".tiny.partialdead").mkdir(parents=True)  # what kill -9 leaves behind
     (cache / ".tiny.partialdead" / "model.gguf").write_bytes(b"half")
 
-    def interrupted(_gguf: Path, folder: Path, _progress: Progress) -> None:
-        folder.mkdir()
+    def interrupted(_gguf: Path, folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        resolve("tiny", cache, fetch=source.fetch, convert=interrupted)
+        resolve("tiny", cache, fetch=source.fetch, describe=interrupted)
     assert [path.name for path in cache.iterdir()] == [".tiny.lock"]
     assert source.resolve(cache).is_dir()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "other source", "manifest is no JSON"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "missing", "other source", "former layout", "manifest is no JSON"]
+)
 def test_a_damaged_folder_is_made_anew(source: FakeSource, cache: Path, damage: str) -> None:
     folder = source.resolve(cache)
     manifest = folder / "manifest.json"
     if damage == "truncated":
-        (folder / "model.safetensors").write_bytes(b"GG")
+        (folder / "model.gguf").write_bytes(b"GG")
     elif damage == "missing":
         (folder / "config.json").unlink()
     elif damage == "other source":
         manifest.write_text(manifest.read_text().replace(source.model.wheel_sha256, "0" * 64))
+    elif damage == "former layout":
+        manifest.write_text(manifest.read_text().replace('"layout": ', '"layout": 1000'))
     else:
         manifest.write_text("{")
     assert source.resolve(cache) == folder
-    assert (folder / "model.safetensors").read_bytes() == GGUF_BYTES
-    assert source.num_converted == 2
+    assert (folder / "model.gguf").read_bytes() == GGUF_BYTES
+    assert source.num_described == 2
 
 
 def test_two_at_once_make_it_once(source: FakeSource, cache: Path) -> None:
-    first_converts, may_finish = threading.Event(), threading.Event()
+    first_describes, may_finish = threading.Event(), threading.Event()
 
-    def slow(gguf: Path, folder: Path, progress: Progress) -> None:
-        first_converts.set()
+    def slow(gguf: Path, folder: Path) -> None:
+        first_describes.set()
         assert may_finish.wait(60)
-        source.convert(gguf, folder, progress)
+        source.describe(gguf, folder)
 
     folders: list[Path] = []
     first = threading.Thread(
-        target=lambda: folders.append(resolve("tiny", cache, fetch=source.fetch, convert=slow))
+        target=lambda: folders.append(resolve("tiny", cache, fetch=source.fetch, describe=slow))
     )
     second = threading.Thread(target=lambda: folders.append(source.resolve(cache)))
     first.start()
-    assert first_converts.wait(60)
+    assert first_describes.wait(60)
     second.start()
     may_finish.set()
     first.join(60)
     second.join(60)
     assert folders == [cache / "tiny"] * 2
-    assert source.num_converted == 1
+    assert source.num_described == 1
 
 
 def test_an_unwritable_cache_is_a_model_error(source: FakeSource, tmp_path: Path) -> None:
@@ -186,9 +189,48 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         resolve(str(tmp_path), tmp_path)
 
 
+def test_a_gguf_file_becomes_a_folder_with_a_link_to_it(
+    source: FakeSource, cache: Path, tmp_path: Path
+) -> None:
+    gguf = tmp_path / "some" / "Model-1.Q4_0.gguf"
+    gguf.parent.mkdir()
+    gguf.write_bytes(GGUF_BYTES)
+    folder = source.resolve(cache, str(gguf))
+    assert folder.is_relative_to(cache)
+    assert folder.name == "Model-1.Q4_0"
+    assert (folder / "config.json").is_file()
+    assert (folder / "model.gguf").resolve() == gguf
+    assert source.resolve(cache, str(gguf)) == folder
+    assert source.num_described == 1
+    os.utime(gguf, ns=(1, 1))  # another file may have come to its place
+    assert source.resolve(cache, str(gguf)) != folder
+
+
+def test_two_at_once_agree_on_a_gguf_files_folder(source: FakeSource, cache: Path, tmp_path: Path) -> None:
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(GGUF_BYTES)
+
+    def other_is_first(gguf: Path, folder: Path) -> None:
+        source.resolve(cache, str(gguf))
+        source.describe(gguf, folder)
+
+    folder = resolve(str(gguf), cache, describe=other_is_first)
+    assert source.num_described == 2
+    assert source.resolve(cache, str(gguf)) == folder
+    assert [path.name for path in (cache / "gguf").iterdir()] == [folder.parent.name]
+
+
+def test_a_file_of_another_format_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"PK of something else")
+    with pytest.raises(ModelError, match=r"model\.bin is not a usable GGUF file"):
+        resolve(str(tmp_path / "model.bin"), tmp_path / "cache")
+    assert list((tmp_path / "cache" / "gguf").iterdir()) == []
+
+
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match="'llama-70b' is neither a folder nor a known name; known names: smollm2"
+        ModelError,
+        match="'llama-70b' is neither a folder, nor a GGUF file, nor a known name; known names: smollm2",
     ):
         resolve("llama-70b", tmp_path)
 

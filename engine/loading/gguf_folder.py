@@ -1,0 +1,196 @@
+"""A GGUF file as a Hugging Face folder: what its metadata says, as the files that everyone reads; copies no weights.
+
+FOLDER/config.json, generation_config.json                      the architecture
+FOLDER/tokenizer.json, tokenizer_config.json, chat_template.jinja
+FOLDER/model.gguf                                               the file itself, or a link to it
+"""
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ModelError
+from engine.loading.gguf import GgufFile, GgufType, read_gguf
+from engine.loading.gguf_tokenizer import special_tokens, tokenizer_json
+
+MODEL_FILE = "model.gguf"
+LAYOUT = 1
+"""Counts changes of what is written here, so that a folder of an older version is made anew."""
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""`general.architecture` -> `architectures[0]` of a config.json."""
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_scale": (1.0,),
+    "residual_scale": (1.0,),
+    "embedding_scale": (1.0,),
+    "pooling_type": (0,),
+}
+"""Keys that change what a model computes, and the values that do not. The decoder supports no other value."""
+
+
+def gguf_of(folder: Path) -> Path | None:
+    """The GGUF file of a folder that was made here; None for other folders."""
+    file = folder / MODEL_FILE
+    return file if file.is_file() else None
+
+
+def describe(gguf: Path, folder: Path) -> None:
+    """Writes the folder's files, except the GGUF file itself. ModelError says what is not supported."""
+    file = read_gguf(gguf)
+    config = hugging_face_config(file)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "config.json", config)
+    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    _write(folder / "generation_config.json", tokens)
+    _write(folder / "tokenizer.json", tokenizer_json(file))
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **special_tokens(file),
+        },
+    )
+    template = file.get("tokenizer.chat_template", str)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def hugging_face_config(file: GgufFile) -> dict[str, Any]:
+    """The content of config.json."""
+    name = file.need("general.architecture", str)
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    _refuse_unsupported(file, name)
+    hidden_size = file.need(f"{name}.embedding_length", int)
+    num_heads = file.need(f"{name}.attention.head_count", int)
+    head_dim = file.get(f"{name}.attention.key_length", int) or hidden_size // max(num_heads, 1)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (length := file.get(f"{name}.{key}", int)) not in (None, head_dim):
+            raise ModelError(
+                f"{file.path}: {name}.{key} is {length}; supported is the heads' size, {head_dim}"
+            )
+    window = file.get(f"{name}.attention.sliding_window", int)
+    if window and name != "llama":
+        raise ModelError(f"{file.path}: {name}.attention.sliding_window ({window}) is not supported")
+    architecture = "MistralForCausalLM" if window else ARCHITECTURES[name]
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": file.need(f"{name}.feed_forward_length", int),
+        "num_hidden_layers": file.need(f"{name}.block_count", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": file.get(f"{name}.attention.head_count_kv", int) or num_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": file.need(f"{name}.context_length", int),
+        "rms_norm_eps": file.need(f"{name}.attention.layer_norm_rms_epsilon", float),
+        "rope_parameters": _rope(file, name, head_dim),
+        "vocab_size": _vocab_size(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+    if window:
+        config["sliding_window"] = window
+    if (bos := file.get("tokenizer.ggml.bos_token_id", int)) is not None:
+        config["bos_token_id"] = bos
+    if ids := _end_token_ids(file):
+        config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+    return config
+
+
+def _refuse_unsupported(file: GgufFile, name: str) -> None:
+    if (file.metadata.get("split.count") or 1) != 1:
+        raise ModelError(
+            f"{file.path} is one of several parts; join them first: llama-gguf-split --merge FIRST_PART WHOLE_FILE"
+        )
+    for key, harmless in WITHOUT_EFFECT.items():
+        value = file.metadata.get(f"{name}.{key}")
+        if value is not None and value not in harmless:
+            raise ModelError(f"{file.path}: {name}.{key} ({value!r:.80}) is not supported")
+
+
+def _vocab_size(file: GgufFile) -> int:
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
+    return file.tensors["token_embd.weight"].shape[0]
+
+
+def _end_token_ids(file: GgufFile) -> list[int]:
+    """The ends of a text, of a turn and of a message."""
+    ids = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
+    """`rope_parameters` of a config.json."""
+    theta = file.get(f"{name}.rope.freq_base", float) or 10_000.0
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_rope(file, theta, head_dim)
+    kind = file.get(f"{name}.rope.scaling.type", str) or "none"
+    factor = file.get(f"{name}.rope.scaling.factor", float) or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        raise ModelError(f"{file.path}: {name}.rope.scaling.type {kind!r} is not supported")
+    if file.get(f"{name}.rope.scaling.attn_factor", float) not in (None, 1.0):
+        raise ModelError(f"{file.path}: {name}.rope.scaling.attn_factor is not supported")
+    scaled: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    if original := file.get(f"{name}.rope.scaling.original_context_length", int):
+        scaled["original_max_position_embeddings"] = original
+    return scaled
+
+
+def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
+    """Llama 3.1's scaling, of which the file holds only the divisors of all frequencies.
+
+    Its largest divisor is the scaling's factor; everything else is the same in all models of Meta, which is checked.
+    """
+    divisors = _floats(file, "rope_freqs.weight")
+    low, high, original, factor = 1.0, 4.0, 8192, max(divisors)
+    expected = []
+    for i in range(head_dim // 2):
+        turns = original * theta ** (-2 * i / head_dim) / (2 * math.pi)
+        blend = min(max((turns - low) / (high - low), 0.0), 1.0)
+        expected.append(1.0 / ((1.0 - blend) / factor + blend))
+    is_same = len(divisors) == len(expected) and all(
+        math.isclose(found, value, rel_tol=1e-3) for found, value in zip(divisors, expected, strict=True)
+    )
+    if not is_same:
+        raise ModelError(
+            f"{file.path}: rope_freqs.weight is not Llama 3.1's scaling, and no other is supported"
+        )
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _floats(file: GgufFile, name: str) -> tuple[float, ...]:
+    tensor = file.tensors[name]
+    if tensor.type is not GgufType.F32 or len(tensor.shape) != 1:
+        raise ModelError(f"{file.path}: tensor {name} must be a list of F32 numbers")
+    with file.path.open("rb") as content:
+        content.seek(tensor.offset)
+        return struct.unpack(f"<{tensor.shape[0]}f", content.read(tensor.num_bytes))
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, ensure_ascii=False, indent=None), encoding="utf-8")

@@ -1,0 +1,238 @@
+"""tokenizer.json from a GGUF file's vocabulary: byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`).
+
+The result is that of the `tokenizers` library, so whoever reads a Hugging Face folder reads it. A GGUF file does not
+hold how text is cut into words before merging, only a name for it (`tokenizer.ggml.pre`), as llama.cpp knows them:
+https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp. A name without an entry here is refused, since
+a wrong cut gives wrong tokens silently.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from baton.errors import ModelError
+from engine.loading.gguf import GgufFile
+
+Json = dict[str, Any]
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGIT = r"\p{N}"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`; others are ordinary."""
+
+    CONTROL = 3
+    USER_DEFINED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How text becomes words, before the merges within each."""
+
+    patterns: tuple[str, ...]
+    """Applied one after another: each match becomes a piece of its own, and so does what lies between."""
+    prefers_whole_words: bool = False
+    """A word that is in the vocabulary is one token, whatever the merges say."""
+    is_nfc: bool = False
+    """Text is brought into Unicode's form NFC before, as the model's own tokenizer does."""
+
+
+_CUTS = {
+    "gpt-2": _Cut((_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Cut((_DIGIT, _GPT2))),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _Cut((_LLAMA3,), prefers_whole_words=True)
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Cut((_QWEN2,), is_nfc=True)),
+    "tekken": _Cut((_TEKKEN,), prefers_whole_words=True),
+}
+"""By `tokenizer.ggml.pre`."""
+_BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Where the file does not say (`tokenizer.ggml.add_bos_token`)."""
+
+
+def tokenizer_json(file: GgufFile) -> Json:
+    """The content of tokenizer.json. ModelError names a kind of tokenizer that is not supported."""
+    tokens = file.strings("tokenizer.ggml.tokens")
+    kind = file.need("tokenizer.ggml.model", str)
+    if kind == "gpt2":
+        parts, has_bos = _byte_level(file, tokens)
+    elif kind == "llama":
+        parts, has_bos = _sentence_piece(file, tokens)
+    else:
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece)"
+        )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(file, tokens),
+        "post_processor": _template(file, tokens, has_bos=has_bos),
+        **parts,
+    }
+
+
+def special_tokens(file: GgufFile) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ... of tokenizer_config.json."""
+    tokens = file.strings("tokenizer.ggml.tokens")
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {short: _token_id(file, tokens, long) for short, long in names.items()}
+    return {f"{short}_token": tokens[token_id] for short, token_id in ids.items() if token_id is not None}
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
+    name = file.need("tokenizer.ggml.pre", str)
+    cut = _CUTS.get(name)
+    if cut is None:
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.pre is {name!r}, which is not supported; supported are {', '.join(_CUTS)}"
+        )
+    split: list[Json] = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in cut.patterns
+    ]
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    known = set(tokens)
+    merges = [_pair(file, merge, known) for merge in file.strings("tokenizer.ggml.merges")]
+    return {
+        "normalizer": {"type": "NFC"} if cut.is_nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*split, as_bytes]},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": _bpe(tokens, merges, ignore_merges=cut.prefers_whole_words),
+    }, name in _BEGINS_WITH_BOS
+
+
+def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
+    """Spaces are written as U+2581; bytes without a token of their own as <0x00> to <0xFF>."""
+    scores = file.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(scores)} tokenizer.ggml.scores")
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    begins_with_space = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
+    prefix: list[Json] = [{"type": "Prepend", "prepend": "▁"}] if begins_with_space else []
+    strip: list[Json] = (
+        [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if begins_with_space else []
+    )
+    steps = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *strip,
+    ]
+    unknown = _token_id(file, tokens, "unknown")
+    model = _bpe(tokens, _merges_by_score(tokens, scores), byte_fallback=True)
+    model |= {"unk_token": None if unknown is None else tokens[unknown], "fuse_unk": True}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, space]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": model,
+    }, True
+
+
+def _merges_by_score(tokens: list[str], scores: list[float]) -> list[list[str]]:
+    """SentencePiece merges the pair whose result has the highest score; so every pair that makes a token, by its score.
+
+    Pairs of one token come in the order of their own ids, as in transformers' conversion.
+    """
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = sorted(
+            (ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids
+        )
+        merges += [(score, len(left), len(right), left, right) for _, _, left, right in known]
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [[left, right] for *_, left, right in merges]
+
+
+def _bpe(
+    tokens: list[str], merges: list[list[str]], *, byte_fallback: bool = False, ignore_merges: bool = False
+) -> Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": {token: token_id for token_id, token in enumerate(tokens)},
+        "merges": merges,
+    }
+
+
+def _pair(file: GgufFile, merge: str, tokens: set[str]) -> list[str]:
+    pair = merge.split(" ")
+    if len(pair) != 2 or not tokens.issuperset([*pair, "".join(pair)]):
+        raise ModelError(f"{file.path}: tokenizer.ggml.merges has {merge!r}, which makes no token of two")
+    return pair
+
+
+def _added_tokens(file: GgufFile, tokens: list[str]) -> list[Json]:
+    """Tokens that are found in a text before anything else; a decoder may leave out the special ones."""
+    types = file.numbers("tokenizer.ggml.token_type")
+    if types and len(types) != len(tokens):
+        raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(types)} tokenizer.ggml.token_type")
+    return [
+        {
+            "id": token_id,
+            "content": tokens[token_id],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": number == TokenType.CONTROL,
+        }
+        for token_id, number in enumerate(types)
+        if number in (TokenType.CONTROL, TokenType.USER_DEFINED)
+    ]
+
+
+def _template(file: GgufFile, tokens: list[str], *, has_bos: bool) -> Json:
+    """Adds the special tokens around a text."""
+    given = file.get("tokenizer.ggml.add_bos_token", bool)
+    bos = _token_id(file, tokens, "bos") if (has_bos if given is None else given) else None
+    eos = _token_id(file, tokens, "eos") if file.get("tokenizer.ggml.add_eos_token", bool) else None
+
+    def special(token_id: int | None, sequence: int) -> list[Json]:
+        return [] if token_id is None else [{"SpecialToken": {"id": tokens[token_id], "type_id": sequence}}]
+
+    def around(name: str, sequence: int) -> list[Json]:
+        text = {"Sequence": {"id": name, "type_id": sequence}}
+        return [*special(bos, sequence), text, *special(eos, sequence)]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
+        "pair": around("A", 0) + around("B", 1),
+        "special_tokens": {
+            tokens[token_id]: {"id": tokens[token_id], "ids": [token_id], "tokens": [tokens[token_id]]}
+            for token_id in (bos, eos)
+            if token_id is not None
+        },
+    }
+
+
+def _token_id(file: GgufFile, tokens: list[str], name: str) -> int | None:
+    """The id of a special token; ModelError if there is no such token."""
+    token_id = file.get(f"tokenizer.ggml.{name}_token_id", int)
+    if token_id is not None and not 0 <= token_id < len(tokens):
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.{name}_token_id is {token_id}, of {len(tokens)} tokens"
+        )
+    return token_id

@@ -1,0 +1,173 @@
+"""GgufWeights: a GGUF file's tensors by their Hugging Face names, memory-mapped; knows no architecture.
+
+llama.cpp rotates neighbouring inputs of a head, where Hugging Face rotates inputs that are half a head apart. So its
+converter reorders the outputs of q and k in models of the architecture `llama`; here they get their order back.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from baton.errors import ModelError
+from engine.layers.backend import Matrix
+from engine.layers.grouped_weight import GroupedWeight
+from engine.loading.gguf import GgufTensor, read_gguf
+from engine.loading.gguf_blocks import matrix_of
+from engine.loading.weights import OnProgress, Shard, Take, WeightSource, is_whole_groups
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""A Hugging Face name, without the layer and without `.weight` or `.bias` -> its name in GGUF files."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_REORDERED = ("attn_q", "attn_k")
+_NO_WEIGHT = ("rope_freqs.weight",)
+"""Part of the architecture; see `gguf_folder`."""
+
+
+def gguf_name(name: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
+    stem, _, kind = name.rpartition(".")
+    match = _LAYER.fullmatch(stem)
+    prefix, stem = (f"blk.{match[1]}.", match[2]) if match else ("", stem)
+    return f"{prefix}{_NAMES[stem]}.{kind}"
+
+
+class GgufWeights(WeightSource):
+    """Satisfies WeightSource. A context manager; leave it through `check_all_taken`."""
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        head_dim: int,
+        *,
+        keeps_groups: bool,
+        takes: Sequence[Take] = (),
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        """`keeps_groups`: matrices come as the file has them, in 4 or 8 bits on the CPU; otherwise in `dtype`.
+
+        `takes`: what will be asked for; only `on_progress` needs it.
+        """
+        self._file = read_gguf(path)
+        self._bytes = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        self._dtype = dtype
+        self._device = device
+        self._head_dim = head_dim
+        self._is_reordered = self._file.need("general.architecture", str) == "llama"
+        self._keeps_groups = keeps_groups
+        self._taken: set[str] = set()
+        self._on_progress = on_progress
+        self._loaded_bytes = 0
+        names = {gguf_name(take.name) for take in takes} & self._file.tensors.keys()
+        self._total_bytes = sum(self._file.tensors[name].num_bytes for name in names)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass  # the file stays mapped for as long as a tensor shows its bytes
+
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        take = Take(name, shape, shard)
+        part = self._vector(take) if len(shape) == 1 else _floats(self._matrix(take))
+        return part.to(self._device, self._dtype)
+
+    def take_matrix(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> Matrix:
+        matrix = self._matrix(Take(name, (num_outputs, num_inputs), shard))
+        if self._keeps_groups and isinstance(matrix, GroupedWeight):
+            return matrix
+        return _floats(matrix).to(self._device, self._dtype)
+
+    def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:  # noqa: ARG002 - a GGUF file has nothing else
+        """ModelError if the file holds tensors that were not asked for."""
+        unexpected = sorted(name for name in self._file.tensors if name not in {*self._taken, *_NO_WEIGHT})
+        if unexpected:
+            shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
+            raise ModelError(
+                f"{self._file.path}: {len(unexpected)} tensors do not belong to the architecture of the file's "
+                f"metadata: {shown}"
+            )
+
+    def _vector(self, take: Take) -> torch.Tensor:
+        tensor = self._find(take)
+        vector = _floats(matrix_of(tensor.type, self._rows(tensor))).flatten()
+        if self._is_reordered and _kind(tensor) in _REORDERED:
+            vector = vector[self._order(len(vector))]
+        return vector if take.shard is None else vector[take.shard.slice_of(take.name, take.shape)]
+
+    def _matrix(self, take: Take) -> Matrix:
+        """The part that `take` asks for, as it is stored."""
+        tensor = self._find(take)
+        rows_OB = self._rows(tensor)
+        if self._is_reordered and _kind(tensor) in _REORDERED:
+            rows_OB = rows_OB[self._order(len(rows_OB))]
+        shard = take.shard
+        if shard is not None and shard.dim == 0:
+            rows_OB = rows_OB[shard.slice_of(take.name, take.shape)]
+        matrix = matrix_of(tensor.type, rows_OB)
+        if shard is None or shard.dim == 0:
+            return matrix
+        inputs = shard.slice_of(take.name, take.shape)
+        if isinstance(matrix, torch.Tensor):
+            return matrix[:, inputs]
+        # A rank's part that cuts groups has the same numbers, but is multiplied as numbers.
+        is_whole = is_whole_groups(inputs, matrix.group_size)
+        return matrix.inputs(inputs) if is_whole else matrix.dequantized()[:, inputs]
+
+    def _rows(self, tensor: GgufTensor) -> torch.Tensor:
+        """The tensor's bytes; a vector is one row."""
+        return self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].view(-1, tensor.row_bytes)
+
+    def _order(self, num_outputs: int) -> torch.Tensor:
+        """Where the file has the outputs of whole heads: of each head first the even ones, then the odd ones."""
+        return torch.arange(num_outputs).view(-1, self._head_dim // 2, 2).transpose(1, 2).flatten()
+
+    def _find(self, take: Take) -> GgufTensor:
+        """Counts the tensor as taken; ModelError if it is missing or has another shape."""
+        name = gguf_name(take.name)
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self._file.path}: tensor {name} (shape {list(take.shape)}) is missing")
+        if tensor.shape != take.shape:
+            raise ModelError(
+                f"{self._file.path}: tensor {name} has shape {list(tensor.shape)}, but the metadata implies "
+                f"{list(take.shape)}"
+            )
+        self._taken.add(name)
+        self._loaded_bytes += tensor.num_bytes
+        if self._on_progress is not None:
+            self._on_progress(self._loaded_bytes, self._total_bytes)
+        return tensor
+
+
+def _kind(tensor: GgufTensor) -> str:
+    """`blk.3.attn_q.weight` -> `attn_q`."""
+    return tensor.name.split(".")[-2]
+
+
+def _floats(matrix: Matrix) -> torch.Tensor:
+    return matrix.dequantized() if isinstance(matrix, GroupedWeight) else matrix

@@ -1,0 +1,47 @@
+"""QuantizedWeights: another source's matrices in at most so many bits, quantized while they are loaded."""
+
+from typing import Literal
+
+import torch
+
+from baton.errors import ModelError
+from engine.layers.backend import Matrix
+from engine.layers.grouped_weight import GROUP_SIZES, GroupedWeight
+from engine.loading.weights import Shard, WeightSource
+
+Bits = Literal[4, 8]
+
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+"""4 bits would cost these more than they save: they are read once a step, and decide between similar tokens."""
+_GROUP_SIZE = max(GROUP_SIZES)
+
+
+class QuantizedWeights(WeightSource):
+    """Satisfies WeightSource. Matrices that already have so few bits, as a GGUF file's may, stay as they are.
+
+    A rank quantizes its own part. Groups are whole, so they are those of a single rank.
+    """
+
+    def __init__(self, source: WeightSource, bits: Bits) -> None:
+        self._source = source
+        self._bits = bits
+
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        return self._source.take(name, *shape, shard=shard)
+
+    def take_matrix(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> Matrix:
+        """ModelError if the inputs, or a rank's part of them, are not whole groups."""
+        bits: Bits = 8 if name in _VOCABULARY else self._bits
+        matrix = self._source.take_matrix(name, num_outputs, num_inputs, shard=shard)
+        if isinstance(matrix, GroupedWeight):
+            if matrix.bits <= bits:
+                return matrix
+            matrix = matrix.dequantized()
+        if matrix.shape[1] % _GROUP_SIZE:
+            raise ModelError(
+                f"tensor {name} cannot be quantized: its {matrix.shape[1]} inputs on a rank are not whole groups of "
+                f"{_GROUP_SIZE}; use model.quantization: none, or another number of ranks"
+            )
+        return GroupedWeight.quantize(matrix, bits)

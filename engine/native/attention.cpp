@@ -1,0 +1,255 @@
+// Attention straight from the paged KV pool, for a whole step: decodes and prefill chunks together.
+//
+// Keys are visited in tiles with a running softmax (FlashAttention, 2022; Milakov and Gimelshein, 2018): no score
+// outlives its tile, and no tile is visited that no query sees. The keys of a request are also cut into ranges, at fixed
+// positions. Ranges are computed apart and then added up in order: by one thread, or by several where there are fewer
+// requests and kv heads than threads (Flash-Decoding, 2023). So the result of a token depends neither on the number of
+// threads nor on the other requests; nor, within chunks, on where its chunk begins and ends.
+
+#include <atomic>
+
+#include "attention_chunk.h"
+#include "attention_decode.h"
+#include "parallel.h"
+
+namespace {
+
+thread_local Scratch scratch;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <typename Activation, typename Stored>
+class LayerAttention {
+  public:
+    LayerAttention(const Step &step, int64_t layer, int64_t window, const void *qkv_TPD, void *out_TQD)
+        : s(step), D(step.head_dim), G(step.heads_per_kv_head()), window(window), pool(step, layer),
+          qkv_TPD(static_cast<const Activation *>(qkv_TPD)), out_TQD(static_cast<Activation *>(out_TQD)),
+          scale(LOG2_E / std::sqrt(static_cast<float>(step.head_dim))) {}
+
+    // Computes the item's final result, or its partial one.
+    void run(const Item &item, float *partials) const {
+        take_queries_of(item);
+        const int64_t rows = state_rows(item);
+        Softmax total(item.partial < 0 ? scratch.total : partials + item.partial, rows, D);
+        Softmax range(scratch.range, rows, D);
+        total.clear();
+        attend(item, item.first_key, total);
+        for (int64_t key = next_range(item, item.first_key); key < item.end_key; key = next_range(item, key)) {
+            range.clear();
+            attend(item, key, range);
+            total.add(range, scale);
+        }
+        if (item.partial < 0) write(item, total);
+    }
+
+    void merge(const Item *items, int64_t num_items, float *partials) const {
+        const int64_t rows = state_rows(items[0]);
+        Softmax total(partials + items[0].partial, rows, D);
+        for (int64_t i = 1; i < num_items; ++i) total.add(Softmax(partials + items[i].partial, rows, D), scale);
+        write(items[0], total);
+    }
+
+  private:
+    using Unit = std::conditional_t<std::is_same_v<Activation, BFloat16> && HAS_PAIRS, Pair, float>;
+
+    const Step &s;
+    const int64_t D, G, window;
+    const LayerPool<Stored> pool;
+    const Activation *qkv_TPD;
+    Activation *out_TQD;
+    const float scale;  // of scores: weights are powers of 2
+
+    static int64_t state_rows(const Item &item) { return item.is_decode ? item.num_rows : padded_rows(item.num_rows); }
+
+    static int64_t next_range(const Item &item, int64_t key) { return (key / item.range_keys() + 1) * item.range_keys(); }
+
+    void take_queries_of(const Item &item) const {
+        const auto query = [&](int64_t row) {
+            return qkv_TPD + (item.first_token + row / G) * s.token_size() + (item.kv_head * G + row % G) * D;
+        };
+        if (item.is_decode) {
+            for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(scratch.queries + i, load(query(0) + i));
+            return;
+        }
+        take_queries<Activation>(query, item.num_rows, D, reinterpret_cast<Unit *>(scratch.queries));
+        for (int64_t r = 0; r < padded_rows(item.num_rows); ++r)
+            scratch.positions[r] = static_cast<int32_t>(item.first_position + std::min(r, item.num_rows - 1) / G);
+    }
+
+    // The keys of one range, from `key` on.
+    void attend(const Item &item, int64_t key, const Softmax &state) const {
+        const int64_t *block_ids_M = s.block_ids_BM + item.request * s.max_blocks;
+        const int64_t stop = std::min(item.end_key, next_range(item, key));
+        for (int64_t end; key < stop; key = end) {
+            end = std::min(stop, (key / TILE_KEYS + 1) * TILE_KEYS);
+            if (item.is_decode) decode_tile(pool, block_ids_M, item.kv_head, key, end, scratch, scale, state);
+            else chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
+        }
+    }
+
+    void write(const Item &item, const Softmax &total) const {
+        for (int64_t r = 0; r < item.num_rows; ++r) {
+            Activation *out = out_TQD + ((item.first_token + r / G) * s.num_heads + item.kv_head * G + r % G) * D;
+            const float inverse = 1.0f / total.sum[r];
+            for (int64_t i = 0; i < D; i += LANES) store(out + i, load(total.out + r * D + i) * inverse);
+        }
+    }
+};
+
+// The items of a step, in the order in which they are begun: the largest first, so that threads end together.
+class Plan {
+  public:
+    Plan(const Step &step, int64_t window, Item *items, Merge *merges)
+        : s(step), window(window), tile_queries(std::max<int64_t>(1, TILE_ROWS / step.heads_per_kv_head())), items(items),
+          merges(merges) {
+        for_each_tile([&](const Item &item) { total_cost += cost(item) * s.num_kv_heads; });
+        for_each_tile([&](Item item) {
+            for (item.kv_head = 0; item.kv_head < s.num_kv_heads; ++item.kv_head) add(item);
+        });
+    }
+
+    int64_t num_items = 0, num_merges = 0, num_partials = 0;  // partials in floats
+
+  private:
+    const Step &s;
+    const int64_t window, tile_queries;
+    Item *items;
+    Merge *merges;
+    int64_t total_cost = 0;
+
+    template <typename Call>
+    void for_each_tile(const Call &call) const {
+        for (int64_t i = 0; i < s.num_requests; ++i) {
+            const int64_t b = (s.num_decodes + i) % s.num_requests, first_position = s.context_lens_B[b] - s.num_tokens_B[b];
+            for (int64_t tile = ceil_div(s.num_tokens_B[b], tile_queries) - 1; tile >= 0; --tile) {
+                const int64_t start = tile * tile_queries, end = std::min(start + tile_queries, s.num_tokens_B[b]);
+                Item item = {};
+                item.request = b;
+                item.is_decode = b < s.num_decodes;
+                item.first_token = s.starts_B[b] + start;
+                item.num_rows = (end - start) * s.heads_per_kv_head();
+                item.first_position = first_position + start;
+                item.first_key = std::max<int64_t>(0, item.first_position - window + 1);
+                if (!item.is_decode) item.first_key -= item.first_key % TILE_KEYS;  // a chunk's tiles begin at multiples
+                item.end_key = first_position + end;
+                item.partial = -1;
+                call(item);
+            }
+        }
+    }
+
+    // Reading a key for a decode costs about as much as computing with it for 16 rows.
+    static int64_t cost(const Item &item) { return (item.end_key - item.first_key) * (item.is_decode ? 16 : item.num_rows); }
+
+    void add(Item item) {
+        const int64_t range = item.range_keys(), first = item.first_key / range, end = ceil_div(item.end_key, range);
+        const bool is_cut = s.num_threads > 1 && end - first > 1 && cost(item) * s.num_threads * 4 > total_cost;
+        if (!is_cut) {
+            items[num_items++] = item;
+            return;
+        }
+        merges[num_merges++] = {num_items, end - first};
+        const int64_t rows = item.is_decode ? item.num_rows : padded_rows(item.num_rows), first_key = item.first_key;
+        for (int64_t i = first; i < end; ++i) {
+            Item &part = items[num_items++] = item;
+            part.first_key = std::max(first_key, i * range);
+            part.end_key = std::min(item.end_key, (i + 1) * range);
+            part.partial = num_partials;
+            num_partials += Softmax::size(rows, s.head_dim);
+        }
+    }
+};
+
+template <typename Work>
+void for_each(int64_t count, int64_t num_threads, const Work &work) {
+    std::atomic<int64_t> next{0};
+    parallel_for(std::min(count, num_threads), 1, static_cast<int>(num_threads), [&](int64_t, int64_t) {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    });
+}
+
+// Calls `call` with null pointers of the types of activations and of the pool.
+template <typename Call>
+void with_types(const Step &s, const Call &call) {
+    const auto with_pool = [&](auto *activation) {
+        if (s.pool_type == FLOAT8) call(activation, static_cast<Float8 *>(nullptr));
+        else call(activation, activation);
+    };
+    if (s.activation_type == FLOAT32) with_pool(static_cast<float *>(nullptr));
+    if (s.activation_type == BFLOAT16) with_pool(static_cast<BFloat16 *>(nullptr));
+    if (s.activation_type == FLOAT16) with_pool(static_cast<Float16 *>(nullptr));
+}
+
+// Norms and rotates a head of F pairs (i, i + F).
+template <typename Activation, typename Out>
+void rotate(const Activation *x_D, const float *cos_sin_D, const Activation *norm_D, float eps, int64_t F, Out *out_D) {
+    float scale = 1.0f;
+    if (norm_D) {
+        Floats squares = {};
+        for (int64_t i = 0; i < 2 * F; i += LANES) squares += load(x_D + i) * load(x_D + i);
+        scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(2 * F) + eps);
+    }
+    for (int64_t i = 0; i < F; i += LANES) {
+        const int64_t left = F - i;
+        Floats a = load_some(x_D + i, left), b = load_some(x_D + F + i, left);
+        if (norm_D) {
+            a = a * scale * load_some(norm_D + i, left);
+            b = b * scale * load_some(norm_D + F + i, left);
+        }
+        const Floats cosine = load_some(cos_sin_D + i, left), sine = load_some(cos_sin_D + F + i, left);
+        store_some(out_D + i, a * cosine - b * sine, left);
+        store_some(out_D + F + i, b * cosine + a * sine, left);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Writes the items and merges of a step for layers with this window; items must have room for those of all ranges.
+// Returns in `counts` the numbers of items, of merges, and of floats of partial results.
+void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *merges, int64_t *counts) {
+    const Plan plan(*step, window, items, merges);
+    counts[0] = plan.num_items, counts[1] = plan.num_merges, counts[2] = plan.num_partials;
+}
+
+// Norms (if there are weights) and rotates queries, in place, and keys; stores keys and values in the pool.
+void baton_rope_store(const Step *step, int64_t layer, void *qkv_TPD, const void *q_norm_D, const void *k_norm_D,
+                      float eps) {
+    const Step &s = *step;
+    with_types(s, [&](auto *activation, auto *stored) {
+        using Activation = std::remove_pointer_t<decltype(activation)>;
+        using Stored = std::remove_pointer_t<decltype(stored)>;
+        const LayerPool<Stored> pool(s, layer);
+        const int64_t D = s.head_dim;
+        parallel_for(s.num_tokens, ceil_div(4096, s.token_size()), s.num_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t) {
+                Activation *x_D = static_cast<Activation *>(qkv_TPD) + t * s.token_size();
+                const float *cos_sin_D = s.cos_sin_XD + s.positions_T[t] * D;
+                for (int64_t head = 0; head < s.num_heads; ++head, x_D += D)
+                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(q_norm_D), eps, D / 2, x_D);
+                for (int64_t head = 0; head < s.num_kv_heads; ++head, x_D += D) {
+                    Stored *key_D = pool.key(s.slots_T[t], head), *value_D = key_D + pool.values;
+                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(k_norm_D), eps, D / 2, key_D);
+                    for (int64_t i = 0; i < D; i += LANES) store(value_D + i, load(x_D + s.num_kv_heads * D + i));
+                }
+            }
+        });
+    });
+}
+
+// out_TQD = attention of the queries in `qkv_TPD`, by the plan for this `window`.
+void baton_attend(const Step *step, int64_t layer, int64_t window, const void *qkv_TPD, const Item *items,
+                  int64_t num_items, const Merge *merges, int64_t num_merges, float *partials, void *out_TQD) {
+    with_types(*step, [&](auto *activation, auto *stored) {
+        using Activation = std::remove_pointer_t<decltype(activation)>;
+        using Stored = std::remove_pointer_t<decltype(stored)>;
+        const LayerAttention<Activation, Stored> attention(*step, layer, window, qkv_TPD, out_TQD);
+        for_each(num_items, step->num_threads, [&](int64_t i) { attention.run(items[i], partials); });
+        for_each(num_merges, step->num_threads, [&](int64_t i) {
+            attention.merge(items + merges[i].first_item, merges[i].num_items, partials);
+        });
+    });
+}
+
+}  // extern "C"

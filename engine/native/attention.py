@@ -1,0 +1,68 @@
+"""The functions and structures of attention.cpp; attention_step.h says what they mean."""
+
+import ctypes
+
+import numpy as np
+
+from engine.request_table import IntArray
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 16
+"""The widest vectors have as many lanes."""
+TILE_ROWS = 96
+DECODE_RANGE_KEYS, CHUNK_RANGE_KEYS = 256, 1024
+ITEM_FIELDS, MERGE_FIELDS = 9, 2
+"""Of 64 bits each."""
+
+
+class Step(ctypes.Structure):
+    """Addresses are of arrays that live at least as long."""
+
+    _fields_ = (
+        ("activation_type", ctypes.c_int64),
+        ("pool_type", ctypes.c_int64),
+        ("num_layers", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("pool", ctypes.c_void_p),
+        ("cos_sin_XD", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int64),
+        ("num_requests", ctypes.c_int64),
+        ("num_decodes", ctypes.c_int64),
+        ("max_blocks", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),
+        ("positions_T", ctypes.c_void_p),
+        ("slots_T", ctypes.c_void_p),
+        ("starts_B", ctypes.c_void_p),
+        ("num_tokens_B", ctypes.c_void_p),
+        ("context_lens_B", ctypes.c_void_p),
+        ("block_ids_BM", ctypes.c_void_p),
+    )
+
+
+class AttentionKernels:
+    """The library's functions, with the types of their arguments."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self.plan = library.baton_plan_attention
+        self.plan.argtypes = (address, number, address, address, address)
+        self.rope_store = library.baton_rope_store
+        self.rope_store.argtypes = (address, number, address, address, address, ctypes.c_float)
+        self.attend = library.baton_attend
+        self.attend.argtypes = (
+            *(address, number, number, address),
+            *(address, number, address, number, address, address),
+        )
+        for function in (self.plan, self.rope_store, self.attend):
+            function.restype = None
+
+
+def most_items(num_tokens_B: IntArray, context_lens_B: IntArray, num_heads: int, num_kv_heads: int) -> int:
+    """As many items as a step can be cut into; there are fewer merges."""
+    tile = max(1, TILE_ROWS * num_kv_heads // num_heads)
+    range_keys_B = np.where(num_tokens_B > 1, CHUNK_RANGE_KEYS, DECODE_RANGE_KEYS)
+    num_ranges_B = -(-context_lens_B // range_keys_B)
+    return num_kv_heads * int((-(-num_tokens_B // tile) * num_ranges_B).sum())

@@ -1,0 +1,108 @@
+// What attention is asked for, how it is cut into items, and the running softmax that adds them up.
+//
+// Shape suffixes: T tokens of the step, B its requests, M blocks of a padded table, Q query heads, H kv heads,
+// G = Q / H, P = Q + 2 x H, D head dimension, F = D / 2 frequencies.
+
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+constexpr int64_t TILE_KEYS = 64;
+constexpr int64_t TILE_ROWS = 96;  // of a chunk: queries x heads of a kv head that are computed together
+constexpr int64_t MAX_HEAD_DIM = 256;
+
+// A step; the same for all layers. As in engine/native/attention.py.
+struct Step {
+    int64_t activation_type, pool_type;
+    int64_t num_layers, num_heads, num_kv_heads, head_dim, block_size;
+    char *pool;                     // [blocks, layers, 2, H, block size, D]; see engine/kv_cache.py
+    const float *cos_sin_XD;        // of every position: the cosines of F frequencies, then the sines
+    int64_t num_tokens, num_requests, num_decodes, max_blocks, num_threads;
+    const int64_t *positions_T;
+    const int64_t *slots_T;         // block x block size + offset
+    const int64_t *starts_B;        // the first token of each request; decodes, which have one, come first
+    const int64_t *num_tokens_B;
+    const int64_t *context_lens_B;  // up to the request's last token of this step
+    const int64_t *block_ids_BM;
+
+    int64_t heads_per_kv_head() const { return num_heads / num_kv_heads; }
+    int64_t token_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+};
+
+// Queries of a request and one kv head that are computed together, and the keys they visit. Row r is query r / G and
+// head r % G of the kv head.
+struct Item {
+    int64_t request, is_decode, kv_head, first_token, num_rows, first_position, first_key, end_key;
+    int64_t partial;  // where its result goes among the partial results, in floats; -1: it visits all its keys
+
+    int64_t range_keys() const { return is_decode ? 256 : 1024; }  // multiples of TILE_KEYS
+};
+
+// Consecutive items with the same queries, whose partial results are added up.
+struct Merge {
+    int64_t first_item, num_items;
+};
+
+// Attention over the keys visited so far. `sum` and `out` are relative to a row's largest score.
+struct Softmax {
+    float *largest, *sum, *out;  // out: rows x D
+    int64_t num_rows, head_dim;
+
+    static int64_t size(int64_t num_rows, int64_t head_dim) { return num_rows * (head_dim + 2); }
+    Softmax(float *memory, int64_t num_rows, int64_t head_dim)
+        : largest(memory), sum(memory + num_rows), out(memory + 2 * num_rows), num_rows(num_rows), head_dim(head_dim) {}
+
+    void clear() {
+        std::fill_n(largest, num_rows, -FLT_MAX);  // finite: hidden scores (-inf) less this are -inf, not NaN
+        std::fill_n(sum, num_rows * (head_dim + 1), 0.0f);
+    }
+
+    // Adds the next keys' result. `scale`: of scores, to powers of 2.
+    void add(const Softmax &next, float scale) {
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const float both = largest[r] > next.largest[r] ? largest[r] : next.largest[r];
+            const float a = exp2_of((largest[r] - both) * scale), b = exp2_of((next.largest[r] - both) * scale);
+            largest[r] = both;
+            sum[r] = sum[r] * a + next.sum[r] * b;
+            for (int64_t i = r * head_dim; i < (r + 1) * head_dim; i += LANES)
+                store(out + i, load(out + i) * a + load(next.out + i) * b);
+        }
+    }
+};
+
+// One layer's share of the pool.
+template <typename Stored>
+struct LayerPool {
+    Stored *first;
+    int64_t head_dim, head_size, values, block_stride, block_size;
+
+    LayerPool(const Step &s, int64_t layer)
+        : head_dim(s.head_dim), head_size(s.block_size * s.head_dim), values(s.num_kv_heads * head_size),
+          block_stride(s.num_layers * 2 * values), block_size(s.block_size) {
+        first = reinterpret_cast<Stored *>(s.pool) + layer * 2 * values;
+    }
+
+    Stored *key(int64_t slot, int64_t kv_head) const {
+        return first + slot / block_size * block_stride + kv_head * head_size + slot % block_size * head_dim;
+    }
+
+    // Pointers to the keys `key` to `end` of a request; `values` behind each lies its value.
+    void find_keys(const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end, const Stored **found) const {
+        for (int64_t block = key / block_size; key < end; ++block) {
+            const Stored *at = this->key(block_ids_M[block] * block_size + key % block_size, kv_head);
+            const int64_t stop = end < (block + 1) * block_size ? end : (block + 1) * block_size;
+            for (; key < stop; ++key, at += head_dim) *found++ = at;
+        }
+    }
+};
+
+// Memory of one thread, reused from layer to layer.
+struct alignas(64) Scratch {
+    float queries[MAX_HEAD_DIM * TILE_ROWS];  // a chunk's: D x rows; a decode's: rows x D
+    float keys[TILE_KEYS * MAX_HEAD_DIM], values[TILE_KEYS * MAX_HEAD_DIM];
+    float scores[TILE_KEYS * TILE_ROWS];  // a chunk's: keys x rows; a decode's: rows x keys
+    float range[TILE_ROWS * (MAX_HEAD_DIM + 2)], total[TILE_ROWS * (MAX_HEAD_DIM + 2)];
+    int32_t positions[TILE_ROWS];  // of a chunk's rows
+};

@@ -1,0 +1,95 @@
+// What a decoder layer does besides products and attention, each in one pass. Rows are contiguous, and arithmetic is in
+// float32. A row's result depends on nothing else.
+//
+// Shape suffixes: T tokens, E hidden size, I intermediate size, V vocabulary (this rank's share).
+
+#include "parallel.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t GRAIN = 8192;  // elements for which another thread pays
+
+int64_t rows_per_grain(int64_t width) { return std::max<int64_t>(1, GRAIN / width); }
+
+// Calls `call` with a null pointer of the type.
+template <typename Call>
+void with_type(int64_t type, const Call &call) {
+    if (type == FLOAT32) call(static_cast<float *>(nullptr));
+    if (type == BFLOAT16) call(static_cast<BFloat16 *>(nullptr));
+    if (type == FLOAT16) call(static_cast<Float16 *>(nullptr));
+}
+
+// residual += branch if there is a branch; out = residual / rms(residual) x weight.
+template <typename Element>
+void norm_row(const Element *branch_E, Element *residual_E, const Element *weight_E, Element *out_E, int64_t width,
+              float eps) {
+    Floats squares = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        if (branch_E) store_some(residual_E + i, load_some(residual_E + i, left) + load_some(branch_E + i, left), left);
+        const Floats x = load_some(residual_E + i, left);
+        squares += x * x;
+    }
+    const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        store_some(out_E + i, load_some(residual_E + i, left) * scale * load_some(weight_E + i, left), left);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out_TE = RMSNorm of residual_TE, to which branch_TE is added first; branch_TE may be null.
+void baton_add_rms_norm(int64_t type, const void *branch_TE, void *residual_TE, const void *weight_E, void *out_TE,
+                        int64_t num_tokens, int64_t width, float eps, int num_threads) {
+    with_type(type, [&](auto *element) {
+        using Element = std::remove_pointer_t<decltype(element)>;
+        const auto *branch = static_cast<const Element *>(branch_TE);
+        auto *residual = static_cast<Element *>(residual_TE), *out = static_cast<Element *>(out_TE);
+        parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t)
+                norm_row(branch ? branch + t * width : nullptr, residual + t * width,
+                         static_cast<const Element *>(weight_E), out + t * width, width, eps);
+        });
+    });
+}
+
+// out_TI = silu(gate) x up, where gate_up_TM has T rows of I gates and then I ups.
+void baton_silu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
+                    int num_threads) {
+    with_type(type, [&](auto *element) {
+        using Element = std::remove_pointer_t<decltype(element)>;
+        parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t) {
+                const Element *gate = static_cast<const Element *>(gate_up_TM) + t * 2 * width, *up = gate + width;
+                Element *out = static_cast<Element *>(out_TI) + t * width;
+                for (int64_t i = 0; i < width; i += LANES) {
+                    const int64_t left = width - i;
+                    const Floats x = load_some(gate + i, left);
+                    store_some(out + i, x / (1.0f + exp2(x * -LOG2_E)) * load_some(up + i, left), left);
+                }
+            }
+        });
+    });
+}
+
+// out_TE = rows of weight_VE, whose first row is token `first_token`'s; zeros for tokens of other ranks.
+void baton_embed(int64_t element_bytes, const int64_t *ids_T, const void *weight_VE, void *out_TE, int64_t num_tokens,
+                 int64_t width, int64_t first_token, int64_t num_rows, int num_threads) {
+    const int64_t row_bytes = width * element_bytes;
+    parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+            const int64_t row = ids_T[t] - first_token;
+            char *out = static_cast<char *>(out_TE) + t * row_bytes;
+            if (row >= 0 && row < num_rows)
+                std::memcpy(out, static_cast<const char *>(weight_VE) + row * row_bytes, row_bytes);
+            else
+                std::memset(out, 0, row_bytes);
+        }
+    });
+}
+
+}  // extern "C"

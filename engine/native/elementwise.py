@@ -1,0 +1,77 @@
+"""The functions of elementwise.cpp, on tensors: contiguous rows on a CPU.
+
+Shape suffixes: T tokens, E hidden size, I intermediate size, M = 2 x I, V vocabulary (this rank's share).
+"""
+
+import ctypes
+
+import torch
+
+from engine.native.types import TYPE_CODES
+
+
+class ElementwiseKernels:
+    """Results are written to tensors of the caller. All tensors of a call have one dtype."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self._add_rms_norm = library.baton_add_rms_norm
+        self._add_rms_norm.argtypes = (
+            *(number, address, address, address, address),
+            *(number, number, ctypes.c_float, ctypes.c_int),
+        )
+        self._silu_mul = library.baton_silu_mul
+        self._silu_mul.argtypes = (number, address, address, number, number, ctypes.c_int)
+        self._embed = library.baton_embed
+        self._embed.argtypes = (number, *(address,) * 3, *(number,) * 4, ctypes.c_int)
+        for function in (self._add_rms_norm, self._silu_mul, self._embed):
+            function.restype = None
+
+    def add_rms_norm(
+        self,
+        branch_TE: torch.Tensor | None,
+        residual_TE: torch.Tensor,
+        weight_E: torch.Tensor,
+        eps: float,
+        out_TE: torch.Tensor,
+    ) -> None:
+        """Adds the branch, if there is one, to the residual stream, in place; writes the norm of the sum."""
+        assert residual_TE.is_contiguous()
+        assert branch_TE is None or branch_TE.is_contiguous()
+        self._add_rms_norm(
+            TYPE_CODES[residual_TE.dtype],
+            None if branch_TE is None else branch_TE.data_ptr(),
+            residual_TE.data_ptr(),
+            weight_E.data_ptr(),
+            out_TE.data_ptr(),
+            *residual_TE.shape,
+            eps,
+            torch.get_num_threads(),
+        )
+
+    def silu_mul(self, gate_up_TM: torch.Tensor, out_TI: torch.Tensor) -> None:
+        """Writes silu of the first I columns, times the others."""
+        assert gate_up_TM.is_contiguous()
+        self._silu_mul(
+            TYPE_CODES[gate_up_TM.dtype],
+            gate_up_TM.data_ptr(),
+            out_TI.data_ptr(),
+            *out_TI.shape,
+            torch.get_num_threads(),
+        )
+
+    def embed(
+        self, ids_T: torch.Tensor, weight_VE: torch.Tensor, first_token: int, out_TE: torch.Tensor
+    ) -> None:
+        """Writes rows of `weight_VE`, which begins with token `first_token`; zeros for tokens of other ranks."""
+        assert weight_VE.is_contiguous()
+        self._embed(
+            weight_VE.dtype.itemsize,
+            ids_T.data_ptr(),
+            weight_VE.data_ptr(),
+            out_TE.data_ptr(),
+            *out_TE.shape,
+            first_token,
+            len(weight_VE),
+            torch.get_num_threads(),
+        )

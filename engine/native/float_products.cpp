@@ -1,0 +1,233 @@
+// Products with weights in 32 or 16 bits, in float32 arithmetic; and bfloat16 products by a processor's units for them.
+//
+// Weights in 16 bits become floats in registers, so they cost half the memory traffic at equal results. Each output is
+// one sum over the inputs in order, whatever the other rows and threads are: a row's result depends on the row alone.
+//
+// Packed weights: [panels of PANEL outputs][pairs of inputs][2 vectors of LANES outputs] of
+//     float32, float16:  LANES weights of the pair's first input, then LANES of its second
+//     bfloat16:          LANES pairs of weights, the first input's in the low half of 32 bits
+//
+// Rows of a step: [blocks of INPUT_BLOCK inputs][rows][ROW_FLOATS] of float32, or of bfloat16 for the units.
+
+#include <type_traits>
+#include <utility>
+
+#include "products.h"
+
+using namespace products;
+
+namespace {
+
+constexpr int PANEL = 2 * LANES;      // outputs
+constexpr int64_t ROW_BLOCK = 240;    // rows that are packed at a time
+constexpr int64_t INPUT_BLOCK = 768;  // inputs; with ROW_BLOCK, what stays in the second-level cache
+constexpr int64_t ROW_FLOATS = INPUT_BLOCK + 16;  // not a multiple of a page, so that rows do not share cache sets
+constexpr int MAX_PANELS = 4;         // computed together
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int MAX_ROWS = 4, FEW_ROWS = 1;  // 16 registers
+#else
+constexpr int MAX_ROWS = 12, FEW_ROWS = 3;
+#endif
+
+// How the weights of a pair of inputs are multiplied, for LANES outputs at a time: in STEPS steps, each with one Input of
+// a row.
+struct Pair {  // in float32
+    static constexpr int STEPS = 2;
+    using Input = float;
+    Floats weights[STEPS];
+
+    Floats add(int step, Floats sum, float x) const { return weights[step] * x + sum; }
+};
+
+template <typename Element>
+struct PairOf : Pair {
+    static constexpr int64_t BYTES = 2 * LANES * sizeof(Element);
+    explicit PairOf(const uint8_t *bytes)
+        : Pair{::load(reinterpret_cast<const Element *>(bytes)),
+               ::load(reinterpret_cast<const Element *>(bytes) + LANES)} {}
+};
+
+template <>
+struct PairOf<BFloat16> : Pair {
+    static constexpr int64_t BYTES = 4 * LANES;
+    explicit PairOf(const uint8_t *bytes) : PairOf(load_raw<Bits>(bytes)) {}
+    explicit PairOf(Bits pairs) : Pair{(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000)} {}
+};
+
+#if defined(__AVX512BF16__)
+struct BFloat16Units {
+    static constexpr int STEPS = 1;
+    static constexpr int64_t BYTES = 4 * LANES;
+    using Input = uint32_t;  // a pair
+    __m512i weights;
+
+    explicit BFloat16Units(const uint8_t *bytes) : weights(_mm512_loadu_si512(bytes)) {}
+    Floats add(int, Floats sum, uint32_t x) const {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(x));
+    }
+};
+#else
+using BFloat16Units = PairOf<BFloat16>;
+#endif
+
+constexpr bool HAS_UNITS = !std::is_same_v<BFloat16Units, PairOf<BFloat16>>;
+
+// Adds the products of `num_pairs` pairs of inputs to sums[panel][row][PANEL]; panels' sums lie `stride` floats apart.
+template <class Weight, int ROWS, int PANELS>
+void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs, float *sums, int64_t stride) {
+    using Input = typename Weight::Input;
+    constexpr int64_t ROW_INPUTS = ROW_FLOATS * Weight::STEPS / 2;
+    const Input *x = static_cast<const Input *>(rows);
+    Floats totals[PANELS][ROWS][2];
+    for (int panel = 0; panel < PANELS; ++panel)
+        for (int row = 0; row < ROWS; ++row)
+            for (int half = 0; half < 2; ++half)
+                totals[panel][row][half] = ::load(sums + panel * stride + row * PANEL + half * LANES);
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+        for (int panel = 0; panel < PANELS; ++panel) {
+            const uint8_t *bytes = panels[panel] + pair * 2 * Weight::BYTES;
+            const Weight low(bytes), high(bytes + Weight::BYTES);
+            for (int step = 0; step < Weight::STEPS; ++step)
+                for (int row = 0; row < ROWS; ++row) {
+                    Floats(&sums_of_row)[2] = totals[panel][row];
+                    sums_of_row[0] = low.add(step, sums_of_row[0], x[row * ROW_INPUTS + step]);
+                    sums_of_row[1] = high.add(step, sums_of_row[1], x[row * ROW_INPUTS + step]);
+                }
+        }
+        x += Weight::STEPS;
+    }
+    for (int panel = 0; panel < PANELS; ++panel)
+        for (int row = 0; row < ROWS; ++row)
+            for (int half = 0; half < 2; ++half)
+                ::store(sums + panel * stride + row * PANEL + half * LANES, totals[panel][row][half]);
+}
+
+using SumTile = void (*)(const uint8_t *const *, const void *, int64_t, float *, int64_t);
+
+template <class Weight, int PANELS, int... ROWS_LESS_1>
+SumTile of_rows(int64_t rows, std::integer_sequence<int, ROWS_LESS_1...>) {
+    static constexpr SumTile tiles[] = {sum_tile<Weight, ROWS_LESS_1 + 1, PANELS>...};
+    return tiles[rows - 1];
+}
+
+template <class Weight> SumTile of_weight(int64_t rows, int64_t panels) {
+    return panels == MAX_PANELS ? of_rows<Weight, MAX_PANELS>(rows, std::make_integer_sequence<int, FEW_ROWS>())
+                                : of_rows<Weight, 1>(rows, std::make_integer_sequence<int, MAX_ROWS>());
+}
+
+SumTile sum_tile_of(Type type, bool by_units, int64_t rows, int64_t panels) {
+    if (type == FLOAT32) return of_weight<PairOf<float>>(rows, panels);
+    if (type == FLOAT16) return of_weight<PairOf<Float16>>(rows, panels);
+    return by_units ? of_weight<BFloat16Units>(rows, panels) : of_weight<PairOf<BFloat16>>(rows, panels);
+}
+
+// Converts a block of a row: inputs `begin` and following, a zero behind the last.
+void convert_row(const void *row, Type from, int64_t begin, int64_t num_inputs, void *block, Type to) {
+    const int64_t end = std::min(num_inputs - begin, INPUT_BLOCK);
+    if (from == to) {
+        std::memcpy(block, static_cast<const char *>(row) + begin * size_of(from), end * size_of(from));
+        std::memset(static_cast<char *>(block) + end * size_of(to), 0, size_of(to));
+        return;
+    }
+    for (int64_t i = 0; i < end; i += LANES) store(block, to, i, load(row, from, begin + i, end - i));
+}
+
+}  // namespace
+
+extern "C" {
+
+struct FloatLayer {
+    const uint8_t *weights;  // packed
+    const float *bias;       // or null
+    int64_t num_outputs, num_inputs, weight_type, by_units;
+};
+
+int64_t float_has_bfloat16_units() { return HAS_UNITS; }
+
+// Bytes of packed weights.
+int64_t float_packed_bytes(int64_t num_outputs, int64_t num_inputs, int64_t weight_type) {
+    return (num_outputs + PANEL - 1) / PANEL * PANEL * ((num_inputs + 1) / 2 * 2) * size_of(static_cast<Type>(weight_type));
+}
+
+// Packs weights [outputs][inputs] of 32 or 16 bits.
+void float_pack(const uint8_t *weights, int64_t num_outputs, int64_t num_inputs, int64_t weight_type, uint8_t *packed,
+                int64_t num_threads) {
+    const int64_t size = size_of(static_cast<Type>(weight_type)), num_pairs = (num_inputs + 1) / 2;
+    const int64_t panel_bytes = PANEL * num_pairs * 2 * size;
+    parallel_for((num_outputs + PANEL - 1) / PANEL, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
+        std::memset(packed + begin * panel_bytes, 0, (end - begin) * panel_bytes);
+        for (int64_t output = begin * PANEL; output < std::min(end * PANEL, num_outputs); ++output) {
+            const int64_t lane = output % LANES;
+            uint8_t *vector = packed + output / PANEL * panel_bytes + output % PANEL / LANES * 2 * LANES * size;
+            for (int64_t i = 0; i < num_inputs; ++i) {
+                const int64_t place = weight_type == BFLOAT16 ? 2 * lane + i % 2 : i % 2 * LANES + lane;
+                std::memcpy(vector + (i / 2 * 2 * PANEL + place) * size, weights + (output * num_inputs + i) * size, size);
+            }
+        }
+    });
+}
+
+// y = x @ weight.T + bias, with an epilogue. x and y: `num_rows` rows of `x_type` and `y_type`, strides in values. With
+// GATE, y has half of the layer's outputs, which must be a multiple of 32.
+void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x_type, void *y, int64_t y_stride,
+                   int64_t y_type, int64_t num_rows, int64_t epilogue, int64_t num_threads) {
+    const Type weight_type = static_cast<Type>(layer->weight_type);
+    const bool by_units = HAS_UNITS && layer->by_units != 0, is_gated = epilogue == GATE;
+    const Type row_type = by_units ? BFLOAT16 : FLOAT32;
+    const int64_t padded = (layer->num_inputs + 1) / 2 * 2, num_blocks = (padded + INPUT_BLOCK - 1) / INPUT_BLOCK;
+    const int64_t panel_bytes = PANEL * padded * size_of(weight_type);
+    const int64_t num_outputs = is_gated ? layer->num_outputs / 2 : layer->num_outputs;
+    const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
+    const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
+    const Tiles row_blocks(num_rows, ROW_BLOCK);
+    for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
+        const int64_t first = row_blocks.begin(row_block);
+        const Tiles tiles(row_blocks.size(row_block), MAX_ROWS);
+        const int64_t row_bytes = ROW_FLOATS * size_of(row_type);
+        uint8_t *rows = scratch<0>(num_blocks * tiles.num_rows * row_bytes);
+        // Waking threads takes longer than converting few rows.
+        const int64_t converters = tiles.num_rows * layer->num_inputs < (1 << 15) ? 1 : num_threads;
+        parallel_for(tiles.num_rows, 1, static_cast<int>(converters), [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; ++row)
+                for (int64_t block = 0; block < num_blocks; ++block)
+                    convert_row(from.row(first + row), from.type, block * INPUT_BLOCK, layer->num_inputs,
+                                rows + (block * tiles.num_rows + row) * row_bytes, row_type);
+        });
+        parallel_for(num_panels, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
+            const int64_t stride = tiles.num_rows * PANEL;  // floats of a panel's sums
+            float *sums = reinterpret_cast<float *>(scratch<1>(MAX_PANELS * stride * 4));
+            const int64_t step = is_gated ? MAX_PANELS / 2 : MAX_PANELS;
+            for (int64_t panel = begin; panel < end; panel += step) {
+                const int64_t outputs = std::min(step, end - panel), count = is_gated ? 2 * outputs : outputs;
+                std::memset(sums, 0, count * stride * 4);
+                for (int64_t block = 0; block < num_blocks; ++block) {
+                    const int64_t input = block * INPUT_BLOCK, num_pairs = std::min(INPUT_BLOCK, padded - input) / 2;
+                    const uint8_t *panels[MAX_PANELS];
+                    for (int64_t i = 0; i < count; ++i)
+                        panels[i] = layer->weights + (panel + i % outputs + i / outputs * num_panels) * panel_bytes +
+                                    input * PANEL * size_of(weight_type);
+                    const bool at_once = count == MAX_PANELS && tiles.num_rows <= FEW_ROWS;
+                    for (int64_t i = 0; i < count; i += at_once ? MAX_PANELS : 1)
+                        for (int64_t tile = 0; tile < tiles.count; ++tile)
+                            sum_tile_of(weight_type, by_units, tiles.size(tile), at_once ? MAX_PANELS : 1)(
+                                panels + i, rows + (block * tiles.num_rows + tiles.begin(tile)) * row_bytes, num_pairs,
+                                sums + i * stride + tiles.begin(tile) * PANEL, stride);
+                }
+                for (int64_t row = 0; row < tiles.num_rows; ++row)
+                    for (int64_t i = 0; i < outputs; ++i) {
+                        const int64_t output = (panel + i) * PANEL;
+                        const float *sum = sums + i * stride + row * PANEL;
+                        void *y_row = to.row(first + row);
+                        if (is_gated)
+                            finish_gated(sum, sum + outputs * stride, layer->bias,
+                                         layer->bias == nullptr ? nullptr : layer->bias + num_outputs, PANEL,
+                                         num_outputs - output, y_row, to.type, output);
+                        else
+                            finish(sum, layer->bias, PANEL, num_outputs - output, y_row, to.type, output,
+                                   static_cast<Epilogue>(epilogue));
+                    }
+            }
+        });
+    }
+}
+}

@@ -1,0 +1,91 @@
+// What the matrix products share: rows of any type, what becomes of finished sums, and memory of a thread.
+
+#pragma once
+
+#include <cstdlib>
+
+#include "parallel.h"
+#include "vectors.h"
+
+namespace products {
+
+constexpr int64_t size_of(Type type) { return type == FLOAT32 ? 4 : 2; }
+
+// The first `count` of LANES values of a row from `index` on, in 32 or 16 bits; zero beyond.
+inline Floats load(const void *row, Type type, int64_t index, int64_t count = LANES) {
+    if (type == FLOAT32) return load_some(static_cast<const float *>(row) + index, count);
+    if (type == FLOAT16) return load_some(static_cast<const Float16 *>(row) + index, count);
+    return load_some(static_cast<const BFloat16 *>(row) + index, count);
+}
+
+// The first `count` of LANES values.
+inline void store(void *row, Type type, int64_t index, Floats values, int64_t count = LANES) {
+    if (type == FLOAT32) return store_some(static_cast<float *>(row) + index, values, count);
+    if (type == FLOAT16) return store_some(static_cast<Float16 *>(row) + index, values, count);
+    store_some(static_cast<BFloat16 *>(row) + index, values, count);
+}
+
+inline Floats silu(Floats x) { return x / (1.0f + exp2(x * -LOG2_E)); }
+
+// What becomes of sums: y = sum, y += sum, or y = silu(first half of the outputs) * other half.
+enum Epilogue : int64_t { STORE = 0, ADD = 1, GATE = 2 };
+
+// T rows, which may lie apart.
+struct Rows {
+    void *values;
+    int64_t stride;  // values from one row to the next
+    Type type;
+
+    void *row(int64_t index) const { return static_cast<char *>(values) + index * stride * size_of(type); }
+};
+
+// Finishes `width` (a multiple of LANES) sums of a row, of which `count` exist: outputs `first` and following.
+inline void finish(const float *sums, const float *bias, int64_t width, int64_t count, void *row, Type type,
+                   int64_t first, Epilogue epilogue) {
+    for (int64_t at = 0; at < width && at < count; at += LANES) {
+        Floats value = ::load(sums + at);
+        if (bias != nullptr) value += load_some(bias + first + at, count - at);
+        if (epilogue == ADD) value += load(row, type, first + at, count - at);
+        store(row, type, first + at, value, count - at);
+    }
+}
+
+// Finishes silu(gate) * up likewise.
+inline void finish_gated(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
+                         int64_t width, int64_t count, void *row, Type type, int64_t first) {
+    for (int64_t at = 0; at < width && at < count; at += LANES) {
+        Floats g = ::load(gate + at), u = ::load(up + at);
+        if (gate_bias != nullptr) {
+            g += load_some(gate_bias + first + at, count - at);
+            u += load_some(up_bias + first + at, count - at);
+        }
+        store(row, type, first + at, silu(g) * u, count - at);
+    }
+}
+
+// Memory of the calling thread, kept for its next call.
+template <int PURPOSE> uint8_t *scratch(int64_t num_bytes) {
+    struct Buffer {
+        uint8_t *bytes = nullptr;
+        int64_t size = 0;
+        ~Buffer() { std::free(bytes); }
+    };
+    thread_local Buffer buffer;
+    if (buffer.size < num_bytes) {
+        std::free(buffer.bytes);
+        buffer.size = (num_bytes + 4095) / 4096 * 4096;
+        buffer.bytes = static_cast<uint8_t *>(std::aligned_alloc(64, buffer.size));
+    }
+    return buffer.bytes;
+}
+
+// Rows are computed in tiles of nearly equal size, at most `largest`: tile i begins at row i * rows / num_tiles.
+struct Tiles {
+    int64_t num_rows, count;
+
+    Tiles(int64_t rows, int64_t largest) : num_rows(rows), count((rows + largest - 1) / largest) {}
+    int64_t begin(int64_t tile) const { return num_rows * tile / count; }
+    int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
+};
+
+}  // namespace products

@@ -1,0 +1,59 @@
+"""The C++ functions of products.h's kernels, as Python calls them: addresses and sizes, nothing checked."""
+
+import ctypes
+from collections.abc import Callable
+
+STORE, ADD, GATE = range(3)
+"""As `products::Epilogue` has them."""
+
+
+class GroupedLayer(ctypes.Structure):
+    """As grouped_products.cpp has it."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_outputs", ctypes.c_int64),
+        ("num_inputs", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
+        ("group_size", ctypes.c_int64),
+        ("factor", ctypes.c_double),
+    )
+
+
+class FloatLayer(ctypes.Structure):
+    """As float_products.cpp has it."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_outputs", ctypes.c_int64),
+        ("num_inputs", ctypes.c_int64),
+        ("weight_type", ctypes.c_int64),
+        ("by_units", ctypes.c_int64),
+    )
+
+
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+Product = Callable[..., None]
+_PRODUCT = (_P, _P, _N, _N, _P, _N, _N, _N, _N, _N)
+
+
+class Products:
+    """The functions of a library; their arguments stand in the .cpp files."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.grouped_packed_bytes = library.grouped_packed_bytes
+        self.grouped_packed_bytes.argtypes, self.grouped_packed_bytes.restype = (_N, _N, _N, _N), _N
+        self.grouped_pack = library.grouped_pack
+        self.grouped_pack.argtypes, self.grouped_pack.restype = (_P, _P, _P, _N, _N, _N, _N, _P, _N), None
+        self.grouped_product: Product = library.grouped_product
+        library.grouped_product.argtypes, library.grouped_product.restype = _PRODUCT, None
+        self.float_packed_bytes = library.float_packed_bytes
+        self.float_packed_bytes.argtypes, self.float_packed_bytes.restype = (_N, _N, _N), _N
+        self.float_pack = library.float_pack
+        self.float_pack.argtypes, self.float_pack.restype = (_P, _N, _N, _N, _P, _N), None
+        self.float_product: Product = library.float_product
+        library.float_product.argtypes, library.float_product.restype = _PRODUCT, None
+        library.float_has_bfloat16_units.restype = _N
+        self.has_bfloat16_units = bool(library.float_has_bfloat16_units())

@@ -1,0 +1,175 @@
+// Vectors of float32 as wide as the machine's registers, loaded from and stored to every type of activations and KV.
+//
+// GCC's and Clang's vector extensions: operators work lane by lane, a comparison gives 0 or -1 in each lane, and a cast
+// between vectors of one size keeps the bits. NaN and infinity survive every function here, so that a model's wrong
+// numbers are seen in its logits.
+
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Bits16 __attribute__((vector_size(LANES * 2)));
+typedef uint8_t Bits8 __attribute__((vector_size(LANES)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+struct Float8 {  // float8_e4m3fn: 1 bit of sign, 4 of exponent, 3 of mantissa; no infinity
+    uint8_t bits;
+};
+
+enum Type : int64_t { FLOAT32, BFLOAT16, FLOAT16, FLOAT8 };  // as in engine/native/types.py
+
+template <typename Vector, typename Element>
+inline Vector load_raw(const Element *from) {
+    Vector v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+inline Floats all(float x) { return Floats{} + x; }
+inline Bits all_bits(uint32_t x) { return Bits{} + x; }
+
+inline Floats load(const float *from) { return load_raw<Floats>(from); }
+
+inline Floats load(const BFloat16 *from) {
+    return (Floats)(__builtin_convertvector(load_raw<Bits16>(from), Bits) << 16);
+}
+
+// A smaller float's exponent and mantissa are moved to a float32's, whose exponent is then too small by the difference
+// of the biases. The product corrects that, also for subnormal numbers. For float16 there may be an instruction.
+inline Floats load(const Float16 *from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)load_raw<Bits16>(from));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return (Floats)_mm256_cvtph_ps((__m128i)load_raw<Bits16>(from));
+#else
+    const Bits x = __builtin_convertvector(load_raw<Bits16>(from), Bits), magnitude = x & 0x7fff;
+    const Bits finite = (Bits)((Floats)(magnitude << 13) * all(0x1p112f));
+    const Bits special = magnitude << 13 | 0x7f800000;  // infinity and NaN
+    return (Floats)((magnitude >= all_bits(0x7c00) ? special : finite) | (x & 0x8000) << 16);
+#endif
+}
+
+inline Floats load(const Float8 *from) {
+    const Bits x = __builtin_convertvector(load_raw<Bits8>(from), Bits), magnitude = x & 0x7f;
+    const Bits finite = (Bits)((Floats)(magnitude << 20) * all(0x1p120f));
+    return (Floats)((magnitude == all_bits(0x7f) ? all_bits(0x7fc00000) : finite) | (x & 0x80) << 24);
+}
+
+inline void store(float *to, Floats v) { std::memcpy(to, &v, sizeof v); }
+
+// All stores round to nearest, ties to even.
+inline void store(BFloat16 *to, Floats v) {
+    const Bits x = (Bits)v, rounded = (x + 0x7fff + (x >> 16 & 1)) >> 16;
+    const Bits16 result = __builtin_convertvector(v != v ? all_bits(0x7fc0) : rounded, Bits16);
+    std::memcpy(to, &result, sizeof result);
+}
+
+// The bits of a float with `mantissa` bits of mantissa and the given bias, for magnitudes that it can represent. The sum
+// with `magic` moves a subnormal number's mantissa to the lowest bits, rounded by the addition.
+template <int mantissa, int bias>
+inline Bits narrowed(Bits magnitude) {
+    constexpr int shift = 23 - mantissa;
+    constexpr uint32_t rebias = static_cast<uint32_t>(bias - 127) << 23;
+    const Bits normal = (magnitude + rebias + ((1u << (shift - 1)) - 1) + (magnitude >> shift & 1)) >> shift;
+    const Floats magic = (Floats)all_bits((127 - bias + shift + 1) << 23);
+    const Bits subnormal = (Bits)((Floats)magnitude + magic) - (Bits)magic;
+    return magnitude < all_bits((128 - bias) << 23) ? subnormal : normal;
+}
+
+inline void store(Float16 *to, Floats v) {
+    const Bits x = (Bits)v, magnitude = x & 0x7fffffff;
+    const Bits special = v != v ? all_bits(0x7e00) : all_bits(0x7c00);
+    const Bits result = magnitude >= (Bits)all(65520.0f) ? special : narrowed<10, 15>(magnitude);
+    const Bits16 bits = __builtin_convertvector(result | (x >> 16 & 0x8000), Bits16);
+    std::memcpy(to, &bits, sizeof bits);
+}
+
+// Values beyond +-448 become +-448.
+inline void store(Float8 *to, Floats v) {
+    const Bits x = (Bits)v, magnitude = x & 0x7fffffff;
+    const Bits special = v != v ? all_bits(0x7f) : all_bits(0x7e);
+    const Bits result = magnitude >= (Bits)all(448.0f) ? special : narrowed<3, 7>(magnitude);
+    const Bits8 bits = __builtin_convertvector(result | (x >> 24 & 0x80), Bits8);
+    std::memcpy(to, &bits, sizeof bits);
+}
+
+// The first `count` lanes; the others are 0.
+template <typename Element>
+inline Floats load_some(const Element *from, int64_t count) {
+    if (count >= LANES) return load(from);
+    Element padded[LANES] = {};
+    std::memcpy(padded, from, count * sizeof(Element));
+    return load(padded);
+}
+
+template <typename Element>
+inline void store_some(Element *to, Floats v, int64_t count) {
+    if (count >= LANES) return store(to, v);
+    Element padded[LANES];
+    store(padded, v);
+    std::memcpy(to, padded, count * sizeof(Element));
+}
+
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float sum_of(Floats v) {
+    float sums[LANES];
+    store(sums, v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+    return sums[0];
+}
+
+inline float largest_of(Floats v) {
+    float values[LANES];
+    store(values, v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) values[i] = values[i] > values[i + width] ? values[i] : values[i + width];
+    return values[0];
+}
+
+// 2 to the power of x, within two units of the last place: 0 below -126.5, infinity from 127.5 on. The polynomial is
+// that of Cephes' exp2f, for -0.5 to 0.5.
+inline Floats exp2(Floats x) {
+    x = x < all(-127.0f) ? all(-127.0f) : x;  // NaN stays
+    x = x > all(128.0f) ? all(128.0f) : x;
+    const Floats magic = all(0x1.8p23f);  // adding it rounds to an integer, which is then in the lowest bits
+    const Floats shifted = x + magic, f = x - (shifted - magic);
+    Floats p = all(1.535336188319500e-4f);
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    return p * (Floats)(((Bits)shifted - (Bits)magic + 127) << 23);
+}
+
+inline float exp2_of(float x) { return exp2(all(x))[0]; }
+
+constexpr float LOG2_E = 1.44269504f;

@@ -1,0 +1,69 @@
+"""Models in 8 and 4 bits answer disaggregated as on D alone, token for token, also with ranks."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from baton.config import BatonConfig
+from engine.loading.pretrained import resolve
+from tests.factories.gguf_files import make_gguf
+from tests.factories.local_cluster import LocalCluster, local_cluster
+from tests.factories.models import make_model_dir
+
+pytestmark = pytest.mark.slow
+
+NUM_NEW_TOKENS = 12
+PROMPTS = [
+    tuple((5 + 7 * i + 3 * j) % 250 for j in range(length)) for i, length in enumerate((1, 16, 33, 100, 200))
+]
+
+
+def make_config(path: Path, quantization: str, num_ranks: int) -> BatonConfig:
+    return BatonConfig.from_mapping(
+        {
+            "model": {"path": str(path), "dtype": "float32", "quantization": quantization},
+            "engine": {"num_threads": 1, "kv_cache_memory_mib": 8, "tensor_parallel": num_ranks},
+            "scheduler": {"max_num_batched_tokens": 64},
+            "gateway": {"grpc_port": 0, "http_port": None},
+            "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
+            "kv_transfer": {"peer_timeout_s": 60.0},
+        }
+    )
+
+
+async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
+    """Greedy, all at once; and then nothing is held any more."""
+    options = {"mode": mode, "max_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "cache_salt": mode}
+    found = await asyncio.gather(*[cluster.answer(prompt, **options) for prompt in PROMPTS])  # type: ignore[arg-type]
+    await cluster.at_rest()
+    return [answer.token_ids for answer in found]
+
+
+def check(path: Path, quantization: str, num_ranks: int) -> None:
+    async def run() -> None:
+        async with local_cluster(make_config(path, quantization, num_ranks), path) as cluster:
+            assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
+            counters = await cluster.counters("w1")
+            assert counters["kv_prompt_loads_done"] == len(PROMPTS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_checkpoint_that_is_quantized_while_loading(
+    folder: Path, quantization: str, num_ranks: int
+) -> None:
+    check(folder, quantization, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_gguf_file_as_it_is(tmp_path: Path, num_ranks: int) -> None:
+    """Of several kinds of blocks, resolved like `--model FILE.gguf`."""
+    gguf = make_gguf(
+        tmp_path / "tiny.gguf",
+        make_model_dir(tmp_path / "source", attention_bias=True),
+        lambda name: "Q8_0" if "attn_v" in name or "token_embd" in name else "Q4_1",
+    )
+    check(resolve(str(gguf), tmp_path / "cache"), "auto", num_ranks)

@@ -1,0 +1,168 @@
+"""GGUF files by the `gguf` package, from tiny models; and transformers' model of any folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Kind = Callable[[str], str]
+"""A tensor's GGUF name -> how it is stored."""
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where a block has its float16 numbers."""
+
+
+def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any) -> Path:
+    """Writes `path` from a tiny model's folder, as llama.cpp's converter would.
+
+    `kind`: of matrices; vectors are F32. K-quants cannot be made by the package: such a matrix is random, of the same
+    size. `metadata`: more keys, with `__` for a dot; None leaves one out.
+    """
+    config = json.loads((model / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture)
+    values = _metadata(config, architecture, model) | {
+        key.replace("__", "."): value for key, value in metadata.items()
+    }
+    for key, value in values.items():
+        if value is not None:
+            _add(writer, key, value)
+    names = _names(architecture, config["num_hidden_layers"])
+    for name, tensor in load_file(model / "model.safetensors").items():
+        stem, _, suffix = name.rpartition(".")
+        gguf_name = f"{names.get_name(stem)}.{suffix}"
+        if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
+            tensor = _permuted(
+                tensor, config["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
+            )
+        wanted = "F32" if tensor.dim() == 1 else kind if isinstance(kind, str) else kind(gguf_name)
+        quantization = gguf.GGMLQuantizationType[wanted]
+        numbers = tensor.float().numpy()
+        data = (
+            random_blocks(wanted, *numbers.shape)
+            if wanted in HALVES
+            else gguf.quantize(numbers, quantization)
+        )
+        writer.add_tensor(gguf_name, data, raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Rows of random blocks, as bytes; their float16 numbers are small."""
+    generator = np.random.default_rng(seed)
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = generator.integers(0, 256, (num_rows * num_columns // block_size, block_bytes), dtype=np.uint8)
+    for at in HALVES[kind]:
+        halves = generator.uniform(1e-4, 1e-3, len(blocks)).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(num_rows, -1)
+
+
+def transformers_model(folder: Path) -> Any:
+    """The folder's model in float32, of a GGUF file with the numbers that the `gguf` package makes of it."""
+    if not (folder / "model.gguf").exists():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = AutoConfig.from_pretrained(folder)
+    reader = gguf.GGUFReader(folder / "model.gguf")
+    architecture = ARCHITECTURES[config.model_type]
+    names = _names(architecture, config.num_hidden_layers)
+    hugging_face = {names.get_name(stem): stem for stem in _stems(config.num_hidden_layers)}
+    state = {}
+    for tensor in reader.tensors:
+        stem, _, suffix = tensor.name.rpartition(".")
+        if stem not in hugging_face:
+            continue
+        numbers = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        if architecture == "llama" and stem.endswith(("attn_q", "attn_k")):
+            numbers = _restored(
+                numbers, config.num_attention_heads if "attn_q" in stem else config.num_key_value_heads
+            )
+        state[f"{hugging_face[stem]}.{suffix}"] = numbers
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[str, Any]:
+    sizes = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config.get("head_dim"),
+        "attention.value_length": config.get("head_dim"),
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.sliding_window": config.get("sliding_window"),
+        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+    }
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    words = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3 if token in special else 1 for token in tokens],
+        "merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": config["eos_token_id"],
+        "padding_token_id": config["pad_token_id"],
+    }
+    return {
+        **{f"{architecture}.{key}": value for key, value in sizes.items()},
+        **{f"tokenizer.ggml.{key}": value for key, value in words.items()},
+        "tokenizer.chat_template": (model / "chat_template.jinja").read_text(),
+    }
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _names(architecture: str, num_layers: int) -> Any:
+    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(kind, num_layers)
+
+
+def _stems(num_layers: int) -> list[str]:
+    """The names of all modules of a model, as Hugging Face has them."""
+    attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    parts = ["input_layernorm", "post_attention_layernorm", *attention, *mlp]
+    layers = [f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts]
+    return ["model.embed_tokens", "model.norm", "lm_head", *layers]
+
+
+def _permuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    pairs = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape).contiguous()
+
+
+def _restored(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    pairs = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape).contiguous()

@@ -1,0 +1,179 @@
+"""A GGUF file's metadata as a Hugging Face folder: architecture, tokens and template, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from baton.errors import ModelError
+from engine.loading.gguf import read_gguf
+from engine.loading.gguf_folder import describe, hugging_face_config
+from engine.model_config import RopeType, read_architecture, read_eos_token_ids
+from gateway.text.tokenizer import ChatMessage, Tokenizer
+from tests.factories.gguf_files import make_gguf
+from tests.factories.models import make_model_dir
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_dir(tmp_path_factory.mktemp("source"), num_hidden_layers=1, rms_norm_eps=2**-17)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+        ("mistral", {"sliding_window": 40}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 32}),
+    ],
+    ids=str,
+)
+def test_the_architecture_is_that_of_the_original_folder(
+    tmp_path: Path, architecture: str, overrides: dict[str, Any]
+) -> None:
+    original = make_model_dir(tmp_path / "source", architecture, rms_norm_eps=2**-17, **overrides)
+    describe(make_gguf(tmp_path / "m.gguf", original), tmp_path / "folder")
+    assert read_architecture(tmp_path / "folder") == read_architecture(original)
+    assert read_eos_token_ids(tmp_path / "folder") == (2,)
+
+
+def test_tokens_and_chat_are_those_of_the_original_folder(tmp_path: Path, source: Path) -> None:
+    describe(make_gguf(tmp_path / "m.gguf", source), tmp_path / "folder")
+    theirs, ours = Tokenizer(source), Tokenizer(tmp_path / "folder")
+    messages = [ChatMessage("user", "What is the capital?")]
+    chat = ours.render_chat(messages)
+    assert chat == theirs.render_chat(messages)
+    assert ours.encode(chat) == theirs.encode(chat)
+    assert (
+        ours.decode(ours.encode(chat), skip_special_tokens=True) == "user\nWhat is the capital?\nassistant\n"
+    )
+    assert ours.vocab_size == theirs.vocab_size == 300
+
+
+def test_without_a_template_there_is_no_chat(tmp_path: Path, source: Path) -> None:
+    describe(make_gguf(tmp_path / "m.gguf", source, tokenizer__chat_template=None), tmp_path / "folder")
+    assert not Tokenizer(tmp_path / "folder").has_chat_template
+
+
+def test_every_kind_of_end_ends_an_answer(tmp_path: Path, source: Path) -> None:
+    ids = {"tokenizer__ggml__eot_token_id": 7, "tokenizer__ggml__eom_token_id": 2}
+    describe(make_gguf(tmp_path / "m.gguf", source, **ids), tmp_path / "folder")
+    assert read_eos_token_ids(tmp_path / "folder") == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({}, {"rope_type": RopeType.DEFAULT, "factor": 1.0}),
+        ({"type": "linear", "factor": 4.0}, {"rope_type": RopeType.LINEAR, "factor": 4.0}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 256},
+            {"rope_type": RopeType.YARN, "factor": 4.0, "original_max_position_embeddings": 256},
+        ),
+    ],
+    ids=str,
+)
+def test_rope(tmp_path: Path, source: Path, metadata: dict[str, Any], expected: dict[str, Any]) -> None:
+    keys = {f"llama__rope__scaling__{key}": value for key, value in metadata.items()}
+    describe(make_gguf(tmp_path / "m.gguf", source, llama__rope__freq_base=5e5, **keys), tmp_path / "folder")
+    rope = read_architecture(tmp_path / "folder").rope
+    assert rope.theta == 5e5
+    assert {key: getattr(rope, key) for key in expected} == expected
+
+
+def llama3_divisors(factor: float, head_dim: int, theta: float) -> list[float]:
+    """As llama.cpp's converter computes them."""
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (i / head_dim)
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        inside = 1.0 / ((1 - smooth) / factor + smooth)
+        divisors.append(1.0 if wavelength < 8192 / 4.0 else factor if wavelength > 8192 / 1.0 else inside)
+    return divisors
+
+
+def test_llama_3_rope_is_found_by_its_divisors(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    divisors = llama3_divisors(32.0, 64, 5e5)
+    assert len(set(divisors)) == 5, "some between the ends"
+    for key, value in SIZES.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.freq_base", 5e5)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
+    writer.add_tensor("token_embd.weight", np.zeros((300, 256), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = hugging_face_config(read_gguf(path))
+    assert config["rope_parameters"] == {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    changed = path.read_bytes().replace(np.float32(divisors[18]).tobytes(), np.float32(30.0).tobytes())
+    path.write_bytes(changed)
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight is not Llama 3\.1's scaling"):
+        hugging_face_config(read_gguf(path))
+
+
+SIZES = {
+    "block_count": 1,
+    "context_length": 131072,
+    "embedding_length": 256,
+    "feed_forward_length": 512,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (
+            {"general__architecture": "gemma3"},
+            r"architecture 'gemma3' is not supported; supported are llama, qwen2",
+        ),
+        ({"llama__expert_count": 8}, r"llama\.expert_count \(8\) is not supported"),
+        ({"llama__logit_scale": 16.0}, r"llama\.logit_scale \(16\.0\) is not supported"),
+        ({"llama__attention__scale": 0.5}, r"llama\.attention\.scale \(0\.5\) is not supported"),
+        ({"llama__rope__dimension_count": 8}, r"llama\.rope\.dimension_count is 8; .* the heads' size, 16"),
+        ({"llama__rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
+        ({"llama__embedding_length": None}, r"the metadata key llama\.embedding_length is missing"),
+        ({"split__count": 3}, r"is one of several parts; join them first: llama-gguf-split --merge"),
+        ({"tokenizer__ggml__model": "bert"}, r"tokenizer\.ggml\.model is 'bert'; supported are 'gpt2'"),
+        (
+            {"tokenizer__ggml__pre": "unheard-of"},
+            r"tokenizer\.ggml\.pre is 'unheard-of', which is not supported",
+        ),
+        ({"tokenizer__ggml__bos_token_id": 300}, r"bos_token_id is 300, of 300 tokens"),
+        ({"tokenizer__ggml__merges": ["a b c"]}, r"merges has 'a b c', which makes no token of two"),
+        ({"tokenizer__ggml__merges": ["a qqqq"]}, r"merges has 'a qqqq', which makes no token of two"),
+        ({"tokenizer__ggml__token_type": [1, 3]}, r"300 tokens, but 2 tokenizer\.ggml\.token_type"),
+        ({"tokenizer__ggml__tokens": None}, r"tokenizer\.ggml\.tokens must be a list of strings"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, source: Path, metadata: dict[str, Any], message: str
+) -> None:
+    path = make_gguf(tmp_path / "m.gguf", source, **metadata)
+    with pytest.raises(ModelError, match=rf"m\.gguf.*{message}"):
+        describe(path, tmp_path / "folder")
+
+
+def test_keys_with_a_value_that_changes_nothing_are_no_obstacle(tmp_path: Path, source: Path) -> None:
+    keys = {"llama__expert_count": 0, "llama__attention__clamp_kqv": 0.0, "llama__attention__causal": True}
+    describe(make_gguf(tmp_path / "m.gguf", source, **keys), tmp_path / "folder")
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["num_hidden_layers"] == 1

@@ -1,0 +1,210 @@
+"""Models from GGUF files give transformers' tokens with the file's numbers; shared by ranks, and quantized."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import ModelConfig
+from baton.errors import ConfigError, ModelError
+from engine.batch import RequestBatch
+from engine.layers.backend import InputTokens
+from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.paged_attention import PagedAttention
+from engine.loading.gguf_folder import describe
+from engine.loading.gguf_weights import GgufWeights, gguf_name
+from engine.loading.loader import LoadedModel, load_model
+from engine.loading.quantized_weights import QuantizedWeights
+from engine.loading.weights import Shard
+from tests.factories.gguf_files import Kind, make_gguf, transformers_model
+from tests.factories.models import make_model_dir
+from tests.factories.stepping import StepDriver
+
+CPU = torch.device("cpu")
+PROMPT = [5, 6, 7, 40, 41, 200, 3]
+K_QUANTS = {"hidden_size": 256, "intermediate_size": 512}
+
+
+def make_folder(path: Path, architecture: str = "llama", kind: Kind | str = "F32", **overrides: Any) -> Path:
+    folder = path / "folder"
+    make_gguf(path / "model.gguf", make_model_dir(path / "source", architecture, **overrides), kind)
+    describe(path / "model.gguf", folder)
+    (folder / "model.gguf").symlink_to(path / "model.gguf")
+    return folder
+
+
+def load(path: Path, **config: str) -> LoadedModel:
+    return load_model(ModelConfig.model_validate({"dtype": "float32", **config}), path, CPU)
+
+
+def tokens(model: LoadedModel) -> list[int]:
+    return StepDriver(model).generate({"a": PROMPT}, 8)["a"]
+
+
+def expected_tokens(folder: Path) -> list[int]:
+    out = transformers_model(folder).generate(
+        torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return [int(token) for token in out[0, len(PROMPT) :]]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"sliding_window": 4}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    ],
+    ids=str,
+)
+def test_architectures(tmp_path: Path, architecture: str, overrides: dict[str, Any]) -> None:
+    """With F32 numbers, also the model that the file was made from."""
+    folder = make_folder(tmp_path, architecture, **overrides)
+    assert tokens(load(folder)) == tokens(load(tmp_path / "source")) == expected_tokens(folder)
+
+
+@pytest.mark.parametrize(
+    "kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+)
+def test_kinds_of_blocks(tmp_path: Path, kind: str) -> None:
+    """`none` makes numbers of them, and gives transformers' tokens."""
+    folder = make_folder(tmp_path, kind=kind, num_hidden_layers=2, **K_QUANTS)
+    assert tokens(load(folder, quantization="none")) == expected_tokens(folder)
+
+
+def mixed(name: str) -> str:
+    """As in files of the mixture Q4_K_M."""
+    return "Q6_K" if "attn_v" in name or "token_embd" in name else "Q4_K"
+
+
+def test_projections_of_one_input_may_have_different_bits(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, kind=mixed, num_hidden_layers=2, tie_word_embeddings=True, **K_QUANTS)
+    assert error(load(folder), load(folder, quantization="none")) < 0.05
+
+
+@torch.inference_mode()
+def logits(model: LoadedModel) -> torch.Tensor:
+    """Of every position of the prompt."""
+    driver, requests = StepDriver(model), RequestBatch(4)
+    driver.add("a", PROMPT)
+    plan = driver.plan({"a": len(PROMPT)})
+    requests.update(plan)
+    attention = PagedAttention(driver.pool, model.architecture, model.num_heads, model.dtype)
+    hidden_TE = model.decoder.forward(
+        InputTokens(torch.tensor(PROMPT)), attention.prepare(requests.build(plan))
+    )
+    return model.decoder.logits(hidden_TE)
+
+
+def source_of(folder: Path, *, keeps_groups: bool = True) -> GgufWeights:
+    return GgufWeights(folder / "model.gguf", torch.float32, CPU, 64, keeps_groups=keeps_groups)
+
+
+@pytest.mark.parametrize("keeps_groups", [True, False])
+@pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q6_K"])
+def test_ranks_parts_are_parts_of_the_whole(tmp_path: Path, kind: str, keeps_groups: bool) -> None:
+    folder = make_folder(tmp_path, kind=kind, num_hidden_layers=1, attention_bias=True, **K_QUANTS)
+    source = source_of(folder, keeps_groups=keeps_groups)
+    for name, shape in (("self_attn.q_proj", (256, 256)), ("mlp.down_proj", (256, 512))):
+        for dim in (0, 1):
+            full = f"model.layers.0.{name}.weight"
+            whole = source.take(full, *shape)
+            parts = [source.take_matrix(full, *shape, shard=Shard(dim, rank, 2)) for rank in range(2)]
+            floats = [part.dequantized() if isinstance(part, GroupedWeight) else part for part in parts]
+            assert torch.equal(torch.cat(floats, dim), whole)
+            assert all(isinstance(part, GroupedWeight) == (keeps_groups and kind != "F16") for part in parts)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    parts_of_bias = [source.take(bias, 256, shard=Shard(0, rank, 2)) for rank in range(2)]
+    assert torch.equal(torch.cat(parts_of_bias), source.take(bias, 256))
+
+
+def test_bits_that_suffice_stay_and_others_are_quantized(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, kind=mixed, num_hidden_layers=1, **K_QUANTS)
+    source = QuantizedWeights(source_of(folder), 4)
+    kept = source.take_matrix("model.layers.0.self_attn.q_proj.weight", 256, 256)
+    quantized = source.take_matrix("model.layers.0.self_attn.v_proj.weight", 128, 256)
+    vocabulary = source.take_matrix("model.embed_tokens.weight", 300, 256)
+    assert isinstance(kept, GroupedWeight)
+    assert isinstance(quantized, GroupedWeight)
+    assert isinstance(vocabulary, GroupedWeight)
+    assert (kept.bits, quantized.bits, vocabulary.bits) == (4, 4, 8)
+    original = source_of(folder)
+    assert torch.equal(kept.dequantized(), original.take("model.layers.0.self_attn.q_proj.weight", 256, 256))
+    assert torch.equal(vocabulary.dequantized(), original.take("model.embed_tokens.weight", 300, 256))
+
+
+def error(model: LoadedModel, reference: LoadedModel) -> float:
+    """Of the logits, relative."""
+    expected = logits(reference)
+    return float((logits(model) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("quantization", "largest"), [("int8", 0.1), ("int4", 0.7)])
+def test_an_ordinary_checkpoint_is_quantized_while_it_is_loaded(
+    tmp_path: Path, quantization: str, largest: float
+) -> None:
+    path = make_model_dir(tmp_path, attention_bias=True)
+    plain, quantized = load(path), load(path, quantization=quantization)
+    assert quantized.digest == f"{plain.digest}-{quantization}"
+    assert largest / 20 < error(quantized, plain) < largest
+    assert load(path, quantization=quantization, load_format="dummy").digest.endswith(
+        f"-dummy-{quantization}"
+    )
+
+
+def test_inputs_that_are_not_whole_groups_are_named(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path, intermediate_size=80)
+    with pytest.raises(
+        ModelError, match=r"down_proj\.weight cannot be quantized: its 80 inputs .* groups of 32"
+    ):
+        load(path, quantization="int8")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_on_a_gpu_it_says_what_is_possible(tmp_path: Path, quantization: str) -> None:
+    config = ModelConfig.model_validate({"quantization": quantization})
+    with pytest.raises(
+        ConfigError, match=rf"model.quantization: '{quantization}' .*; with 'cuda', use 'fp8', or 'none'"
+    ):
+        load_model(config, make_model_dir(tmp_path), torch.device("cuda"))
+
+
+def test_digests_tell_models_and_quantizations_apart(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "a", kind="Q4_1")
+    names = ("auto", "none", "int8", "int4", "fp8")
+    digests = {name: load(folder, quantization=name).digest for name in names}
+    assert len(set(digests.values())) == len(names)
+    assert digests["auto"] == f"{digests['none']}-gguf"
+    assert load(make_folder(tmp_path / "tuned", kind="Q4_1", seed=4)).digest != digests["auto"]
+    assert load(make_folder(tmp_path / "copy", kind="Q4_1")).digest == digests["auto"]
+
+
+def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    source = source_of(folder)
+    with pytest.raises(
+        ModelError, match=r"model\.gguf: tensor blk\.7\.attn_q\.weight \(shape \[64, 64\]\) is missing"
+    ):
+        source.take_matrix("model.layers.7.self_attn.q_proj.weight", 64, 64)
+    with pytest.raises(
+        ModelError, match=r"blk\.0\.ffn_up\.weight has shape \[128, 64\], but .* implies \[128, 63\]"
+    ):
+        source.take_matrix("model.layers.0.mlp.up_proj.weight", 128, 63)
+    with pytest.raises(ModelError, match=r"30 tensors do not belong to .*: blk\.0\.attn_k\.weight, "):
+        source_of(folder).check_all_taken()
+
+
+def test_progress_reaches_the_whole(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    folder = make_folder(tmp_path, kind="Q8_0")
+    load_model(ModelConfig(dtype="float32"), folder, CPU, on_progress=lambda *progress: seen.append(progress))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_names() -> None:
+    assert gguf_name("model.layers.12.self_attn.q_norm.weight") == "blk.12.attn_q_norm.weight"
+    assert gguf_name("lm_head.weight") == "output.weight"

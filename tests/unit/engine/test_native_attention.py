@@ -1,0 +1,274 @@
+"""Attention by our own CPU kernels against the torch path, over random paged layouts."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import StepBatch
+from engine.kv_cache import NULL_BLOCK, KVBlockShape, KVPool
+from engine.layers.attention import HeadNorm
+from engine.layers.fp8 import FP8
+from engine.layers.native_attention import NativeAttention, is_supported
+from engine.layers.paged_attention import PagedAttention
+from engine.model_config import ModelArchitecture, RopeConfig
+from engine.native.library import native_library
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+Context = tuple[int, int]
+"""Tokens up to the end of the step, and how many of them are the step's."""
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass
+class Layout:
+    """A pool with the KV of earlier steps in scattered blocks, and a step over it. Unused slots are NaN."""
+
+    architecture: ModelArchitecture
+    pool: KVPool
+    batch: StepBatch
+    qkv_TPD: torch.Tensor
+    heads: Heads
+
+    def torch_out(self, layer: int, head_norm: HeadNorm | None = None) -> torch.Tensor:
+        pool = self._copied_pool()
+        attention = PagedAttention(pool, self.architecture, self.heads.num_heads, self.qkv_TPD.dtype)
+        return attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm)
+
+    def native_out(
+        self, layer: int, head_norm: HeadNorm | None = None, num_threads: int = 2
+    ) -> tuple[torch.Tensor, KVPool]:
+        pool = self._copied_pool()
+        attention = NativeAttention(
+            _library(), pool, self.architecture, self.heads.num_heads, self.qkv_TPD.dtype
+        )
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        try:
+            out = attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm)
+        finally:
+            torch.set_num_threads(before)
+        return out.clone(), pool
+
+    def _copied_pool(self) -> KVPool:
+        pool = KVPool(self.pool.num_blocks, self.pool.shape, CPU)
+        pool.block_bytes()[:] = self.pool.block_bytes()
+        return pool
+
+
+def _library() -> object:
+    library = native_library()
+    assert library is not None
+    return library
+
+
+def make_layout(
+    contexts: list[Context],
+    heads: Heads,
+    dtype: torch.dtype,
+    *,
+    windows: tuple[int | None, ...] = (None, None),
+    block_size: int = 16,
+    pool_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Layout:
+    """Decodes come first, as in a step."""
+    torch.manual_seed(seed)
+    num_blocks = 2 + sum(-(-length // block_size) for length, _ in contexts)
+    shape = KVBlockShape(len(windows), heads.num_kv_heads, block_size, heads.head_dim, pool_dtype or dtype)
+    pool = KVPool(num_blocks, shape, CPU)
+    values = torch.full((num_blocks, *shape.dimensions), torch.nan)
+    free = list(range(1, num_blocks))
+    random.Random(seed).shuffle(free)
+    tables = [[free.pop() for _ in range(-(-length // block_size))] for length, _ in contexts]
+    for (length, new), table in zip(contexts, tables, strict=True):
+        for position in range(length - new):
+            at = values[table[position // block_size], :, :, :, position % block_size]
+            at.copy_(torch.randn(at.shape))
+    values[NULL_BLOCK] = 0.0
+    pool.blocks_NLKHTD.copy_(values.to(shape.dtype))
+    num_tokens = sum(new for _, new in contexts)
+    num_rows = heads.num_heads + 2 * heads.num_kv_heads
+    return Layout(
+        architecture=make_architecture(heads, windows),
+        pool=pool,
+        batch=step_batch(contexts, tables, block_size),
+        qkv_TPD=torch.randn(num_tokens, num_rows, heads.head_dim).to(dtype),
+        heads=heads,
+    )
+
+
+def make_architecture(heads: Heads, windows: tuple[int | None, ...]) -> ModelArchitecture:
+    return ModelArchitecture(
+        vocab_size=1,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=len(windows),
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        max_position_embeddings=100_000,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        sliding_windows=windows,
+        tie_word_embeddings=True,
+        has_qkv_bias=False,
+        has_o_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+    )
+
+
+def step_batch(contexts: list[Context], tables: list[list[int]], block_size: int) -> StepBatch:
+    positions = [position for length, new in contexts for position in range(length - new, length)]
+    rows = [table for (_, new), table in zip(contexts, tables, strict=True) for _ in range(new)]
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for position, table in zip(positions, rows, strict=True)
+    ]
+    lengths, num_tokens = (np.array(column) for column in zip(*contexts, strict=True))
+    table_BM = np.zeros((len(tables), max(map(len, tables))), np.int64)
+    for row, block_ids in zip(table_BM, tables, strict=True):
+        row[: len(block_ids)] = block_ids
+    none = np.empty(0, dtype=np.int64)
+    return StepBatch(
+        input_ids_T=none,
+        sources_T=none,
+        positions_T=np.array(positions),
+        slots_T=np.array(slots),
+        num_decodes=int((num_tokens == 1).sum()),
+        starts_B=np.cumsum(num_tokens) - num_tokens,
+        num_tokens_B=num_tokens,
+        context_lens_B=lengths,
+        block_ids_BM=table_BM,
+        num_blocks_B=-(-lengths // block_size),
+        sampling_rows_R=none,
+        sampling_requests=(),
+        new_tails=tuple(
+            (table[-1], length % block_size)
+            for (length, _), table in zip(contexts, tables, strict=True)
+            if length % block_size
+        ),
+    )
+
+
+MIXED: list[Context] = [(700, 1), (65, 1), (64, 1), (1, 1), (130, 130), (300, 77), (2, 2), (1100, 40)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("windows", [(None, None), (70, 3), (None, 500)], ids=str)
+def test_a_mixed_step_equals_the_torch_path(dtype: torch.dtype, windows: tuple[int | None, ...]) -> None:
+    layout = make_layout(MIXED, Heads(6, 2, 64), dtype, windows=windows)
+    for layer in range(len(windows)):
+        out, _ = layout.native_out(layer)
+        error = (out.float() - layout.torch_out(layer).float()).abs().max().item()
+        assert error < TOLERANCE[dtype], layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(9, 3, 64), Heads(32, 8, 128), Heads(1, 1, 16), Heads(7, 1, 80), Heads(4, 4, 96), Heads(10, 2, 256)],
+    ids=str,
+)
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32])
+def test_heads_and_blocks_of_many_sizes(heads: Heads, block_size: int, dtype: torch.dtype) -> None:
+    layout = make_layout([(150, 1), (33, 1), (97, 35), (40, 40)], heads, dtype, block_size=block_size)
+    out, _ = layout.native_out(1)
+    assert (out.float() - layout.torch_out(1).float()).abs().max().item() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_pool_of_8_bit_floats(dtype: torch.dtype) -> None:
+    layout = make_layout(MIXED, Heads(6, 2, 32), dtype, pool_dtype=FP8)
+    out, pool = layout.native_out(0)
+    # Rotated keys are rounded once, by torch twice: single keys may differ by a whole unit of 8 bits.
+    assert (out.float() - layout.torch_out(0).float()).abs().mean().item() < 4e-3
+    stored = pool.layers[0].slot_rows_RD[layout.pool.slot_rows(torch.from_numpy(layout.batch.slots_T))]
+    values = layout.qkv_TPD[:, -2:].reshape(-1, 32).to(FP8)
+    assert torch.equal(stored.view(-1, 4, 32)[:, 2:].reshape(-1, 32).float(), values.float())
+
+
+def test_heads_are_normed_before_the_rotation() -> None:
+    layout = make_layout(MIXED, Heads(6, 2, 64), torch.float32)
+    head_norm = HeadNorm(torch.rand(64) + 0.5, torch.rand(64) + 0.5, 6, 2, 1e-6)
+    out, _ = layout.native_out(0, head_norm)
+    torch.testing.assert_close(out, layout.torch_out(0, head_norm), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("contexts", [[(2500, 1)], [(3000, 20)], MIXED], ids=str)
+def test_the_number_of_threads_does_not_matter(contexts: list[Context], dtype: torch.dtype) -> None:
+    """One long context is cut among threads, with the same result bit for bit."""
+    layout = make_layout(contexts, Heads(3, 1, 64), dtype)
+    alone, _ = layout.native_out(0, num_threads=1)
+    for num_threads in (2, 3):
+        assert torch.equal(layout.native_out(0, num_threads=num_threads)[0], alone)
+    assert (alone.float() - layout.torch_out(0).float()).abs().max().item() < TOLERANCE[dtype]
+
+
+def test_other_requests_of_the_step_do_not_matter() -> None:
+    together = make_layout([(300, 1), (90, 1), (500, 60)], Heads(6, 2, 64), torch.float32)
+    out, _ = together.native_out(0)
+    alone = StepBatch(
+        input_ids_T=together.batch.input_ids_T,
+        sources_T=together.batch.sources_T,
+        positions_T=together.batch.positions_T[2:],
+        slots_T=together.batch.slots_T[2:],
+        num_decodes=0,
+        starts_B=together.batch.starts_B[2:] - 2,
+        num_tokens_B=together.batch.num_tokens_B[2:],
+        context_lens_B=together.batch.context_lens_B[2:],
+        block_ids_BM=together.batch.block_ids_BM[2:],
+        num_blocks_B=together.batch.num_blocks_B[2:],
+        sampling_rows_R=together.batch.sampling_rows_R,
+        sampling_requests=(),
+        new_tails=(),
+    )
+    layout = Layout(together.architecture, together.pool, alone, together.qkv_TPD[2:], together.heads)
+    assert torch.equal(layout.native_out(0)[0], out[2:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 100], ids=str)
+def test_where_a_chunk_begins_and_ends_does_not_matter(dtype: torch.dtype, window: int | None) -> None:
+    heads, length = Heads(6, 2, 64), 1500
+    whole = make_layout([(length, length)], heads, dtype, windows=(window,))
+    expected, pool = whole.native_out(0)
+    table = whole.batch.block_ids_BM[0].tolist()
+    for start, end in ((0, 2), (31, 200), (333, 1030), (1490, 1500)):
+        batch = step_batch([(end, end - start)], [table[: -(-end // 16)]], 16)
+        part = Layout(whole.architecture, pool, batch, whole.qkv_TPD[start:end], heads)
+        assert torch.equal(part.native_out(0)[0], expected[start:end]), (start, end)
+
+
+def test_wrong_numbers_stay_wrong() -> None:
+    """A NaN of the model must reach its logits, where it is noticed; other requests do not see it."""
+    layout = make_layout([(100, 1), (90, 1), (80, 20)], Heads(6, 2, 64), torch.float32)
+    for token in (0, 10):
+        layout.qkv_TPD[token, 0, 0] = torch.nan
+        out = layout.native_out(0)[0]
+        assert out[token].isnan().any()
+        assert not out[1].isnan().any()
+
+
+def test_heads_that_the_kernels_cannot_compute() -> None:
+    def shape(head_dim: int) -> KVBlockShape:
+        return KVBlockShape(1, 1, 16, head_dim, torch.float32)
+
+    assert is_supported(shape(64), 96)
+    assert not is_supported(shape(64), 97)
+    assert not is_supported(shape(8), 1)
+    assert not is_supported(shape(272), 1)

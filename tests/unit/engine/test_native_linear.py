@@ -1,0 +1,183 @@
+"""Products by our own CPU kernels, compiled for each instruction set that this machine has."""
+
+import ctypes
+import platform
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.native_linear import NativeLinear, shortened
+from engine.native.instructions import INSTRUCTION_SETS, InstructionSet, cpu_flags
+from engine.native.library import compile_kernels, native_library
+from engine.native.products import Products
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
+
+PORTABLE = InstructionSet("portable", platform.machine(), frozenset(), ())
+"""What compilers make without any flag."""
+SETS = [
+    *(i for i in INSTRUCTION_SETS if i.machine == platform.machine() and i.needs <= cpu_flags()),
+    PORTABLE,
+]
+ROWS = (*range(1, 21), 64, 300)
+"""300: more than what is quantised or converted at a time."""
+
+
+@pytest.fixture(scope="module", params=SETS, ids=lambda instructions: instructions.name)
+def products(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Products:
+    library: Path = tmp_path_factory.mktemp("kernels") / "products.so"
+    compile_kernels(request.param, library, "*_products.cpp")
+    return Products(ctypes.CDLL(str(library)))
+
+
+def by_threads(layer: NativeLinear, x_TI: torch.Tensor, num_threads: int) -> torch.Tensor:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    y_TO = layer(x_TI)
+    torch.set_num_threads(before)
+    return y_TO
+
+
+def check_rows(layer: NativeLinear, x_TI: torch.Tensor) -> None:
+    """A row's result is the same in any step and with any number of threads."""
+    rows_TO = torch.cat([by_threads(layer, x_TI[row : row + 1], 1) for row in range(len(x_TI))])
+    for num_rows in ROWS:
+        assert torch.equal(by_threads(layer, x_TI[:num_rows], 3), rows_TO[:num_rows]), num_rows
+
+
+def quantised(x_TI: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Rows as the kernels round them, in float64."""
+    groups = x_TI.to(torch.float32).unflatten(-1, (-1, group_size))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    inverse = torch.where(scales > 0, 127 / groups.abs().amax(-1, keepdim=True), 0.0)
+    rounded_TI: torch.Tensor = ((groups * inverse).round().double() * scales.double()).flatten(-2)
+    return rounded_TI
+
+
+@pytest.mark.parametrize("num_outputs", [1, 16, 83])
+@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_grouped_products(products: Products, bits: Literal[4, 8], group_size: int, num_outputs: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(max(ROWS), 160) * torch.logspace(-2, 2, 160)
+    bias = torch.randn(num_outputs)
+    weight = GroupedWeight.quantize(
+        torch.randn(num_outputs, 160) / torch.logspace(-2, 2, 160), bits, group_size
+    )
+    layer = NativeLinear.of_groups(products, weight, bias)
+    rounded = GroupedWeight(
+        weight.values_OI, bits, group_size, halved(weight.scales_OG), halved(weight.mins_OG)
+    )
+    expected = F.linear(quantised(x, group_size), rounded.dequantized().double(), bias.double())
+    magnitude = F.linear(quantised(x, group_size).abs(), rounded.dequantized().double().abs())
+    found = layer(x).double()
+    assert ((found - expected).abs() <= 1e-5 * (magnitude + 1)).all()
+    # The rounding of activations is an error of less than one of 8 bits' steps.
+    exact = F.linear(x.double(), weight.dequantized().double(), bias.double())
+    assert ((found - exact).abs() <= magnitude / 50 + 1e-5).all()
+    check_rows(layer, x)
+
+
+def halved(per_group: torch.Tensor) -> torch.Tensor:
+    """With the 11 significant bits that the kernels keep."""
+    mantissa, exponent = torch.frexp(per_group)
+    return torch.ldexp((mantissa * 2048).round() / 2048, exponent)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 96, 99, 1700])
+@pytest.mark.parametrize("num_outputs", [1, 32, 83, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_in_float32(
+    products: Products, dtype: torch.dtype, num_outputs: int, num_inputs: int
+) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(max(ROWS), num_inputs), torch.randn(num_outputs)
+    weight = torch.randn(num_outputs, num_inputs).to(dtype).to(torch.float32)
+    layer = NativeLinear.of_floats(products, weight, bias)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(layer(x).double(), expected, rtol=0, atol=2e-6 * num_inputs + 1e-6)
+    check_rows(layer, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_16_bits(products: Products, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(max(ROWS), 900), torch.randn(83, 900), torch.randn(83)
+    x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+    layer = NativeLinear.of_floats(products, weight, bias)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    assert layer(x).dtype is dtype
+    precision = torch.finfo(dtype).eps
+    torch.testing.assert_close(layer(x).double(), expected, rtol=precision, atol=precision)
+    check_rows(layer, x)
+
+
+def test_float32_weights_are_kept_in_16_bits_if_those_hold_them() -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(40, 40)
+    assert shortened(exact) is exact
+    for dtype in (torch.bfloat16, torch.float16):
+        short = exact.to(dtype)
+        assert shortened(short) is short
+        found = shortened(short.to(torch.float32))
+        assert found.dtype is dtype
+        assert torch.equal(found, short)
+
+
+def layers(products: Products, num_outputs: int, bias: torch.Tensor | None) -> list[NativeLinear]:
+    weight = torch.randn(num_outputs, 96)
+    return [
+        NativeLinear.of_floats(products, weight, bias),
+        NativeLinear.of_floats(products, weight.to(torch.bfloat16), bias),
+        *(NativeLinear.of_groups(products, GroupedWeight.quantize(weight, bits), bias) for bits in (4, 8)),
+    ]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 7, 300])
+def test_gated_products(products: Products, num_rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(num_rows, 96)
+    for layer in layers(products, 192, torch.randn(192) if has_bias else None):
+        gate, up = layer(x).chunk(2, -1)
+        found = torch.empty(num_rows, 96)
+        layer.gated(x, found)
+        torch.testing.assert_close(found, F.silu(gate.double()).mul(up).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_products_are_added(products: Products) -> None:
+    torch.manual_seed(0)
+    x, before = torch.randn(7, 96), torch.randn(7, 50)
+    for layer in layers(products, 50, torch.randn(50)):
+        found = before.clone()
+        layer.add_(found, x)
+        assert torch.equal(found, before + layer(x))
+
+
+def test_rows_may_lie_apart(products: Products) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 2, 96)[:, 1]
+    for layer in layers(products, 50, None):
+        assert torch.equal(layer(x), layer(x.contiguous()))
+        assert torch.equal(layer(x.t().contiguous().t()), layer(x.contiguous()))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_activations_that_are_not_finite_show(products: Products, value: float) -> None:
+    x = torch.randn(5, 96)
+    x[2, 40] = value
+    for layer in layers(products, 50, None):
+        found = layer(x)
+        assert not found[2].isfinite().any()
+        assert found[[0, 1, 3, 4]].isfinite().all()
+
+
+def test_zeros(products: Products) -> None:
+    for layer in layers(products, 50, None):
+        assert (layer(torch.zeros(2, 96)) == 0).all()
+    zeros = NativeLinear.of_groups(products, GroupedWeight.quantize(torch.zeros(50, 96), 4), None)
+    assert (zeros(torch.randn(2, 96)) == 0).all()
