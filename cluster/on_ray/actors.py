@@ -115,12 +115,16 @@ class WorkerActor:
         # because the controller names this class and must not load torch.
         for name, value in share.environment.items() if share is not None else ():
             os.environ.setdefault(name, value)
+        from engine.loading.pretrained import default_cache_dir, resolve
         from worker.control_calls import WorkerControl
         from worker.process import build_worker
 
         config = on_node(self._config, ray.util.get_node_ip_address())
         keys = keys_of_node(config.network, self._digest)
-        self._worker = build_worker(config, keys, *self._arguments, share)
+        model_path, role, name = self._arguments
+        if not model_path.is_dir():  # the cache of the host that began the fleet may not be here
+            model_path = resolve(config.model.path, default_cache_dir(os.environ))
+        self._worker = build_worker(config, keys, model_path, role, name, share)
         try:
             endpoint = self._worker.start(self._progress.put)
             settle()
