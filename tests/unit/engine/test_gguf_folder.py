@@ -174,6 +174,10 @@ def test_what_is_not_supported_is_named(
 
 
 def test_keys_with_a_value_that_changes_nothing_are_no_obstacle(tmp_path: Path, source: Path) -> None:
-    keys: dict[str, Any] = {"llama__expert_count": 0, "llama__attention__clamp_kqv": 0.0, "llama__attention__causal": True}
+    keys: dict[str, Any] = {
+        "llama__expert_count": 0,
+        "llama__attention__clamp_kqv": 0.0,
+        "llama__attention__causal": True,
+    }
     describe(make_gguf(tmp_path / "m.gguf", source, **keys), tmp_path / "folder")
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["num_hidden_layers"] == 1
