@@ -171,7 +171,7 @@ def ratios(cells: list[Cell], dtypes: list[str]) -> dict[str, dict[str, float]]:
 def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str, str]) -> None:
     columns = list(dict.fromkeys((cell.engine, cell.dtype) for cell in cells))
     by_place = {(cell.engine, cell.dtype, cell.workload): cell for cell in cells}
-    table = Table(title=f"tokens/s (ms); {arguments.threads} threads, {_instructions()}")
+    table = Table(title=f"tokens/s (ms); {arguments.threads} threads, {instructions()}")
     for title in ("workload", *(f"{engine} {dtype}" for engine, dtype in columns)):
         table.add_column(title, justify="right")
     for workload in WORKLOADS:
@@ -192,7 +192,7 @@ def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str
         result = {
             "model": arguments.model,
             "threads": arguments.threads,
-            "instructions": _instructions(),
+            "instructions": instructions(),
             "context": CONTEXT,
             "rounds": arguments.rounds,
             "versions": versions,
@@ -203,7 +203,7 @@ def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _instructions() -> str:
+def instructions() -> str:
     """Those of this machine's instruction sets that decide a product's speed."""
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text().split()) if info.exists() else set()

@@ -238,11 +238,13 @@ class AsyncDevice:
     world: World
     runner: SimRunner
     process: Process
-    num_ahead: int = 1
     _plans: "deque[SchedulerOutput]" = field(default_factory=deque)
     _results: "deque[StepResult]" = field(default_factory=deque)
     _is_broken: bool = False
     """A step has failed, so the steps planned on top of it fail, too."""
+
+    def num_ahead(self, plan: SchedulerOutput) -> int:
+        return int(bool(plan.num_scheduled_tokens))
 
     def submit(self, plan: SchedulerOutput) -> None:
         if not self._plans and not self._results:

@@ -98,7 +98,7 @@ class EngineCore:
             self._trace.planned(plan, self._standing())
         self._submit(plan)
         self.progress.begin(sum(step.plan.total_num_scheduled_tokens for step in self._under_way))
-        num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
+        num_kept = self._pipeline.num_ahead(plan)
         is_computing = self._scheduler.is_trying  # requests outside the trial wait for its end
         while len(self._under_way) > num_kept:
             is_computing |= not self._under_way[0].plan.is_empty

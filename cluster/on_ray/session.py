@@ -39,6 +39,9 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
     "health_check_failure_threshold": 4,
     # Else `ray.init` ignores Ctrl-C until a Python process per CPU has started.
     "prestart_worker_first_driver": False,
+    # The raylet asks for a socket that a thread of its own opens at that moment. If it is too early, it would wait 1 s.
+    "raylet_client_connect_timeout_milliseconds": 100,
+    "raylet_client_num_connect_attempts": 100,
 }
 
 _PROBE_TIMEOUT_S = 5.0

@@ -80,7 +80,7 @@ class GroupedWeight:
 
     def dequantized(self) -> torch.Tensor:
         """O x I, float32."""
-        groups_OGS = self.values_OI.unflatten(-1, (-1, self.group_size)).to(torch.float32)
+        groups_OGS: torch.Tensor = self.values_OI.unflatten(-1, (-1, self.group_size)).to(torch.float32)
         return groups_OGS.mul_(self.scales_OG.unsqueeze(-1)).add_(self.mins_OG.unsqueeze(-1)).flatten(1)
 
     def outputs(self, index: slice | torch.Tensor) -> Self:

@@ -3,7 +3,7 @@
 Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, D head dimension, B requests of a step,
 M blocks of a table, X positions.
 """
-# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
+
 
 import ctypes
 from dataclasses import dataclass

@@ -19,6 +19,8 @@ def worker_to_message(view: WorkerView) -> pb.Worker:
         incarnation=endpoint.ref.incarnation if endpoint else "",
         node=view.node,
         pid=endpoint.pid if endpoint else 0,
+        threads=endpoint.num_threads if endpoint else 0,
+        cpus=endpoint.cpus if endpoint else (),
         kv_blocks=pb.KVBlocks(),
         requests=pb.Requests(),
         load=pb.Load(),
@@ -69,6 +71,7 @@ def hide_inside(description: pb.DescribeClusterResponse) -> None:
     for worker in description.workers:
         worker.ClearField("node")
         worker.ClearField("pid")
+        worker.ClearField("cpus")
         worker.ClearField("failure")
         if worker.HasField("slot"):
             worker.slot.ClearField("node")

@@ -12,6 +12,8 @@ def worker(name: str, role: str = "decode", state: str = "ready", **fields: Any)
         "incarnation": f"{name}-life",
         "node": "n1",
         "pid": 4000,
+        "threads": 2,
+        "cpus": [0, 1],
         "kv_blocks": {
             "total": 100,
             "free": 100,
@@ -48,7 +50,15 @@ def missing(name: str, state: str, **slot: Any) -> dict[str, Any]:
     """A worker without a process."""
     nothing = {"total": 0, "free": 0}
     return worker(
-        name, state=state, incarnation="", node="", pid=0, kv_blocks=nothing, slot={"state": state, **slot}
+        name,
+        state=state,
+        incarnation="",
+        node="",
+        pid=0,
+        threads=0,
+        cpus=[],
+        kv_blocks=nothing,
+        slot={"state": state, **slot},
     )
 
 

@@ -1,6 +1,7 @@
 """One worker without Ray: it prints its address, and ends on a command or when its parent has ended."""
 
 import asyncio
+import os
 import resource
 import signal
 import subprocess
@@ -61,6 +62,21 @@ def test_prints_its_endpoint_and_ends_cleanly(config: Path, end: Callable[[Proce
         assert endpoint.pid == process.pid
         assert endpoint.request_address.startswith("tcp://127.0.0.1:")
         end(process)
+        assert process.wait(30) == 0
+
+
+def test_all_its_threads_keep_to_the_cpus_of_its_share(config: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    share = ("--threads", "1", "--cpus", str(cpu))
+    with start("--role", "decode", "--config", str(config), *share) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        endpoint = endpoint_from_json(process.stdout.readline())
+        assert (endpoint.num_threads, endpoint.cpus) == (1, (cpu,))
+        threads = os.listdir(f"/proc/{process.pid}/task")
+        assert len(threads) > 3
+        assert all(os.sched_getaffinity(int(thread)) == {cpu} for thread in threads)
+        process.stdin.close()
         assert process.wait(30) == 0
 
 

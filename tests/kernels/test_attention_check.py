@@ -132,6 +132,7 @@ def test_a_rank_gets_no_runner_of_wrong_kernels(
         unused,
         unused,
         uses_graphs=False,
+        num_threads=0,
         compiler=COMPILER,
     )
     with pytest.raises(ConfigError, match="attention, prefill") if is_wrong else nullcontext():

@@ -54,7 +54,8 @@ def quantised(x_TI: torch.Tensor, group_size: int) -> torch.Tensor:
     groups = x_TI.to(torch.float32).unflatten(-1, (-1, group_size))
     scales = groups.abs().amax(-1, keepdim=True) / 127
     inverse = torch.where(scales > 0, 127 / groups.abs().amax(-1, keepdim=True), 0.0)
-    return ((groups * inverse).round().double() * scales.double()).flatten(-2)
+    rounded_TI: torch.Tensor = ((groups * inverse).round().double() * scales.double()).flatten(-2)
+    return rounded_TI
 
 
 @pytest.mark.parametrize("num_outputs", [1, 16, 83])
