@@ -127,6 +127,6 @@ def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.count("\n") == 1
-    assert "neither a folder nor a known name" in err
-    with pytest.raises(ModelError, match="neither a folder nor a known name"):
+    assert "neither a folder, nor a GGUF file, nor a known name" in err
+    with pytest.raises(ModelError, match="neither a folder, nor a GGUF file, nor a known name"):
         endpoint_from_json(out)
