@@ -166,11 +166,16 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
                 if constexpr (BITS == 4) u[i + LOADS] = high_nibbles(loaded);
             }
             const float *x_scales = reinterpret_cast<const float *>(q + ROWS * GROUP), *x_sums = x_scales + ROWS;
+#pragma GCC unroll 16
             for (int row = 0; row < ROWS; ++row) {
-                Dot<BITS> dot;
-                for (int i = 0; i < STEPS; ++i) dot.add(u[i], four(q + row * GROUP + 4 * i));
+                Dot<BITS> even, odd;  // two, so that neither waits for its own last product
+                for (int i = 0; i < STEPS; i += 2) {
+                    even.add(u[i], four(q + row * GROUP + 4 * i));
+                    odd.add(u[i + 1], four(q + row * GROUP + 4 * (i + 1)));
+                }
+                const Floats dot = __builtin_convertvector(even.total() + odd.total(), Floats);
                 totals[row] = mins * x_sums[row] + totals[row];
-                totals[row] = __builtin_convertvector(dot.total(), Floats) * (scales * x_scales[row]) + totals[row];
+                totals[row] = dot * (scales * x_scales[row]) + totals[row];
             }
             group += GROUP_BYTES;
             q += ROWS * (GROUP + 8);
