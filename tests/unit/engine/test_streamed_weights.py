@@ -18,7 +18,7 @@ from tests.factories.models import make_model_dir
 from tests.unit.engine.test_weight_stream import HostCopies
 
 
-class Kept:
+class Kept(WeightSource):
     """Forwards takes, and keeps the tensors."""
 
     def __init__(self, source: WeightSource) -> None:
