@@ -222,11 +222,13 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                 }
                 for (int64_t row = 0; row < tiles.num_rows; ++row)
                     for (int64_t i = 0; i < outputs; ++i) {
-                        const int64_t output = (panel + i) * PANEL, left = std::min<int64_t>(PANEL, num_outputs - output);
+                        const int64_t output = (panel + i) * PANEL;
+                        const int64_t left = std::min<int64_t>(PANEL, num_outputs - output);
                         const float *sum = sums + i * stride + row * PANEL;
                         void *y_row = to.row(first + row);
                         if (is_gated)
-                            finish_gated(sum, sum + outputs * stride, layer->bias, up_bias, left, y_row, to.type, output);
+                            finish_gated(sum, sum + outputs * stride, layer->bias, up_bias, left, y_row, to.type,
+                                         output);
                         else
                             finish(sum, layer->bias, left, y_row, to.type, output, static_cast<Epilogue>(epilogue));
                     }
