@@ -75,9 +75,10 @@ protos-check: $(INSTALLED) ## Fail if the generated Python is not what protos/ s
 protos-release: $(INSTALLED) ## With a release: what protos/baton says now is what `make lint` holds later changes against
 	$(BIN)/buf build --path protos/baton --exclude-source-info --output $(RELEASED_PROTOS)
 
-bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, hand-over cost, KV transports, routing, the gateway alone
+bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, chats beside long prompts, hand-over cost, KV transports, routing, the gateway alone
 	$(PYTHON_IN_VENV) -m benchmarks.scheduler
 	$(PYTHON_IN_VENV) -m benchmarks.cpu_engine
+	$(PYTHON_IN_VENV) -m benchmarks.interference
 	$(PYTHON_IN_VENV) -m benchmarks.handover
 	$(PYTHON_IN_VENV) -m benchmarks.kv_transfer
 	$(PYTHON_IN_VENV) -m benchmarks.routing

@@ -43,6 +43,10 @@ class WorkerEndpoint:
     pid: int
     metrics_address: str = ""
     """`HOST:PORT` where it serves Prometheus metrics over HTTP at /metrics; empty if it does not."""
+    num_threads: int = 0
+    """Threads with which each of its ranks computes on a CPU; 0 on a GPU."""
+    cpus: tuple[int, ...] = ()
+    """The logical CPUs of its machine that it is pinned to; empty: it is not pinned."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peer import Peer
+from benchmarks.safetensors_folder import with_safetensors
 from engine.loading.pretrained import default_cache_dir, resolve
 
 CONTEXT = 256
@@ -66,6 +68,10 @@ WORKLOADS = (
 )
 
 
+QUANTIZATIONS = ("int8", "int4", "gguf")
+FOUR_BITS = ("int4", "gguf")
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Median seconds of one engine in one workload: of the prompt, or of one decode step."""
@@ -99,6 +105,7 @@ def main() -> None:
     arguments = _arguments()
     model = resolve(arguments.model, default_cache_dir(os.environ))
     with ExitStack() as stack:
+        floats = with_safetensors(model, Path(stack.enter_context(tempfile.TemporaryDirectory())))
 
         def start(python: str, name: str, path: Path, dtype: str) -> Engine:
             order = [name, str(path), dtype, str(arguments.threads)]
@@ -107,7 +114,11 @@ def main() -> None:
 
         pythons = {"baton": sys.executable, "vllm": arguments.peer, "transformers": sys.executable}
         named = [(name, python) for name, python in pythons.items() if python is not None]
-        engines = [start(python, name, model, dtype) for dtype in arguments.dtypes for name, python in named]
+        engines = [start(python, name, floats, dtype) for dtype in arguments.dtypes for name, python in named]
+        engines += [
+            start(sys.executable, "baton", model if name == "gguf" else floats, name)
+            for name in arguments.quantizations
+        ]
         if arguments.peer_llama is not None:
             engines.append(start(arguments.peer_llama, "llama", arguments.gguf, "gguf"))
         about = [engine.peer.ask({"prompts": None}) for engine in engines]
@@ -139,9 +150,10 @@ def _measure(
 
 
 def best(cells: list[Cell], engine: str, workload: str, dtype: str | None = None) -> float | None:
-    """The most tokens a second of an engine, in one data type or in any; None if it was not measured."""
+    """The most tokens a second of an engine, in one data type or in any with at least 8 bits; None if there is none."""
     mine = [cell for cell in cells if (cell.engine, cell.workload) == (engine, workload)]
-    return max((cell.tokens_per_s for cell in mine if dtype in (None, cell.dtype)), default=None)
+    able = [cell for cell in mine if cell.dtype == dtype or (dtype is None and cell.dtype not in FOUR_BITS)]
+    return max((cell.tokens_per_s for cell in able), default=None)
 
 
 def ratios(cells: list[Cell], dtypes: list[str]) -> dict[str, dict[str, float]]:
@@ -149,7 +161,7 @@ def ratios(cells: list[Cell], dtypes: list[str]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     peers = sorted({cell.engine for cell in cells} - {"baton"})
     for workload in dict.fromkeys(cell.workload for cell in cells):
-        for peer, dtype in itertools.product(peers, (*dtypes, None)):
+        for peer, dtype in itertools.product(peers, (*dtypes, "gguf", None)):
             ours, theirs = best(cells, "baton", workload, dtype), best(cells, peer, workload, dtype)
             if ours is not None and theirs is not None:
                 found.setdefault(workload, {})[f"{peer}, {dtype or 'best'}"] = ours / theirs
@@ -159,7 +171,7 @@ def ratios(cells: list[Cell], dtypes: list[str]) -> dict[str, dict[str, float]]:
 def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str, str]) -> None:
     columns = list(dict.fromkeys((cell.engine, cell.dtype) for cell in cells))
     by_place = {(cell.engine, cell.dtype, cell.workload): cell for cell in cells}
-    table = Table(title=f"tokens/s (ms); {arguments.threads} threads, {_instructions()}")
+    table = Table(title=f"tokens/s (ms); {arguments.threads} threads, {instructions()}")
     for title in ("workload", *(f"{engine} {dtype}" for engine, dtype in columns)):
         table.add_column(title, justify="right")
     for workload in WORKLOADS:
@@ -180,7 +192,7 @@ def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str
         result = {
             "model": arguments.model,
             "threads": arguments.threads,
-            "instructions": _instructions(),
+            "instructions": instructions(),
             "context": CONTEXT,
             "rounds": arguments.rounds,
             "versions": versions,
@@ -191,7 +203,7 @@ def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _instructions() -> str:
+def instructions() -> str:
     """Those of this machine's instruction sets that decide a product's speed."""
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text().split()) if info.exists() else set()
@@ -202,9 +214,18 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2", help="model folder or name (default: smollm2)")
+    parser.add_argument(
+        "--model", default="smollm2", help="model folder, GGUF file or name (default: smollm2)"
+    )
     parser.add_argument(
         "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
+    )
+    parser.add_argument(
+        "--quantizations",
+        nargs="*",
+        choices=QUANTIZATIONS,
+        default=["int8", "int4"],
+        help="rows of ours alone; gguf: the bits of --model's own GGUF file, as for llama.cpp",
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)

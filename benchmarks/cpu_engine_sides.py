@@ -3,7 +3,8 @@
     PYTHON -m benchmarks.cpu_engine_sides SIDE MODEL DTYPE THREADS
 
 SIDE is baton, transformers, vllm or llama; PYTHON is an interpreter that has it. MODEL is a Hugging Face folder, for
-llama a GGUF file. Orders and answers are lines of JSON (`benchmarks/peer.py`):
+llama a GGUF file. DTYPE may also be int8, int4 or gguf for baton, and is gguf for llama. Orders and answers are lines
+of JSON (`benchmarks/peer.py`):
 
     {"prompts": [[17, 4, ...], ...], "decode_tokens": 16}     {"prefill_s": 0.31, "decode_s": 0.022}
 
@@ -44,16 +45,23 @@ class BatonSide:
     def __init__(self, model: str, dtype: str, threads: int) -> None:
         import torch
 
-        from baton.config import ModelConfig, SchedulerConfig
+        from baton.config import BatonConfig, ModelConfig, SchedulerConfig
         from engine.allocator import keep_freed_memory
         from engine.kv_cache import KVPool
+        from engine.loading.dtype import choose_dtype
         from engine.loading.loader import load_model
         from engine.runner_parts import make_runner
         from scheduler import Scheduler
 
         keep_freed_memory()  # as a worker does
         torch.set_num_threads(threads)
-        loaded = load_model(ModelConfig.model_validate({"dtype": dtype}), Path(model), torch.device("cpu"))
+        own = {"gguf": "auto", "int8": "int8", "int4": "int4"}.get(dtype)
+        config = ModelConfig.model_validate(
+            {"dtype": dtype, "quantization": "none"}
+            if own is None
+            else {"dtype": choose_dtype(BatonConfig(), Path(model)).dtype, "quantization": own}
+        )
+        loaded = load_model(config, Path(model), torch.device("cpu"))
         num_blocks = MAX_TOKENS // BLOCK_SIZE + 2
         self._scheduler = Scheduler(
             SchedulerConfig(

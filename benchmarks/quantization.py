@@ -170,27 +170,28 @@ def main() -> None:
     path = resolve(arguments.model, default_cache_dir(os.environ))
     variants = [each for each in VARIANTS if each.quantization != "auto" or gguf_of(path) is not None]
     windows = list(_windows(path, arguments.windows, arguments.length))
-    reference = Subject(path, REFERENCE, arguments.length)
-    subjects = {variant.name: Subject(path, variant, arguments.length) for variant in variants}
-    nll = dict.fromkeys([REFERENCE.name, *subjects], 0.0)
-    kl, same = dict.fromkeys(subjects, 0.0), dict.fromkeys(subjects, 0)
-    for number, ids_T in enumerate(windows, 1):
-        expected_TV = reference.logprobs(ids_T)
-        nll[REFERENCE.name] += _nll(expected_TV, ids_T)
-        for name, subject in subjects.items():
-            found_TV = subject.logprobs(ids_T)
-            nll[name] += _nll(found_TV, ids_T)
-            kl[name] += F.kl_div(found_TV, expected_TV, reduction="sum", log_target=True).item()
-            same[name] += int((found_TV.argmax(-1) == expected_TV.argmax(-1)).sum())
-        print(f"window {number} of {len(windows)}", flush=True)
+    expected = _all_logprobs(path, REFERENCE, windows)
+    rows = [Row(REFERENCE.name, _perplexity(expected, windows), None, None)]
     num_tokens = sum(map(len, windows))
-    num_predicted = num_tokens - len(windows)
-    rows = [Row(REFERENCE.name, math.exp(nll[REFERENCE.name] / num_predicted), None, None)]
-    rows += [
-        Row(name, math.exp(nll[name] / num_predicted), 1e3 * kl[name] / num_tokens, same[name] / num_tokens)
-        for name in subjects
-    ]
+    for variant in variants:  # one after another, so that one model is in memory
+        found = _all_logprobs(path, variant, windows)
+        pairs = list(zip(expected, found, strict=True))
+        kl = sum(F.kl_div(f_TV, e_TV, reduction="sum", log_target=True).item() for e_TV, f_TV in pairs)
+        same = sum(int((f_TV.argmax(-1) == e_TV.argmax(-1)).sum()) for e_TV, f_TV in pairs)
+        rows.append(Row(variant.name, _perplexity(found, windows), 1e3 * kl / num_tokens, same / num_tokens))
+        print(rows[-1], flush=True)
     _report(rows, arguments, num_tokens)
+
+
+def _all_logprobs(path: Path, variant: Variant, windows: list[torch.Tensor]) -> list[torch.Tensor]:
+    subject = Subject(path, variant, max(map(len, windows)))
+    return [subject.logprobs(ids_T) for ids_T in windows]
+
+
+def _perplexity(logprobs: list[torch.Tensor], windows: list[torch.Tensor]) -> float:
+    """Without each window's first token, which nothing predicts."""
+    nll = sum(_nll(found_TV, ids_T) for found_TV, ids_T in zip(logprobs, windows, strict=True))
+    return math.exp(nll / (sum(map(len, windows)) - len(windows)))
 
 
 def _nll(logprobs_TV: torch.Tensor, ids_T: torch.Tensor) -> float:

@@ -26,6 +26,8 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--prefill-tensor-parallel": ("cluster", "prefill_tensor_parallel"),
     "--decode-tensor-parallel": ("cluster", "decode_tensor_parallel"),
     "--num-threads": ("engine", "num_threads"),
+    "--prefill-num-threads": ("cluster", "prefill_num_threads"),
+    "--decode-num-threads": ("cluster", "decode_num_threads"),
     "--kv-cache-memory-mib": ("engine", "kv_cache_memory_mib"),
     "--gpu-memory-utilization": ("engine", "gpu_memory_utilization"),
     "--kv-cache-dtype": ("engine", "kv_cache_dtype"),

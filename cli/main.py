@@ -164,7 +164,7 @@ def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     config = with_absolute_paths(_configuration(options), Path.cwd())
-    _prepare_ray(config)
+    _prepare(config)
     from cli.commands import serve
 
     return serve.run(config, as_json=options.json)
@@ -174,7 +174,7 @@ def _fleet(options: argparse.Namespace) -> int:
     file = () if options.config is None else (options.config,)
     watched = Watched(file, lambda: with_absolute_paths(_configuration(options), Path.cwd()), SystemClock())
     config = watched.current()
-    _prepare_ray(config)
+    _prepare(config)
     from cli.commands import fleet
 
     return fleet.run(config, as_json=options.json, reread=watched.current)
@@ -182,10 +182,7 @@ def _fleet(options: argparse.Namespace) -> int:
 
 def _gateway(options: argparse.Namespace) -> int:
     config = _configuration(options)
-    if config.cluster.fleet_address is None:
-        _prepare_ray(config)
-    else:
-        _do_without_torch()
+    _prepare(config)
     from cli.commands import gateway
 
     return gateway.run(config, as_json=options.json)
@@ -278,7 +275,7 @@ def _key(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     config = BatonConfig.from_mapping(_DEMO)
-    _prepare_ray(config)
+    _prepare(config)
     from cli.commands import demo
 
     return demo.run(config, options.prompt)
@@ -299,8 +296,10 @@ def _do_without_torch() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # they would warn about it
 
 
-def _prepare_ray(config: BatonConfig) -> None:
-    if config.cluster.ray_address == "none":
+def _prepare(config: BatonConfig) -> None:
+    """For commands that start or join a fleet: they compute nothing themselves, but may need Ray."""
+    _do_without_torch()
+    if config.cluster.ray_address == "none" or config.cluster.fleet_address is not None:
         return
     from cluster.on_ray.session import prepare_environment
 

@@ -13,6 +13,7 @@ import torch
 from baton.clock import Clock
 from baton.config import EngineConfig, ModelConfig, SchedulerConfig
 from baton.errors import ConfigError
+from baton.system.cpus import find_machine
 from engine.allocator import available_memory, keep_freed_memory
 from engine.batch import StepLimits
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
@@ -58,6 +59,8 @@ class DeviceEngine:
     """Not started yet."""
     on_progress: OnProgress
     uses_graphs: bool
+    num_threads: int
+    """Threads with which a CPU computes; 0 on a GPU."""
     compiler: "Compiler | None" = None
     """The compiler of a GPU's kernels; None on a CPU."""
 
@@ -139,7 +142,7 @@ def build_device_engine(
     The collectives need not be connected.
     """
     keep_freed_memory()
-    torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 1) // collectives.size))
+    torch.set_num_threads(config.num_threads or max(1, find_machine().num_cores // collectives.size))
     device = rank_device(config, collectives.rank)
     _begin_with(device)
     compiler = None if device.type == "cpu" else _compiler_of(device)
@@ -166,7 +169,10 @@ def build_device_engine(
         pool.fingerprint(model.digest, collectives.size),
         memory=memory if isinstance(memory, SharedMemory) else None,
     )
-    return DeviceEngine(model, capacity, pool, memory, connector, on_progress, config.cuda_graphs, compiler)
+    num_threads = torch.get_num_threads() if device.type == "cpu" else 0
+    return DeviceEngine(
+        model, capacity, pool, memory, connector, on_progress, config.cuda_graphs, num_threads, compiler
+    )
 
 
 def _begin_with(device: torch.device) -> None:

@@ -45,9 +45,8 @@ class StepLauncher(Protocol):
 class Pipeline(Protocol):
     """Steps go in at one end and come out at the other."""
 
-    @property
-    def num_ahead(self) -> int:
-        """Steps that may be under way while the next one is planned."""
+    def num_ahead(self, plan: SchedulerOutput) -> int:
+        """Steps that may be under way while the one after this plan is planned."""
         ...
 
     def submit(self, plan: SchedulerOutput) -> None: ...
@@ -65,11 +64,12 @@ class Pipeline(Protocol):
 class InlinePipeline:
     """Computes a step when it is submitted: nothing is ever under way."""
 
-    num_ahead = 0
-
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._results: deque[StepResult] = deque()
+
+    def num_ahead(self, plan: SchedulerOutput) -> int:  # noqa: ARG002
+        return 0
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._results.append(_execute(self._runner, plan))
@@ -85,14 +85,18 @@ class InlinePipeline:
 class ThreadedPipeline:
     """Computes on its own thread, so that a step can be planned while the previous one is computed."""
 
-    num_ahead = 1
-
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._plans: queue.SimpleQueue[SchedulerOutput | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
+
+    def num_ahead(self, plan: SchedulerOutput) -> int:
+        """None past a step with part of a prompt: to a CPU it is so much work that planning takes no time beside it,
+        and a request that arrives meanwhile would wait for the planned step, too.
+        """
+        return int(plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens) > 0)
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._plans.put(plan)
@@ -112,11 +116,12 @@ class ThreadedPipeline:
 class StreamPipeline:
     """Launches a step while the device computes the previous one, so that the device never waits for the host."""
 
-    num_ahead = 1
-
     def __init__(self, launcher: StepLauncher) -> None:
         self._launcher = launcher
         self._steps: deque[Launched | Exception] = deque()
+
+    def num_ahead(self, plan: SchedulerOutput) -> int:
+        return int(bool(plan.num_scheduled_tokens))
 
     def submit(self, plan: SchedulerOutput) -> None:
         try:

@@ -16,7 +16,7 @@ from scheduler.kv_cache import KVCache
 from scheduler.order import Order
 from scheduler.queue import WaitingQueue
 from scheduler.remote import RemotePrompts
-from scheduler.request import Request, RequestStatus
+from scheduler.request import QueueKey, Request, RequestStatus
 from scheduler.running import Running
 from scheduler.step import StepPlan
 from scheduler.swap import SwapSpace
@@ -145,8 +145,12 @@ class Admission:
             received.append(request)
         return received
 
-    def admit_waiting(self, step: StepPlan, fit: Fit) -> None:
-        """Admits as many as fit, in order. Requests that are not ready are passed over, and keep their place."""
+    def admit_waiting(self, step: StepPlan, fit: Fit, before: QueueKey | None = None) -> None:
+        """Admits as many as fit, in order. Requests that are not ready are passed over, and keep their place.
+
+        `before`: only requests with a lower key, and only while blocks are left for all that runs, so that none of it
+        has to give way.
+        """
         self._num_reserved, group = None, self._trial.group
         for request_id in list(islice(self._unknown, self._max_num_seqs)):  # a bound, however many wait
             self._to_load.push(self._unknown.pop(request_id))
@@ -155,6 +159,8 @@ class Admission:
             queue = self._next_queue(may_load=self._num_ahead() < self._max_num_seqs)
             request = queue.peek()
             if request is None:
+                break
+            if before is not None and not (request.queue_key < before and self._has_room_beside(request)):
                 break
             if group is not None and request.request_id not in group:
                 outcome = AdmissionOutcome.NOT_YET
@@ -207,6 +213,10 @@ class Admission:
             self._num_reserved = sum(map(self._num_still_needed, self._running.requests))
         return self._num_reserved
 
+    def _has_room_beside(self, request: Request) -> bool:
+        """Whether all of its blocks are free beside those that current prompts still need."""
+        return self._kv.num_blocks_for(request.num_tokens) + self._num_reserved_blocks() <= self._kv.num_free
+
     def _num_still_needed(self, running: Request) -> int:
         return self._kv.num_missing(running, running.num_tokens) if running.is_prefilling else 0
 
@@ -227,7 +237,7 @@ class Admission:
             request.num_cached_tokens = num_cached_tokens
         self._swap_in(request, len(hits), step)
         request.num_computed_tokens = num_computed_tokens
-        self._running.requests.append(request)
+        self._running.begin(request)
         if self._num_reserved is not None:
             self._num_reserved += self._num_still_needed(request)
         if request.status is RequestStatus.PREEMPTED:

@@ -20,7 +20,7 @@ class Unified:
     """Prompts and outputs share every step: running requests continue first, waiting ones get the rest of the budget.
 
     Prompts that do not fit are split. A step that preempted admits no request, since it would soon be preempted
-    itself.
+    itself. On a prefill worker, prompts that come before those being computed are admitted first.
     """
 
     def __init__(self, config: SchedulerConfig, running: Running, admission: Admission) -> None:
@@ -30,6 +30,8 @@ class Unified:
 
     def fill(self, step: StepPlan) -> None:
         received = self._admission.admit_received(step)
+        if (first := self._running.first_for_others()) is not None:
+            self._admission.admit_waiting(step, self._fit, before=first.queue_key)
         self._running.go_on(step)
         self._running.join(received)
         if not step.preempted:
@@ -39,7 +41,7 @@ class Unified:
         num_tokens = self._running.num_wanted_tokens(request, num_computed_tokens)
         if num_tokens <= step.token_budget:
             return num_tokens
-        return step.token_budget if self._enable_chunked_prefill else 0
+        return self._running.num_tokens_of_part(request, step) if self._enable_chunked_prefill else 0
 
 
 class PrefillFirst:

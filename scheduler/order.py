@@ -27,17 +27,30 @@ class Order(Protocol):
         """All running requests in the order of preemption; called once a step, and only if blocks ran out."""
         ...
 
+    def planned(self, num_tokens: int) -> None:
+        """A step of so many tokens was planned."""
+        ...
+
 
 class FCFS:
-    """First come, first served; returning requests go first, and the youngest gives way."""
+    """First come, first served; returning requests go first, and the youngest gives way.
+
+    Prompts that are computed for other workers are served by remaining work, so that short ones need not wait behind
+    long ones. The clock counts computed tokens. A prompt's key is the time at which it would be done if it were alone
+    from its arrival on: a later prompt overtakes it only if it is shorter than what is left of it. A prompt that waits
+    comes nearer to its turn like one that is computed, so it is overtaken by prompts that arrive before as many tokens
+    as its own were computed, and by no later ones.
+    """
 
     def __init__(self) -> None:
+        self._num_computed_tokens = 0
         self._last_key = 0
         self._first_key = 0
 
-    def key_of_new(self, _request: Request) -> QueueKey:
+    def key_of_new(self, request: Request) -> QueueKey:
         self._last_key += 1
-        return (self._last_key,)
+        num_own_tokens = request.num_initial_tokens if request.is_producer else 0
+        return self._num_computed_tokens + num_own_tokens, self._last_key
 
     def key_of_returning(self, _request: Request) -> QueueKey:
         self._first_key -= 1
@@ -45,6 +58,9 @@ class FCFS:
 
     def victims(self, running: Sequence[Request]) -> Iterator[Request]:
         return reversed(running)
+
+    def planned(self, num_tokens: int) -> None:
+        self._num_computed_tokens += num_tokens
 
 
 class Priority:
@@ -84,6 +100,9 @@ class Priority:
         return iter(
             sorted(usual, key=lambda request: request.queue_key[:-1], reverse=True)
         )  # equals stay in order
+
+    def planned(self, num_tokens: int) -> None:
+        """Priorities and arrivals alone decide."""
 
 
 def make_order(config: SchedulerConfig) -> Order:

@@ -28,14 +28,15 @@ class Running:
         way. Then none behind it is served either, since all of those rank lower.
         """
         victims: Iterator[Request] | None = None
+        just_begun = set(step.num_scheduled_tokens)
         for request in self.requests:
             if step.token_budget == 0:
                 break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted in this step
+            if request.status is not RequestStatus.RUNNING or request.request_id in just_begun:
+                continue  # preempted, or admitted, in this step
             num_tokens = self.num_wanted_tokens(request, request.num_computed_tokens)
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, step.token_budget)
+            if num_tokens > step.token_budget:
+                num_tokens = self.num_tokens_of_part(request, step)
             if num_tokens == 0:
                 continue
             new_blocks = self._kv.extend_table(request, request.num_computed_tokens + num_tokens)
@@ -47,6 +48,20 @@ class Running:
             step.proceed(request, num_tokens, new_blocks)
         if victims is not None:
             self.drop_gone()
+
+    def begin(self, request: Request) -> None:
+        """Adds an admitted request behind all others; a prompt for another worker before those that come after it."""
+        index = len(self.requests)
+        if request.is_producer:
+            while index > 0 and _is_overtaken(self.requests[index - 1], request):
+                index -= 1
+        self.requests.insert(index, request)
+
+    def first_for_others(self) -> Request | None:
+        """The unfinished prompt that is next, if all running requests are prompts for other workers."""
+        if not self.requests or not all(request.is_producer for request in self.requests):
+            return None
+        return next((request for request in self.requests if request.is_prefilling), None)
 
     def join(self, received: Sequence[Request]) -> None:
         """Requests whose prompts came from elsewhere go before unfinished prompts.
@@ -61,6 +76,13 @@ class Running:
     def drop_gone(self) -> None:
         """Removes finished and preempted requests; the others keep their order."""
         self.requests = [request for request in self.requests if request.status is RequestStatus.RUNNING]
+
+    def num_tokens_of_part(self, request: Request, step: StepPlan) -> int:
+        """What the step computes of a request that it cannot hold whole. Part of a prompt for another worker does not
+        join such prompts that end in the step, since they would wait for that part, too.
+        """
+        is_joining = request.is_producer and step.requests and step.requests[0].is_producer
+        return 0 if is_joining else step.token_budget
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens the request lacks, limited to one step's share; 0 if a token in flight will surely end it."""
@@ -84,3 +106,7 @@ class Running:
             if new_blocks is not None:
                 return new_blocks
         return None
+
+
+def _is_overtaken(running: Request, request: Request) -> bool:
+    return running.is_producer and running.is_prefilling and request.queue_key < running.queue_key

@@ -66,7 +66,8 @@ class Scheduler:
         self._swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, self._kv, self._counters)
         self._trial = Trial()
-        waiting, order = WaitingQueue(), make_order(config)
+        waiting, self._order = WaitingQueue(), make_order(config)
+        order = self._order
         self._preemption = Preemption(config, order, waiting, self._kv, self._swap, self._counters)
         self._running = Running(config, order, self._kv, self._preemption)
         self._admission = Admission(
@@ -112,6 +113,7 @@ class Scheduler:
         self._swap.begin_step()
         step = StepPlan(self._num_steps, self._config.max_num_batched_tokens)
         self._batching.fill(step)
+        self._order.planned(self._config.max_num_batched_tokens - step.token_budget)
         plan = step.finish(self._preempted_between_steps, self._ending.since_last_plan)
         self._preempted_between_steps, self._ending.since_last_plan = set(), set()
         self._advance(step)

@@ -40,7 +40,7 @@ class DeviceFailure(RuntimeError):
 
 
 def next_token(prompt: tuple[int, ...], position: int) -> int:
-    """The model's token at an output position; now and then EOS, also at the first."""
+    """The model's token at an output position; now and then EOS, even at the first."""
     token_id = 100 + xxhash.xxh32_intdigest(f"{hash(prompt)}@{position}".encode()) % 50_000
     return EOS if token_id % 16 == 0 else token_id
 
@@ -238,11 +238,13 @@ class AsyncDevice:
     world: World
     runner: SimRunner
     process: Process
-    num_ahead: int = 1
     _plans: "deque[SchedulerOutput]" = field(default_factory=deque)
     _results: "deque[StepResult]" = field(default_factory=deque)
     _is_broken: bool = False
     """A step has failed, so the steps planned on top of it fail, too."""
+
+    def num_ahead(self, plan: SchedulerOutput) -> int:
+        return int(bool(plan.num_scheduled_tokens))
 
     def submit(self, plan: SchedulerOutput) -> None:
         if not self._plans and not self._results:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
 """In a row; then the device is at fault. Requests that break their steps fail up to two steps each before any step is
-computed, also if they come one after another to an idle device."""
+computed, even if they come one after another to an idle device."""
 
 ClientOutputs = dict[str, list[RequestOutput]]
 
@@ -98,7 +98,7 @@ class EngineCore:
             self._trace.planned(plan, self._standing())
         self._submit(plan)
         self.progress.begin(sum(step.plan.total_num_scheduled_tokens for step in self._under_way))
-        num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
+        num_kept = self._pipeline.num_ahead(plan)
         is_computing = self._scheduler.is_trying  # requests outside the trial wait for its end
         while len(self._under_way) > num_kept:
             is_computing |= not self._under_way[0].plan.is_empty
@@ -180,7 +180,7 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts, also of both halves: the scheduler counts loads by prompt, the connector by rank
+        """Monotonic counts, those of both halves included: the scheduler counts loads by prompt, the connector by rank
         transfer."""
         ours, theirs = self._scheduler.counters(), self._connector.counters()
         assert not ours.keys() & theirs.keys(), (

@@ -84,9 +84,11 @@ class EngineHost:
         name: str,
         other_roles: Sequence[Role] = (),
         end_process: Callable[[], None] = end_process,
+        cpus: tuple[int, ...] = (),
     ) -> None:
         """`keys` of both planes; None if `network.security` is `none`. `other_roles`: roles it may change to.
-        `end_process` is what a worker that hangs does at last.
+        `end_process` is what a worker that hangs does at last. `cpus`: what this process is pinned to, for others to
+        know.
         """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
@@ -98,6 +100,7 @@ class EngineHost:
         self._name = name
         self._incarnation = secrets.token_hex(8)
         self._end_process = end_process
+        self._cpus = cpus
         self._clock = SystemClock()
         self._started: _Parts | None = None
         self._metrics: WorkerMetrics | None = None
@@ -135,6 +138,8 @@ class EngineHost:
             socket.gethostname(),
             os.getpid(),
             metrics_address,
+            executor.device_engine.num_threads,
+            self._cpus,
         )
 
     def _compose(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.errors import BatonError
+from baton.system.cpus import CpuShare, cpus_in_text, pin
 from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
 from baton.system.logs import write_logs
@@ -42,16 +43,29 @@ NUM_FILES = 4096
 
 
 def build_worker(
-    config: BatonConfig, keys: ClusterKeys, model_path: Path, role: WorkerRole, name: str
+    config: BatonConfig,
+    keys: ClusterKeys,
+    model_path: Path,
+    role: WorkerRole,
+    name: str,
+    share: CpuShare | None = None,
 ) -> EngineHost:
-    """A worker that is not started yet. It queues as many requests as one gateway admits."""
+    """A worker that is not started yet. It queues as many requests as one gateway admits. With a `share`, this process
+    keeps to its CPUs from now on.
+    """
+    if share is not None:
+        pin(share.cpus)
+        config = config.model_copy(
+            update={"engine": config.engine.with_values("engine", num_threads=share.num_threads)}
+        )
     max_waiting = config.gateway.max_in_flight
     roles: dict[WorkerRole, Role] = {
         WorkerRole.PREFILL: PrefillWorker(max_waiting),
         WorkerRole.DECODE: DecodeWorker(max_waiting),
     }
     own = roles.pop(role)
-    return EngineHost(config, keys, model_path, own, name, tuple(roles.values()))
+    cpus = share.cpus if share is not None else ()
+    return EngineHost(config, keys, model_path, own, name, tuple(roles.values()), cpus=cpus)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
         help="overrides the configuration's logging.level",
     )
     parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
+    parser.add_argument("--threads", type=int, help="threads that compute, of each rank")
+    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to keep to, e.g. 0-3,8")
     options = parser.parse_args(arguments)
     try:
         overrides = {"logging": {"level": options.log_level.lower()}} if options.log_level else {}
@@ -78,7 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
         keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
         model_path = resolve(config.model.path, default_cache_dir(os.environ))
         config = with_chosen_dtype(config, model_path)
-        worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name)
+        share = None if options.threads is None else CpuShare(options.threads, options.cpus)
+        worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name, share)
         endpoint = worker.start()
         settle()
     except BatonError as error:

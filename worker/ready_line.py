@@ -28,4 +28,5 @@ def endpoint_from_json(line: str) -> WorkerEndpoint:
         raise kinds.get(values["kind"], WorkerUnavailable)(values["failure"])
     ref = values["ref"]
     ref["kv_addresses"] = tuple(ref["kv_addresses"])
+    values["cpus"] = tuple(values["cpus"])
     return WorkerEndpoint(**{**values, "ref": WorkerRef(**ref), "role": WorkerRole(values["role"])})

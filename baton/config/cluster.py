@@ -28,6 +28,12 @@ class ClusterConfig(Section):
     a multiple of it."""
     decode_tensor_parallel: int | None = Field(None, ge=1)
     """Ranks of each decode worker; None: `engine.tensor_parallel`."""
+    prefill_num_threads: int | None = Field(None, ge=1)
+    """Threads of each rank of a prefill worker on a CPU; None: `engine.num_threads`. The cores of a machine are divided
+    among its workers in proportion to their threads, and each worker is pinned to its own, unless there are more
+    threads than cores, or a container's CPU quota is below its number of cores."""
+    decode_num_threads: int | None = Field(None, ge=1)
+    """Threads of each rank of a decode worker on a CPU; None: `engine.num_threads`."""
     ray_address: str = "local"
     """`local` starts a private Ray for this command. `none` runs without Ray, on CPUs only: workers are child
     processes on this machine. Any other value is the address of a Ray cluster to join."""
@@ -42,7 +48,8 @@ class ClusterConfig(Section):
     """For `baton gateway`: HOST:PORT of a `baton fleet`. The gateway's machine then needs no Ray, and `ray_address`
     must be unset."""
     cpus_per_worker: float = Field(1.0, gt=0.0)
-    """CPUs that each rank of a worker requests from Ray. `engine.num_threads` sets the threads of the math library."""
+    """CPUs that each rank of a worker requests from Ray, which places workers by it. `engine.num_threads` says with how
+    many threads a rank computes."""
     prefill_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
     """Custom Ray resources that a worker started as a prefill worker requests from its node, e.g. `{prefill: 1}`."""
     decode_resources: dict[str, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)

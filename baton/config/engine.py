@@ -44,7 +44,8 @@ class EngineConfig(Section):
     times the longest recent one (more for a larger step, in proportion), but at least 10 s on a CPU and 60 s on a GPU,
     where a step may compile a kernel."""
     num_threads: int | None = Field(None, ge=1)
-    """Threads of each rank's math library on CPU; None divides the machine's cores among a worker's ranks."""
+    """Threads with which each rank computes on a CPU. None: the machine's cores are divided equally among all ranks of
+    the fleet's workers there. `cluster.prefill_num_threads` and `cluster.decode_num_threads` override it."""
     kv_cache_memory_mib: int | None = Field(None, ge=1)
     """Size of each rank's KV pool; `scheduler.num_blocks` overrides it. None: 1024 on a CPU; on a GPU,
     `gpu_memory_utilization` less what the largest step needs."""

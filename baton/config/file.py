@@ -76,6 +76,12 @@ class BatonConfig(Section):
         )
         return own or self.engine.tensor_parallel
 
+    def num_threads(self, role: WorkerRole) -> int | None:
+        """Threads of each rank of a worker started in this role; None: an equal part of the machine's cores."""
+        cluster = self.cluster
+        own = cluster.prefill_num_threads if role is WorkerRole.PREFILL else cluster.decode_num_threads
+        return own or self.engine.num_threads
+
     def worker_bounds(self, role: WorkerRole) -> tuple[int, int]:
         """The fewest and the most workers of this role under autoscaling."""
         start, bounds = getattr(self.cluster, role.value), self.autoscaling

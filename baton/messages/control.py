@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep
 from baton.worker import StartProgress, WorkerRole, WorkerStatus
 
-FLEET_PLANE_VERSION = 3
+FLEET_PLANE_VERSION = 4
 """Counts up whenever one of these messages, or a frame of control_codec.py, changes."""
 
 R = TypeVar("R")
@@ -97,7 +97,7 @@ class FleetConfiguration:
     model_path: str
     """The model's folder on the machine of the fleet's owner."""
     keys_digest: str
-    """Of the keys of its request and KV planes: equal digests mean equal cluster secrets."""
+    """Hash of its request and KV planes' keys: equal digests mean equal cluster secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class StartReport:
 
     version: int
     progress: tuple[tuple[str, StartProgress], ...]
-    """Of each worker that loads, by name."""
+    """The progress of each worker that loads, by its name."""
     placing: tuple[str, ...]
     """Workers that have found no room yet."""
     unready: tuple[tuple[str, str], ...]

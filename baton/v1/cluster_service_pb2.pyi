@@ -375,13 +375,13 @@ class Node(_message.Message):
     IS_HEAD_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
-    IS_LEAVING_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     is_alive: _builtins.bool
     is_head: _builtins.bool
     """Whether this is the cluster's head node."""
-    is_leaving: _builtins.bool
+    is_draining: _builtins.bool
     """No more workers are placed on this node."""
     @_builtins.property
     def resources(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -400,11 +400,11 @@ class Node(_message.Message):
         is_head: _builtins.bool = ...,
         resources: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
-        is_leaving: _builtins.bool = ...,
+        is_draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_alive", b"is_alive", "is_head", b"is_head", "is_leaving", b"is_leaving", "name", b"name", "resources", b"resources", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_alive", b"is_alive", "is_draining", b"is_draining", "is_head", b"is_head", "name", b"name", "resources", b"resources", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,6 +449,8 @@ class Worker(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """`prefill` or `decode`."""
@@ -461,6 +463,8 @@ class Worker(_message.Message):
     pid: _builtins.int
     failure: _builtins.str
     """What ended the worker's engine, if the engine failed."""
+    threads: _builtins.int
+    """The threads with which each of its ranks computes. 0 on a GPU."""
     @_builtins.property
     def kv_blocks(self) -> Global___KVBlocks: ...
     @_builtins.property
@@ -476,6 +480,10 @@ class Worker(_message.Message):
     @_builtins.property
     def slot(self) -> Global___Slot:
         """The worker's place in the fleet. Absent if the worker has no supervisor, and while the controller is unreachable."""
+
+    @_builtins.property
+    def cpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The logical CPUs of its node that the worker is pinned to. Empty if it is not pinned."""
 
     def __init__(
         self,
@@ -493,10 +501,12 @@ class Worker(_message.Message):
         load: Global___Load | None = ...,
         failure: _builtins.str = ...,
         slot: Global___Slot | None = ...,
+        threads: _builtins.int = ...,
+        cpus: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_blocks", b"kv_blocks", "load", b"load", "requests", b"requests", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "failure", b"failure", "incarnation", b"incarnation", "kv_blocks", b"kv_blocks", "kv_peers", b"kv_peers", "load", b"load", "name", b"name", "node", b"node", "pid", b"pid", "requests", b"requests", "role", b"role", "slot", b"slot", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cpus", b"cpus", "failure", b"failure", "incarnation", b"incarnation", "kv_blocks", b"kv_blocks", "kv_peers", b"kv_peers", "load", b"load", "name", b"name", "node", b"node", "pid", b"pid", "requests", b"requests", "role", b"role", "slot", b"slot", "state", b"state", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

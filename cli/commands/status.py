@@ -60,7 +60,7 @@ def _nodes_table(nodes: Iterable[dict[str, Any]]) -> Table:
     for node in nodes:
         state = Text("alive", "green") if node["is_alive"] else Text("gone", "bold red")
         kind = Text(
-            (", head" if node["is_head"] else "") + (", leaving" if node["is_leaving"] else ""), "dim"
+            (", head" if node["is_head"] else "") + (", draining" if node["is_draining"] else ""), "dim"
         )
         resources = ", ".join(f"{amount:g} {name}" for name, amount in node["resources"].items()) or "-"
         workers = ", ".join(node["workers"]) or "-"
@@ -73,7 +73,7 @@ def _workers_table(workers: Iterable[dict[str, Any]], is_wide: bool) -> Table:
     headings = ("free blocks", "leased", "quarantined", "running", "waiting", "loading", "starts")
     if not is_wide:
         headings = ("free", "lease", "quar", "run", "wait", "load", "starts")
-    table = words.plain_table("worker", "role", "state", "node", *(["pid"] if is_wide else []))
+    table = words.plain_table("worker", "role", "state", "node", *(["pid", "threads"] if is_wide else []))
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for worker in workers:
@@ -82,7 +82,7 @@ def _workers_table(workers: Iterable[dict[str, Any]], is_wide: bool) -> Table:
             Text(words.role_text(worker, is_wide)),
             words.state_text(worker),
             Text(words.node_of(worker)),
-            *([str(worker["pid"] or "-")] if is_wide else []),
+            *([str(worker["pid"] or "-"), words.threads_text(worker)] if is_wide else []),
             *_numbers(worker),
             words.starts_of(worker),
         )

@@ -6,6 +6,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from baton.system.cpus import cpus_text
+
 WIDE = 120
 """From this width on, a terminal has room for more columns per worker."""
 
@@ -57,6 +59,13 @@ def node_of(worker: dict[str, Any]) -> str:
 
 def starts_of(worker: dict[str, Any]) -> str:
     return str(worker["slot"]["starts"]) if worker["slot"] else "-"
+
+
+def threads_text(worker: dict[str, Any]) -> str:
+    """Threads that compute and the CPUs they keep to: `4 on 0-3`, `4` if it is not pinned, `-` on a GPU."""
+    if not worker["threads"]:
+        return "-"
+    return f"{worker['threads']}" + (f" on {cpus_text(worker['cpus'])}" if worker["cpus"] else "")
 
 
 def failures(description: dict[str, Any]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from baton.config import BatonConfig, NetworkConfig
 from baton.errors import ConfigError
 from baton.messages.control import WORKER_CALLS, ControlRequest, Done
 from baton.messages.control_codec import ControlCodec
+from baton.system.cpus import CpuShare, Machine, find_machine
 from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
 from baton.system.hosts import WILDCARDS
@@ -24,7 +25,7 @@ from cluster.control_api.configuration import keys_digest
 T = TypeVar("T")
 
 ACTOR_THREADS = 16
-"""Each call takes one, also a call whose caller has died."""
+"""Each call holds a thread until it returns, even if its caller has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Introduction:
     node_id: str
     host: str
     pid: int
+    machine: Machine
+    """As the actor's process may use it."""
     endpoint: WorkerEndpoint | None = None
 
 
@@ -45,6 +48,9 @@ class Introduce(ControlRequest[Introduction]):
 @dataclass(frozen=True, slots=True)
 class StartWorker(ControlRequest[WorkerEndpoint]):
     """Loads the model and binds the ports."""
+
+    share: CpuShare | None
+    """None on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,7 @@ class WorkerActor:
             case Introduce():
                 return self._introduce()
             case StartWorker():
-                return self._start()
+                return self._start(request.share)
             case WaitProgress():
                 return LatestProgress(self._progress.take())
             case StopWorker():
@@ -104,14 +110,21 @@ class WorkerActor:
             endpoint = replace(endpoint, role=self._worker.status().role)
         return replace(whereabouts(), endpoint=endpoint)
 
-    def _start(self) -> WorkerEndpoint:
+    def _start(self, share: CpuShare | None) -> WorkerEndpoint:
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here
         # because the controller names this class and must not load torch.
+        for name, value in share.environment.items() if share is not None else ():
+            os.environ.setdefault(name, value)
+        from engine.loading.pretrained import default_cache_dir, resolve
         from worker.control_calls import WorkerControl
         from worker.process import build_worker
 
         config = on_node(self._config, ray.util.get_node_ip_address())
-        self._worker = build_worker(config, keys_of_node(config.network, self._digest), *self._arguments)
+        keys = keys_of_node(config.network, self._digest)
+        model_path, role, name = self._arguments
+        if not model_path.is_dir():  # the cache of the host that began the fleet may not be here
+            model_path = resolve(config.model.path, default_cache_dir(os.environ))
+        self._worker = build_worker(config, keys, model_path, role, name, share)
         try:
             endpoint = self._worker.start(self._progress.put)
             settle()
@@ -124,13 +137,15 @@ class WorkerActor:
 
 def whereabouts() -> Introduction:
     """The place of the actor in this process."""
-    return Introduction(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid())
+    node_id = ray.get_runtime_context().get_node_id()
+    return Introduction(node_id, socket.gethostname(), os.getpid(), find_machine())
 
 
 def keys_of_node(network: NetworkConfig, digest: str) -> ClusterKeys:
     """The cluster's keys, from the secret that this node has: neither secret nor keys travel through Ray.
 
-    ConfigError if the node has none, or another one than the command that began the fleet, whose `keys_digest` this is.
+    ConfigError if the node has no secret, or not the one of the command that began the fleet. `digest`: that command's
+    `keys_digest`.
     """
     keys = derive_keys(load_secret(network, os.environ, may_create=False))
     if keys_digest(keys) != digest:

@@ -13,6 +13,7 @@ from baton.errors import BatonError, ClusterError
 from baton.messages.control import ControlRequest, WaitStatus
 from baton.messages.control_codec import read_reply, write_call
 from baton.system.awake_timer import awake_timeout
+from baton.system.cpus import CpuShare
 from baton.worker import WorkerEndpoint
 from cluster.controller.launcher import OnStartProgress
 from cluster.on_ray.actors import (
@@ -72,6 +73,8 @@ class RayIncarnation:
         self.node = ""
         self.node_id = target
         """The actor's node; before that is known, the requested node."""
+        self.share: CpuShare | None = None
+        """What the worker gets of its node; None on a GPU."""
         self.is_over = False
         self._actor = actor
         self._pid: int | None = None
@@ -90,7 +93,7 @@ class RayIncarnation:
     async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:
         following = asyncio.create_task(self._follow(on_progress))
         try:
-            endpoint = await self._exchange(StartWorker())
+            endpoint = await self._exchange(StartWorker(self.share))
         except asyncio.CancelledError:
             self._hangs = True
             raise
@@ -136,7 +139,7 @@ class RayIncarnation:
 
 
 def node_name(host: str, node_id: str) -> str:
-    """A unique name, also for several nodes on one machine."""
+    """A unique name, even if several nodes are on one machine."""
     return f"{host}-{node_id[:6]}"
 
 

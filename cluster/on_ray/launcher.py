@@ -17,6 +17,7 @@ from baton.errors import ClusterError
 from baton.fleet import NodeDescription
 from baton.system.awake_timer import awake_timeout
 from baton.worker import WorkerRole
+from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.launcher import Found
 from cluster.on_ray.actors import ACTOR_THREADS, WorkerActor
 from cluster.on_ray.calls import as_actor
@@ -41,6 +42,7 @@ class RayLauncher:
         self._digest = digest
         self._model_path = model_path
         self._fleet = fleet
+        self._shares = CpuShares(config)
         self._avoided: tuple[str, ...] = ()
         self._incarnations: dict[str, RayIncarnation] = {}
         """The latest incarnation of each worker, by the worker's name."""
@@ -53,7 +55,13 @@ class RayLauncher:
         incarnation = RayIncarnation(title, self._make(title, role, target, avoided), target)
         self._incarnations[name] = incarnation
         try:
-            await incarnation.introduce()
+            introduction = await incarnation.introduce()
+            if self._config.engine.device == "cpu":
+                alive = [other.name for other in self._alive]
+                num_nodes = max(1, sum(room.has_cpus for room in rooms))
+                incarnation.share = self._shares.take(
+                    name, role, introduction.node_id, introduction.machine, alive, num_nodes
+                )
             if incarnation.node in self._avoided:
                 raise ClusterError(
                     f"its node {incarnation.node} began to drain while the worker waited for room there"
@@ -130,6 +138,7 @@ class RayLauncher:
                 introduction = await incarnation.introduce()
             if introduction.endpoint is not None:
                 self._incarnations[title.worker] = incarnation
+                self._shares.note(title.worker, introduction.node_id, introduction.endpoint.cpus)
                 return Found(incarnation, introduction.endpoint)
         except (TimeoutError, ClusterError) as error:
             logger.warning("worker %s was not adopted: %s", title, error or f"silent for {patience_s:g} s")
@@ -150,6 +159,7 @@ class RayLauncher:
                 node["Labels"],
                 num_workers[node["NodeID"]],
                 node_name(node["NodeManagerHostname"], node["NodeID"]) in self._avoided,
+                "CPU" in node["Resources"],
             )
             for node in nodes
             if node["Alive"]

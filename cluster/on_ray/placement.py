@@ -27,6 +27,8 @@ class NodeRoom:
     """Workers of this fleet on this node, or on their way to it."""
     is_draining: bool = False
     """The node takes no more workers."""
+    has_cpus: bool = True
+    """Ray may place workers there: a head that only manages the cluster offers no CPUs."""
 
 
 def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:

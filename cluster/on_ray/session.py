@@ -39,6 +39,9 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
     "health_check_failure_threshold": 4,
     # Else `ray.init` ignores Ctrl-C until a Python process per CPU has started.
     "prestart_worker_first_driver": False,
+    # The raylet asks for a socket that a thread of its own opens at that moment. If it is too early, it would wait 1 s.
+    "raylet_client_connect_timeout_milliseconds": 100,
+    "raylet_client_num_connect_attempts": 100,
 }
 
 _PROBE_TIMEOUT_S = 5.0
@@ -146,17 +149,18 @@ def _private(
     ray: ModuleType, folder: Path, config: ClusterConfig, num_ranks: int, device: str
 ) -> Iterator[None]:
     try:
-        _init(
-            ray,
-            address="local",
-            namespace=config.name,
-            num_cpus=max(os.cpu_count() or 1, math.ceil(num_ranks * config.cpus_per_worker)),
-            num_gpus=None if device == "cuda" else 0,  # None: those the machine has
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _temp_dir=str(folder),
-            _system_config=_SYSTEM_CONFIG,
-        )
+        with _fewer_processes():
+            _init(
+                ray,
+                address="local",
+                namespace=config.name,
+                num_cpus=max(os.cpu_count() or 1, math.ceil(num_ranks * config.cpus_per_worker)),
+                num_gpus=None if device == "cuda" else 0,  # None: those the machine has
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _temp_dir=str(folder),
+                _system_config=_SYSTEM_CONFIG,
+            )
         yield
     finally:
         ray.shutdown()
@@ -215,6 +219,32 @@ def _short_folder(folder: str) -> str:
 def _longest_socket(folder: str) -> str:
     session = "session_2026-01-01_00-00-00_123456_1234567"
     return f"{folder}/baton-ray-12345678/{_RAYS_OWN}/{session}/sockets/plasma_store"
+
+
+@contextmanager
+def _fewer_processes() -> Iterator[None]:
+    """Ray starts without its autoscaler, its log reader and its dashboard, which it starts even if it shows none.
+
+    A private Ray uses none of them, and `ray.init` waits for the dashboard: on two cores for as long as for the rest.
+    """
+    from ray._private import node
+
+    class Node(node.Node):
+        def start_monitor(self) -> None:
+            """The autoscaler: there are no nodes to add."""
+
+        def start_log_monitor(self) -> None:
+            """It prints the logs of actors in the driver, which `log_to_driver` refuses."""
+
+        def start_api_server(self, **_options: object) -> None:
+            """The dashboard."""
+
+    names = vars(node)
+    former, names["Node"] = node.Node, Node
+    try:
+        yield
+    finally:
+        names["Node"] = former
 
 
 def _init(ray: ModuleType, address: str, **options: Any) -> None:

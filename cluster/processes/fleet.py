@@ -25,7 +25,7 @@ class ProcessFleet:
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
         path = write_config(self._folder.name, config, model_path)
         self._start_timeout_s = config.cluster.start_timeout_s
-        self.launcher = ProcessLauncher(path, secret)
+        self.launcher = ProcessLauncher(config, path, secret)
         self.controller = Controller(config, self.launcher, Memory(), SystemClock())
         digest = keys_digest(derive_keys(secret))
         self._control = InProcessControl(self.controller, pack_configuration(config, model_path, digest))

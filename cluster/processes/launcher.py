@@ -8,17 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from baton.config import BatonConfig
 from baton.errors import ClusterError, WorkerUnavailable
 from baton.fleet import NodeDescription
 from baton.messages.control import ControlRequest
+from baton.system.cpus import find_machine
 from baton.system.curve import ClusterSecret
 from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.launcher import Found, OnStartProgress
 from cluster.processes.worker_process import WorkerProcess
 from worker.control_channel import StdioControlClient
 
 R = TypeVar("R")
 
+_NODE = "here"
 _EXIT_S = 1.0
 """How long a process may take to end after it has closed its stdout."""
 
@@ -81,15 +85,20 @@ class ProcessIncarnation:
 class ProcessLauncher:
     """See cluster.controller.launcher.Launcher. There is room for any number of workers, but not for a spare one."""
 
-    def __init__(self, config_path: Path, secret: ClusterSecret | None) -> None:
+    def __init__(self, config: BatonConfig, config_path: Path, secret: ClusterSecret | None) -> None:
+        """`config_path`: of a file with this configuration."""
         self._config_path = config_path
         self._secret = secret
+        self._machine = find_machine()
+        self._shares = CpuShares(config)
         self.incarnations: dict[str, ProcessIncarnation] = {}
         """The latest of each worker, by name."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
+        alive = [other for other, incarnation in self.incarnations.items() if not incarnation.is_over]
+        share = self._shares.take(name, role, _NODE, self._machine, alive)
         incarnation = ProcessIncarnation(
-            WorkerProcess(self._config_path, self._secret, role, name, None), number
+            WorkerProcess(self._config_path, self._secret, role, name, None, share), number
         )
         self.incarnations[name] = incarnation
         return incarnation

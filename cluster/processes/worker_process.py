@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.errors import WorkerUnavailable
+from baton.system.cpus import CpuShare, cpus_text
 from baton.system.curve import ClusterSecret
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import WorkerEndpoint, WorkerRole
@@ -29,9 +30,10 @@ class WorkerProcess:
         role: WorkerRole,
         name: str,
         log_level: str | None = "INFO",
+        share: CpuShare | None = None,
     ) -> None:
-        """`log_level` None: the configuration's. The secret goes into the environment, since all users can read the
-        arguments of a process."""
+        """`log_level` None: the configuration's. `share` None: all of this machine's cores. The secret goes into the
+        environment, since all users can read the arguments of a process."""
         self.name = name
         environment = dict(os.environ)
         if secret is not None:
@@ -39,6 +41,9 @@ class WorkerProcess:
         command = [sys.executable, "-m", "worker.process", "--role", role.value, "--name", name]
         if log_level is not None:
             command += ["--log-level", log_level]
+        if share is not None:
+            command += ["--threads", str(share.num_threads), "--cpus", cpus_text(share.cpus)]
+            environment = share.environment | environment
         self._process = subprocess.Popen(
             [*command, "--config", str(config_path)],
             stdin=subprocess.PIPE,

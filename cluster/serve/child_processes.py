@@ -11,8 +11,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from baton.config import BatonConfig
+from baton.system.cpus import find_machine
 from baton.system.curve import derive_keys
 from baton.system.secret import load_secret
+from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.desired import worker_names
 from cluster.processes.worker_process import WorkerProcess, write_config
 from cluster.serve.gateway import make_gateway
@@ -42,8 +44,10 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = write_config(folder, config, model_path)
+            machine, shares = find_machine(), CpuShares(config)
             for name, role in worker_names(config.cluster):
-                workers[name] = WorkerProcess(path, secret, role, name)
+                share = shares.take(name, role, "here", machine, workers)
+                workers[name] = WorkerProcess(path, secret, role, name, share=share)
             loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model_path))
             endpoints = await asyncio.gather(
                 *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]

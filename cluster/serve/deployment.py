@@ -4,7 +4,9 @@ import asyncio
 import os
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.config import BatonConfig
 from baton.system.curve import ClusterKeys, derive_keys
@@ -12,10 +14,12 @@ from baton.system.loading import Loading
 from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
-from cluster.serve.gateway import check_access, make_gateway
+from cluster.serve.gateway import check_access, load_tokenizer, make_gateway
 from cluster.serve.owned_fleet import Fleet, check_owner, fleet_text, make_fleet, resolve_model, with_dtype_of
 from cluster.serve.screen import Screen, workers_text
-from gateway import Tokenizer
+
+if TYPE_CHECKING:
+    from gateway import Tokenizer
 
 
 def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
@@ -31,10 +35,10 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         secret = load_secret(config.network, os.environ, may_create=True)
         keys = derive_keys(secret)
         model_path = resolve_model(config, screen)
-        # Importing the tokenizer's library takes seconds, which overlap with Ray's start.
-        loading = stack.push(Loading(lambda: Tokenizer(model_path)))
-        loading.begin()
         fleet = make_fleet(config, secret, model_path, screen, stack)
+        # Not before Ray runs: its start would wait for the interpreter's lock. Now this process waits for workers.
+        loading = stack.push(Loading(partial(load_tokenizer, model_path)))
+        loading.begin()
         signals.run(_run(config, keys, model_path, fleet, loading.result, screen, while_ready, signals))
 
 
@@ -43,7 +47,7 @@ async def _run(
     keys: ClusterKeys,
     model_path: Path,
     fleet: Fleet,
-    loading: Future[Tokenizer],
+    loading: "Future[Tokenizer]",
     screen: Screen,
     while_ready: WhileReady,
     signals: StopSignals,

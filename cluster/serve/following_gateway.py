@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
@@ -13,7 +14,9 @@ from baton.system.hosts import in_url
 from baton.system.signals import unless
 from baton.worker import WorkerEndpoint, WorkerRole
 from cluster.controller.follower import POLL_S, Follower, keep_reporting
-from gateway import Gateway
+
+if TYPE_CHECKING:
+    from gateway import Gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,9 @@ WhileReady = Callable[[Service], Awaitable[None]]
 class FollowingGateway:
     """`stop` may be called after any outcome of `start`."""
 
-    def __init__(self, config: BatonConfig, gateway: Gateway, control: ControlApi, *, is_owner: bool) -> None:
+    def __init__(
+        self, config: BatonConfig, gateway: "Gateway", control: ControlApi, *, is_owner: bool
+    ) -> None:
         """`is_owner`: this process also ends the fleet."""
         self._config = config
         self._gateway = gateway

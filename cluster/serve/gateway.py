@@ -3,6 +3,7 @@
 import errno
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig, GatewayConfig
@@ -12,10 +13,13 @@ from baton.system.curve import ClusterKeys
 from baton.system.hosts import in_url
 from engine.loading.pretrained import PRETRAINED
 from engine.model_config import read_architecture, read_eos_token_ids
-from gateway import Gateway, ServedModel, Tokenizer
+from gateway import ServedModel
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.certificates import watched_certificates
 from gateway.open_files import fitted_to_open_files
+
+if TYPE_CHECKING:
+    from gateway import Gateway, Tokenizer
 
 
 def check_access(config: BatonConfig) -> None:
@@ -46,14 +50,23 @@ def check_ports(config: GatewayConfig) -> None:
                 ) from None
 
 
+def load_tokenizer(model_path: Path) -> "Tokenizer":
+    """Also imports all that a gateway consists of: seconds, for a thread beside the start of Ray and the workers."""
+    from gateway import Gateway, Tokenizer  # noqa: F401 (`make_gateway` needs it)
+
+    return Tokenizer(model_path)
+
+
 def make_gateway(
     config: BatonConfig,
     keys: ClusterKeys,
     model_path: Path,
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer",
     control: ControlApi | None = None,
-) -> Gateway:
+) -> "Gateway":
     """The gateway, not started yet. Passes operators' calls to `control`; refuses them without one."""
+    from gateway import Gateway
+
     return Gateway(
         config.gateway,
         config.network,

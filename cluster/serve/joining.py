@@ -5,7 +5,7 @@ import os
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError, ConfigError
@@ -20,10 +20,12 @@ from cluster.control_api.zmq_carrier import control_client
 from cluster.controller.desired import differences
 from cluster.serve.fleet_source import AnotherFleet, ControlServerSource, FleetSource, RaySource, Sighting
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
-from cluster.serve.gateway import check_access, make_gateway
+from cluster.serve.gateway import check_access, load_tokenizer, make_gateway
 from cluster.serve.screen import Screen, ScreenStage, workers_text
 from engine.loading.pretrained import default_cache_dir, resolve
-from gateway import Tokenizer
+
+if TYPE_CHECKING:
+    from gateway import Tokenizer
 
 _LOOK_EVERY_S = 1.0
 """Pause between two tries to find the fleet."""
@@ -146,7 +148,7 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
         ) from None
 
 
-def _load(config: BatonConfig, found: JoinedFleet) -> tuple[Path, Tokenizer]:
+def _load(config: BatonConfig, found: JoinedFleet) -> "tuple[Path, Tokenizer]":
     """The model's folder on this machine, which may differ from the owner's, and its tokenizer."""
     asked_for, served = config.model.path, found.config.model.path
     if "path" in config.model.model_fields_set:
@@ -158,7 +160,7 @@ def _load(config: BatonConfig, found: JoinedFleet) -> tuple[Path, Tokenizer]:
     else:
         is_here = found.model_path.is_dir()
         path = found.model_path if is_here else resolve(served, default_cache_dir(os.environ))
-    return path, Tokenizer(path)
+    return path, load_tokenizer(path)
 
 
 def _with_gateway_of(config: BatonConfig, theirs: BatonConfig) -> BatonConfig:

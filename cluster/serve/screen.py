@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.status import Status
 from rich.table import Table
 
+from baton.system.cpus import cpus_text
 from baton.worker import WorkerEndpoint
 
 _LABEL_WIDTH = 9
@@ -85,7 +86,15 @@ class ScreenStage:
 
 
 def workers_text(endpoints: Iterable[WorkerEndpoint]) -> str:
-    return ", ".join(f"{e.ref.name} ({e.role.value}, pid {e.pid})" for e in endpoints)
+    return ", ".join(f"{e.ref.name} ({e.role.value}, pid {e.pid}{_cores_text(e)})" for e in endpoints)
+
+
+def _cores_text(endpoint: WorkerEndpoint) -> str:
+    """The part of its machine that a worker on a CPU computes with; empty on a GPU."""
+    if not endpoint.num_threads:
+        return ""
+    threads = f", {endpoint.num_threads} thread{'s' if endpoint.num_threads > 1 else ''}"
+    return f"{threads} on CPUs {cpus_text(endpoint.cpus)}" if endpoint.cpus else threads
 
 
 def _each_text_once(write: Callable[[str], None]) -> Callable[[str, float], None]:

@@ -22,9 +22,8 @@ def merged_linear(
     groups = [part for part in parts if isinstance(part, GroupedWeight)]
     if len(groups) == len(parts) and len({(part.bits, part.group_size) for part in groups}) == 1:
         return linear(GroupedWeight.concatenated(groups), bias_O)
-    return SideBySide(
-        [linear(part, bias) for part, bias in zip(parts, biases or [None] * len(parts), strict=True)]
-    )
+    own_biases = [None] * len(parts) if biases is None else biases
+    return SideBySide([linear(part, bias) for part, bias in zip(parts, own_biases, strict=True)])
 
 
 class SideBySide:

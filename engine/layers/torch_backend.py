@@ -30,8 +30,10 @@ class TorchBackend:
         rows_T = tokens.ids_T - first_token
         is_elsewhere_T = (rows_T < 0) | (rows_T >= weight_VE.shape[0])
         rows_T = rows_T.masked_fill(is_elsewhere_T, 0)
-        is_grouped = isinstance(weight_VE, GroupedWeight)
-        x_TE = weight_VE.outputs(rows_T).dequantized() if is_grouped else F.embedding(rows_T, weight_VE)
+        if isinstance(weight_VE, GroupedWeight):
+            x_TE = weight_VE.outputs(rows_T).dequantized()
+        else:
+            x_TE = F.embedding(rows_T, weight_VE)
         return x_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0)
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

@@ -42,7 +42,8 @@ def with_chosen_dtype(config: BatonConfig, model_path: Path) -> BatonConfig:
 
 
 def _for_cpu(flags: frozenset[str]) -> ChosenDtype:
-    """bfloat16 where products of it are faster than those of float32: without such instructions they are slower."""
+    """bfloat16 where there are instructions for products of it; else they are slower than those of float32, which keep
+    a checkpoint's 16-bit weights as they are (`NativeLinear.of_floats`)."""
     for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")):
         if flag in flags:
             return ChosenDtype("bfloat16", f"this CPU has {name}")

@@ -49,7 +49,7 @@ def describe(gguf: Path, folder: Path) -> None:
     config = hugging_face_config(file)
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", config)
-    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    tokens = {key: value for key, value in config.items() if key.endswith("_token_id")}
     _write(folder / "generation_config.json", tokens)
     _write(folder / "tokenizer.json", tokenizer_json(file))
     _write(

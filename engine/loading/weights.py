@@ -67,7 +67,7 @@ class WeightSource(Protocol):
 
 def is_whole_groups(inputs: slice, group_size: int) -> bool:
     """Whether a slice of a row's inputs cuts no group."""
-    return inputs.start % group_size == 0 and inputs.stop % group_size == 0
+    return bool(inputs.start % group_size == 0 and inputs.stop % group_size == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class TakeRecorder(WeightSource):
     """
 
     dtype: torch.dtype | None = None
-    """Of what it hands out; None: torch's default."""
+    """The dtype of the tensors that it hands out; None: torch's default."""
     takes: list[Take] = field(default_factory=list)
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "BATON_NATIVE_KERNELS"
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC")
 COMPILE_TIMEOUT_S = 300.0
 
 
@@ -84,25 +85,27 @@ def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = 
         raise _NotAvailableError(
             "there is no C++ compiler; install one (apt install g++, or pip install ziglang)"
         )
-    sources = [str(path) for path in sorted(SOURCES.glob(pattern))]
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    command = [*compiler, *FLAGS, *instructions.compiler_flags]
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor() as threads:
+
+        def compile_one(source: Path) -> str:
+            output = f"{scratch}/{source.stem}.o"
+            _run([*command, "-c", str(source), "-o", output])
+            return output
+
+        objects = threads.map(compile_one, sorted(SOURCES.glob(pattern)))
         output = Path(scratch) / library.name
-        command = [
-            *compiler,
-            *FLAGS,
-            *instructions.compiler_flags,
-            *sources,
-            "-o",
-            str(output),
-            str(_openmp()),
-        ]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-        except subprocess.CalledProcessError as error:
-            raise _NotAvailableError(f"{compiler[0]} failed: {error.stderr.strip()[-500:]}") from None
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise _NotAvailableError(f"{compiler[0]} failed: {error}") from None
+        _run([*command, "-shared", *objects, "-o", str(output), str(_openmp())])
         output.replace(library)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+    except subprocess.CalledProcessError as error:
+        raise _NotAvailableError(f"{command[0]} failed: {error.stderr.strip()[-500:]}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _NotAvailableError(f"{command[0]} failed: {error}") from None
 
 
 def _file_name(instructions: InstructionSet) -> str:

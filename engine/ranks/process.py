@@ -73,7 +73,7 @@ class OwnConnector(RankConnector, Protocol):
 
     kv_address: str
     progress: Progress
-    """Of the thread that moves blocks."""
+    """The progress of the thread that moves blocks."""
 
     def start(self) -> None: ...
 
@@ -179,8 +179,7 @@ class RankLoop:
         """As the engine does: waits for the previous step when this one is submitted (worker/core.py)."""
         self._pipeline.submit(plan)
         self._under_way.append(plan.step)
-        num_kept = self._pipeline.num_ahead if plan.num_scheduled_tokens else 0
-        self._take(self._num_computed + max(0, len(self._under_way) - num_kept))
+        self._take(self._num_computed + max(0, len(self._under_way) - self._pipeline.num_ahead(plan)))
 
     def _take(self, num_computed: int) -> None:
         """Waits until this many steps are computed."""

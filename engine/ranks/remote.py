@@ -24,9 +24,8 @@ class RankedPipeline:
         self._group = group
         self._steps: deque[int] = deque()
 
-    @property
-    def num_ahead(self) -> int:
-        return self._own.num_ahead
+    def num_ahead(self, plan: SchedulerOutput) -> int:
+        return self._own.num_ahead(plan)
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Sends to the others first: rank 0 may compute the step before this returns."""

@@ -19,6 +19,8 @@ def worker_to_message(view: WorkerView) -> pb.Worker:
         incarnation=endpoint.ref.incarnation if endpoint else "",
         node=view.node,
         pid=endpoint.pid if endpoint else 0,
+        threads=endpoint.num_threads if endpoint else 0,
+        cpus=endpoint.cpus if endpoint else (),
         kv_blocks=pb.KVBlocks(),
         requests=pb.Requests(),
         load=pb.Load(),
@@ -41,7 +43,6 @@ def node_to_message(node: NodeDescription) -> pb.Node:
     return filled(
         pb.Node,
         node,
-        is_leaving=node.is_draining,
         resources=dict(node.resources),
         workers=sorted(node.workers, key=in_order),
     )
@@ -69,6 +70,7 @@ def hide_inside(description: pb.DescribeClusterResponse) -> None:
     for worker in description.workers:
         worker.ClearField("node")
         worker.ClearField("pid")
+        worker.ClearField("cpus")
         worker.ClearField("failure")
         if worker.HasField("slot"):
             worker.slot.ClearField("node")

@@ -12,6 +12,8 @@ def worker(name: str, role: str = "decode", state: str = "ready", **fields: Any)
         "incarnation": f"{name}-life",
         "node": "n1",
         "pid": 4000,
+        "threads": 2,
+        "cpus": [0, 1],
         "kv_blocks": {
             "total": 100,
             "free": 100,
@@ -48,7 +50,15 @@ def missing(name: str, state: str, **slot: Any) -> dict[str, Any]:
     """A worker without a process."""
     nothing = {"total": 0, "free": 0}
     return worker(
-        name, state=state, incarnation="", node="", pid=0, kv_blocks=nothing, slot={"state": state, **slot}
+        name,
+        state=state,
+        incarnation="",
+        node="",
+        pid=0,
+        threads=0,
+        cpus=[],
+        kv_blocks=nothing,
+        slot={"state": state, **slot},
     )
 
 
@@ -71,7 +81,7 @@ def loaded_from(peer: str, num_mib: float, done: int, **fields: Any) -> dict[str
 
 def node(name: str, **fields: Any) -> dict[str, Any]:
     found = {"name": name, "address": "10.0.0.2", "is_alive": True, "is_head": False, "workers": []}
-    return {**found, "is_leaving": False, "resources": {"CPU": 8.0}, **fields}
+    return {**found, "is_draining": False, "resources": {"CPU": 8.0}, **fields}
 
 
 def gateway(**fields: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from baton.worker import KVPeerCounts
 from decode_worker import DecodeWorker
 from engine.connector import ConnectorWorker
 from engine.grammars.compiler import GrammarCompiler
-from engine.pipeline import Pipeline, Runner, make_pipeline
+from engine.pipeline import Pipeline, Runner, ThreadedPipeline, make_pipeline
 from kv_transfer.connector.endpoint import COUNTERS
 from scheduler import Scheduler
 from tests.factories.scheduling import EOS, FakeRunner, make_config
@@ -74,6 +74,13 @@ class StepHook:
         if plan.num_scheduled_tokens:
             self._before_step(plan)
         return self._runner.execute(plan)
+
+
+class PlansPastPrompts(ThreadedPipeline):
+    """A step is under way while the next is planned, whatever it holds: as with a GPU."""
+
+    def num_ahead(self, plan: SchedulerOutput) -> int:
+        return int(bool(plan.num_scheduled_tokens))
 
 
 def make_grammars() -> GrammarCompiler:

@@ -40,8 +40,10 @@ def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ra
             assert "model.dtype is 'float32' there, 'bfloat16' here" in other.stderr
         serve.process.kill()
         assert serve.wait_gone() == -signal.SIGKILL
-    with serving(*arguments, environment=RAY_ENVIRONMENT) as heir:
+    with serving(*arguments, "--dtype", "auto", environment=RAY_ENVIRONMENT) as heir:
         ready = heir.wait_ready()
+        status = baton("status", "--target", ready["target"], "--json")
+        assert json.loads(status.stdout)["dtype"] == "float32"  # as the fleet began, whatever is fast here
         assert {worker["pid"] for worker in ready["workers"]} == pids
         asked = ("generate", "--target", ready["target"], "--json", "--max-tokens", "4", "--ignore-eos")
         done = baton(*asked, "hello")

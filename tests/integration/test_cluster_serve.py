@@ -55,6 +55,7 @@ def test_the_ready_text_shows_how_to_talk_to_it(
     serve, ready = shared
     assert {worker["role"] for worker in ready["workers"]} == {"prefill", "decode"}
     for expected in (
+        "tiny in float32",
         "/session_latest/logs",
         f"baton generate --target {target}",
         "grpcurl -plaintext",
@@ -71,6 +72,15 @@ def test_everything_listens_on_loopback_only(shared: tuple[ServeProcess, dict[st
     assert all(host.is_loopback for host in hosts), hosts
     ports = {int(worker["request_address"].rpartition(":")[2]) for worker in ready["workers"]}
     assert ports <= {port for _, port in addresses}
+
+
+def test_a_start_pays_for_nothing_that_is_not_used(shared: tuple[ServeProcess, dict[str, Any]]) -> None:
+    serve, _ = shared
+    processes = "\n".join(" ".join(process.cmdline()) for process in serve.descendants())
+    assert "raylet" in processes
+    assert not [name for name in ("monitor.py", "log_monitor.py", "dashboard.py") if name in processes]
+    if sys.platform == "linux":
+        assert "libtorch" not in Path(f"/proc/{serve.process.pid}/maps").read_text(encoding="utf-8")
 
 
 def test_other_users_cannot_enter_the_folder_of_a_private_ray(

@@ -1,6 +1,7 @@
 """One worker without Ray: it prints its address, and ends on a command or when its parent has ended."""
 
 import asyncio
+import os
 import resource
 import signal
 import subprocess
@@ -64,6 +65,21 @@ def test_prints_its_endpoint_and_ends_cleanly(config: Path, end: Callable[[Proce
         assert process.wait(30) == 0
 
 
+def test_all_its_threads_keep_to_the_cpus_of_its_share(config: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    share = ("--threads", "1", "--cpus", str(cpu))
+    with start("--role", "decode", "--config", str(config), *share) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        endpoint = endpoint_from_json(process.stdout.readline())
+        assert (endpoint.num_threads, endpoint.cpus) == (1, (cpu,))
+        threads = os.listdir(f"/proc/{process.pid}/task")
+        assert len(threads) > 3
+        assert all(os.sched_getaffinity(int(thread)) == {cpu} for thread in threads)
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
 def test_it_may_open_as_many_files_as_the_system_allows(config: Path) -> None:
     """Logins have a soft limit of 1,024, which connections of strangers would reach."""
     few = ("bash", "-c", 'ulimit -S -n 256; exec "$@"', "few")
@@ -111,6 +127,6 @@ def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.count("\n") == 1
-    assert "neither a folder nor a known name" in err
-    with pytest.raises(ModelError, match="neither a folder nor a known name"):
+    assert "neither a folder, nor a GGUF file, nor a known name" in err
+    with pytest.raises(ModelError, match="neither a folder, nor a GGUF file, nor a known name"):
         endpoint_from_json(out)

@@ -109,6 +109,7 @@ async def test_without_the_right_to_administer_a_caller_sees_no_addresses_and_no
         assert (seen["model_path"], seen["nodes"], seen["workers"][0]["pid"]) == ("", [], 0)
         for inside in (str(folder), "10.0.0.7", "/secret", "here"):
             assert inside not in str(seen)
+        assert seen["workers"][0]["cpus"] == []
         whole = await under_test.client.describe()
         assert (whole["model_path"], whole["workers"][0]["pid"]) == (str(folder), 1)
         assert whole["workers"][0]["slot"]["last_failure"] == "/secret/path: gone"

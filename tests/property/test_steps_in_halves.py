@@ -11,7 +11,13 @@ from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.request import ErrorKind, FinishReason, RequestOutput
 from baton.step import KVConnectorOutput, SchedulerOutput
 from scheduler import RequestStatus
-from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
+from tests.factories.engine import (
+    FakeConnectorWorker,
+    PlansPastPrompts,
+    StepHook,
+    make_core,
+    make_engine_request,
+)
 from tests.factories.scheduling import token_at
 from worker.core import MAX_FAILED_STEPS, EngineCore
 
@@ -157,7 +163,8 @@ def test_c56_a_device_that_computes_no_request_at_all_is_at_fault_itself() -> No
 
 
 def test_c56_a_request_that_ends_while_it_is_tried_does_not_hold_up_those_that_wait() -> None:
-    core = make_core(StepHook(Breaks({"poison": 0})), max_num_seqs=2, max_num_batched_tokens=32)
+    pipeline = PlansPastPrompts(StepHook(Breaks({"poison": 0})))
+    core = make_core(pipeline=pipeline, max_num_seqs=2, max_num_batched_tokens=32)
     for name in ("poison", "other"):
         core.add_request(make_engine_request(name, prompt_token_ids=(1,) * 16), "g")
     core.add_request(make_engine_request("waits"), "g")
@@ -170,7 +177,7 @@ def test_c56_a_request_that_ends_while_it_is_tried_does_not_hold_up_those_that_w
 
 
 def test_c56_a_request_whose_culprit_ended_under_way_is_tried_alone() -> None:
-    core = make_core(StepHook(Breaks({"poison": 0})), async_scheduling=True)
+    core = make_core(pipeline=PlansPastPrompts(StepHook(Breaks({"poison": 0}))))
     for name in ("poison", "other"):
         core.add_request(make_engine_request(name, max_tokens=3), "g")
     core.step()
@@ -182,7 +189,7 @@ def test_c56_a_request_whose_culprit_ended_under_way_is_tried_alone() -> None:
 def test_c56_a_load_behind_hits_is_given_back_when_a_step_fails() -> None:
     """The blocks that it hit might never have been computed; a load without hits stays."""
     connector, breaks = FakeConnectorWorker(), Breaks({"poison": 40})
-    core = make_core(StepHook(breaks), connector, async_scheduling=True)
+    core = make_core(pipeline=PlansPastPrompts(StepHook(breaks)), connector=connector)
     core.add_request(make_engine_request("poison", prompt_token_ids=(7,) * 40, max_tokens=9), "g")
     core.add_request(make_engine_request("other", max_tokens=9), "g")
     core.step()

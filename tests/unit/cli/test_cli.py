@@ -42,7 +42,7 @@ def test_flags_win_over_the_file_and_are_validated_with_it(
 
 def test_an_unknown_model_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "no-such-model"]) == REFUSED
-    assert "'no-such-model' is neither a folder nor a known name" in capsys.readouterr().err
+    assert "'no-such-model' is neither a folder, nor a GGUF file, nor a known name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["status", "drain w0", "role w0 decode", "rollout"])

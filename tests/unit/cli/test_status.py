@@ -29,6 +29,7 @@ FLEET = description(
         node("n0", is_head=True, address="10.0.0.1"),
         node("n1", workers=["w0", "w1"], resources={"CPU": 8.0, "prefill": 1.0}),
         node("n2", is_alive=False),
+        node("n3", is_draining=True),
     ],
 )
 
@@ -49,10 +50,11 @@ def test_every_node_and_every_worker_has_a_row(width: int) -> None:
     assert "n0 10.0.0.1 alive, head 8 CPU -" in lines
     assert "n1 10.0.0.2 alive 8 CPU, 1 prefill w0, w1" in lines
     assert "n2 10.0.0.2 gone 8 CPU -" in lines
-    pid = " 4000" if width == 160 else ""
+    assert "n3 10.0.0.2 alive, draining 8 CPU -" in lines
+    pid = " 4000 2 on 0-1" if width == 160 else ""
     assert f"w0 prefill ready n1{pid} 60/100 15 3 2 4 5 1" in lines
     assert f"w1 decode ready n1{pid} 100/100 0 0 0 0 0 3" in lines
-    missing_pid = " -" if width == 160 else ""
+    missing_pid = " - -" if width == 160 else ""
     assert f"w2 decode crash loop 58 s n1{missing_pid} 9" in lines
 
 
@@ -70,7 +72,21 @@ def test_paths_and_controller_are_named() -> None:
     alone = description(worker("w0", slot=None), nodes=[], controller={"state": "none"})
     lines = shown(alone, 160)
     assert lines[3] == "no controller"
-    assert "w0 decode ready n1 4000 100/100 0 0 0 0 0 -" in lines
+    assert "w0 decode ready n1 4000 2 on 0-1 100/100 0 0 0 0 0 -" in lines
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"cpus": []}, "2"),
+        ({"threads": 0, "cpus": []}, "-"),
+        ({"threads": 3, "cpus": [0, 1, 4]}, "3 on 0-1,4"),
+    ],
+)
+def test_threads_are_shown_with_the_cpus_that_they_keep_to(fields: dict[str, Any], text: str) -> None:
+    assert f"w0 decode ready n1 4000 {text} 100/100 0 0 0 0 0 1" in shown(
+        description(worker("w0", **fields)), 160
+    )
 
 
 def test_hand_overs_tell_both_ways() -> None:

@@ -62,7 +62,7 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path, source: Path) -> No
 
 
 def test_every_kind_of_end_ends_an_answer(tmp_path: Path, source: Path) -> None:
-    ids = {"tokenizer__ggml__eot_token_id": 7, "tokenizer__ggml__eom_token_id": 2}
+    ids: dict[str, Any] = {"tokenizer__ggml__eot_token_id": 7, "tokenizer__ggml__eom_token_id": 2}
     describe(make_gguf(tmp_path / "m.gguf", source, **ids), tmp_path / "folder")
     assert read_eos_token_ids(tmp_path / "folder") == (2, 7)
 
@@ -174,6 +174,10 @@ def test_what_is_not_supported_is_named(
 
 
 def test_keys_with_a_value_that_changes_nothing_are_no_obstacle(tmp_path: Path, source: Path) -> None:
-    keys = {"llama__expert_count": 0, "llama__attention__clamp_kqv": 0.0, "llama__attention__causal": True}
+    keys: dict[str, Any] = {
+        "llama__expert_count": 0,
+        "llama__attention__clamp_kqv": 0.0,
+        "llama__attention__causal": True,
+    }
     describe(make_gguf(tmp_path / "m.gguf", source, **keys), tmp_path / "folder")
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["num_hidden_layers"] == 1

@@ -23,7 +23,7 @@ from tests.factories.stepping import StepDriver
 
 CPU = torch.device("cpu")
 PROMPT = [5, 6, 7, 40, 41, 200, 3]
-K_QUANTS = {"hidden_size": 256, "intermediate_size": 512}
+K_QUANTS: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
 
 
 def make_folder(path: Path, architecture: str = "llama", kind: Kind | str = "F32", **overrides: Any) -> Path:
@@ -165,7 +165,7 @@ def test_inputs_that_are_not_whole_groups_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_on_a_gpu_it_says_what_is_possible(tmp_path: Path, quantization: str) -> None:
-    config = ModelConfig.model_validate({"quantization": quantization})
+    config = ModelConfig.model_validate({"dtype": "float32", "quantization": quantization})
     with pytest.raises(
         ConfigError, match=rf"model.quantization: '{quantization}' .*; with 'cuda', use 'fp8', or 'none'"
     ):

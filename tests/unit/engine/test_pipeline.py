@@ -16,7 +16,13 @@ from baton.step import CachedRequestData, KVConnectorOutput, ModelRunnerOutput, 
 from baton.worker import WorkerRole
 from engine.pipeline import DeviceLostError, InlinePipeline, Pipeline, StreamPipeline, ThreadedPipeline
 from scheduler import RequestStatus
-from tests.factories.engine import FakeConnectorWorker, StepHook, make_core, make_engine_request
+from tests.factories.engine import (
+    FakeConnectorWorker,
+    PlansPastPrompts,
+    StepHook,
+    make_core,
+    make_engine_request,
+)
 from tests.factories.scheduling import PEER, FakeRunner
 from worker.core import MAX_FAILED_STEPS, EngineCore
 from worker.step_trace import TraceHeader, read_trace
@@ -158,7 +164,7 @@ def run_until_idle(core: EngineCore) -> list[RequestOutput]:
 def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
     gate = Gate()
     core = make_core(gate)
-    core.add_request(make_engine_request(max_tokens=3), "gateway")
+    core.add_request(make_engine_request(num_tokens=1, max_tokens=3), "gateway")
     assert step(core) == []
     assert gate.started.get(timeout=60) == 1
     gate.may_end.release()
@@ -171,10 +177,22 @@ def test_the_second_step_is_planned_while_the_first_is_computed() -> None:
     core.close()
 
 
+def test_no_step_is_planned_past_a_prompt_so_that_a_newcomer_waits_for_one_only() -> None:
+    planned: list[dict[str, int]] = []
+    hook = StepHook(lambda plan: planned.append(dict(plan.num_scheduled_tokens)))
+    core = make_core(hook, max_num_batched_tokens=16)
+    core.add_request(make_engine_request("long", num_tokens=40), "gateway")
+    step(core)
+    core.add_request(make_engine_request("short", num_tokens=3), "gateway")
+    assert planned == [{"long": 16}], "the next step may still hold the newcomer"
+    run_until_idle(core)
+    core.close()
+
+
 def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_commands_go_at_once() -> None:
     diary = Diary()
     core = make_core(connector=diary)
-    core.add_request(make_engine_request("local", max_tokens=9), "gateway")
+    core.add_request(make_engine_request("local", num_tokens=1, max_tokens=9), "gateway")
     step(core)
     transfer = KVTransferParams(TransferRole.CONSUMER, "t", 0, PEER)
     core.add_request(make_engine_request("load", kv_transfer=transfer), "gateway")
@@ -189,7 +207,9 @@ def test_c46_a_load_starts_when_the_steps_before_it_are_computed_and_commands_go
 
 def test_c46_blocks_of_a_request_that_was_preempted_meanwhile_do_not_leave() -> None:
     diary = Diary()
-    core = make_core(connector=diary, num_blocks=8, max_num_batched_tokens=48, enable_prefix_caching=False)
+    pipeline = PlansPastPrompts(FakeRunner())
+    settings: dict[str, Any] = {"num_blocks": 8, "max_num_batched_tokens": 48, "enable_prefix_caching": False}
+    core = make_core(connector=diary, pipeline=pipeline, **settings)
     transfer = KVTransferParams(TransferRole.PRODUCER, "t", 0, PEER)
     core.add_request(make_engine_request("old", num_tokens=31, max_tokens=40), "gateway")
     step(core)

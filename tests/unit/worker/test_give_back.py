@@ -10,6 +10,7 @@ from worker.core import EngineCore
 
 FROM_PEER = KVTransferParams(TransferRole.CONSUMER, "t", 0, PEER)
 TO_PEER = KVTransferParams(TransferRole.PRODUCER, "u", 0, PEER)
+ALSO_TO_PEER = KVTransferParams(TransferRole.PRODUCER, "v", 0, PEER)
 
 
 def step(core: EngineCore, num_steps: int = 1) -> list[RequestOutput]:
@@ -32,7 +33,7 @@ def test_c52_whatever_state_a_request_is_in_it_is_given_back_once_and_says_nothi
     outputs = step(core, 3)
     core.add_request(make_engine_request("loads", kv_transfer=FROM_PEER), "gateway")
     core.add_request(make_engine_request("computes", 100, kv_transfer=TO_PEER), "gateway")
-    core.add_request(make_engine_request("waits", 100), "other")
+    core.add_request(make_engine_request("waits", 200, kv_transfer=ALSO_TO_PEER), "other")
     outputs += step(core)
     assert core.request_counts().waiting_for_remote_kvs == 1
     ends = core.give_back_requests()

@@ -2,9 +2,12 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
-from cluster.serve.screen import Screen
+from baton.kv import WorkerRef
+from baton.worker import WorkerEndpoint, WorkerRole
+from cluster.serve.screen import Screen, workers_text
 
 
 def plain_screen() -> tuple[Screen, io.StringIO]:
@@ -70,3 +73,20 @@ def test_what_a_stage_says_is_seen_on_a_terminal() -> None:
         stage.say("draining, 2 requests")
         screen.console.print("")  # whatever is printed makes it show itself anew
     assert "(draining, 2 requests)" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "cpus", "text"),
+    [
+        (1, (5,), "w0 (decode, pid 7, 1 thread on CPUs 5)"),
+        (4, (0, 1, 2, 3), "w0 (decode, pid 7, 4 threads on CPUs 0-3)"),
+        (2, (), "w0 (decode, pid 7, 2 threads)"),
+        (0, (), "w0 (decode, pid 7)"),
+    ],
+)
+def test_workers_are_named_with_their_part_of_the_machine(
+    num_threads: int, cpus: tuple[int, ...], text: str
+) -> None:
+    ref = WorkerRef("w0", "life", ("tcp://127.0.0.1:1",), 16)
+    endpoint = WorkerEndpoint(ref, WorkerRole.DECODE, "", "here", 7, num_threads=num_threads, cpus=cpus)
+    assert workers_text([endpoint]) == text

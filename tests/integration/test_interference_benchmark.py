@@ -1,0 +1,87 @@
+"""The interference benchmark in small: a real server asked by its client, and what it makes of the times it saw."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.interference import over_peer
+from benchmarks.interference_load import Seen, Slo, Workload, figures, percentile
+from benchmarks.interference_picture import draw
+from benchmarks.interference_sides import VLLM
+from tests.factories.models import make_model_dir
+
+CHAT = Seen(True, 1.0, (1.5, 1.6, 1.8), 3)
+SLOW_CHAT = Seen(True, 2.0, (4.0, 4.1, 4.2), 3)
+LONG = Seen(False, 0.5, (3.5,), 1)
+WORKLOAD = Workload(seconds=4.0)
+
+
+@pytest.mark.slow
+def test_a_small_run_answers_every_request_and_leaves_a_table_a_file_and_a_picture(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "model")
+    side = "Baton, 1 P + 1 D"
+    command = [sys.executable, "-m", "benchmarks.interference", "--model", str(model), "--sides", side]
+    command += ["--rounds", "1", "--seconds", "2", "--long-every", "0.5", "--long-prompt", "300"]
+    command += ["--num-chats", "2", "--chat-prompt", "8", "--chat-answer", "6"]
+    command += ["--set", "engine.kv_cache_memory_mib=32", "model.dtype=float32"]
+    command += ["--json", str(tmp_path / "result.json"), "--svg", str(tmp_path / "picture.svg")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    assert side in run.stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    measured = result["sides"][side]
+    assert measured["num_long_prompts"] == 4
+    assert measured["num_chats"] >= 2
+    assert measured["tokens_per_s"] > 0
+    assert 0 < measured["gap_p50_ms"] <= measured["gap_p99_ms"] <= measured["gap_max_ms"]
+    assert result["over_peer"] == {}
+    assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.slow
+def test_a_key_that_baton_does_not_have_is_refused(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "model")
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.interference",
+        "--model",
+        str(model),
+        "--set",
+        "engine.speed=9",
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode != 0
+    assert "engine.speed" in run.stderr
+
+
+def test_figures_of_what_clients_saw() -> None:
+    found = figures([[CHAT, SLOW_CHAT, LONG]], WORKLOAD, Slo(ttft_s=1.0, gap_s=0.25))
+    assert found["gap_p50_ms"] == pytest.approx(100)
+    assert found["gap_max_ms"] == pytest.approx(200)
+    assert found["chat_ttft_p50_ms"] == pytest.approx(500)
+    assert found["chat_ttft_p99_ms"] == pytest.approx(2000)
+    assert found["long_ttft_p99_ms"] == pytest.approx(3000)
+    assert found["tokens_per_s"] == pytest.approx(5 / 4), "two came after the round"
+    assert (found["goodput_chats_per_s"], found["good_share"]) == (0.25, 0.5)
+    slower = figures([[SLOW_CHAT, LONG]], WORKLOAD, Slo(1.0, 0.25))
+    assert over_peer({"Baton": slower, VLLM: found})["Baton"]["chat_ttft_p50_ms"] == pytest.approx(4.0)
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    assert [percentile(range(1, 101), percent) for percent in (50, 99, 100)] == [50, 99, 100]
+    assert percentile([7.0], 99) == 7.0
+
+
+def test_the_picture_has_a_bar_for_each_gap_and_a_mark_for_each_long_prompt() -> None:
+    seen = [CHAT, SLOW_CHAT, LONG]
+    text = draw({"Baton <1>": seen}, {"Baton <1>": figures([seen], WORKLOAD, Slo(1.0, 0.25))}, WORKLOAD)
+    root = ElementTree.fromstring(text)
+    paths = {path.get("class"): path.get("d") or "" for path in root.iter("{http://www.w3.org/2000/svg}path")}
+    assert paths["gap"].count("M") == 4
+    assert "long" in paths
+    assert any("Baton <1>" in (each.text or "") for each in root.iter())

@@ -1,0 +1,94 @@
+"""The order of prompts that a prefill worker computes: by remaining work, and none starves."""
+
+from typing import Any
+
+from baton.kv import TransferRole
+from baton.request import FinishReason
+from scheduler import Request
+from tests.factories.driving import Driver
+from tests.factories.scheduling import FakeConnector, make_request, make_scheduler
+
+
+def make_prefill_worker(**settings: Any) -> Driver:
+    connector = FakeConnector()
+    return Driver(
+        make_scheduler(connector, **{"max_num_batched_tokens": 64, **settings}), connector=connector
+    )
+
+
+def prompt(name: str, num_tokens: int, **options: Any) -> Request:
+    return make_request(num_tokens, request_id=name, role=TransferRole.PRODUCER, **options)
+
+
+def test_a_short_prompt_overtakes_a_long_one_and_does_not_wait_for_a_part_of_it() -> None:
+    driver = make_prefill_worker()
+    driver.add(prompt("long", 300))
+    assert driver.step().num_scheduled_tokens == {"long": 64}
+    driver.add(prompt("short", 20))
+    assert driver.step().num_scheduled_tokens == {"short": 20}
+    assert driver.ends == {"short": FinishReason.HANDED_OVER}
+    assert driver.step().num_scheduled_tokens == {"long": 64}
+
+
+def test_a_prompt_longer_than_what_is_left_of_another_waits_for_it() -> None:
+    driver = make_prefill_worker()
+    driver.add(prompt("first", 200))
+    driver.step()
+    driver.step()
+    driver.add(prompt("second", 100))
+    assert driver.step().num_scheduled_tokens == {"first": 64}, "72 were left"
+    assert driver.step().num_scheduled_tokens == {"first": 8}
+    assert driver.step().num_scheduled_tokens == {"second": 64}
+
+
+def test_of_waiting_prompts_the_shortest_is_first_and_equal_ones_come_in_their_order() -> None:
+    driver = make_prefill_worker()
+    driver.add(prompt("long", 100), prompt("short", 30), prompt("also short", 30))
+    assert list(driver.step().num_scheduled_tokens) == ["short", "also short"], "as many as fit whole"
+
+
+def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
+    """It is overtaken until as many tokens as its own were computed, and by what came before that."""
+    driver = make_prefill_worker()
+    driver.add(prompt("long", 640))
+    num_steps = 0
+    while "long" not in driver.ends:
+        driver.add(prompt(f"short {num_steps}", 64))
+        driver.step()
+        num_steps += 1
+    assert 10 < num_steps <= 21
+
+
+def test_beside_requests_that_decode_a_prompt_is_computed_in_parts() -> None:
+    driver = make_prefill_worker()
+    driver.add(make_request(20, request_id="local"))
+    driver.step()
+    driver.add(prompt("for another", 100))
+    assert driver.step().num_scheduled_tokens == {"local": 1, "for another": 63}
+
+
+def test_prompts_of_other_requests_are_computed_as_they_come() -> None:
+    driver = make_prefill_worker()
+    driver.add(make_request(300, request_id="long"))
+    driver.step()
+    driver.add(make_request(20, request_id="short"))
+    assert driver.step().num_scheduled_tokens == {"long": 64}
+
+
+def test_no_prompt_overtakes_where_another_would_have_to_give_its_blocks_away() -> None:
+    driver = make_prefill_worker(num_blocks=21, enable_prefix_caching=False)
+    driver.add(prompt("long", 300))
+    driver.step()
+    driver.add(prompt("short", 20))
+    assert driver.step().num_scheduled_tokens == {"long": 64}, "19 of 20 blocks are for the long one"
+    while "long" not in driver.ends:
+        plan = driver.step()
+        assert not plan.preempted_req_ids
+
+
+def test_with_priorities_a_better_prompt_overtakes_a_worse_one() -> None:
+    driver = make_prefill_worker(policy="priority")
+    driver.add(prompt("worse", 100, priority=1))
+    driver.step()
+    driver.add(prompt("better", 200, priority=0))
+    assert driver.step().num_scheduled_tokens == {"better": 64}
