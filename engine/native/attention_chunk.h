@@ -180,7 +180,8 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
         } else {
             weigh_rows([&](Floats score, int64_t k) {
                 const Ints at = Ints{} + static_cast<int32_t>(key + k);
-                return (at > positions) | (at <= oldest) ? all(-INFINITY) : score;
+                const Ints is_hidden = (at > positions) | (at <= oldest);
+                return is_hidden ? all(-INFINITY) : score;
             });
         }
     }
