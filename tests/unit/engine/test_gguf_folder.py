@@ -161,6 +161,10 @@ SIZES = {
         ({"tokenizer__ggml__merges": ["a b c"]}, r"merges has 'a b c', which makes no token of two"),
         ({"tokenizer__ggml__merges": ["a qqqq"]}, r"merges has 'a qqqq', which makes no token of two"),
         ({"tokenizer__ggml__token_type": [1, 3]}, r"300 tokens, but 2 tokenizer\.ggml\.token_type"),
+        (
+            {"tokenizer__ggml__tokens": [str(i) for i in range(301)]},
+            r"301 tokens, but token_embd\.weight has 300 rows",
+        ),
         ({"tokenizer__ggml__tokens": None}, r"tokenizer\.ggml\.tokens must be a list of strings"),
     ],
     ids=str,
@@ -174,6 +178,10 @@ def test_what_is_not_supported_is_named(
 
 
 def test_keys_with_a_value_that_changes_nothing_are_no_obstacle(tmp_path: Path, source: Path) -> None:
-    keys: dict[str, Any] = {"llama__expert_count": 0, "llama__attention__clamp_kqv": 0.0, "llama__attention__causal": True}
+    keys: dict[str, Any] = {
+        "llama__expert_count": 0,
+        "llama__attention__clamp_kqv": 0.0,
+        "llama__attention__causal": True,
+    }
     describe(make_gguf(tmp_path / "m.gguf", source, **keys), tmp_path / "folder")
     assert json.loads((tmp_path / "folder" / "config.json").read_text())["num_hidden_layers"] == 1
