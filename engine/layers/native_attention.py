@@ -4,6 +4,7 @@ Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, D 
 M blocks of a table, X positions.
 """
 
+
 import ctypes
 from dataclasses import dataclass
 
@@ -119,11 +120,7 @@ class NativeAttention:
         )
         num_items, num_merges, num_partials = counts.tolist()
         return _Plan(
-            items,
-            merges,
-            num_partials,
-            (window,),
-            (items.ctypes.data, num_items, merges.ctypes.data, num_merges),
+            items, merges, num_partials, (window,), (items.ctypes.data, num_items, merges.ctypes.data, num_merges)
         )
 
 

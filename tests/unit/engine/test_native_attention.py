@@ -180,14 +180,7 @@ def test_a_mixed_step_equals_the_torch_path(dtype: torch.dtype, windows: tuple[i
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "heads",
-    [
-        Heads(9, 3, 64),
-        Heads(32, 8, 128),
-        Heads(1, 1, 16),
-        Heads(7, 1, 80),
-        Heads(4, 4, 96),
-        Heads(10, 2, 256),
-    ],
+    [Heads(9, 3, 64), Heads(32, 8, 128), Heads(1, 1, 16), Heads(7, 1, 80), Heads(4, 4, 96), Heads(10, 2, 256)],
     ids=str,
 )
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32])
