@@ -56,8 +56,8 @@ class OnLoadFailure(Enum):
 class KVTransferParams:
     """How one request takes part in a hand-over; minted by the gateway, never by a client.
 
-    (transfer_id, attempt) names the hand-over on both sides. Together with `peer.incarnation`, no correlation relies
-    on an address or on an id that only one engine knows.
+    (transfer_id, attempt) names the hand-over on both sides. With `peer.incarnation`, that is all that relates
+    the two sides: no address, and no id that only one engine knows.
     """
 
     role: TransferRole
@@ -80,7 +80,7 @@ class KVFingerprint:
     """Digest of the model's config and weight files; tells two fine-tunes at one path apart."""
     dtype: str
     layout: str
-    """Axis order of a block, e.g. `LKTHD`; see engine/kv_cache.py."""
+    """Axis order of a block, e.g. `LKHTD`; see engine/kv_cache.py."""
     num_layers: int
     num_kv_heads: int
     """KV heads of all ranks together."""

@@ -42,7 +42,7 @@ class RunnerRequest:
         self.matcher: Matcher | None = None
         """Guides sampling if the output is structured."""
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()
-        """Of all its tokens and of its output, as of the last time that penalties needed them."""
+        """Counts of all its tokens, and of its output alone, when penalties last needed them."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
 
     @property

@@ -1,6 +1,6 @@
 """KVPool: the paged KV cache of one rank, a tensor in which a block is one contiguous span; knows no request.
 
-Axis letters, also those of the fingerprint's layout: N blocks, L layers, K the pair (keys, values), H kv heads,
+Axis letters, which the fingerprint's layout uses too: N blocks, L layers, K the pair (keys, values), H kv heads,
 T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md.
 """
 

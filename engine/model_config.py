@@ -149,12 +149,17 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Refuses options that change what a model computes and that the decoder does not support."""
+    """Refuses options that change what a model computes and that the decoder does not support.
+
+    All four families call the activation `hidden_act`. Other keys that seem to name one must name the same. Apart from
+    these, only keys of the four families are looked at: another family's own keys are ignored.
+    """
     if config.get("quantization_config") is not None:
         raise ModelError("quantization_config is not supported; use the model's unquantized weights")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"hidden_act {activation!r} is not supported; only 'silu' is")
+    others = [key for key in config if {"act", "activation"} & set(key.split("_")) and config[key]]
+    for key in ("hidden_act", *others):
+        if (activation := config.get(key, "silu")) not in ("silu", "swish"):
+            raise ModelError(f"{key} {activation!r} is not supported; only 'silu' is")
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:

@@ -3,7 +3,7 @@
 Every row is computed from its own logits, request and (seed, position), so a request samples the same tokens
 alone, in any batch, after preemption or on another worker.
 
-Shape suffixes: R rows, V vocabulary, C likeliest candidates of a row.
+Shape suffixes: R rows, V vocabulary, C likeliest candidates of a row, P parts of a row, S values of a part.
 """
 
 import math
@@ -24,6 +24,8 @@ MIN_TEMPERATURE = 1e-30
 """Lower temperatures, by which float32 cannot divide, act like this one: the arg max."""
 CANDIDATES = 256
 """Likeliest tokens considered first for top_p; sixteen times more whenever the nucleus is larger."""
+PART_SIZE = 256
+"""Values of a row that are searched for the largest one together, if the vocabulary is a multiple."""
 ROWS_AT_ONCE = 4
 """Rows of noise made together, so that a large vocabulary's intermediate values stay in cache."""
 
@@ -85,7 +87,7 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[S
     """One token per row, for the request of that row; the logits are left as they are."""
     raw_RV = logits_RV.to(torch.float32)
     processed_RV = _processed(raw_RV, requests)
-    likeliest_R = processed_RV.argmax(-1)
+    likeliest_R = arg_max(processed_RV)
     is_finite = _are_finite(raw_RV, likeliest_R if processed_RV is raw_RV else None)
     token_ids = likeliest_R.tolist()
     random_rows = [row for row, request in enumerate(requests) if not request.sampling_params.is_greedy]
@@ -98,6 +100,19 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[S
     return [
         SampledToken(token_id, logprobs.get(row), is_finite[row]) for row, token_id in enumerate(token_ids)
     ]
+
+
+def arg_max(x_RV: torch.Tensor) -> torch.Tensor:
+    """The first of each row's largest values, or of its NaNs.
+
+    On a CPU, torch's argmax takes ten times as long as its amax. So this finds the part of the row first.
+    """
+    num_rows, vocab_size = x_RV.shape
+    size = math.gcd(vocab_size, PART_SIZE)
+    parts_RPS = x_RV.view(num_rows, -1, size)
+    part_R = parts_RPS.amax(-1).argmax(-1)
+    part_RS = parts_RPS[torch.arange(num_rows, device=x_RV.device), part_R]
+    return part_R * size + part_RS.argmax(-1)
 
 
 def _are_finite(raw_RV: torch.Tensor, likeliest_R: torch.Tensor | None) -> list[bool]:
@@ -169,7 +184,7 @@ def _draw(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[in
     for start in range(0, len(params), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         scores_RV[rows] += gumbel_noise(keys[rows], logits_RV.shape[1], logits_RV.device)
-    token_ids: list[int] = scores_RV.argmax(-1).tolist()
+    token_ids: list[int] = arg_max(scores_RV).tolist()
     return token_ids
 
 

@@ -1,7 +1,7 @@
 """Runners that make a failed step safe: FailSettled on one GPU, FailStop where ranks meet in collectives.
 
-After a failure a GPU still executes what was queued before. The caller frees a failed step's blocks, also for transfers
-that no stream orders behind the step. After some errors CUDA refuses every call until the process ends.
+After a failure a GPU still executes what was queued before. The caller frees a failed step's blocks, even for transfers
+that no stream orders after the step. After some errors CUDA refuses every call until the process ends.
 
 A rank that left a step half done must not begin another. Its first collective call would match the call in which the
 other ranks still wait, and give them a wrong sum.

@@ -14,7 +14,7 @@ MAX_CHOICES = 128
 """Answers to one request, over all of its prompts; OpenAI's bound on `n`."""
 
 ChoiceDelta = tuple[int, Delta]
-"""Of which answer."""
+"""Which answer it belongs to, and the delta."""
 
 MAX_VALUES = 3 * 2**20
 """The most values of one answer, over all choices: each token is a value, and so is each of its top log-probabilities.
@@ -77,7 +77,7 @@ async def _pump(
 
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
     """InvalidRequest if the answers together could hold more than MAX_VALUES. Without `max_tokens` an answer may fill
-    the room behind its prompt, so that counts. `names`: what the client calls fields that we call otherwise."""
+    the room after its prompt, so that counts. `names`: what the client calls fields that we call otherwise."""
     num_values = sum(map(_num_values, requests))
     if num_values <= MAX_VALUES:
         return

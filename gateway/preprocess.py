@@ -29,7 +29,7 @@ Prompt = str | tuple[int, ...] | list[ChatMessage]
 """Text, token ids, or a conversation."""
 
 UNLIMITED = sys.maxsize
-"""`max_tokens` of an answer that may fill the room behind its prompt."""
+"""`max_tokens` of an answer that may fill the room after its prompt."""
 
 MAX_SALT_CHARACTERS = 1_024
 

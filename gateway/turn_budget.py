@@ -8,7 +8,7 @@ TURN_S = 0.002
 
 
 class TurnBudget:
-    """Of one task. Others run each time that it is spent."""
+    """The budget of one task. Other tasks run each time that it is spent."""
 
     def __init__(self, now: Callable[[], float], turn_s: float = TURN_S) -> None:
         self._now = now
@@ -23,8 +23,8 @@ class TurnBudget:
 
 
 class SharedTurns:
-    """Of several tasks, which take turns as they come: together they work no longer in one turn of the loop than
-    `turn_s` and one more portion. A single task with little work never waits.
+    """One budget for several tasks, which take turns in the order of their arrival. Together they work for at most
+    `turn_s` and one more portion in a turn of the loop. A single task with little work never waits.
 
         async with turns:
             portion of work

@@ -74,7 +74,7 @@ class KVBytes(_Pool):
         self.blocks = blocks
 
     def pieces(self, theirs: RankLayout) -> "HostPieces":
-        """This pool as the rank transfer to one rank of a peer sees it."""
+        """This pool, cut into the pieces of a rank transfer with a rank of layout `theirs`."""
         return HostPieces(self.blocks, self._shapes(theirs))
 
 
@@ -94,7 +94,7 @@ class DeviceKVBytes(_Pool):
         self.memory = blocks.memory
 
     def pieces(self, theirs: RankLayout) -> "DevicePieces":
-        """This pool as the rank transfer to one rank of a peer sees it."""
+        """This pool, cut into the pieces of a rank transfer with a rank of layout `theirs`."""
         return DevicePieces(self._shapes(theirs))
 
 

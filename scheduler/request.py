@@ -125,7 +125,7 @@ class Request:
         output_token_ids: Iterable[int] = (),
         on_preemption: OnPreemption = OnPreemption.RESUME,
     ) -> None:
-        """`output_token_ids` were sampled elsewhere; the request continues behind them."""
+        """`output_token_ids` were sampled elsewhere; the request continues after them."""
         assert prompt_token_ids, f"request {request_id} has an empty prompt"
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -145,7 +145,7 @@ class Request:
         self.all_token_ids: list[int] = [*self.prompt_token_ids, *output_token_ids]
         self.num_initial_tokens = len(self.all_token_ids)
         """Initial tokens: the prompt, and output sampled elsewhere. A producer computes these and hands them over, a
-        consumer receives them; the first new token comes behind them."""
+        consumer receives them; the first new token comes after them."""
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
         """Prompt and output tokens at which it surely ends; the scheduler lowers it to what fits the engine."""
         if self.is_producer:

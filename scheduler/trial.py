@@ -23,7 +23,7 @@ class Trial:
         self._first_step = 0
         """The first step that may belong to the present group."""
         self._is_any_passed = False
-        """Of the present group."""
+        """A request of the present group has passed."""
         self.has_passed = False
         """A request of this trial has passed: the device can compute, so further failures are not its own."""
 

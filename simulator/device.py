@@ -40,7 +40,7 @@ class DeviceFailure(RuntimeError):
 
 
 def next_token(prompt: tuple[int, ...], position: int) -> int:
-    """The model's token at an output position; now and then EOS, also at the first."""
+    """The model's token at an output position; now and then EOS, even at the first."""
     token_id = 100 + xxhash.xxh32_intdigest(f"{hash(prompt)}@{position}".encode()) % 50_000
     return EOS if token_id % 16 == 0 else token_id
 

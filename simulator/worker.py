@@ -40,7 +40,7 @@ from worker.role import Role
 
 MAX_WAKE_DELAY_S = 0.001
 PROGRESS_TIMEOUT_S = 2.0
-"""Longer than any step, also of a slow worker."""
+"""Longer than any step, even of a slow worker."""
 
 Outbox = Callable[["Worker", list[RequestOutput]], None]
 

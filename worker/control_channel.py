@@ -25,7 +25,7 @@ from baton.messages.control_codec import (
 )
 
 MAX_LINE_BYTES = 64 * 1024
-"""Of a call."""
+"""The longest call."""
 
 MAX_CALLS = 16
 """Calls that may be open at a time; one more is answered with an error."""
@@ -55,7 +55,7 @@ class StdioControlServer:
             if line.strip():
                 self._begin(line)
         if len(self._buffer) > MAX_LINE_BYTES:
-            self._reply(failure(0, WireError(f"a line of more than {MAX_LINE_BYTES} bytes")))
+            self._reply(failure(0, WireError(f"a call is longer than {MAX_LINE_BYTES} bytes")))
             self._buffer = b""
 
     def _begin(self, line: bytes) -> None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
 """In a row; then the device is at fault. Requests that break their steps fail up to two steps each before any step is
-computed, also if they come one after another to an idle device."""
+computed, even if they come one after another to an idle device."""
 
 ClientOutputs = dict[str, list[RequestOutput]]
 
@@ -180,7 +180,7 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts, also of both halves: the scheduler counts loads by prompt, the connector by rank
+        """Monotonic counts, those of both halves included: the scheduler counts loads by prompt, the connector by rank
         transfer."""
         ours, theirs = self._scheduler.counters(), self._connector.counters()
         assert not ours.keys() & theirs.keys(), (

@@ -1,4 +1,4 @@
-"""KVConnectorScheduler: the half of the KV connector that the scheduler calls; decides nothing about bytes.
+"""KVConnectorScheduler: the connector's half that the scheduler calls; kv_transfer/connector/worker.py moves the bytes.
 
 Satisfies `scheduler.KVConnector` with the producing half of the prefill role and the consuming half of the decode
 role. Both always exist: a worker can change its role while transfers of the old one end.

@@ -134,7 +134,7 @@ class RequestServer:
         self._wakeup.set()
 
     def beat(self) -> None:
-        """Sends a heartbeat to every gateway now; from any thread, never blocks."""
+        """Makes the thread send a heartbeat to every gateway now; from any thread, never blocks."""
         self._is_beat_due.set()
         self._wakeup.set()
 

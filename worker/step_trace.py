@@ -70,9 +70,9 @@ class StepTrace:
     scheduled: Mapping[str, Share] = field(default_factory=dict)
     """By request, in the order of scheduling."""
     num_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Of requests that compute for the first time."""
+    """For requests that compute for the first time."""
     num_cached_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Of requests that start or resume: tokens found in the prefix cache. Their other computed tokens came from
+    """For requests that start or resume: tokens found in the prefix cache. Their other computed tokens came from
     another worker (if they start), or from host memory (if they resume).
     """
     resumed: tuple[str, ...] = ()

@@ -36,8 +36,8 @@ class ApiKey(Section):
     hint. A request for `n` answers counts as one."""
     tokens_per_minute: int | None = Field(None, ge=1)
     """Limit at each gateway, of prompt tokens and of the tokens of all `n` answers. After a quiet minute, this many
-    may be used at once. A request begins if any are left, and may use more: then the next one waits until that is
-    made up for."""
+    may be used at once. A request begins if any are left, and may use more: then further requests are refused
+    until that is made up for."""
     max_concurrent: int | None = Field(None, ge=1)
     """Requests at once at each gateway, waiting ones included; each of a request's `n` answers counts as one."""
     best_priority: int = 0

@@ -12,7 +12,7 @@ class SchedulerConfig(Section):
 
     max_num_seqs: int = Field(64, ge=1)
     """Requests that may run at once. Default on a GPU: 256."""
-    max_num_batched_tokens: int = Field(256, ge=1)
+    max_num_batched_tokens: int = Field(128, ge=1)
     """Tokens that one step may compute. A prompt is handed over in pieces of this size while the next piece is
     computed, and a prompt that arrives meanwhile waits for the current piece. Default on a GPU: the fewest that keep
     it busy, at most 8192."""

@@ -97,7 +97,7 @@ class FleetConfiguration:
     model_path: str
     """The model's folder on the machine of the fleet's owner."""
     keys_digest: str
-    """Of the keys of its request and KV planes: equal digests mean equal cluster secrets."""
+    """Hash of its request and KV planes' keys: equal digests mean equal cluster secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class StartReport:
 
     version: int
     progress: tuple[tuple[str, StartProgress], ...]
-    """Of each worker that loads, by name."""
+    """The progress of each worker that loads, by its name."""
     placing: tuple[str, ...]
     """Workers that have found no room yet."""
     unready: tuple[tuple[str, str], ...]

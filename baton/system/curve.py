@@ -90,7 +90,9 @@ def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
 
 
 def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
-    """Of the plane between a fleet's control server and its gateways, likewise; workers never get them."""
+    """The keys of the plane between a fleet's control server and its gateways, derived as in `derive_keys`; workers
+    never get them.
+    """
     if secret is None:
         return None
     _check_curve()

@@ -25,7 +25,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Extremes:
-    """Of finished pieces."""
+    """The longest and the largest of finished pieces."""
 
     longest_s: float = 0.0
     largest: int = 0

@@ -27,7 +27,7 @@ class _Window:
 
 
 class RepeatLimit:
-    """Of each kind of warning or error, MAX_PER_WINDOW are written in WINDOW_S, followed by a summary of the rest.
+    """Writes MAX_PER_WINDOW of each kind of warning or error in WINDOW_S, then a summary of the rest.
     Lower levels are always written.
 
     Not safe across threads. `now` never decreases.

@@ -375,13 +375,13 @@ class Node(_message.Message):
     IS_HEAD_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
-    IS_LEAVING_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     is_alive: _builtins.bool
     is_head: _builtins.bool
     """Whether this is the cluster's head node."""
-    is_leaving: _builtins.bool
+    is_draining: _builtins.bool
     """No more workers are placed on this node."""
     @_builtins.property
     def resources(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -400,11 +400,11 @@ class Node(_message.Message):
         is_head: _builtins.bool = ...,
         resources: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
-        is_leaving: _builtins.bool = ...,
+        is_draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_alive", b"is_alive", "is_head", b"is_head", "is_leaving", b"is_leaving", "name", b"name", "resources", b"resources", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "is_alive", b"is_alive", "is_draining", b"is_draining", "is_head", b"is_head", "name", b"name", "resources", b"resources", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,7 +60,7 @@ def _nodes_table(nodes: Iterable[dict[str, Any]]) -> Table:
     for node in nodes:
         state = Text("alive", "green") if node["is_alive"] else Text("gone", "bold red")
         kind = Text(
-            (", head" if node["is_head"] else "") + (", leaving" if node["is_leaving"] else ""), "dim"
+            (", head" if node["is_head"] else "") + (", draining" if node["is_draining"] else ""), "dim"
         )
         resources = ", ".join(f"{amount:g} {name}" for name, amount in node["resources"].items()) or "-"
         workers = ", ".join(node["workers"]) or "-"

@@ -25,7 +25,7 @@ from cluster.control_api.configuration import keys_digest
 T = TypeVar("T")
 
 ACTOR_THREADS = 16
-"""Each call takes one, also a call whose caller has died."""
+"""Each call holds a thread until it returns, even if its caller has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,8 @@ def whereabouts() -> Introduction:
 def keys_of_node(network: NetworkConfig, digest: str) -> ClusterKeys:
     """The cluster's keys, from the secret that this node has: neither secret nor keys travel through Ray.
 
-    ConfigError if the node has none, or another one than the command that began the fleet, whose `keys_digest` this is.
+    ConfigError if the node has no secret, or not the one of the command that began the fleet. `digest`: that command's
+    `keys_digest`.
     """
     keys = derive_keys(load_secret(network, os.environ, may_create=False))
     if keys_digest(keys) != digest:

@@ -139,7 +139,7 @@ class RayIncarnation:
 
 
 def node_name(host: str, node_id: str) -> str:
-    """A unique name, also for several nodes on one machine."""
+    """A unique name, even if several nodes are on one machine."""
     return f"{host}-{node_id[:6]}"
 
 

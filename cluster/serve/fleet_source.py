@@ -42,7 +42,9 @@ class FleetSource(Protocol):
         ...
 
     async def find_fleet(self) -> Sighting:
-        """ClusterError, with the reason, if no fleet answers yet; AnotherFleet if one refuses the connection."""
+        """The fleet that is there. ClusterError, with the reason, if none answers yet; AnotherFleet if one refuses the
+        connection.
+        """
         ...
 
 

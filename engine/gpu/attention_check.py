@@ -43,7 +43,7 @@ unit, 2^-10 or 2^-7 of the sum; the tolerance is twice that. A float32 product i
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionTrial:
+class AttentionCase:
     """One step's attention in one layer."""
 
     name: str
@@ -58,24 +58,26 @@ def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compil
 
     The pool is all zeros before and after. Every launch has been compiled by `DeviceParts.rehearse`.
     """
-    for trial in attention_trials(model, parts, pool):
-        want_TQD, allowed_TQD = trial.expect()
+    for case in attention_cases(model, parts, pool):
+        want_TQD, allowed_TQD = case.expect()
         for run in range(NUM_RUNS):
-            off_TQD = (trial.run().to(torch.float32) - want_TQD).abs()
+            off_TQD = (case.run().to(torch.float32) - want_TQD).abs()
             if bool((off_TQD <= allowed_TQD).all()):  # and not NaN
                 continue
+            worst = int((off_TQD - allowed_TQD).argmax())  # argmax takes NaN for the largest
+            off, allowed = off_TQD.flatten()[worst].item(), allowed_TQD.flatten()[worst].item()
             raise ConfigError(
-                f"attention, {trial.name}: the Triton kernels differ from torch by up to {off_TQD.max().item():.3g} "
-                f"in run {run + 1} of {NUM_RUNS}, where {allowed_TQD.max().item():.3g} is the most that rounding "
-                f"explains, so this worker would give wrong tokens. They were assembled by ptxas {compiler.version} "
-                f"({compiler.ptxas}); set TRITON_PTXAS_PATH to a ptxas of CUDA 13.3 or later (docs/gpu.md)"
+                f"attention, {case.name}: the Triton kernels differ from torch by {off:.3g} in run {run + 1} of "
+                f"{NUM_RUNS}, where rounding explains at most {allowed:.3g}, so this worker would give wrong tokens. "
+                f"They were assembled by ptxas {compiler.version} ({compiler.ptxas}); set TRITON_PTXAS_PATH to a "
+                f"ptxas of CUDA 13.3 or later (docs/gpu.md)"
             )
 
 
-def attention_trials(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Iterator[AttentionTrial]:
+def attention_cases(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Iterator[AttentionCase]:
     """A prefill step and a decode step for every window that layers have.
 
-    During a trial the pool's blocks hold random numbers in that layer; they are zeros again before the next trial.
+    While a case runs, the pool's blocks hold random numbers in that layer; they are zeros again before the next one.
     """
     windows = model.architecture.sliding_windows
     room = min(CONTEXT, parts.limits.max_model_len, (pool.num_blocks - 1) * pool.shape.block_size)
@@ -106,7 +108,7 @@ def _trial(
     window: int | None,
     batch: StepBatch,
     generator: torch.Generator,
-) -> AttentionTrial:
+) -> AttentionCase:
     """The queries lie within the output of the projection, as in the model."""
     num_heads, head_dim = model.num_heads, pool.shape.head_dim
     shape_TPD = (batch.num_tokens, num_heads + 2 * pool.shape.num_kv_heads, head_dim)
@@ -124,7 +126,7 @@ def _trial(
         sum_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
         return want_TQD, sum_TQD.mul_(TOLERANCES[model.dtype])
 
-    return AttentionTrial(name, lambda: parts.forward.attend(batch, layer, q_TQD), expect)
+    return AttentionCase(name, lambda: parts.forward.attend(batch, layer, q_TQD), expect)
 
 
 def _chunk(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:

@@ -178,7 +178,7 @@ class DeviceSampledTokens:
 
     num_rows: int
     results_2R: torch.Tensor
-    """Of so many rows or more: tokens, then which are not finite."""
+    """For `num_rows` rows or more: their tokens, then which rows are not finite."""
     logprobs: _Logprobs | None
     num_top_tokens: dict[int, int]
     event: torch.cuda.Event | None

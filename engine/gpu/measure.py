@@ -24,7 +24,7 @@ from engine.loading.loader import LoadedModel
 logger = logging.getLogger(__name__)
 
 NUM_MEASURED_GRAPHS = 2
-"""Of each kind: the largest, whose memory all share, and the next, which shows what each further graph takes."""
+"""For each kind: the largest, whose memory all share, and the next, which shows what each further graph takes."""
 COLLECTIVES_BYTES = 512 * 2**20
 """What NCCL may take when the ranks connect, later."""
 CHUNKS = (512, 1024, 2048, 4096, 8192)
@@ -89,7 +89,7 @@ def free_memory(device: torch.device) -> int:
 def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], int]) -> int:
     """Bytes that all graphs will take; `free_now` returns the device's free bytes.
 
-    Of each kind the largest and the next are recorded, and kept until all are measured. The next shares the memory of
+    Records the largest two graphs of each kind, and keeps them until all are measured. The next shares the memory of
     the largest; the bytes that it takes on top are assumed for every other graph of its kind.
     """
     limits, total = parts.limits, 0

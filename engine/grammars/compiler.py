@@ -131,7 +131,7 @@ class GrammarCompiler:
         self._compiled: dict[StructuredOutput, Compiled] = {}
         """Most recently used last."""
         self._num_bytes = 0
-        """Of all of them."""
+        """Bytes of all compiled grammars."""
         self._is_evicted = True
         """Nothing was compiled since the last `evict`."""
         self._thread: threading.Thread | None = None

@@ -119,7 +119,8 @@ def _filtered_draw_kernel(  # type: ignore[no-untyped-def]
             row_active_ptr = active_ptr + row * num_chunks
             at = (logits_ptr, processed_ptr, row, processed_row, row_stride, vocab_size, row_max, temperature)
 
-            # No weight below `lowest` is kept. k chunks hold at least k tokens of the k-th likeliest chunk's weight.
+            # No weight below `lowest` is kept. The k likeliest chunks contain at least k tokens that weigh no less than
+            # the k-th of these chunks' largest weights.
             lowest = min_p.to(tl.int32, bitcast=True)
             lowest_of_top_k = tl.full([], 0, tl.int32)
             if top_k <= num_chunks:
@@ -361,7 +362,7 @@ def _draw_from(  # type: ignore[no-untyped-def]
         values_GX = tl.where(to_weight_bits(scores_GX) >= lowest, values_GX, float("-inf"))
         group_best = tl.max(tl.max(values_GX, 1), 0)
         group_token = tl.min(tl.min(tl.where(values_GX == group_best, tokens_GX, vocab_size), 1), 0)
-        if group_best > best:  # chunks are listed in order, so an equal one later has a higher token
+        if group_best > best:  # groups come in the order of tokens, so of equal values the lowest token stays
             best = group_best
             token = group_token
         start += GROUP

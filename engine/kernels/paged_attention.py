@@ -47,7 +47,7 @@ class Softmax:
 class LayerKV:
     """One layer's keys and values of all blocks, as launches take them; made once, since the pool never moves.
 
-    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots behind a request's last token are multiplied by
+    `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots after a request's last token are multiplied by
     zero, so they may hold any finite number; the engine clears them when a request gets the block.
     """
 
@@ -182,7 +182,8 @@ def paged_attention(
         MERGED_PARTS=max(1, min(16, MAX_MERGED_ELEMENTS // (padded_group * shape.padded_head_dim))),
         USES_TMA=shape.uses_tma,
         HAS_WINDOW=softmax.window is not None,
-        # Of 8-bit numbers float16 is made in one instruction for two, bfloat16 in several; it holds all of them too.
+        # One instruction converts two 8-bit numbers to float16; bfloat16 takes several. float16, too, holds all of them
+        # exactly.
         TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,
         PRECISION="tf32x3" if q_TQD.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,

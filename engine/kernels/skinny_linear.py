@@ -30,7 +30,7 @@ MAX_X_ELEMENTS_FLOAT8 = 8_192
 """Converting float8 takes registers too: with more, too few programs fit a multiprocessor, or registers spill."""
 
 NUM_MULTIPROCESSORS = 132
-"""Of a Hopper. On other GPUs the same launches are correct, and a little less balanced."""
+"""A Hopper has so many. On other GPUs the same launches are correct, and a little less balanced."""
 
 
 def skinny_linear(
@@ -138,10 +138,10 @@ def choose_launch(
 
 def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is_normed: bool) -> FmaLaunch:
     """Programs of 256 threads with tiles of 64 bytes of weights a thread, two of them in registers: one in use and one
-    being loaded. As many programs as registers allow. A multiprocessor runs 4 if x takes 16 of a thread's registers (61
-    in all), 3 if 32 (80, but normed 89: then 2), 2 if 64 (122), and 2 with float8, whose conversion takes more (96,
-    112). So 32 to 64 KiB are in flight. For longer rows there is one program, of 512 threads, with tiles twice as
-    large."""
+    being loaded. As many programs as registers allow. A multiprocessor runs 4 programs if x takes 16 of a thread's
+    registers (61 in all), 3 if it takes 32 (80 in all; 2 programs if x is normed, with 89), and 2 if it takes 64 (122
+    in all). With float8 it runs 2: the conversion needs more registers (96 or 112). So 32 to 64 KiB are in flight. For
+    longer rows there is one program, of 512 threads, with tiles twice as large."""
     num_warps = 16 if padded_inputs > 8192 else min(8, max(1, padded_inputs // 256))
     num_threads = 32 * num_warps
     tile_bytes = (128 if num_warps == 16 else 64) * num_threads

@@ -37,7 +37,7 @@ class QuantizedRows:
     scales_T1: torch.Tensor
     """float32."""
     dtype: torch.dtype
-    """Of the original activations."""
+    """The original activations' dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,9 @@ class TiledAttention:
             torch.baddbmm(scores_HXs, q_HXD, k_HDs, beta=0, alpha=head_dim**-0.5, out=scores_HXs)
             scores_HGns = scores_HXs.view(num_kv_heads, per_kv_head, -1, num_keys)
             scores_HGns[..., tile.masked] += tile.mask_ns
-            weights_HXs = torch.softmax(scores_HXs, -1, out=self._weights.take(q_HXD.dtype, *scores_HXs.shape))
+            weights_HXs = torch.softmax(
+                scores_HXs, -1, out=self._weights.take(q_HXD.dtype, *scores_HXs.shape)
+            )
             out_HGnD = torch.bmm(weights_HXs, v_HSD[:, tile.keys]).view(*scores_HGns.shape[:3], head_dim)
             out_NQD[tile.queries] = out_HGnD.permute(2, 0, 1, 3).flatten(1, 2)
 

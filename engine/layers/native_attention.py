@@ -4,7 +4,6 @@ Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, D 
 M blocks of a table, X positions.
 """
 
-
 import ctypes
 from dataclasses import dataclass
 
@@ -45,9 +44,10 @@ def is_supported(shape: KVBlockShape, num_heads: int) -> bool:
 class NativeAttention:
     """Prepares steps; owns the memory that their layers share.
 
-    All arithmetic is in float32, except that for activations in bfloat16 a chunk's queries and weights are multiplied in
-    bfloat16 on machines that can. A token's result is the same, bit for bit, for any number of threads and beside any
-    other requests; and for tokens computed in chunks (of two tokens and more), wherever their chunks begin and end.
+    All arithmetic is in float32. Only a chunk with activations in bfloat16 multiplies bfloat16, where the machine can.
+
+    A token's result is the same, bit for bit, for any number of threads and beside any other requests. It is also the
+    same wherever its chunk begins and ends. Only a chunk of one token, which is a decode, may differ in the last bits.
     """
 
     def __init__(
@@ -119,22 +119,21 @@ class NativeAttention:
             ctypes.byref(step), window, items.ctypes.data, merges.ctypes.data, counts.ctypes.data
         )
         num_items, num_merges, num_partials = counts.tolist()
-        return _Plan(
-            items, merges, num_partials, (window,), (items.ctypes.data, num_items, merges.ctypes.data, num_merges)
-        )
+        where = (items.ctypes.data, num_items, merges.ctypes.data, num_merges)
+        return _Plan(window, where, num_partials, (items, merges))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The items of layers with one window."""
+    """How a step is cut for the layers with one window."""
 
-    items: IntArray
-    merges: IntArray
+    window: int
+    where: tuple[int, int, int, int]
+    """Addresses and numbers of items and of merges."""
     num_partials: int
     """Floats of partial results."""
-    window: tuple[int]
-    cut: tuple[int, int, int, int]
-    """Addresses and numbers of items and of merges."""
+    kept: tuple[IntArray, IntArray]
+    """The items and merges."""
 
 
 class NativeStepAttention:
@@ -165,5 +164,5 @@ class NativeStepAttention:
             else (head_norm.q_weight_D.data_ptr(), head_norm.k_weight_D.data_ptr(), head_norm.eps)
         )
         self._kernels.rope_store(self._step, layer, qkv, *norm)
-        self._kernels.attend(self._step, layer, *plan.window, qkv, *plan.cut, self._partials, self._out)
+        self._kernels.attend(self._step, layer, plan.window, qkv, *plan.where, self._partials, self._out)
         return self._out_TX

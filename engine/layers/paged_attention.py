@@ -24,7 +24,7 @@ from engine.model_config import ModelArchitecture
 @dataclass(frozen=True, slots=True)
 class _DecodePlan:
     rows: slice
-    """Of the step."""
+    """Which rows of the step these are."""
     block_rows: torch.Tensor
     mask_XGS: dict[int | None, torch.Tensor]
     """By window; 0 where a query sees a key, -inf elsewhere."""

@@ -96,7 +96,7 @@ class TakeRecorder(WeightSource):
     """
 
     dtype: torch.dtype | None = None
-    """Of what it hands out; None: torch's default."""
+    """The dtype of the tensors that it hands out; None: torch's default."""
     takes: list[Take] = field(default_factory=list)
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:

@@ -65,7 +65,8 @@ class LayerAttention {
 
     void take_queries_of(const Item &item) const {
         const auto query = [&](int64_t row) {
-            return qkv_TPD + (item.first_token + row / G) * s.token_size() + (item.kv_head * G + row % G) * D;
+            const int64_t rows = item.num_kv_heads * G;
+            return qkv_TPD + (item.first_token + row / rows) * s.token_size() + (item.kv_head * G + row % rows) * D;
         };
         if (item.is_decode) {
             for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(scratch.queries + i, load(query(0) + i));
@@ -82,14 +83,22 @@ class LayerAttention {
         const int64_t stop = std::min(item.end_key, next_range(item, key));
         for (int64_t end; key < stop; key = end) {
             end = std::min(stop, (key / TILE_KEYS + 1) * TILE_KEYS);
-            if (item.is_decode) decode_tile(pool, block_ids_M, item.kv_head, key, end, scratch, scale, state);
-            else chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
+            if (item.is_decode) {
+                for (int64_t i = 0; i < item.num_kv_heads; ++i) {
+                    prefetch_tile(pool, block_ids_M, item.kv_head + i, end, std::min(item.end_key, end + TILE_KEYS));
+                    decode_tile(pool, block_ids_M, item.kv_head + i, key, end, scratch.queries + i * G * D, scratch.scores,
+                                scale, state.of_rows(i * G, G));
+                }
+            } else {
+                chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
+            }
         }
     }
 
     void write(const Item &item, const Softmax &total) const {
+        const int64_t rows = item.num_kv_heads * G;
         for (int64_t r = 0; r < item.num_rows; ++r) {
-            Activation *out = out_TQD + ((item.first_token + r / G) * s.num_heads + item.kv_head * G + r % G) * D;
+            Activation *out = out_TQD + ((item.first_token + r / rows) * s.num_heads + item.kv_head * G + r % rows) * D;
             const float inverse = 1.0f / total.sum[r];
             for (int64_t i = 0; i < D; i += LANES) store(out + i, load(total.out + r * D + i) * inverse);
         }
@@ -102,9 +111,19 @@ class Plan {
     Plan(const Step &step, int64_t window, Item *items, Merge *merges)
         : s(step), window(window), tile_queries(std::max<int64_t>(1, TILE_ROWS / step.heads_per_kv_head())), items(items),
           merges(merges) {
-        for_each_tile([&](const Item &item) { total_cost += cost(item) * s.num_kv_heads; });
+        const int64_t most_heads = std::min(s.num_kv_heads, tile_queries);
         for_each_tile([&](Item item) {
-            for (item.kv_head = 0; item.kv_head < s.num_kv_heads; ++item.kv_head) add(item);
+            item.num_kv_heads = s.num_kv_heads;
+            total_cost += cost(item);
+        });
+        // The kv heads of a block lie side by side, so one thread reads them all if there is enough for the others.
+        for_each_tile([&](Item item) {
+            item.num_kv_heads = item.is_decode ? most_heads : 1;
+            if (is_large(item)) item.num_kv_heads = 1;
+            for (; item.kv_head < s.num_kv_heads; item.kv_head += item.num_kv_heads) {
+                item.num_kv_heads = std::min(item.num_kv_heads, s.num_kv_heads - item.kv_head);
+                add(item);
+            }
         });
     }
 
@@ -139,12 +158,17 @@ class Plan {
     }
 
     // Reading a key for a decode costs about as much as computing with it for 16 rows.
-    static int64_t cost(const Item &item) { return (item.end_key - item.first_key) * (item.is_decode ? 16 : item.num_rows); }
+    static int64_t cost(const Item &item) {
+        return (item.end_key - item.first_key) * item.num_kv_heads * (item.is_decode ? 16 : item.num_rows);
+    }
+
+    // Whether threads could end at very different times.
+    bool is_large(const Item &item) const { return s.num_threads > 1 && cost(item) * s.num_threads * 4 > total_cost; }
 
     void add(Item item) {
+        if (item.is_decode) item.num_rows = item.num_kv_heads * s.heads_per_kv_head();
         const int64_t range = item.range_keys(), first = item.first_key / range, end = ceil_div(item.end_key, range);
-        const bool is_cut = s.num_threads > 1 && end - first > 1 && cost(item) * s.num_threads * 4 > total_cost;
-        if (!is_cut) {
+        if (end - first == 1 || !is_large(item)) {
             items[num_items++] = item;
             return;
         }
@@ -180,9 +204,9 @@ void with_types(const Step &s, const Call &call) {
     if (s.activation_type == FLOAT16) with_pool(static_cast<Float16 *>(nullptr));
 }
 
-// Norms and rotates a head of F pairs (i, i + F).
-template <typename Activation, typename Out>
-void rotate(const Activation *x_D, const float *cos_sin_D, const Activation *norm_D, float eps, int64_t F, Out *out_D) {
+// Norms (if there are weights) and rotates a head of F pairs (i, i + F), in place.
+template <typename Activation>
+void rotate(Activation *x_D, const float *cos_sin_D, const Activation *norm_D, float eps, int64_t F) {
     float scale = 1.0f;
     if (norm_D) {
         Floats squares = {};
@@ -197,8 +221,8 @@ void rotate(const Activation *x_D, const float *cos_sin_D, const Activation *nor
             b = b * scale * load_some(norm_D + F + i, left);
         }
         const Floats cosine = load_some(cos_sin_D + i, left), sine = load_some(cos_sin_D + F + i, left);
-        store_some(out_D + i, a * cosine - b * sine, left);
-        store_some(out_D + F + i, b * cosine + a * sine, left);
+        store_some(x_D + i, a * cosine - b * sine, left);
+        store_some(x_D + F + i, b * cosine + a * sine, left);
     }
 }
 
@@ -213,7 +237,7 @@ void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *
     counts[0] = plan.num_items, counts[1] = plan.num_merges, counts[2] = plan.num_partials;
 }
 
-// Norms (if there are weights) and rotates queries, in place, and keys; stores keys and values in the pool.
+// Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool.
 void baton_rope_store(const Step *step, int64_t layer, void *qkv_TPD, const void *q_norm_D, const void *k_norm_D,
                       float eps) {
     const Step &s = *step;
@@ -226,12 +250,16 @@ void baton_rope_store(const Step *step, int64_t layer, void *qkv_TPD, const void
             for (int64_t t = begin; t < end; ++t) {
                 Activation *x_D = static_cast<Activation *>(qkv_TPD) + t * s.token_size();
                 const float *cos_sin_D = s.cos_sin_XD + s.positions_T[t] * D;
-                for (int64_t head = 0; head < s.num_heads; ++head, x_D += D)
-                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(q_norm_D), eps, D / 2, x_D);
-                for (int64_t head = 0; head < s.num_kv_heads; ++head, x_D += D) {
+                for (int64_t head = 0; head < s.num_heads + s.num_kv_heads; ++head, x_D += D)
+                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(head < s.num_heads ? q_norm_D : k_norm_D), eps,
+                           D / 2);
+                const Activation *keys = x_D - s.num_kv_heads * D, *values = x_D;
+                for (int64_t head = 0; head < s.num_kv_heads; ++head) {
                     Stored *key_D = pool.key(s.slots_T[t], head), *value_D = key_D + pool.values;
-                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(k_norm_D), eps, D / 2, key_D);
-                    for (int64_t i = 0; i < D; i += LANES) store(value_D + i, load(x_D + s.num_kv_heads * D + i));
+                    for (int64_t i = 0; i < D; i += LANES) {
+                        store(key_D + i, load(keys + head * D + i));
+                        store(value_D + i, load(values + head * D + i));
+                    }
                 }
             }
         });

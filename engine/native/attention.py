@@ -11,7 +11,7 @@ HEAD_DIM_MULTIPLE = 16
 """The widest vectors have as many lanes."""
 TILE_ROWS = 96
 DECODE_RANGE_KEYS, CHUNK_RANGE_KEYS = 256, 1024
-ITEM_FIELDS, MERGE_FIELDS = 9, 2
+ITEM_FIELDS, MERGE_FIELDS = 10, 2
 """Of 64 bits each."""
 
 

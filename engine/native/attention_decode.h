@@ -11,7 +11,7 @@
 
 constexpr int HEADS = 4;                     // computed together
 constexpr int COLS = LANES == 8 ? 2 : 4;     // vectors of a value that are summed together; AVX2 has 16 registers
-constexpr int KEYS = LANES == 8 ? 2 : 4;     // whose dot products are computed together
+constexpr int KEYS = 4;                      // whose dot products are computed together
 
 // scores[h][k] = queries[h] . keys[k], for `heads` heads and KEYS keys. Rows of `scores` have TILE_KEYS columns.
 template <int heads, typename Stored>
@@ -25,8 +25,10 @@ inline void dot_products(const float *queries, const Stored *const *keys, float 
             for (int k = 0; k < KEYS; ++k) sums[h][k] += query * key[k];
         }
     }
-    for (int h = 0; h < heads; ++h)
-        for (int k = 0; k < KEYS; ++k) scores[h * TILE_KEYS + k] = sum_of(sums[h][k]);
+    for (int h = 0; h < heads; ++h) {
+        const Floats4 result = sums_of(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
+        std::memcpy(scores + h * TILE_KEYS, &result, sizeof result);
+    }
 }
 
 // out[h] = out[h] x kept[h] + sum over keys of weights[h][k] x values[k], for `cols` vectors from `i` on.
@@ -65,7 +67,6 @@ inline float weigh(float *scores, int64_t num_keys, float scale, float *largest,
     return kept;
 }
 
-// Adds keys `key` to `end`, at most a tile of them.
 template <int heads, typename Stored>
 void decode_heads(const float *queries, const Stored *const *keys, const Stored *const *values, int64_t num_keys,
                   float *scores, float scale, Softmax state, int64_t head) {
@@ -80,9 +81,23 @@ void decode_heads(const float *queries, const Stored *const *keys, const Stored 
     for (; i < D; i += LANES) weighted_sum<heads, 1>(scores, kept, values, num_keys, i, out, D);
 }
 
+// Asks for the keys and values of a tile: blocks are scattered, so the processor does not foresee them.
+template <typename Stored>
+void prefetch_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end) {
+    constexpr int64_t LINE = 64 / sizeof(Stored);
+    const Stored *keys[TILE_KEYS];
+    pool.find_keys(block_ids_M, kv_head, key, end, keys);
+    for (int64_t k = 0; k < end - key; ++k)
+        for (int64_t i = 0; i < pool.head_dim; i += LINE) {
+            __builtin_prefetch(keys[k] + i);
+            __builtin_prefetch(keys[k] + pool.values + i);
+        }
+}
+
+// Adds keys `key` to `end`, at most a tile of them, to the rows of one kv head.
 template <typename Stored>
 void decode_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end,
-                 Scratch &scratch, float scale, const Softmax &state) {
+                 const float *queries, float *scores, float scale, const Softmax &state) {
     const Stored *keys[TILE_KEYS + KEYS], *values[TILE_KEYS];
     const int64_t num_keys = end - key;
     pool.find_keys(block_ids_M, kv_head, key, end, keys);
@@ -90,7 +105,7 @@ void decode_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int6
     std::fill_n(keys + num_keys, KEYS, keys[0]);  // scores beyond the last are overwritten
     for (int64_t head = 0; head < state.num_rows; head += HEADS) {
         const auto run = [&](auto heads) {
-            decode_heads<decltype(heads)::value>(scratch.queries, keys, values, num_keys, scratch.scores, scale, state, head);
+            decode_heads<decltype(heads)::value>(queries, keys, values, num_keys, scores, scale, state, head);
         };
         switch (state.num_rows - head) {
             case 1: run(std::integral_constant<int, 1>{}); break;

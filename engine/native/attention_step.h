@@ -31,10 +31,10 @@ struct Step {
     int64_t token_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
-// Queries of a request and one kv head that are computed together, and the keys they visit. Row r is query r / G and
-// head r % G of the kv head.
+// Queries of a request that are computed together, and the keys they visit. A chunk's are those of one kv head: row r is
+// query r / G and head r % G of the kv head. A decode's are those of several kv heads: row r is query head r.
 struct Item {
-    int64_t request, is_decode, kv_head, first_token, num_rows, first_position, first_key, end_key;
+    int64_t request, is_decode, kv_head, num_kv_heads, first_token, num_rows, first_position, first_key, end_key;
     int64_t partial;  // where its result goes among the partial results, in floats; -1: it visits all its keys
 
     int64_t range_keys() const { return is_decode ? 256 : 1024; }  // multiples of TILE_KEYS
@@ -53,6 +53,12 @@ struct Softmax {
     static int64_t size(int64_t num_rows, int64_t head_dim) { return num_rows * (head_dim + 2); }
     Softmax(float *memory, int64_t num_rows, int64_t head_dim)
         : largest(memory), sum(memory + num_rows), out(memory + 2 * num_rows), num_rows(num_rows), head_dim(head_dim) {}
+
+    Softmax of_rows(int64_t first, int64_t count) const {
+        Softmax part = *this;
+        part.largest += first, part.sum += first, part.out += first * head_dim, part.num_rows = count;
+        return part;
+    }
 
     void clear() {
         std::fill_n(largest, num_rows, -FLT_MAX);  // finite: hidden scores (-inf) less this are -inf, not NaN

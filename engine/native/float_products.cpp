@@ -29,8 +29,8 @@ constexpr int MAX_ROWS = 4, FEW_ROWS = 1;  // 16 registers
 constexpr int MAX_ROWS = 12, FEW_ROWS = 3;
 #endif
 
-// How the weights of a pair of inputs are multiplied, for LANES outputs at a time: in STEPS steps, each with one Input of
-// a row.
+// How the weights of a pair of inputs are multiplied, for LANES outputs at a time: in STEPS steps, each with one Input
+// of a row.
 struct Pair {  // in float32
     static constexpr int STEPS = 2;
     using Input = float;
@@ -73,8 +73,10 @@ using BFloat16Units = PairOf<BFloat16>;
 constexpr bool HAS_UNITS = !std::is_same_v<BFloat16Units, PairOf<BFloat16>>;
 
 // Adds the products of `num_pairs` pairs of inputs to sums[panel][row][PANEL]; panels' sums lie `stride` floats apart.
+// Prefetches what lies `ahead` bytes behind the weights.
 template <class Weight, int ROWS, int PANELS>
-void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs, float *sums, int64_t stride) {
+void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs, float *sums, int64_t stride,
+              int64_t ahead) {
     using Input = typename Weight::Input;
     constexpr int64_t ROW_INPUTS = ROW_FLOATS * Weight::STEPS / 2;
     const Input *x = static_cast<const Input *>(rows);
@@ -87,6 +89,7 @@ void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs,
         for (int panel = 0; panel < PANELS; ++panel) {
             const uint8_t *bytes = panels[panel] + pair * 2 * Weight::BYTES;
             const Weight low(bytes), high(bytes + Weight::BYTES);
+            for (int64_t line = 0; line < 2 * Weight::BYTES; line += 64) __builtin_prefetch(bytes + ahead + line, 0, 2);
             for (int step = 0; step < Weight::STEPS; ++step)
                 for (int row = 0; row < ROWS; ++row) {
                     Floats(&sums_of_row)[2] = totals[panel][row];
@@ -102,7 +105,7 @@ void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs,
                 ::store(sums + panel * stride + row * PANEL + half * LANES, totals[panel][row][half]);
 }
 
-using SumTile = void (*)(const uint8_t *const *, const void *, int64_t, float *, int64_t);
+using SumTile = void (*)(const uint8_t *const *, const void *, int64_t, float *, int64_t, int64_t);
 
 template <class Weight, int PANELS, int... ROWS_LESS_1>
 SumTile of_rows(int64_t rows, std::integer_sequence<int, ROWS_LESS_1...>) {
@@ -146,7 +149,8 @@ int64_t float_has_bfloat16_units() { return HAS_UNITS; }
 
 // Bytes of packed weights.
 int64_t float_packed_bytes(int64_t num_outputs, int64_t num_inputs, int64_t weight_type) {
-    return (num_outputs + PANEL - 1) / PANEL * PANEL * ((num_inputs + 1) / 2 * 2) * size_of(static_cast<Type>(weight_type));
+    const int64_t panels = (num_outputs + PANEL - 1) / PANEL, pairs = (num_inputs + 1) / 2;
+    return panels * PANEL * pairs * 2 * size_of(static_cast<Type>(weight_type));
 }
 
 // Packs weights [outputs][inputs] of 32 or 16 bits.
@@ -161,7 +165,8 @@ void float_pack(const uint8_t *weights, int64_t num_outputs, int64_t num_inputs,
             uint8_t *vector = packed + output / PANEL * panel_bytes + output % PANEL / LANES * 2 * LANES * size;
             for (int64_t i = 0; i < num_inputs; ++i) {
                 const int64_t place = weight_type == BFLOAT16 ? 2 * lane + i % 2 : i % 2 * LANES + lane;
-                std::memcpy(vector + (i / 2 * 2 * PANEL + place) * size, weights + (output * num_inputs + i) * size, size);
+                std::memcpy(vector + (i / 2 * 2 * PANEL + place) * size,
+                            weights + (output * num_inputs + i) * size, size);
             }
         }
     });
@@ -179,6 +184,7 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
     const int64_t num_outputs = is_gated ? layer->num_outputs / 2 : layer->num_outputs;
     const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
     const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
+    const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
     const Tiles row_blocks(num_rows, ROW_BLOCK);
     for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
         const int64_t first = row_blocks.begin(row_block);
@@ -211,20 +217,20 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                         for (int64_t tile = 0; tile < tiles.count; ++tile)
                             sum_tile_of(weight_type, by_units, tiles.size(tile), at_once ? MAX_PANELS : 1)(
                                 panels + i, rows + (block * tiles.num_rows + tiles.begin(tile)) * row_bytes, num_pairs,
-                                sums + i * stride + tiles.begin(tile) * PANEL, stride);
+                                sums + i * stride + tiles.begin(tile) * PANEL, stride,
+                                tile == 0 && !at_once ? panel_bytes : 0);
                 }
                 for (int64_t row = 0; row < tiles.num_rows; ++row)
                     for (int64_t i = 0; i < outputs; ++i) {
                         const int64_t output = (panel + i) * PANEL;
+                        const int64_t left = std::min<int64_t>(PANEL, num_outputs - output);
                         const float *sum = sums + i * stride + row * PANEL;
                         void *y_row = to.row(first + row);
                         if (is_gated)
-                            finish_gated(sum, sum + outputs * stride, layer->bias,
-                                         layer->bias == nullptr ? nullptr : layer->bias + num_outputs, PANEL,
-                                         num_outputs - output, y_row, to.type, output);
+                            finish_gated(sum, sum + outputs * stride, layer->bias, up_bias, left, y_row, to.type,
+                                         output);
                         else
-                            finish(sum, layer->bias, PANEL, num_outputs - output, y_row, to.type, output,
-                                   static_cast<Epilogue>(epilogue));
+                            finish(sum, layer->bias, left, y_row, to.type, output, static_cast<Epilogue>(epilogue));
                     }
             }
         });

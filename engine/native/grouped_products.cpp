@@ -144,9 +144,10 @@ struct Dot8 {
 template <int BITS> using Dot = std::conditional_t<BITS == 4, Dot4, Dot8>;
 #endif
 
-// Sums of one block of outputs for the rows of one tile: sums[row][BLOCK], before `factor`.
+// Sums of one block of outputs for the rows of one tile: sums[row][BLOCK], before `factor`. Prefetches what
+// lies `ahead` bytes behind the weights.
 template <int BITS, int GROUP, int ROWS>
-void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float *sums) {
+void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float *sums, int64_t ahead) {
     constexpr int STEPS = GROUP / 4, LOADS = STEPS * BITS / 8;
     constexpr int64_t GROUP_BYTES = SCALE_BYTES + BLOCK * GROUP * BITS / 8;
     for (int part = 0; part < BLOCK; part += LANES) {
@@ -157,6 +158,7 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
             const Float16 *halves = reinterpret_cast<const Float16 *>(group);
             const Floats scales = ::load(halves + part), mins = ::load(halves + BLOCK + part);
             const uint8_t *bytes = group + SCALE_BYTES + 4 * part;
+            for (int64_t line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(group + ahead + line, 0, 2);
             Bytes u[STEPS];
             for (int i = 0; i < LOADS; ++i) {
                 const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
@@ -164,11 +166,16 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
                 if constexpr (BITS == 4) u[i + LOADS] = high_nibbles(loaded);
             }
             const float *x_scales = reinterpret_cast<const float *>(q + ROWS * GROUP), *x_sums = x_scales + ROWS;
+#pragma GCC unroll 16
             for (int row = 0; row < ROWS; ++row) {
-                Dot<BITS> dot;
-                for (int i = 0; i < STEPS; ++i) dot.add(u[i], four(q + row * GROUP + 4 * i));
+                Dot<BITS> even, odd;  // two, so that neither waits for its own last product
+                for (int i = 0; i < STEPS; i += 2) {
+                    even.add(u[i], four(q + row * GROUP + 4 * i));
+                    odd.add(u[i + 1], four(q + row * GROUP + 4 * (i + 1)));
+                }
+                const Floats dot = __builtin_convertvector(even.total() + odd.total(), Floats);
                 totals[row] = mins * x_sums[row] + totals[row];
-                totals[row] = __builtin_convertvector(dot.total(), Floats) * (scales * x_scales[row]) + totals[row];
+                totals[row] = dot * (scales * x_scales[row]) + totals[row];
             }
             group += GROUP_BYTES;
             q += ROWS * (GROUP + 8);
@@ -178,7 +185,7 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
     }
 }
 
-using SumTile = void (*)(const uint8_t *, const int8_t *, int64_t, float *);
+using SumTile = void (*)(const uint8_t *, const int8_t *, int64_t, float *, int64_t);
 
 template <int BITS, int GROUP, int... ROWS_LESS_1>
 SumTile of_rows(int64_t rows, std::integer_sequence<int, ROWS_LESS_1...>) {
@@ -299,25 +306,26 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
         parallel_for(num_blocks, 1, static_cast<int>(num_threads), [&](int64_t begin, int64_t end) {
             alignas(64) float sums[2][MAX_ROWS * BLOCK];
             for (int64_t block = begin; block < end; ++block) {
-                const int64_t output = block * BLOCK, count = num_outputs - output;
+                const int64_t output = block * BLOCK, count = std::min<int64_t>(BLOCK, num_outputs - output);
                 const uint8_t *weights = layer->weights + block * block_bytes;
                 for (int64_t tile = 0; tile < tiles.count; ++tile) {
                     const int64_t rows = tiles.size(tile), row = first + tiles.begin(tile);
                     const int8_t *q = quantised + tiles.begin(tile) * row_bytes;
                     const SumTile sum = sum_tile_of(layer->bits, group_size, rows);
-                    sum(weights, q, groups, sums[0]);
+                    const int64_t ahead = tile == 0 ? block_bytes : 0;
+                    sum(weights, q, groups, sums[0], ahead);
                     for (int64_t i = 0; i < rows * BLOCK; ++i) sums[0][i] *= factor;
                     if (epilogue != GATE) {
                         for (int64_t r = 0; r < rows; ++r)
-                            finish(sums[0] + r * BLOCK, layer->bias, BLOCK, count, to.row(row + r), to.type, output,
+                            finish(sums[0] + r * BLOCK, layer->bias, count, to.row(row + r), to.type, output,
                                    static_cast<Epilogue>(epilogue));
                         continue;
                     }
-                    sum(weights + num_blocks * block_bytes, q, groups, sums[1]);
+                    sum(weights + num_blocks * block_bytes, q, groups, sums[1], ahead);
                     for (int64_t i = 0; i < rows * BLOCK; ++i) sums[1][i] *= factor;
                     const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
                     for (int64_t r = 0; r < rows; ++r)
-                        finish_gated(sums[0] + r * BLOCK, sums[1] + r * BLOCK, layer->bias, up_bias, BLOCK, count,
+                        finish_gated(sums[0] + r * BLOCK, sums[1] + r * BLOCK, layer->bias, up_bias, count,
                                      to.row(row + r), to.type, output);
                 }
             }

@@ -39,28 +39,45 @@ struct Rows {
     void *row(int64_t index) const { return static_cast<char *>(values) + index * stride * size_of(type); }
 };
 
-// Finishes `width` (a multiple of LANES) sums of a row, of which `count` exist: outputs `first` and following.
-inline void finish(const float *sums, const float *bias, int64_t width, int64_t count, void *row, Type type,
-                   int64_t first, Epilogue epilogue) {
-    for (int64_t at = 0; at < width && at < count; at += LANES) {
-        Floats value = ::load(sums + at);
-        if (bias != nullptr) value += load_some(bias + first + at, count - at);
-        if (epilogue == ADD) value += load(row, type, first + at, count - at);
-        store(row, type, first + at, value, count - at);
+template <typename Element>
+void finish_as(const float *sums, const float *bias, int64_t count, Element *y, Epilogue epilogue) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        Floats value = ::load(sums + i);
+        if (bias != nullptr) value += load_some(bias + i, count - i);
+        if (epilogue == ADD) value += load_some(y + i, count - i);
+        store_some(y + i, value, count - i);
     }
+}
+
+template <typename Element>
+void finish_gated_as(const float *gate, const float *up, const float *gate_bias, const float *up_bias, int64_t count,
+                     Element *y) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        Floats g = ::load(gate + i), u = ::load(up + i);
+        if (gate_bias != nullptr) {
+            g += load_some(gate_bias + i, count - i);
+            u += load_some(up_bias + i, count - i);
+        }
+        store_some(y + i, silu(g) * u, count - i);
+    }
+}
+
+// Finishes `count` sums of a row, which are the outputs `first` and following.
+inline void finish(const float *sums, const float *bias, int64_t count, void *row, Type type, int64_t first,
+                   Epilogue epilogue) {
+    if (bias != nullptr) bias += first;
+    if (type == FLOAT32) finish_as(sums, bias, count, static_cast<float *>(row) + first, epilogue);
+    if (type == BFLOAT16) finish_as(sums, bias, count, static_cast<BFloat16 *>(row) + first, epilogue);
+    if (type == FLOAT16) finish_as(sums, bias, count, static_cast<Float16 *>(row) + first, epilogue);
 }
 
 // Finishes silu(gate) * up likewise.
 inline void finish_gated(const float *gate, const float *up, const float *gate_bias, const float *up_bias,
-                         int64_t width, int64_t count, void *row, Type type, int64_t first) {
-    for (int64_t at = 0; at < width && at < count; at += LANES) {
-        Floats g = ::load(gate + at), u = ::load(up + at);
-        if (gate_bias != nullptr) {
-            g += load_some(gate_bias + first + at, count - at);
-            u += load_some(up_bias + first + at, count - at);
-        }
-        store(row, type, first + at, silu(g) * u, count - at);
-    }
+                         int64_t count, void *row, Type type, int64_t first) {
+    if (gate_bias != nullptr) gate_bias += first, up_bias += first;
+    if (type == FLOAT32) finish_gated_as(gate, up, gate_bias, up_bias, count, static_cast<float *>(row) + first);
+    if (type == BFLOAT16) finish_gated_as(gate, up, gate_bias, up_bias, count, static_cast<BFloat16 *>(row) + first);
+    if (type == FLOAT16) finish_gated_as(gate, up, gate_bias, up_bias, count, static_cast<Float16 *>(row) + first);
 }
 
 // Memory of the calling thread, kept for its next call.

@@ -137,12 +137,32 @@ inline void store_some(Element *to, Floats v, int64_t count) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// The sums of 4 vectors, in 3 steps that each halve the lanes that are still to be added.
+typedef float Floats4 __attribute__((vector_size(16)));
+
+inline Floats4 added_to_4(Floats v) {
+#if defined(__AVX512F__)
+    typedef float Floats8 __attribute__((vector_size(32)));
+    const Floats8 x = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                      __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+#elif defined(__AVX2__)
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+#else
+    return v;
+#endif
+}
+
+inline Floats4 sums_of(Floats v0, Floats v1, Floats v2, Floats v3) {
+    const Floats4 a = added_to_4(v0), b = added_to_4(v1), c = added_to_4(v2), d = added_to_4(v3);
+    const Floats4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    const Floats4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+}
+
 inline float sum_of(Floats v) {
-    float sums[LANES];
-    store(sums, v);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-    return sums[0];
+    const Floats4 x = added_to_4(v);
+    return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
 inline float largest_of(Floats v) {

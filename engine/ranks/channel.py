@@ -72,7 +72,7 @@ class RankChannel(Generic[S, R]):
         return None if data is None else self._receives.decode(data)
 
     def close(self) -> None:
-        """Closes the connection: `receive` returns None at both ends, also in a thread that waits already."""
+        """Closes the connection: `receive` returns None at both ends, even in a thread that waits already."""
         with suppress(OSError):  # the other end is gone
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()

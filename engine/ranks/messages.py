@@ -36,7 +36,7 @@ class Setup:
     kv_keys: PlaneKeys | None
     model_path: str
     incarnation: str
-    """Of the worker."""
+    """The worker's."""
     meeting_file: int
     """A descriptor that the rank inherits: the file through which the ranks' collectives connect."""
 
@@ -75,7 +75,7 @@ class Loaded:
     kv_address: str
     num_blocks: int
     digest: str
-    """Of the model."""
+    """The model's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class OwnConnector(RankConnector, Protocol):
 
     kv_address: str
     progress: Progress
-    """Of the thread that moves blocks."""
+    """The progress of the thread that moves blocks."""
 
     def start(self) -> None: ...
 

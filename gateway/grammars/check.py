@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 VERDICTS = ("compiled", "invalid", "killed", "known")
 MAX_VERDICT_BYTES = 4 * 2**20
-"""Of all verdicts that are kept: some 20,000, or 5,000 with reasons of average length."""
+"""Room for some 20,000 verdicts, or 5,000 with reasons of average length."""
 VERDICT_OVERHEAD_BYTES = 200
 """A verdict's key, and its place in the dictionary."""
 MAX_WAITING = 256

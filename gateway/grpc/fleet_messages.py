@@ -43,7 +43,6 @@ def node_to_message(node: NodeDescription) -> pb.Node:
     return filled(
         pb.Node,
         node,
-        is_leaving=node.is_draining,
         resources=dict(node.resources),
         workers=sorted(node.workers, key=in_order),
     )

@@ -28,14 +28,14 @@ class Health:
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", *services))
-        self._is_leaving = asyncio.Event()
+        self._is_stopping = asyncio.Event()
         self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
 
     def leave(self) -> None:
         """NOT_SERVING from now on. Watchers receive it, and then their calls end, which would otherwise last for
         ever.
         """
-        self._is_leaving.set()
+        self._is_stopping.set()
 
     async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         if request.service not in self._services:
@@ -54,7 +54,7 @@ class Health:
         with self._watches.take():
             status = self._status(request.service)
             yield pb.HealthCheckResponse(status=status)
-            await self._is_leaving.wait()
+            await self._is_stopping.wait()
             if (latest := self._status(request.service)) != status:
                 yield pb.HealthCheckResponse(status=latest)
         raise ClusterError("this gateway is shutting down; use another one")
@@ -64,6 +64,6 @@ class Health:
             return pb.HealthCheckResponse.SERVICE_UNKNOWN
         return (
             pb.HealthCheckResponse.NOT_SERVING
-            if self._is_leaving.is_set()
+            if self._is_stopping.is_set()
             else pb.HealthCheckResponse.SERVING
         )

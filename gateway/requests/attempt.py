@@ -108,8 +108,11 @@ class Attempt:
         return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
 
     def has_progressed(self, num_tokens: int) -> bool:
-        """Whether the client, with so many tokens, has any of a decode worker: each attempt's prefill worker adds one,
-        without which a request that never decodes would seem to go on."""
+        """Whether the client's `num_tokens` include one from this attempt's decode worker.
+
+        The token that the prefill worker adds does not count: if it did, a request that never decodes would seem to
+        progress.
+        """
         return num_tokens > self.num_tokens_before + (self.placement.prefill is not None)
 
     def on_output(self, worker: str, output: RequestOutput) -> Verdict | AttemptFailure:

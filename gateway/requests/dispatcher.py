@@ -109,7 +109,7 @@ class Dispatcher:
                 self._drop(self._open[request])
             case WorkerReported(status):
                 self._fleet.on_report(status, self._now)
-                self._give_back(status.ref.name)
+                self._take_back(status.ref.name)
                 self._may_have_room = True
             case WorkerLost(worker, reason, is_reachable):
                 self._on_worker_lost(worker, reason, is_reachable)
@@ -160,7 +160,7 @@ class Dispatcher:
             self._refuse(state, error)
         else:
             if self._shares.arrived(request.caller.name, self._now):
-                self._give_back(*self.router.num_sub_requests)
+                self._take_back(*self.router.num_sub_requests)
             self._enqueue(state)
 
     def _on_stream_ended(self, request: GatewayRequest, error: BaseException | None) -> None:
@@ -217,7 +217,7 @@ class Dispatcher:
             refused, error = refusal
             self._refuse(refused.item, error)
 
-    def _give_back(self, *workers: str) -> None:
+    def _take_back(self, *workers: str) -> None:
         """Returns requests to the queue whose callers hold more than their share there."""
         for state, failure in self._shares.to_give_back(workers, self._now):
             self._fail(state, failure)
@@ -340,6 +340,7 @@ class Dispatcher:
             num_prompt_tokens = len(state.request.prompt_token_ids)
             self._fleet.on_stage_times(attempt, worker, output, num_prompt_tokens, now)
         if state.finish is not None:
+            self.suspects.finished_on(ref.incarnation for ref in attempt.refs.values())
             self._drop(state)
         elif failure := result if isinstance(result, AttemptFailure) else attempt.abandoned():
             self._fail(state, failure)
@@ -350,11 +351,11 @@ class Dispatcher:
 
     def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
         logger.warning("lost what worker %s had: %s", worker, reason, extra={"worker": worker})
-        incarnation = self._fleet.workers.get(worker)
+        listed = self._fleet.workers.get(worker)  # None for a worker that takes no requests
         was_draining = self._fleet.on_worker_lost(worker)
-        if incarnation is not None and not was_draining and not is_reachable:
+        if listed is not None and not was_draining and not is_reachable:
             # Before its requests move, so that the one that ended it does not.
-            places, had = self._open.on(worker, incarnation.ref)
+            places, had = self._open.on(worker, listed.ref)
             if (stopped := self.suspects.worker_lost(places, had, self._now)) is not None:
                 self._stop(*stopped)
         for state in list(self._placed.values()):

@@ -39,7 +39,7 @@ class QueueEntry(Generic[T]):
     gave_way: bool = False
     """It ran, and its caller held more than its share: it waits for its caller's turn, first among its requests."""
     needs: Callable[[], object] = lambda: None
-    """Of two entries with equal needs, either both find a worker or neither does. Each sweep asks again."""
+    """If two entries have equal needs, either both find a worker or neither does. Each sweep asks again."""
     begin_by: float | None = None
     """The latest time at which a placement can meet the deadline."""
     deadline: float | None = None

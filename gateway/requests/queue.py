@@ -139,8 +139,9 @@ class RequestQueue(Generic[T]):
     def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
         """Entries that found no place within their patience. They stay in the queue until they `leave`.
 
-        A request whose caller holds its share waits on: not for workers, but for the caller's other requests. So does
-        one that gave way, as long as there are workers for it: others would be why it is refused.
+        A request whose caller holds its share waits on: not for workers, but for the caller's other requests. A request
+        that gave way waits on too, as long as there are workers for it; otherwise it would be refused because of other
+        callers.
         """
         over = list(self._expired(self._patience_ends, self._running(now)))
         resting = [entry for entry in over if entry.caller in self._over_share or entry.waits_for_others]

@@ -59,7 +59,7 @@ class RequestRecord:
     attempts: tuple[Attempt, ...] = ()
     """The latest attempts; all of them unless there were very many. They do not change any more."""
     transfers: tuple[SeenTransfer, ...] = ()
-    """Hand-overs, also those of failed attempts; times count from the arrival."""
+    """Hand-overs, those of failed attempts included; times count from the arrival."""
 
     @property
     def error_kind(self) -> str | None:

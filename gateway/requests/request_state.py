@@ -9,7 +9,7 @@
                      +------------> FINISHED <-----------+
 
 Outputs of both workers, and of repeated attempts, arrive in any order and more than once. Each names the position of
-its tokens, and the client gets every position once, in order. A new attempt continues behind the delivered tokens. The
+its tokens, and the client gets every position once, in order. A new attempt continues after the delivered tokens. The
 text state stays here, so a stop string may begin on one worker and end on another.
 """
 
@@ -217,7 +217,7 @@ class RequestState:
         is_recomputed = times is not None and not times.transfer_bytes
         if worker == decode and attempt.placement.prefill is not None and is_recomputed:
             self.placement = Placement(
-                Mode.LOCAL, None, decode, is_fallback=True, reason="the prompt did not arrive"
+                Mode.LOCAL, None, decode, is_fallback=True, reason="the prompt's KV cache did not arrive"
             )
 
     def _in_order(self, output: RequestOutput) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:

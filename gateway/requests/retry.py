@@ -1,6 +1,6 @@
 """RetryState: where a request may go next, and when it is given up; pure.
 
-After a failed attempt, another one continues on other workers, behind the tokens that the client already has. An
+After a failed attempt, another one continues on other workers, after the tokens that the client already has. An
 attempt counts against a request if it failed or lost a worker, and brought the client no new token from a decode
 worker. The request ends after
 
@@ -86,7 +86,7 @@ class RetryState:
         return router.lacking(self._query((), frozenset()))
 
     def needs(self) -> object:
-        """Of two requests with equal needs, either both find a worker or neither does."""
+        """If two requests have equal needs, either both find a worker or neither does."""
         return self._request.mode, self._is_without_prefill, *self._excluded()
 
     def begin(self, placement: Placement, engine_request_id: str, num_tokens: int, now: float) -> Attempt:

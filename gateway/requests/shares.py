@@ -1,6 +1,6 @@
 """CallerShares: how much of the fleet one caller may hold while others are there; pure.
 
-Shared are this gateway's places, the slots and blocks of each decode worker, and the time of workers that compute
+Callers share this gateway's places, the slots and blocks of each decode worker, and the time of workers that compute
 prompts. Room is what a caller holds and what is free, together:
 
     takes        a caller may hold at most 7/8 of its room
@@ -184,7 +184,9 @@ class CallerShares:
         ]
 
     def _late_prompts(self, worker: str) -> Iterator[RequestState]:
-        """Far too many wait, as from the time when a caller was alone: the one with most gives back its youngest."""
+        """If far too many prompts wait, for instance from a time when their caller was alone, the caller with the most
+        gives back its youngest requests.
+        """
         waiting = self._in_prefill(worker)
         total_s = sum(self._prompts_s(mine, worker) for mine in waiting)
         for state in reversed(max(waiting, key=lambda mine: self._prompts_s(mine, worker))[1:]):

@@ -1,21 +1,23 @@
 """Suspects: requests that may be what ends their workers or breaks their steps; pure.
 
-A worker may end at any moment, and most requests on it are bystanders. A request is suspect that was at the same place
-of its answer when two workers ended under it: a bystander gets further in between. Suspects run one at a time. One that
-is alone among suspects when a fifth worker ends has done it, unless just as many workers ended lately without it.
+A worker may end at any moment, and most requests on it are bystanders. A request becomes suspect when a second worker
+ends under it and its answer has got no further since the first: a bystander gets further in between. Suspects run one
+at a time. When a fifth worker ends under a request, and no other request on that worker has lost five, the request has
+done it, unless at least as many workers ended without it lately.
 
     lost once ----> lost again at the same place: suspect ----> and three times more: stopped
          <--- it finishes, or gets further ---
 
 A worker that cannot compute a request says so (ErrorKind.STEP_FAILED) and lives. If two workers say so of the same
-request, it is stopped too, unless one of them says it of many.
+request, it is stopped too. Only workers that have finished other requests count, and that do not say it of many: a
+model whose weights are wrong is no client's fault.
 
 A stopped request is remembered by its caller, prompt and grammar, and refused as long as it comes again.
 """
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -23,7 +25,7 @@ from baton.errors import HarmfulRequest
 from gateway.requests.request import GatewayRequest
 
 Identity = bytes
-"""Of equal requests of one caller."""
+"""The same for equal requests of one caller."""
 
 SUSPECT_LOSSES = 2
 MAX_LOSSES_AT_ONE_PLACE = 5
@@ -34,7 +36,7 @@ MAX_BLAMED = 3
 """A worker that cannot compute more requests than this is at fault itself."""
 REMEMBERED_S = 600.0
 """After the last loss or failure, or the last time that a stopped request came again."""
-MAX_TRIAL_S = 10.0
+MAX_TURN_S = 10.0
 """How long a suspect keeps others waiting while it gets no further."""
 RECENT_S = 60.0
 """Losses of other workers this long before a request's first one count in its favour."""
@@ -66,8 +68,10 @@ class Suspects:
         """When each was stopped or came again, oldest first, and why it was stopped."""
         self._losses: deque[tuple[float, frozenset[Identity]]] = deque(maxlen=MAX_LOSSES_KEPT)
         """When workers ended, and which requests they had."""
-        self._on_trial: Identity | None = None
-        self._trial_ends_at = 0.0
+        self._proven: OrderedDict[str, None] = OrderedDict()
+        """Incarnations of workers that had a part in a finished answer."""
+        self._at_turn: Identity | None = None
+        self._turn_ends_at = 0.0
         self.counts: Counter[str] = Counter(lost=0, failed=0, refused=0)
         """Requests that were stopped, by what they did, and how often stopped ones were refused."""
 
@@ -85,17 +89,17 @@ class Suspects:
 
     def may_run(self, identity: Identity, now: float) -> bool:
         """False: another suspect runs, so that the loss of its worker would prove nothing."""
-        return not self.is_suspect(identity) or self._on_trial is None or now >= self._trial_ends_at
+        return not self.is_suspect(identity) or self._at_turn is None or now >= self._turn_ends_at
 
     def placed(self, identity: Identity, now: float) -> None:
         if self.is_suspect(identity):
-            self._on_trial, self._trial_ends_at = identity, now + MAX_TRIAL_S
+            self._at_turn, self._turn_ends_at = identity, now + MAX_TURN_S
 
     def left(self, identity: Identity) -> bool:
         """It has no worker any more. True: another suspect may run now."""
-        is_over = identity == self._on_trial
+        is_over = identity == self._at_turn
         if is_over:
-            self._on_trial = None
+            self._at_turn = None
         return is_over
 
     def got_further(self, identity: Identity, place: int) -> bool:
@@ -143,9 +147,20 @@ class Suspects:
         suspect = self._touch(identity, now)
         suspect.failed_at.add(incarnation)
         num_blamed = Counter(name for each in self._suspects.values() for name in each.failed_at)
-        if sum(num_blamed[name] <= MAX_BLAMED for name in suspect.failed_at) < MAX_FAILURES_OF_STEPS:
+        witnesses = {
+            name for name in suspect.failed_at & self._proven.keys() if num_blamed[name] <= MAX_BLAMED
+        }
+        if len(witnesses) < MAX_FAILURES_OF_STEPS:
             return None
         return self._stop(identity, "failed", f"{len(suspect.failed_at)} workers could not compute it", now)
+
+    def finished_on(self, incarnations: Iterable[str]) -> None:
+        """An answer is complete to which these workers contributed."""
+        for incarnation in incarnations:
+            self._proven[incarnation] = None
+            self._proven.move_to_end(incarnation)
+        while len(self._proven) > MAX_KEPT:
+            self._proven.popitem(last=False)
 
     def cleared(self, identity: Identity) -> None:
         """It is a bystander: it got further, or an equal one has finished."""

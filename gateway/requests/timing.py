@@ -131,9 +131,9 @@ class RequestTimes:
         self._first_token = FirstTokenClock()
         self._first_token.waits_from(preprocess_s)
         self._stages: dict[str, StageTimes] = {}
-        """Of the latest attempt, by worker."""
+        """Stages of the latest attempt, by worker."""
         self._first_token_stages: dict[str, StageTimes] | None = None
-        """Of the attempt that brought the first token, once another one has begun."""
+        """Stages of the attempt that brought the first token, once another attempt has begun."""
         self._attempt = 0
         self._attempt_began_s = 0.0
         self._transfers: dict[tuple[int, str], tuple[SeenTransfer, ...]] = {}

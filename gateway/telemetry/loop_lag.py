@@ -20,7 +20,7 @@ class LoopLag:
         self._worst_s = 0.0
         self._report_at = 0.0
         self._longest_s = self._longest_before_s = 0.0
-        """Of this minute, and of the one before."""
+        """The longest lag of this minute, and of the minute before."""
         self._minute_ends_at = 0.0
 
     def start(self) -> None:

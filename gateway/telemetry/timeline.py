@@ -96,7 +96,7 @@ def _transfer(seen: SeenTransfer) -> TimelineStage:
             "baton.transfer.moving_s": record.moving_s,
         },
         events=tuple((event.kind.value, event.at_s) for event in record.events),
-        failure="the prompt did not arrive" if is_failed else None,
+        failure="the prompt's KV cache did not arrive" if is_failed else None,
     )
 
 

@@ -131,7 +131,7 @@ class StopStrings:
         return text[:at]
 
     def _after(self, state: int, character: str) -> int:
-        """The state behind one more character, or _WHOLE if a stop string ends with it."""
+        """The state after one more character, or _WHOLE if a stop string ends with it."""
         while (longer := self._longer(state, character)) == _NOTHING and state != _NOTHING:
             state = self._shorter[state]
         return longer

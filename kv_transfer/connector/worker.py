@@ -1,4 +1,4 @@
-"""KVConnectorWorker: the half of the connector that moves bytes, and the thread that runs a rank's hand-overs.
+"""KVConnectorWorker: the connector's half that moves bytes, on a thread; worker/kv_connector.py is the scheduler's.
 
 The engine calls it around each step. Commands come in through one queue, and output leaves through another. The thread
 wakes only for a command, a message, a deadline, or the end of a process whose pool is open.

@@ -39,7 +39,7 @@ class _OpenPool:
     pool: RemotePool
     used_at: float
     watch: int | None
-    """Of the process that owns the pool."""
+    """Watches the process that owns the pool; None: its end is not reported."""
     has_failed: bool = False
     """A read of it failed, or its process has ended: the next hand-over opens it again first."""
 
@@ -48,7 +48,7 @@ class RemotePools:
     """Owns the readers: `close` ends them.
 
     An open pool keeps its memory allocated even after its process has ended. So pools of ended processes are closed at
-    once: until then, the process that replaces such a one has little room.
+    once: until then, the process that replaces the ended one finds little memory free.
     """
 
     def __init__(self, readers: Mapping[str, PoolReader], clock: Clock) -> None:

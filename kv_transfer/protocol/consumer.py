@@ -237,7 +237,7 @@ class Consumer:
         """Repeats unanswered messages, and gives up transfers that took too long."""
         effects: list[Effect] = []
         for key in self._waits.pop_overdue(now):
-            reason = f"the prompt did not arrive within {self._identity.load_timeout_s:g} s"
+            reason = f"the prompt's KV cache did not arrive within {self._identity.load_timeout_s:g} s"
             effects += self._lose(self._transfers[key], Loss(reason))
         for key, silent_s, limit_s in self._waits.pop_questions(now):
             transfer = self._transfers[key]
@@ -289,7 +289,8 @@ class Consumer:
         if message.is_complete and transfer.state is IncomingState.HOLDING:
             return self._can_load(transfer)
         if not transfer.is_loading or message.transport is None:
-            return []  # the answer to a Hold, or the producer's engine does not know of it yet
+            # Without a transport: it answers a Hold, or an Open that the producer's engine did not know of yet.
+            return []
         if message.transport not in self._transports_to(transfer, now):
             return []  # an answer to an older Open
         transfer.producer_host, transfer.transport = message.host, message.transport

@@ -36,10 +36,10 @@ class Waits:
         self._questions: Timers[TransferKey] = Timers()
         self._deadlines: Timers[TransferKey] = Timers(self._standstill)
         self._due_at: dict[TransferKey, float] = {}
-        """Deadlines of loads, also while they are postponed; these times and those below exclude standstills."""
+        """Deadlines of loads; a postponed load keeps its own. These times and those below exclude standstills."""
         self._asked_at: dict[TransferKey, float] = {}
         self._heard: dict[ProducerRank, _Heard] = {}
-        """Also of producers without a rank transfer at present: the next one need not learn anew."""
+        """Includes producers without a rank transfer at present, so that the next one need not learn anew."""
 
     def begin(self, key: TransferKey, now: float) -> None:
         """From now on the rank transfer asks its producer something every heartbeat, unless pieces arrive."""

@@ -34,7 +34,7 @@ class Arrival:
 
 
 class Channel(Protocol):
-    """Carries headers, and bytes behind them. Nothing blocks: what cannot be queued is dropped and counted."""
+    """Carries headers, and bytes after them. Nothing blocks: what cannot be queued is dropped and counted."""
 
     @property
     def address(self) -> str: ...

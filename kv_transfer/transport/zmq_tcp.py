@@ -1,4 +1,4 @@
-"""ZmqChannel: messages with bytes behind them: one ROUTER that others connect to, one DEALER per worker we connect
+"""ZmqChannel: messages with bytes after them: one ROUTER that others connect to, one DEALER per worker we connect
 to.
 
 Knows no protocol. Nothing here blocks: what cannot be queued is dropped and counted, and the protocol heals it.

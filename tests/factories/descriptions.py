@@ -81,7 +81,7 @@ def loaded_from(peer: str, num_mib: float, done: int, **fields: Any) -> dict[str
 
 def node(name: str, **fields: Any) -> dict[str, Any]:
     found = {"name": name, "address": "10.0.0.2", "is_alive": True, "is_head": False, "workers": []}
-    return {**found, "is_leaving": False, "resources": {"CPU": 8.0}, **fields}
+    return {**found, "is_draining": False, "resources": {"CPU": 8.0}, **fields}
 
 
 def gateway(**fields: Any) -> dict[str, Any]:

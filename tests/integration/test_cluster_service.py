@@ -19,7 +19,7 @@ NODES = (
     NodeDescription(
         name="n1", address="10.0.0.2", is_alive=True, resources=(("CPU", 8.0),), workers=("w10", "w0")
     ),
-    NodeDescription(name="n2", address="10.0.0.3", is_alive=False),
+    NodeDescription(name="n2", address="10.0.0.3", is_alive=False, is_draining=True),
 )
 FLEET = fleet_of(
     replica("w0", WorkerRole.PREFILL, node="n1", num_starts=1),
@@ -73,12 +73,13 @@ async def test_every_node_is_shown_with_its_workers(folder: Path) -> None:
         "address": "10.0.0.1",
         "is_alive": True,
         "is_head": True,
-        "is_leaving": False,
+        "is_draining": False,
         "resources": {"CPU": 2.0},
         "workers": [],
     }
     assert busy["workers"] == ["w0", "w10"]
     assert not dead["is_alive"]
+    assert dead["is_draining"]
     assert description["controller"] == {
         "state": "answering",
         "incarnation": "c-life",

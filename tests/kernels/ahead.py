@@ -21,7 +21,7 @@ import torch
 from baton.config import ModelConfig
 from engine.batch import StepLimits
 from engine.collectives import SilentRank
-from engine.gpu.attention_check import attention_trials
+from engine.gpu.attention_check import attention_cases
 from engine.gpu.compile_ahead import CompileAhead, rehearse_outline
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.graphs import Repeats
@@ -43,8 +43,8 @@ def rehearse(model: LoadedModel) -> None:
     pool = KVPool(40, model.kv_block_shape(BLOCK_SIZE), CPU)
     parts = make_device_parts(model, pool, LIMITS, NUM_MULTIPROCESSORS)
     parts.rehearse()
-    for trial in attention_trials(model, parts, pool):
-        trial.run()
+    for case in attention_cases(model, parts, pool):
+        case.run()
     parts.record(Repeats())
 
 

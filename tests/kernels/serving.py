@@ -25,7 +25,7 @@ from baton.config import SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.batch import StepLimits
-from engine.gpu.attention_check import attention_trials
+from engine.gpu.attention_check import attention_cases
 from engine.gpu.graphs import Repeats
 from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
@@ -130,8 +130,8 @@ def main() -> int:
         )
         parts.rehearse()
         num_rehearsed = len(wanted)
-        for trial in attention_trials(model, parts, pool):
-            trial.run()
+        for case in attention_cases(model, parts, pool):
+            case.run()
         by_check = wanted[num_rehearsed:]
         if not options.no_graphs:
             parts.record(Repeats())

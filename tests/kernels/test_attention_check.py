@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from baton.errors import ConfigError
 from engine.batch import StepLimits
 from engine.build import DeviceEngine
 from engine.capacity import Capacity
-from engine.gpu.attention_check import NUM_RUNS, attention_trials, check_attention
+from engine.gpu.attention_check import NUM_RUNS, attention_cases, check_attention
 from engine.gpu.compiler import Compiler
 from engine.kernels.paged_attention import paged_attention
 from engine.layers import triton_attention
@@ -53,7 +54,7 @@ def test_a_worker_with_little_room_is_checked_too(
     tmp_path: Path, device: torch.device, limits: StepLimits, num_blocks: int
 ) -> None:
     model, parts, pool = make_parts(tmp_path, device, limits, **(WORKER | {"num_blocks": num_blocks}))
-    assert len([trial.name for trial in attention_trials(model, parts, pool)]) == 2
+    assert len([case.name for case in attention_cases(model, parts, pool)]) == 2
     check_attention(model, parts, pool, COMPILER)
 
 
@@ -88,7 +89,7 @@ def spoil_with_nan(partial_PQD: torch.Tensor, out_TQD: torch.Tensor) -> None:
         (1, swap_two_columns, f"attention, prefill: .* in run 1 of {NUM_RUNS}"),
         (3, swap_two_columns, f"attention, prefill: .* in run 3 of {NUM_RUNS}"),
         (NUM_RUNS + 2, swap_two_columns, f"attention, decode: .* in run 2 of {NUM_RUNS}"),
-        (1, spoil_with_nan, "differ from torch by up to nan"),
+        (1, spoil_with_nan, "differ from torch by nan"),
     ],
     ids=["always", "once in a while", "decode alone", "nan"],
 )
@@ -106,6 +107,8 @@ def test_kernels_that_are_wrong_are_refused(
     monkeypatch.setattr(triton_attention, "paged_attention", wrong_from(first_wrong, spoil))
     with pytest.raises(ConfigError, match=says) as refused:
         check_attention(model, parts, pool, COMPILER)
+    off, allowed = re.findall(r"by (\S+) in run .* at most (\S+),", str(refused.value))[0]
+    assert not float(off) <= float(allowed), "both belong to one number, which is wrong"
     for remedy in ("ptxas 12.8.93", "/somewhere/ptxas", "TRITON_PTXAS_PATH", "13.3", "docs/gpu.md"):
         assert remedy in str(refused.value)
     assert not pool.blocks_NLKHTD.any()

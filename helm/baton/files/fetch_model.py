@@ -65,7 +65,7 @@ def sweep(path: Path) -> None:
 
 
 def fetch(url: str, path: Path, sha256: str) -> None:
-    """Raises OSError, also if what came is another file."""
+    """Raises OSError, even if what came is another file."""
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
         digest = hashlib.sha256()

@@ -63,7 +63,7 @@ chart can only make a key whose hash it gives to gateways. */}}
 {{ .Values.model.existingClaim | default (printf "%s-model" (include "baton.fullname" .)) }}
 {{- end }}
 
-{{/* Where gateways and leaving workers find the controller. */}}
+{{/* Where gateways and draining workers find the controller. */}}
 {{- define "baton.fleetAddress" -}}
 {{ include "baton.fullname" . }}-fleet:{{ .Values.controller.port }}
 {{- end }}

@@ -29,6 +29,7 @@ FLEET = description(
         node("n0", is_head=True, address="10.0.0.1"),
         node("n1", workers=["w0", "w1"], resources={"CPU": 8.0, "prefill": 1.0}),
         node("n2", is_alive=False),
+        node("n3", is_draining=True),
     ],
 )
 
@@ -49,6 +50,7 @@ def test_every_node_and_every_worker_has_a_row(width: int) -> None:
     assert "n0 10.0.0.1 alive, head 8 CPU -" in lines
     assert "n1 10.0.0.2 alive 8 CPU, 1 prefill w0, w1" in lines
     assert "n2 10.0.0.2 gone 8 CPU -" in lines
+    assert "n3 10.0.0.2 alive, draining 8 CPU -" in lines
     pid = " 4000 2 on 0-1" if width == 160 else ""
     assert f"w0 prefill ready n1{pid} 60/100 15 3 2 4 5 1" in lines
     assert f"w1 decode ready n1{pid} 100/100 0 0 0 0 0 3" in lines

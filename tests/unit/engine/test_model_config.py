@@ -121,6 +121,12 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu' is"),
+        (
+            {"hidden_activation": "gelu_pytorch_tanh"},
+            "hidden_activation 'gelu_pytorch_tanh' is not supported",
+        ),
+        ({"act_fn": "relu"}, "act_fn 'relu' is not supported"),
+        ({"mlp_activation": {"type": "gelu"}}, "mlp_activation {'type': 'gelu'} is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs low_freq_factor, high_freq_factor"),
@@ -146,6 +152,16 @@ def test_what_would_change_results_is_refused_by_name(
         read(tmp_path, **overrides)
     assert message in str(raised.value)
     assert str(tmp_path / "config.json") in str(raised.value)
+
+
+def test_keys_that_name_silu_or_no_activation_pass(tmp_path: Path) -> None:
+    harmless = {
+        "hidden_activation": "silu",
+        "act_fn": "swish",
+        "activation_dropout": 0.0,
+        "attention_factor": 2.0,
+    }
+    assert read(tmp_path, **harmless) == read(tmp_path)
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Attention by our own CPU kernels against the torch path, over random paged layouts."""
 
+import ctypes
 import random
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from engine.layers.native_attention import NativeAttention, is_supported
 from engine.layers.paged_attention import PagedAttention
 from engine.model_config import ModelArchitecture, RopeConfig
 from engine.native.library import native_library
+from tests.factories.kv_blocks import block_array
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +41,7 @@ class Layout:
     architecture: ModelArchitecture
     pool: KVPool
     batch: StepBatch
-    qkv_TPD: torch.Tensor
+    qkv_TPD: torch.Tensor  # noqa: N815 - carries its shape, like local names do
     heads: Heads
 
     def torch_out(self, layer: int, head_norm: HeadNorm | None = None) -> torch.Tensor:
@@ -64,11 +66,11 @@ class Layout:
 
     def _copied_pool(self) -> KVPool:
         pool = KVPool(self.pool.num_blocks, self.pool.shape, CPU)
-        pool.block_bytes()[:] = self.pool.block_bytes()
+        block_array(pool)[:] = block_array(self.pool)
         return pool
 
 
-def _library() -> object:
+def _library() -> ctypes.CDLL:
     library = native_library()
     assert library is not None
     return library
@@ -180,7 +182,14 @@ def test_a_mixed_step_equals_the_torch_path(dtype: torch.dtype, windows: tuple[i
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "heads",
-    [Heads(9, 3, 64), Heads(32, 8, 128), Heads(1, 1, 16), Heads(7, 1, 80), Heads(4, 4, 96), Heads(10, 2, 256)],
+    [
+        Heads(9, 3, 64),
+        Heads(32, 8, 128),
+        Heads(1, 1, 16),
+        Heads(7, 1, 80),
+        Heads(4, 4, 96),
+        Heads(10, 2, 256),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32])
@@ -194,7 +203,7 @@ def test_heads_and_blocks_of_many_sizes(heads: Heads, block_size: int, dtype: to
 def test_a_pool_of_8_bit_floats(dtype: torch.dtype) -> None:
     layout = make_layout(MIXED, Heads(6, 2, 32), dtype, pool_dtype=FP8)
     out, pool = layout.native_out(0)
-    # Rotated keys are rounded once, by torch twice: single keys may differ by a whole unit of 8 bits.
+    # A last bit of a rotated key may become a whole unit of its 8 bits.
     assert (out.float() - layout.torch_out(0).float()).abs().mean().item() < 4e-3
     stored = pool.layers[0].slot_rows_RD[layout.pool.slot_rows(torch.from_numpy(layout.batch.slots_T))]
     values = layout.qkv_TPD[:, -2:].reshape(-1, 32).to(FP8)

@@ -10,11 +10,15 @@ from baton.config import ModelConfig
 from baton.sampling import SamplingParams
 from engine.forward import TorchForward
 from engine.kv_cache import HostBlocks
+from engine.layers.native_backend import NativeBackend
 from engine.layers.paged_attention import PagedAttention
+from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import LoadedModel, load_model
+from engine.native.library import native_library
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
 from tests.factories.kv_blocks import block_array
+from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 
 PROMPTS = {f"r{length}": [(7 * i + length) % 300 for i in range(length)] for length in (1, 3, 4, 5, 9, 30)}
@@ -152,3 +156,22 @@ def test_a_step_that_samples_nothing_is_computed_when_wait_returns(
     driver.requests["a"].num_computed = 4
     assert list(runner.launch(driver.plan({"a": 6})).wait().sampled_token_ids) == ["a"]
     assert device.num_waits == 2, "its token is known, so it is computed"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_our_own_kernels_and_torch_compute_the_same_tokens(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = {"sliding_window": 9} if architecture == "mistral" else {}
+    path = make_model_dir(tmp_path, architecture, **window)
+    prompts = {"a": [(7 * i) % 300 for i in range(45)], "b": [(11 * i) % 300 for i in range(13)]}
+    tokens, backends = [], []
+    for library in (native_library(), None):
+        for user in ("engine.loading.loader", "engine.runner_parts"):
+            monkeypatch.setattr(f"{user}.native_library", lambda library=library: library)
+        model = load_model(ModelConfig(dtype="float32"), path, torch.device("cpu"))
+        backends.append(type(model.backend))
+        tokens.append(StepDriver(model).generate(prompts, 20, chunk=16))
+    assert tokens[0] == tokens[1]
+    assert backends[1] is TorchBackend
+    assert backends[0] is (TorchBackend if native_library() is None else NativeBackend)

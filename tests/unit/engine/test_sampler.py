@@ -12,7 +12,7 @@ import torch
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from engine.batch import RunnerRequest
 from engine.grammars.compiler import Matcher
-from engine.sampler import sample
+from engine.sampler import arg_max, sample
 from tests.factories.stepping import make_request_data
 
 VOCAB = 50
@@ -44,6 +44,15 @@ def test_greedy_takes_the_arg_max_whatever_the_filters() -> None:
     logits = random_logits(rows=3)
     rows = [request(temperature=0.0, top_k=5, top_p=0.1, min_p=0.5, seed=seed) for seed in range(3)]
     assert token_ids(logits, *rows) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("vocab", [1, 50, 256, 1000, 1024, 49152])
+def test_the_arg_max_is_the_first_largest_value(vocab: int) -> None:
+    logits = torch.randint(0, 40, (9, vocab), generator=torch.Generator().manual_seed(1)).float()
+    logits[1] = -math.inf
+    logits[2, vocab // 2] = math.nan
+    logits[3, vocab // 2 :] = math.inf
+    assert torch.equal(arg_max(logits), logits.argmax(-1))
 
 
 def test_plain_sampling_follows_the_distribution() -> None:

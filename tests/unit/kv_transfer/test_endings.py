@@ -23,7 +23,9 @@ def test_c34_a_load_that_takes_too_long_fails_and_frees_both_ends() -> None:
     wire.ready(0, 1)
     wire.advance(LOAD_TIMEOUT_S)
     assert wire.notifications == [
-        Failed(RankTransfer("r"), 16, f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s", False)
+        Failed(
+            RankTransfer("r"), 16, f"the prompt's KV cache did not arrive within {LOAD_TIMEOUT_S:g} s", False
+        )
     ]
     wire.finish_send()
     assert wire.notifications[1:] == [Freed(RankTransfer("r"))]

@@ -139,7 +139,7 @@ def test_c35_without_checksums_nothing_that_was_read_is_kept_of_a_failed_load(
     wire.ready(0, 2)
     wire.deliver()
     wire.advance(LOAD_TIMEOUT_S)
-    reason = f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s"
+    reason = f"the prompt's KV cache did not arrive within {LOAD_TIMEOUT_S:g} s"
     failed = Failed(RankTransfer("r"), num_valid_tokens, reason, False, SHARED_MEMORY)
     assert failed in wire.notifications
 

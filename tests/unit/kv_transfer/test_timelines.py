@@ -85,7 +85,7 @@ def test_c34_a_load_that_failed_says_when_and_why(num_ranks: int) -> None:
     prefill, decode = fabric.add("p0"), fabric.add("d0", num_ranks)
     begin(fabric, prefill, decode)
     fabric.advance(LOAD_TIMEOUT_S)
-    reason = f"the prompt did not arrive within {LOAD_TIMEOUT_S:g} s"
+    reason = f"the prompt's KV cache did not arrive within {LOAD_TIMEOUT_S:g} s"
     taken = record_of(decode)
     assert events(taken) == {"begun": 0.0, "asked": 1.0, "failed": 1.0 + LOAD_TIMEOUT_S}
     assert (taken.reason, taken.num_bytes, taken.elapsed_s) == (reason, 0, LOAD_TIMEOUT_S)

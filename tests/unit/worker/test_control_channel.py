@@ -227,7 +227,7 @@ def test_what_is_no_call_is_answered_too_and_the_next_one_is_served(
 
 def test_a_line_without_end_is_not_kept() -> None:
     (refusal,) = replies_to(b"x" * (MAX_LINE_BYTES + 1))
-    assert failure_in(refusal)[2] == f"a line of more than {MAX_LINE_BYTES} bytes"
+    assert failure_in(refusal)[2] == f"a call is longer than {MAX_LINE_BYTES} bytes"
 
 
 def test_too_many_calls_at_a_time_are_refused() -> None:

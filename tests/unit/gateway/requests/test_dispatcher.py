@@ -279,13 +279,22 @@ def test_c56_workers_that_drain_or_live_on_count_against_no_request(reason: str)
     assert len(dispatcher.suspects) == 0
 
 
-def test_c56_a_request_that_two_workers_cannot_compute_is_stopped() -> None:
-    dispatcher, request = make_dispatcher("d0", "d1"), make_request()
-    effects = dispatcher.handle(Submitted(request), 0.0)
-    for now in (1.0, 2.0):
+@pytest.mark.parametrize(("have_answered", "num_attempts"), [(True, 2), (False, 3)])
+def test_c56_a_request_that_two_workers_cannot_compute_is_stopped_if_they_can_compute_others(
+    have_answered: bool, num_attempts: int
+) -> None:
+    dispatcher, request = make_dispatcher("d0", "d1", "d2"), make_request()
+    if have_answered:
+        for number in range(3):
+            other = replace(make_request(f"other {number}"), prompt_token_ids=(number,))
+            ((worker, engine_id),) = submitted(dispatcher.handle(Submitted(other), 0.0)).items()
+            effects = dispatcher.handle(outputs(worker, engine_id, 1, 2, 3, end=FinishReason.LENGTH), 0.5)
+            assert any(isinstance(effect, Deliver) for effect in effects)
+    effects = dispatcher.handle(Submitted(request), 1.0)
+    for now in range(num_attempts):
         ((worker, engine_id),) = submitted(effects).items()
         failed = outputs(worker, engine_id, end=FinishReason.ERROR)
         failed.outputs[0].error_kind = ErrorKind.STEP_FAILED
-        effects = dispatcher.handle(failed, now)
+        effects = dispatcher.handle(failed, 2.0 + now)
     (refused,) = [effect for effect in effects if isinstance(effect, Refuse)]
-    assert isinstance(refused.error, HarmfulRequest)
+    assert isinstance(refused.error, HarmfulRequest) is have_answered

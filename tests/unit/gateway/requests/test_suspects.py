@@ -8,7 +8,7 @@ from gateway.requests.request import GatewayRequest
 from gateway.requests.suspects import (
     MAX_BLAMED,
     MAX_KEPT,
-    MAX_TRIAL_S,
+    MAX_TURN_S,
     RECENT_S,
     REMEMBERED_S,
     Suspects,
@@ -79,7 +79,7 @@ def test_c56_suspects_run_one_at_a_time_until_they_get_further() -> None:
     suspects.placed(POISON, 2.0)
     assert not suspects.may_run(OTHER, 3.0)
     assert suspects.may_run(b"somebody", 3.0)
-    assert suspects.may_run(OTHER, 2.0 + MAX_TRIAL_S)
+    assert suspects.may_run(OTHER, 2.0 + MAX_TURN_S)
     assert not suspects.got_further(POISON, 1)
     assert suspects.got_further(POISON, 2)
     assert not suspects.is_suspect(POISON)
@@ -91,6 +91,7 @@ def test_c56_suspects_run_one_at_a_time_until_they_get_further() -> None:
 
 def test_c56_a_request_that_two_workers_cannot_compute_is_stopped() -> None:
     suspects = Suspects()
+    suspects.finished_on(["w0-1", "w1-1"])
     assert suspects.step_failed(POISON, "w0-1", 0.0) is None
     assert suspects.step_failed(POISON, "w0-1", 1.0) is None, "the same worker"
     assert "2 workers could not compute it" in str(suspects.step_failed(POISON, "w1-1", 2.0))
@@ -99,6 +100,7 @@ def test_c56_a_request_that_two_workers_cannot_compute_is_stopped() -> None:
 
 def test_c56_a_worker_that_can_compute_nothing_is_no_evidence() -> None:
     suspects = Suspects()
+    suspects.finished_on(["wrong", "w1", "w2"])
     for number in range(MAX_BLAMED):
         suspects.step_failed(b"%d" % number, "wrong", 0.0)
     assert suspects.step_failed(POISON, "wrong", 0.0) is None
@@ -106,14 +108,25 @@ def test_c56_a_worker_that_can_compute_nothing_is_no_evidence() -> None:
     assert suspects.step_failed(POISON, "w2", 2.0) is not None
 
 
+def test_c56_workers_that_never_finished_an_answer_are_no_evidence() -> None:
+    suspects = Suspects()
+    suspects.finished_on(["w0"])
+    for worker in ("w0", "w1", "w2"):
+        assert suspects.step_failed(POISON, worker, 0.0) is None
+    suspects.finished_on(["w1"])
+    assert suspects.step_failed(POISON, "w2", 1.0) is not None
+
+
 def test_c56_it_is_remembered_for_minutes_after_it_last_came_and_memory_is_bounded() -> None:
     suspects = Suspects()
+    suspects.finished_on(["w0", "w1"])
     for worker in ("w0", "w1"):
         suspects.step_failed(POISON, worker, 0.0)
     assert suspects.refusal(POISON, REMEMBERED_S - 1) is not None
     assert suspects.refusal(POISON, 2 * REMEMBERED_S - 2) is not None, "it came in between"
     assert suspects.refusal(POISON, 4 * REMEMBERED_S) is None
     for number in range(2 * MAX_KEPT):
+        suspects.finished_on([f"a{number}", f"b{number}"])
         for worker in ("a", "b"):
             suspects.step_failed(b"%d" % number, f"{worker}{number}", 1e6)
         suspects.step_failed(b"%d " % number, "c", 1e6)
