@@ -156,27 +156,32 @@ class _Reader:
                 raise self._error(f"the metadata key {key} is there twice")
             metadata[key] = self._value(key)
         infos = [self._tensor_info() for _ in range(num_tensors)]
-        data_offset = self._data_offset(metadata)
-        return GgufFile(self._path, metadata, dict(self._placed(infos, data_offset)), data_offset)
+        alignment = self._alignment(metadata)
+        data_offset = -(-self._position // alignment) * alignment
+        return GgufFile(self._path, metadata, dict(self._placed(infos, data_offset, alignment)), data_offset)
 
-    def _placed(self, infos: list[GgufTensor], data_offset: int) -> Iterator[tuple[str, GgufTensor]]:
+    def _placed(
+        self, infos: list[GgufTensor], data_offset: int, alignment: int
+    ) -> Iterator[tuple[str, GgufTensor]]:
         """The tensors with their positions in the file."""
         names = set()
         for info in infos:
             if info.name in names:
                 raise self._error(f"tensor {info.name} is there twice")
             names.add(info.name)
+            if info.offset % alignment:
+                raise self._error(f"tensor {info.name} has offset {info.offset}, no multiple of {alignment}")
             tensor = GgufTensor(info.name, info.type, info.shape, data_offset + info.offset)
             end = tensor.offset + tensor.num_bytes
             if end > self._size:
                 raise self._error(f"tensor {info.name} ends at byte {end:,}, but the file has {self._size:,}")
             yield info.name, tensor
 
-    def _data_offset(self, metadata: dict[str, Value]) -> int:
+    def _alignment(self, metadata: dict[str, Value]) -> int:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
             raise self._error(f"general.alignment must be a positive multiple of 8, got {alignment!r:.80}")
-        return -(-self._position // alignment) * alignment
+        return alignment
 
     def _tensor_info(self) -> GgufTensor:
         """With an offset that counts from the beginning of the data."""

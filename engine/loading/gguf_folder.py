@@ -40,13 +40,19 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 def gguf_of(folder: Path) -> Path | None:
     """The GGUF file of a folder that was made here; None for other folders."""
     file = folder / MODEL_FILE
-    return file if file.is_file() else None
+    return (
+        file if file.is_file() or file.is_symlink() else None
+    )  # a link to nothing is named where it is read
 
 
 def describe(gguf: Path, folder: Path) -> None:
     """Writes the folder's files, except the GGUF file itself. ModelError says what is not supported."""
     file = read_gguf(gguf)
     config = hugging_face_config(file)
+    if (num_tokens := len(file.strings("tokenizer.ggml.tokens"))) > config["vocab_size"]:
+        raise ModelError(
+            f"{gguf}: {num_tokens} tokens, but token_embd.weight has {config['vocab_size']} rows"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "config.json", config)
     tokens = {key: value for key, value in config.items() if key.endswith("_token_id")}

@@ -84,6 +84,7 @@ def tensor(name: str, kind: int = 0, shape: tuple[int, ...] = (4,), offset: int 
         (header(tensors=1, rest=tensor("t", shape=(2**40, 2**40))), "t ends at byte"),
         (header(tensors=1, rest=tensor("t", offset=2**63)), "t ends at byte"),
         (header(tensors=2, rest=2 * tensor("t") + bytes(64)), "t is there twice"),
+        (header(tensors=1, rest=tensor("t", offset=4) + bytes(64)), "t has offset 4, no multiple of 32"),
         (
             header(keys=1, rest=text("general.alignment") + struct.pack("<II", 4, 0)),
             "general.alignment must be a positive multiple of 8, got 0",

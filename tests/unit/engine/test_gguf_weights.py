@@ -197,6 +197,13 @@ def test_missing_misshapen_and_unexpected_tensors_are_named(tmp_path: Path) -> N
         source_of(folder).check_all_taken()
 
 
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    (tmp_path / "model.gguf").unlink()
+    with pytest.raises(ModelError, match=r"cannot read .*folder/model\.gguf: .*No such file"):
+        load(folder)
+
+
 def test_progress_reaches_the_whole(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     folder = make_folder(tmp_path, kind="Q8_0")
