@@ -33,6 +33,10 @@ COPY scheduler scheduler
 COPY simulator simulator
 COPY worker worker
 RUN scripts/install_image.sh baton
+# The CPU kernels for every instruction set, since what runs has no C++ compiler.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ \
+    && cd / && python -m engine.native.library /opt/baton/share/native
 
 # ---- What runs -------------------------------------------------------------------------------------------------------
 FROM docker.io/library/python:${PYTHON_VERSION}-slim-bookworm
@@ -54,6 +58,7 @@ ENV PATH=/opt/baton/bin:$PATH \
     HOME=/home/baton \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
+    BATON_NATIVE_KERNELS=/opt/baton/share/native \
     TRITON_PTXAS_PATH=/opt/baton/bin/ptxas \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -96,8 +96,10 @@ class EngineCore:
         self._stages.planned(plan)
         if self._trace is not None:
             self._trace.planned(plan, self._standing())
+        # Before the submission: a pipeline without a thread of its own computes the step there.
+        under_way = (plan, *(step.plan for step in self._under_way))
+        self.progress.begin(sum(each.total_num_scheduled_tokens for each in under_way))
         self._submit(plan)
-        self.progress.begin(sum(step.plan.total_num_scheduled_tokens for step in self._under_way))
         num_kept = self._pipeline.num_ahead(plan)
         is_computing = self._scheduler.is_trying  # requests outside the trial wait for its end
         while len(self._under_way) > num_kept:

@@ -85,7 +85,10 @@ def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = 
         raise _NotAvailableError(
             "there is no C++ compiler; install one (apt install g++, or pip install ziglang)"
         )
-    command = [*compiler, *FLAGS, *instructions.compiler_flags]
+    flags = instructions.compiler_flags
+    if "ziglang" in compiler:
+        flags = tuple(flag.replace("=x86-64-v", "=x86_64_v") for flag in flags)
+    command = [*compiler, *FLAGS, *flags]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor() as threads:
 
         def compile_one(source: Path) -> str:
