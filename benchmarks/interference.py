@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import platform
+import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from benchmarks.cpu_engine import instructions
 from benchmarks.interference_load import Client, Seen, Slo, Workload, figures, play
 from benchmarks.interference_picture import draw
 from benchmarks.interference_sides import BATON_SIDES, VLLM, Server, baton_server, vllm_server
+from benchmarks.safetensors_folder import with_safetensors
 from engine.loading.pretrained import default_cache_dir, resolve
 
 SETTLE_S = 1.0
@@ -53,6 +55,8 @@ def main() -> None:
     workload, slo = Workload(**fields), Slo(arguments.slo_ttft, arguments.slo_gap)
     model = resolve(arguments.model, default_cache_dir(os.environ))
     with ExitStack() as stack:
+        if arguments.peer is not None:  # then all sides compute with the same 16 bits
+            model = with_safetensors(model, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         servers = _start(arguments, model, stack)
         vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
         rounds = asyncio.run(_measure(servers, workload, vocab_size, arguments.rounds))
