@@ -79,9 +79,11 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(file, name)
-    hidden_size = file.need(f"{name}.embedding_length", int)
-    num_heads = file.need(f"{name}.attention.head_count", int)
-    head_dim = file.get(f"{name}.attention.key_length", int) or hidden_size // max(num_heads, 1)
+    hidden_size = _size(file, f"{name}.embedding_length")
+    num_heads = _size(file, f"{name}.attention.head_count")
+    head_dim = _size(file, f"{name}.attention.key_length", default=hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelError(f"{file.path}: the heads' size is {head_dim}; supported are even ones")
     for key in ("attention.value_length", "rope.dimension_count"):
         if (length := file.get(f"{name}.{key}", int)) not in (None, head_dim):
             raise ModelError(
@@ -96,13 +98,13 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": file.need(f"{name}.feed_forward_length", int),
-        "num_hidden_layers": file.need(f"{name}.block_count", int),
+        "intermediate_size": _size(file, f"{name}.feed_forward_length"),
+        "num_hidden_layers": _size(file, f"{name}.block_count", most=len(file.tensors)),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": file.get(f"{name}.attention.head_count_kv", int) or num_heads,
+        "num_key_value_heads": _size(file, f"{name}.attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": file.need(f"{name}.context_length", int),
-        "rms_norm_eps": file.need(f"{name}.attention.layer_norm_rms_epsilon", float),
+        "max_position_embeddings": _size(file, f"{name}.context_length", most=2**30),
+        "rms_norm_eps": _positive(file, f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, name, head_dim),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -129,6 +131,22 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
             raise ModelError(f"{file.path}: {name}.{key} ({value!r:.80}) is not supported")
 
 
+def _size(file: GgufFile, key: str, *, default: int | None = None, most: int = 2**18) -> int:
+    """A length or count of the metadata; ModelError if it cannot be one."""
+    value = file.need(key, int) if default is None or key in file.metadata else default
+    if not 1 <= value <= most:
+        raise ModelError(f"{file.path}: {key} must be from 1 to {most:,}, got {value:,}")
+    return value
+
+
+def _positive(file: GgufFile, key: str, *, default: float | None = None) -> float:
+    """A number of the metadata that one may divide by, and raise to a power."""
+    value = file.need(key, float) if default is None or key in file.metadata else default
+    if not 1e-30 < value < 1e30:
+        raise ModelError(f"{file.path}: {key} must be a positive number, got {value}")
+    return value
+
+
 def _vocab_size(file: GgufFile) -> int:
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
@@ -143,7 +161,7 @@ def _end_token_ids(file: GgufFile) -> list[int]:
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
     """`rope_parameters` of a config.json."""
-    theta = file.get(f"{name}.rope.freq_base", float) or 10_000.0
+    theta = _positive(file, f"{name}.rope.freq_base", default=10_000.0)
     if "rope_freqs.weight" in file.tensors:
         return _llama3_rope(file, theta, head_dim)
     kind = file.get(f"{name}.rope.scaling.type", str) or "none"
@@ -166,6 +184,8 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, objec
     Its largest divisor is the scaling's factor; everything else is the same in all models of Meta, which is checked.
     """
     divisors = _floats(file, "rope_freqs.weight")
+    if not all(1.0 <= divisor < math.inf for divisor in divisors):
+        raise ModelError(f"{file.path}: rope_freqs.weight must be divisors of at least 1")
     low, high, original, factor = 1.0, 4.0, 8192, max(divisors)
     expected = []
     for i in range(head_dim // 2):

@@ -69,7 +69,7 @@ class GgufWeights(WeightSource):
         `takes`: what will be asked for; only `on_progress` needs it.
         """
         self._file = read_gguf(path)
-        self._bytes = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        self._bytes = _mapped(path)
         self._dtype = dtype
         self._device = device
         self._head_dim = head_dim
@@ -162,6 +162,14 @@ class GgufWeights(WeightSource):
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
         return tensor
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    """The file's bytes. The mapping is private, so the system may refuse a file that exceeds its free memory."""
+    try:
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"cannot map {path} into memory: {error}") from error
 
 
 def _kind(tensor: GgufTensor) -> str:

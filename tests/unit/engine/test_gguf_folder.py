@@ -122,9 +122,14 @@ def test_llama_3_rope_is_found_by_its_divisors(tmp_path: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    changed = path.read_bytes().replace(np.float32(divisors[18]).tobytes(), np.float32(30.0).tobytes())
-    path.write_bytes(changed)
+    original = path.read_bytes()
+    path.write_bytes(original.replace(np.float32(divisors[18]).tobytes(), np.float32(30.0).tobytes()))
     with pytest.raises(ModelError, match=r"rope_freqs\.weight is not Llama 3\.1's scaling"):
+        hugging_face_config(read_gguf(path))
+    path.write_bytes(
+        original.replace(np.array(divisors, dtype=np.float32).tobytes(), bytes(4 * len(divisors)))
+    )
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight must be divisors of at least 1"):
         hugging_face_config(read_gguf(path))
 
 
@@ -151,6 +156,17 @@ SIZES = {
         ({"llama__rope__dimension_count": 8}, r"llama\.rope\.dimension_count is 8; .* the heads' size, 16"),
         ({"llama__rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
         ({"llama__embedding_length": None}, r"the metadata key llama\.embedding_length is missing"),
+        ({"llama__block_count": 2**32 - 1}, r"llama\.block_count must be from 1 to 12, got 4,294,967,295"),
+        ({"llama__feed_forward_length": 2**31}, r"feed_forward_length must be from 1 to 262,144"),
+        ({"llama__attention__head_count": 0}, r"attention\.head_count must be from 1"),
+        ({"llama__attention__head_count_kv": 0}, r"attention\.head_count_kv must be from 1"),
+        ({"llama__attention__key_length": 1}, r"the heads' size is 1; supported are even ones"),
+        ({"llama__attention__head_count": 128, "llama__attention__key_length": None}, r"key_length must be"),
+        (
+            {"llama__attention__layer_norm_rms_epsilon": math.nan},
+            r"epsilon must be a positive number, got nan",
+        ),
+        ({"llama__rope__freq_base": -1e4}, r"rope\.freq_base must be a positive number, got -10000\.0"),
         ({"split__count": 3}, r"is one of several parts; join them first: llama-gguf-split --merge"),
         ({"tokenizer__ggml__model": "bert"}, r"tokenizer\.ggml\.model is 'bert'; supported are 'gpt2'"),
         (

@@ -204,6 +204,18 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_a_file_that_the_system_does_not_map_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unable to mmap")
+
+    folder = make_folder(tmp_path)
+    monkeypatch.setattr(torch, "from_file", refuse)
+    with pytest.raises(ModelError, match=r"cannot map .*folder/model\.gguf into memory: unable to mmap"):
+        load(folder)
+
+
 def test_progress_reaches_the_whole(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     folder = make_folder(tmp_path, kind="Q8_0")
