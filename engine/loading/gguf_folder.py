@@ -33,6 +33,10 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "residual_scale": (1.0,),
     "embedding_scale": (1.0,),
     "pooling_type": (0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Keys that change what a model computes, and the values that do not. The decoder supports no other value."""
 
@@ -160,19 +164,26 @@ def _end_token_ids(file: GgufFile) -> list[int]:
 
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
-    """`rope_parameters` of a config.json."""
+    """`rope_parameters` of a config.json. As in llama.cpp, a factor without a type is linear."""
     theta = _positive(file, f"{name}.rope.freq_base", default=10_000.0)
+    kind = file.get(f"{name}.rope.scaling.type", str) or "linear"
+    older = _positive(file, f"{name}.rope.scale_linear", default=1.0)
+    factor = _positive(file, f"{name}.rope.scaling.factor", default=older)
+    is_scaled = kind != "none" and (kind, factor) != ("linear", 1.0)
     if "rope_freqs.weight" in file.tensors:
+        if is_scaled:
+            raise ModelError(
+                f"{file.path}: rope_freqs.weight and {name}.rope.scaling at once are not supported"
+            )
         return _llama3_rope(file, theta, head_dim)
-    kind = file.get(f"{name}.rope.scaling.type", str) or "none"
-    factor = file.get(f"{name}.rope.scaling.factor", float) or 1.0
-    if kind == "none" or (kind == "linear" and factor == 1.0):
+    if not is_scaled:
         return {"rope_type": "default", "rope_theta": theta}
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{file.path}: {name}.rope.scaling.type {kind!r} is not supported")
-    if file.get(f"{name}.rope.scaling.attn_factor", float) not in (None, 1.0):
-        raise ModelError(f"{file.path}: {name}.rope.scaling.attn_factor is not supported")
     scaled: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    for beta in ("beta_fast", "beta_slow"):
+        if (key := f"{name}.rope.scaling.yarn_{beta}") in file.metadata:
+            scaled[beta] = _positive(file, key)
     if original := file.get(f"{name}.rope.scaling.original_context_length", int):
         scaled["original_max_position_embeddings"] = original
     return scaled
