@@ -42,11 +42,10 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 
 
 def gguf_of(folder: Path) -> Path | None:
-    """The GGUF file of a folder that was made here; None for other folders."""
+    """The GGUF file of a folder that has no other weights; None if there is none, or if safetensors lie beside it."""
     file = folder / MODEL_FILE
-    return (
-        file if file.is_file() or file.is_symlink() else None
-    )  # a link to nothing is named where it is read
+    is_there = file.is_file() or file.is_symlink()  # a link to nothing is named where it is read
+    return file if is_there and not any(folder.glob("*.safetensors")) else None
 
 
 def describe(gguf: Path, folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import ModelError
 from engine.loading.gguf import read_gguf
-from engine.loading.gguf_folder import describe, hugging_face_config
+from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
 from engine.model_config import RopeType, read_architecture, read_eos_token_ids
 from gateway.text.tokenizer import ChatMessage, Tokenizer
 from tests.factories.gguf_files import make_gguf
@@ -54,6 +54,13 @@ def test_tokens_and_chat_are_those_of_the_original_folder(tmp_path: Path, source
         ours.decode(ours.encode(chat), skip_special_tokens=True) == "user\nWhat is the capital?\nassistant\n"
     )
     assert ours.vocab_size == theirs.vocab_size == 300
+
+
+def test_safetensors_come_before_a_gguf_file_beside_them(tmp_path: Path, source: Path) -> None:
+    gguf_file = make_gguf(tmp_path / "model.gguf", source)
+    assert gguf_of(tmp_path) == gguf_file
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    assert gguf_of(tmp_path) is None
 
 
 def test_without_a_template_there_is_no_chat(tmp_path: Path, source: Path) -> None:
