@@ -60,7 +60,7 @@ _CUTS = {
     "tekken": _Cut((_TEKKEN,), prefers_whole_words=True),
 }
 """By `tokenizer.ggml.pre`."""
-_BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 """Where the file does not say (`tokenizer.ggml.add_bos_token`)."""
 
 

@@ -142,6 +142,8 @@ def test_a_whole_word_of_the_vocabulary_needs_no_merges() -> None:
         ("gpt-2", {}, []),
         ("gpt-2", {"add_bos_token": True}, ["<s>"]),
         ("llama-bpe", {}, ["<s>"]),
+        ("falcon3", {}, ["<s>"]),
+        ("pixtral", {}, ["<s>"]),
         ("llama-bpe", {"add_bos_token": False}, []),
         ("qwen2", {"add_eos_token": True}, ["</s>"]),
     ],
