@@ -153,12 +153,17 @@ def _model_type(config: Mapping[str, Any]) -> str:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Refuses options that change what a model computes and that the decoder does not support.
 
-    All four families call the activation `hidden_act`. Other keys that seem to name one must name the same. Apart from
-    these, only keys of the four families are looked at: another family's own keys are ignored.
+    All four families call the activation `hidden_act`. Other keys that seem to name one must name the same; numbers and
+    truth values, as of `activation_dropout`, name none. Apart from these, only keys of the four families are looked
+    at: another family's own keys are ignored.
     """
     if config.get("quantization_config") is not None:
         raise ModelError("quantization_config is not supported; use the model's unquantized weights")
-    others = [key for key in config if {"act", "activation"} & set(key.split("_")) and config[key]]
+    others = [
+        key
+        for key, value in config.items()
+        if {"act", "activation"} & set(key.split("_")) and value and not isinstance(value, int | float)
+    ]
     for key in ("hidden_act", *others):
         if (activation := config.get(key, "silu")) not in ("silu", "swish"):
             raise ModelError(f"{key} {activation!r} is not supported; only 'silu' is")

@@ -161,7 +161,8 @@ def test_keys_that_name_silu_or_no_activation_pass(tmp_path: Path) -> None:
     harmless = {
         "hidden_activation": "silu",
         "act_fn": "swish",
-        "activation_dropout": 0.0,
+        "activation_dropout": 0.1,
+        "use_activation_checkpointing": True,
         "attention_factor": 2.0,
     }
     assert read(tmp_path, **harmless) == read(tmp_path)
