@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import ModelConfig
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig
 from baton.errors import ConfigError, ModelError
 from engine.batch import RequestBatch
+from engine.build import build_device_engine
+from engine.collectives import SINGLE_RANK
 from engine.layers.backend import InputTokens
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.paged_attention import PagedAttention
@@ -170,6 +172,18 @@ def test_on_a_gpu_it_says_what_is_possible(tmp_path: Path, quantization: str) ->
         ConfigError, match=rf"model.quantization: '{quantization}' .*; with 'cuda', use 'fp8', or 'none'"
     ):
         load_model(config, make_model_dir(tmp_path), torch.device("cuda"))
+
+
+def test_on_a_gpu_it_says_so_before_kernels_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.build.rank_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr("engine.build._begin_with", lambda _: pytest.fail("began with the GPU"))
+    config = ModelConfig(dtype="float32", quantization="int8")
+    engine = EngineConfig(num_threads=torch.get_num_threads())
+    unused: Any = None
+    with pytest.raises(ConfigError, match=r"model.quantization: 'int8' "):
+        build_device_engine(config, engine, SchedulerConfig(), tmp_path, SINGLE_RANK, unused, unused, unused)
 
 
 def test_digests_tell_models_and_quantizations_apart(tmp_path: Path) -> None:
