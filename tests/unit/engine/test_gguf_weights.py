@@ -1,5 +1,6 @@
 """Models from GGUF files give transformers' tokens with the file's numbers; shared by ranks, and quantized."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,18 @@ def test_a_file_that_the_system_does_not_map_is_named(
     monkeypatch.setattr(torch, "from_file", refuse)
     with pytest.raises(ModelError, match=r"cannot map .*folder/model\.gguf into memory: unable to mmap"):
         load(folder)
+
+
+def test_a_missing_tensor_is_found_before_a_byte_is_read(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    seen: list[tuple[int, int]] = []
+    with pytest.raises(ModelError, match=r"tensor blk\.3\.attn_norm\.weight .* is missing"):
+        load_model(
+            ModelConfig(dtype="float32"), folder, CPU, on_progress=lambda *progress: seen.append(progress)
+        )
+    assert seen == []
 
 
 def test_progress_reaches_the_whole(tmp_path: Path) -> None:
