@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.peer import Peer
 from benchmarks.safetensors_folder import with_safetensors
+from engine.loading.gguf_folder import gguf_of
 from engine.loading.pretrained import default_cache_dir, resolve
 
 CONTEXT = 256
@@ -69,7 +70,8 @@ WORKLOADS = (
 
 
 QUANTIZATIONS = ("int8", "int4", "gguf")
-FOUR_BITS = ("int4", "gguf")
+FEW_BITS = ("int4", "gguf")
+"""Left out of an engine's best: a GGUF file may have any number of bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ def main() -> None:
     """Measures, prints a table, and writes JSON if asked to."""
     arguments = _arguments()
     model = resolve(arguments.model, default_cache_dir(os.environ))
+    if "gguf" in arguments.quantizations and gguf_of(model) is None:
+        sys.exit(f"--quantizations gguf: {arguments.model} is no GGUF file")
     with ExitStack() as stack:
         floats = with_safetensors(model, Path(stack.enter_context(tempfile.TemporaryDirectory())))
 
@@ -150,9 +154,9 @@ def _measure(
 
 
 def best(cells: list[Cell], engine: str, workload: str, dtype: str | None = None) -> float | None:
-    """The most tokens a second of an engine, in one data type or in any with at least 8 bits; None if there is none."""
+    """The most tokens a second of an engine, in one data type, or in any but FEW_BITS; None if there is none."""
     mine = [cell for cell in cells if (cell.engine, cell.workload) == (engine, workload)]
-    able = [cell for cell in mine if cell.dtype == dtype or (dtype is None and cell.dtype not in FOUR_BITS)]
+    able = [cell for cell in mine if cell.dtype == dtype or (dtype is None and cell.dtype not in FEW_BITS)]
     return max((cell.tokens_per_s for cell in able), default=None)
 
 

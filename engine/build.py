@@ -24,7 +24,7 @@ from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
 from engine.kernels.switches import VARIABLE, KernelSwitches, set_kernel_switches
 from engine.kv_cache import HostBlocks, KVPool
-from engine.loading.loader import LoadedModel, load_model, outline_model
+from engine.loading.loader import LoadedModel, check_quantization, load_model, outline_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
 from engine.step_failures import FailSettled, FailStop, StepRunner
@@ -144,6 +144,7 @@ def build_device_engine(
     keep_freed_memory()
     torch.set_num_threads(config.num_threads or max(1, find_machine().num_cores // collectives.size))
     device = rank_device(config, collectives.rank)
+    check_quantization(model_config, device)  # before kernels are compiled ahead
     _begin_with(device)
     compiler = None if device.type == "cpu" else _compiler_of(device)
     wait = make_memory_wait(device, clock)

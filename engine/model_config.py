@@ -108,9 +108,11 @@ def _architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     model_type = _model_type(config)
     _refuse_unsupported(config)
     num_layers, num_heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
-    num_kv_heads = config.get("num_key_value_heads") or (8 if model_type == "mistral" else num_heads)
+    num_kv_heads = _count(config, "num_key_value_heads", 8 if model_type == "mistral" else num_heads)
     hidden_size = _count(config, "hidden_size")
-    head_dim = config.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)
+    head_dim = _count(config, "head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelError(f"head_dim must be even, got {head_dim}")
     if num_heads % num_kv_heads != 0:
         raise ModelError(
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
@@ -151,19 +153,24 @@ def _model_type(config: Mapping[str, Any]) -> str:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Refuses options that change what a model computes and that the decoder does not support.
 
-    All four families call the activation `hidden_act`. Other keys that seem to name one must name the same. Apart from
-    these, only keys of the four families are looked at: another family's own keys are ignored.
+    All four families call the activation `hidden_act`. Other keys that seem to name one must name the same; numbers and
+    truth values, as of `activation_dropout`, name none. Apart from these, only keys of the four families are looked
+    at: another family's own keys are ignored.
     """
     if config.get("quantization_config") is not None:
         raise ModelError("quantization_config is not supported; use the model's unquantized weights")
-    others = [key for key in config if {"act", "activation"} & set(key.split("_")) and config[key]]
+    others = [
+        key
+        for key, value in config.items()
+        if {"act", "activation"} & set(key.split("_")) and value and not isinstance(value, int | float)
+    ]
     for key in ("hidden_act", *others):
         if (activation := config.get(key, "silu")) not in ("silu", "swish"):
             raise ModelError(f"{key} {activation!r} is not supported; only 'silu' is")
 
 
-def _count(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = default if config.get(key) is None else config[key]
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{key} must be a positive integer, got {value!r}")
     return value

@@ -24,6 +24,8 @@ from baton.errors import ModelError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
+MAX_LIST = 2**24
+"""Values in a list of the metadata: each takes more memory than bytes of the file."""
 
 Value = int | float | bool | str | list[int] | list[float] | list[str]
 """Of a metadata key."""
@@ -213,6 +215,8 @@ class _Reader:
             (value,) = self._scalars(key, number, 1)
             return value
         number, count = self._number("I"), self._number("Q")
+        if count > MAX_LIST:
+            raise self._error(f"the metadata key {key} has {count:,} values; supported are {MAX_LIST:,}")
         if number == _STRING:
             return self._strings(count)
         return list(self._scalars(key, number, count))

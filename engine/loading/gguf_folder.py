@@ -33,16 +33,19 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "residual_scale": (1.0,),
     "embedding_scale": (1.0,),
     "pooling_type": (0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Keys that change what a model computes, and the values that do not. The decoder supports no other value."""
 
 
 def gguf_of(folder: Path) -> Path | None:
-    """The GGUF file of a folder that was made here; None for other folders."""
+    """The GGUF file of a folder that has no other weights; None if there is none, or if safetensors lie beside it."""
     file = folder / MODEL_FILE
-    return (
-        file if file.is_file() or file.is_symlink() else None
-    )  # a link to nothing is named where it is read
+    is_there = file.is_file() or file.is_symlink()  # a link to nothing is named where it is read
+    return file if is_there and not any(folder.glob("*.safetensors")) else None
 
 
 def describe(gguf: Path, folder: Path) -> None:
@@ -79,9 +82,11 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(file, name)
-    hidden_size = file.need(f"{name}.embedding_length", int)
-    num_heads = file.need(f"{name}.attention.head_count", int)
-    head_dim = file.get(f"{name}.attention.key_length", int) or hidden_size // max(num_heads, 1)
+    hidden_size = _size(file, f"{name}.embedding_length")
+    num_heads = _size(file, f"{name}.attention.head_count")
+    head_dim = _size(file, f"{name}.attention.key_length", default=hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelError(f"{file.path}: the heads' size is {head_dim}; supported are even ones")
     for key in ("attention.value_length", "rope.dimension_count"):
         if (length := file.get(f"{name}.{key}", int)) not in (None, head_dim):
             raise ModelError(
@@ -96,13 +101,13 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
         "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": file.need(f"{name}.feed_forward_length", int),
-        "num_hidden_layers": file.need(f"{name}.block_count", int),
+        "intermediate_size": _size(file, f"{name}.feed_forward_length"),
+        "num_hidden_layers": _size(file, f"{name}.block_count", most=len(file.tensors)),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": file.get(f"{name}.attention.head_count_kv", int) or num_heads,
+        "num_key_value_heads": _size(file, f"{name}.attention.head_count_kv", default=num_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": file.need(f"{name}.context_length", int),
-        "rms_norm_eps": file.need(f"{name}.attention.layer_norm_rms_epsilon", float),
+        "max_position_embeddings": _size(file, f"{name}.context_length", most=2**30),
+        "rms_norm_eps": _positive(file, f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, name, head_dim),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -129,6 +134,22 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
             raise ModelError(f"{file.path}: {name}.{key} ({value!r:.80}) is not supported")
 
 
+def _size(file: GgufFile, key: str, *, default: int | None = None, most: int = 2**18) -> int:
+    """A length or count of the metadata; ModelError if it cannot be one."""
+    value = file.need(key, int) if default is None or key in file.metadata else default
+    if not 1 <= value <= most:
+        raise ModelError(f"{file.path}: {key} must be from 1 to {most:,}, got {value:,}")
+    return value
+
+
+def _positive(file: GgufFile, key: str, *, default: float | None = None) -> float:
+    """A number of the metadata that one may divide by, and raise to a power."""
+    value = file.need(key, float) if default is None or key in file.metadata else default
+    if not 1e-30 < value < 1e30:
+        raise ModelError(f"{file.path}: {key} must be a positive number, got {value}")
+    return value
+
+
 def _vocab_size(file: GgufFile) -> int:
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
@@ -142,19 +163,26 @@ def _end_token_ids(file: GgufFile) -> list[int]:
 
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
-    """`rope_parameters` of a config.json."""
-    theta = file.get(f"{name}.rope.freq_base", float) or 10_000.0
+    """`rope_parameters` of a config.json. As in llama.cpp, a factor without a type is linear."""
+    theta = _positive(file, f"{name}.rope.freq_base", default=10_000.0)
+    kind = file.get(f"{name}.rope.scaling.type", str) or "linear"
+    older = _positive(file, f"{name}.rope.scale_linear", default=1.0)
+    factor = _positive(file, f"{name}.rope.scaling.factor", default=older)
+    is_scaled = kind != "none" and (kind, factor) != ("linear", 1.0)
     if "rope_freqs.weight" in file.tensors:
+        if is_scaled:
+            raise ModelError(
+                f"{file.path}: rope_freqs.weight and {name}.rope.scaling at once are not supported"
+            )
         return _llama3_rope(file, theta, head_dim)
-    kind = file.get(f"{name}.rope.scaling.type", str) or "none"
-    factor = file.get(f"{name}.rope.scaling.factor", float) or 1.0
-    if kind == "none" or (kind == "linear" and factor == 1.0):
+    if not is_scaled:
         return {"rope_type": "default", "rope_theta": theta}
     if kind not in ("linear", "yarn"):
         raise ModelError(f"{file.path}: {name}.rope.scaling.type {kind!r} is not supported")
-    if file.get(f"{name}.rope.scaling.attn_factor", float) not in (None, 1.0):
-        raise ModelError(f"{file.path}: {name}.rope.scaling.attn_factor is not supported")
     scaled: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    for beta in ("beta_fast", "beta_slow"):
+        if (key := f"{name}.rope.scaling.yarn_{beta}") in file.metadata:
+            scaled[beta] = _positive(file, key)
     if original := file.get(f"{name}.rope.scaling.original_context_length", int):
         scaled["original_max_position_embeddings"] = original
     return scaled
@@ -166,6 +194,8 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, objec
     Its largest divisor is the scaling's factor; everything else is the same in all models of Meta, which is checked.
     """
     divisors = _floats(file, "rope_freqs.weight")
+    if not all(1.0 <= divisor < math.inf for divisor in divisors):
+        raise ModelError(f"{file.path}: rope_freqs.weight must be divisors of at least 1")
     low, high, original, factor = 1.0, 4.0, 8192, max(divisors)
     expected = []
     for i in range(head_dim // 2):

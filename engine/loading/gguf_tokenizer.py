@@ -28,6 +28,9 @@ _TEKKEN = (
 )
 
 
+_MAX_TOKEN_CHARS = 4096
+
+
 class TokenType(IntEnum):
     """`tokenizer.ggml.token_type`; others are ordinary."""
 
@@ -57,7 +60,7 @@ _CUTS = {
     "tekken": _Cut((_TEKKEN,), prefers_whole_words=True),
 }
 """By `tokenizer.ggml.pre`."""
-_BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 """Where the file does not say (`tokenizer.ggml.add_bos_token`)."""
 
 
@@ -119,6 +122,10 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(scores)} tokenizer.ggml.scores")
+    if (longest := max(map(len, tokens))) > _MAX_TOKEN_CHARS:
+        raise ModelError(
+            f"{file.path}: a token has {longest:,} characters; supported are {_MAX_TOKEN_CHARS:,}"
+        )
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     begins_with_space = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
     prefix: list[Json] = [{"type": "Prepend", "prepend": "▁"}] if begins_with_space else []
@@ -150,7 +157,7 @@ def _merges_by_score(tokens: list[str], scores: list[float]) -> list[list[str]]:
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     merges = []
     for token, score in zip(tokens, scores, strict=True):
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         known = sorted(
             (ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids
         )

@@ -66,10 +66,11 @@ class GgufWeights(WeightSource):
     ) -> None:
         """`keeps_groups`: matrices come as the file has them, in 4 or 8 bits on the CPU; otherwise in `dtype`.
 
-        `takes`: what will be asked for; only `on_progress` needs it.
+        `takes`: what will be asked for, as far as it is known; ModelError if one is missing or has another shape.
         """
         self._file = read_gguf(path)
-        self._bytes = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        names = {self._find(take).name for take in takes}
+        self._bytes = _mapped(path)
         self._dtype = dtype
         self._device = device
         self._head_dim = head_dim
@@ -78,7 +79,6 @@ class GgufWeights(WeightSource):
         self._taken: set[str] = set()
         self._on_progress = on_progress
         self._loaded_bytes = 0
-        names = {gguf_name(take.name) for take in takes} & self._file.tensors.keys()
         self._total_bytes = sum(self._file.tensors[name].num_bytes for name in names)
 
     def __enter__(self) -> Self:
@@ -113,7 +113,7 @@ class GgufWeights(WeightSource):
             )
 
     def _vector(self, take: Take) -> torch.Tensor:
-        tensor = self._find(take)
+        tensor = self._taken_tensor(take)
         vector = _floats(matrix_of(tensor.type, self._rows(tensor))).flatten()
         if self._is_reordered and _kind(tensor) in _REORDERED:
             vector = vector[self._order(len(vector))]
@@ -121,7 +121,7 @@ class GgufWeights(WeightSource):
 
     def _matrix(self, take: Take) -> Matrix:
         """The part that `take` asks for, as it is stored."""
-        tensor = self._find(take)
+        tensor = self._taken_tensor(take)
         rows_OB = self._rows(tensor)
         if self._is_reordered and _kind(tensor) in _REORDERED:
             rows_OB = rows_OB[self._order(len(rows_OB))]
@@ -146,8 +146,16 @@ class GgufWeights(WeightSource):
         """Where the file has the outputs of whole heads: of each head first the even ones, then the odd ones."""
         return torch.arange(num_outputs).view(-1, self._head_dim // 2, 2).transpose(1, 2).flatten()
 
+    def _taken_tensor(self, take: Take) -> GgufTensor:
+        tensor = self._find(take)
+        self._taken.add(tensor.name)
+        self._loaded_bytes += tensor.num_bytes
+        if self._on_progress is not None:
+            self._on_progress(self._loaded_bytes, self._total_bytes)
+        return tensor
+
     def _find(self, take: Take) -> GgufTensor:
-        """Counts the tensor as taken; ModelError if it is missing or has another shape."""
+        """ModelError if the tensor is missing or has another shape."""
         name = gguf_name(take.name)
         tensor = self._file.tensors.get(name)
         if tensor is None:
@@ -157,11 +165,15 @@ class GgufWeights(WeightSource):
                 f"{self._file.path}: tensor {name} has shape {list(tensor.shape)}, but the metadata implies "
                 f"{list(take.shape)}"
             )
-        self._taken.add(name)
-        self._loaded_bytes += tensor.num_bytes
-        if self._on_progress is not None:
-            self._on_progress(self._loaded_bytes, self._total_bytes)
         return tensor
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    """The file's bytes. The mapping is private, so the system may refuse a file that exceeds its free memory."""
+    try:
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"cannot map {path} into memory: {error}") from error
 
 
 def _kind(tensor: GgufTensor) -> str:

@@ -100,7 +100,7 @@ def load_model(
     """
     dtype = DTYPES[config.dtype]
     architecture = read_architecture(path)
-    _check_quantization(config, device)
+    check_quantization(config, device)
     _check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
@@ -122,6 +122,7 @@ def load_model(
             path,
             dummy_device=device if is_dummy else None,
             quantization=_kept_as(config, path, device),
+            activations=config.dtype if kv_cache_dtype == "fp8" else None,
         ),
     )
 
@@ -213,7 +214,8 @@ def _check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
             )
 
 
-def _check_quantization(config: ModelConfig, device: torch.device) -> None:
+def check_quantization(config: ModelConfig, device: torch.device) -> None:
+    """ConfigError if this device cannot multiply what `model.quantization` says."""
     if config.quantization in BITS and device.type != "cpu":
         raise ConfigError(
             f"model.quantization: {config.quantization!r} is for engine.device 'cpu'; with {device.type!r}, use 'fp8', "

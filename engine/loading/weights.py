@@ -182,19 +182,23 @@ class DummyWeights(WeightSource):
 
 
 def model_digest(
-    path: Path, *, dummy_device: torch.device | None = None, quantization: str | None = None
+    path: Path,
+    *,
+    dummy_device: torch.device | None = None,
+    quantization: str | None = None,
+    activations: str | None = None,
 ) -> str:
     """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model.
 
     `dummy_device`: where dummy weights are made, for a model without others. GPUs of different names draw different
     numbers. `quantization`: how the weights are kept, if not as the folder has them; it changes the keys and values, so
-    it changes the digest.
+    it changes the digest. `activations`: their data type, if the KV cache has another, which then does not tell it.
 
     SHA-256 over config.json and, for each weight file, its name, size, header and 64 windows of 4 KiB spread
     evenly over the content. Hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    suffix = "" if quantization is None else f"-{quantization}"
+    suffix = "".join(f"-{part}" for part in (quantization, activations) if part is not None)
     if dummy_device is not None:
         return f"{digest.hexdigest()}-dummy{_kind_of(dummy_device)}{suffix}"
     gguf = gguf_of(path)

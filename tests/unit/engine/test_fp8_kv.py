@@ -96,7 +96,19 @@ def test_fingerprints_differ_by_dtype(tmp_path: Path) -> None:
     ours, theirs = (
         KVPool(2, model.kv_block_shape(4), CPU).fingerprint(model.digest) for model in (eight, sixteen)
     )
-    assert ours.differences(theirs) == ["dtype: float8_e4m3fn != bfloat16"]
+    assert ours.differences(theirs) == [
+        f"model: {sixteen.digest}-bfloat16 != {sixteen.digest}",
+        "dtype: float8_e4m3fn != bfloat16",
+    ]
+
+
+def test_fingerprints_differ_by_the_dtype_that_computed_the_kv(tmp_path: Path) -> None:
+    path = make_model_dir(tmp_path)
+    models = load(path, "bfloat16"), load(path, "float32")
+    ours, theirs = (KVPool(2, m.kv_block_shape(4), CPU).fingerprint(m.digest) for m in models)
+    assert ours.dtype == theirs.dtype == "float8_e4m3fn"
+    (difference,) = ours.differences(theirs)
+    assert difference == f"model: {models[0].digest} != {models[1].digest}"
 
 
 def test_checkpoints_with_scales_of_their_own_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import ModelError
 from engine.loading.gguf import read_gguf
-from engine.loading.gguf_folder import describe, hugging_face_config
+from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
 from engine.model_config import RopeType, read_architecture, read_eos_token_ids
 from gateway.text.tokenizer import ChatMessage, Tokenizer
 from tests.factories.gguf_files import make_gguf
@@ -56,6 +56,13 @@ def test_tokens_and_chat_are_those_of_the_original_folder(tmp_path: Path, source
     assert ours.vocab_size == theirs.vocab_size == 300
 
 
+def test_safetensors_come_before_a_gguf_file_beside_them(tmp_path: Path, source: Path) -> None:
+    gguf_file = make_gguf(tmp_path / "model.gguf", source)
+    assert gguf_of(tmp_path) == gguf_file
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    assert gguf_of(tmp_path) is None
+
+
 def test_without_a_template_there_is_no_chat(tmp_path: Path, source: Path) -> None:
     describe(make_gguf(tmp_path / "m.gguf", source, tokenizer__chat_template=None), tmp_path / "folder")
     assert not Tokenizer(tmp_path / "folder").has_chat_template
@@ -72,9 +79,15 @@ def test_every_kind_of_end_ends_an_answer(tmp_path: Path, source: Path) -> None:
     [
         ({}, {"rope_type": RopeType.DEFAULT, "factor": 1.0}),
         ({"type": "linear", "factor": 4.0}, {"rope_type": RopeType.LINEAR, "factor": 4.0}),
+        ({"factor": 4.0}, {"rope_type": RopeType.LINEAR, "factor": 4.0}),
+        ({"type": "none", "factor": 4.0}, {"rope_type": RopeType.DEFAULT}),
         (
             {"type": "yarn", "factor": 4.0, "original_context_length": 256},
             {"rope_type": RopeType.YARN, "factor": 4.0, "original_max_position_embeddings": 256},
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0},
+            {"rope_type": RopeType.YARN, "beta_fast": 16.0, "beta_slow": 2.0},
         ),
     ],
     ids=str,
@@ -85,6 +98,12 @@ def test_rope(tmp_path: Path, source: Path, metadata: dict[str, Any], expected: 
     rope = read_architecture(tmp_path / "folder").rope
     assert rope.theta == 5e5
     assert {key: getattr(rope, key) for key in expected} == expected
+
+
+def test_the_older_name_of_a_linear_factor(tmp_path: Path, source: Path) -> None:
+    describe(make_gguf(tmp_path / "m.gguf", source, llama__rope__scale_linear=8.0), tmp_path / "folder")
+    rope = read_architecture(tmp_path / "folder").rope
+    assert (rope.rope_type, rope.factor) == (RopeType.LINEAR, 8.0)
 
 
 def llama3_divisors(factor: float, head_dim: int, theta: float) -> list[float]:
@@ -98,21 +117,28 @@ def llama3_divisors(factor: float, head_dim: int, theta: float) -> list[float]:
     return divisors
 
 
-def test_llama_3_rope_is_found_by_its_divisors(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
+def llama3_file(path: Path, divisors: list[float], **scaling: float) -> Path:
+    """A file without layers."""
     writer = gguf.GGUFWriter(path, "llama")
-    divisors = llama3_divisors(32.0, 64, 5e5)
-    assert len(set(divisors)) == 5, "some between the ends"
     for key, value in SIZES.items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32("llama.rope.freq_base", 5e5)
+    for key, factor in scaling.items():
+        writer.add_float32(f"llama.rope.scaling.{key}", factor)
     writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
     writer.add_tensor("token_embd.weight", np.zeros((300, 256), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return path
+
+
+def test_llama_3_rope_is_found_by_its_divisors(tmp_path: Path) -> None:
+    divisors = llama3_divisors(32.0, 64, 5e5)
+    assert len(set(divisors)) == 5, "some between the ends"
+    path = llama3_file(tmp_path / "m.gguf", divisors)
     config = hugging_face_config(read_gguf(path))
     assert config["rope_parameters"] == {
         "rope_type": "llama3",
@@ -122,9 +148,20 @@ def test_llama_3_rope_is_found_by_its_divisors(tmp_path: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    changed = path.read_bytes().replace(np.float32(divisors[18]).tobytes(), np.float32(30.0).tobytes())
-    path.write_bytes(changed)
+    original = path.read_bytes()
+    path.write_bytes(original.replace(np.float32(divisors[18]).tobytes(), np.float32(30.0).tobytes()))
     with pytest.raises(ModelError, match=r"rope_freqs\.weight is not Llama 3\.1's scaling"):
+        hugging_face_config(read_gguf(path))
+    path.write_bytes(
+        original.replace(np.array(divisors, dtype=np.float32).tobytes(), bytes(4 * len(divisors)))
+    )
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight must be divisors of at least 1"):
+        hugging_face_config(read_gguf(path))
+
+
+def test_llama_3_rope_with_another_factor_is_refused(tmp_path: Path) -> None:
+    path = llama3_file(tmp_path / "m.gguf", llama3_divisors(32.0, 64, 5e5), factor=2.0)
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight and llama\.rope\.scaling at once"):
         hugging_face_config(read_gguf(path))
 
 
@@ -150,7 +187,28 @@ SIZES = {
         ({"llama__attention__scale": 0.5}, r"llama\.attention\.scale \(0\.5\) is not supported"),
         ({"llama__rope__dimension_count": 8}, r"llama\.rope\.dimension_count is 8; .* the heads' size, 16"),
         ({"llama__rope__scaling__type": "longrope"}, r"rope\.scaling\.type 'longrope' is not supported"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
+            r"rope\.scaling\.yarn_ext_factor \(0\.5\) is not supported",
+        ),
+        ({"llama__rope__scaling__yarn_attn_factor": 2.0}, r"yarn_attn_factor \(2\.0\) is not supported"),
+        (
+            {"llama__rope__scaling__yarn_log_multiplier": 0.5},
+            r"yarn_log_multiplier \(0\.5\) is not supported",
+        ),
+        ({"llama__rope__scaling__factor": 0.0}, r"rope\.scaling\.factor must be a positive number, got 0\.0"),
         ({"llama__embedding_length": None}, r"the metadata key llama\.embedding_length is missing"),
+        ({"llama__block_count": 2**32 - 1}, r"llama\.block_count must be from 1 to 12, got 4,294,967,295"),
+        ({"llama__feed_forward_length": 2**31}, r"feed_forward_length must be from 1 to 262,144"),
+        ({"llama__attention__head_count": 0}, r"attention\.head_count must be from 1"),
+        ({"llama__attention__head_count_kv": 0}, r"attention\.head_count_kv must be from 1"),
+        ({"llama__attention__key_length": 1}, r"the heads' size is 1; supported are even ones"),
+        ({"llama__attention__head_count": 128, "llama__attention__key_length": None}, r"key_length must be"),
+        (
+            {"llama__attention__layer_norm_rms_epsilon": math.nan},
+            r"epsilon must be a positive number, got nan",
+        ),
+        ({"llama__rope__freq_base": -1e4}, r"rope\.freq_base must be a positive number, got -10000\.0"),
         ({"split__count": 3}, r"is one of several parts; join them first: llama-gguf-split --merge"),
         ({"tokenizer__ggml__model": "bert"}, r"tokenizer\.ggml\.model is 'bert'; supported are 'gpt2'"),
         (

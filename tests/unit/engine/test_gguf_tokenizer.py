@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
+from baton.errors import ModelError
 from engine.loading.gguf import GgufFile, Value
 from engine.loading.gguf_tokenizer import special_tokens, tokenizer_json
 from tests.factories.models import CORPUS
@@ -141,6 +142,8 @@ def test_a_whole_word_of_the_vocabulary_needs_no_merges() -> None:
         ("gpt-2", {}, []),
         ("gpt-2", {"add_bos_token": True}, ["<s>"]),
         ("llama-bpe", {}, ["<s>"]),
+        ("falcon3", {}, ["<s>"]),
+        ("pixtral", {}, ["<s>"]),
         ("llama-bpe", {"add_bos_token": False}, []),
         ("qwen2", {"add_eos_token": True}, ["</s>"]),
     ],
@@ -207,3 +210,10 @@ def test_sentence_piece_begins_with_bos_and_a_space() -> None:
     plain = ours(sentence_piece(add_space_prefix=False, add_bos_token=False))
     assert plain.encode("the cache").tokens == ["t", "he", "▁cache"]
     assert plain.decode(plain.encode(" the").ids) == " the"
+
+
+def test_a_token_that_is_too_long_to_cut_everywhere_is_refused() -> None:
+    file = sentence_piece()
+    tokens = file.strings("tokenizer.ggml.tokens")
+    with pytest.raises(ModelError, match=r"some\.gguf: a token has 5,000 characters; supported are 4,096"):
+        tokenizer_json(sentence_piece(tokens=[*tokens[:-1], "e" * 5000]))

@@ -1,14 +1,17 @@
 """Models from GGUF files give transformers' tokens with the file's numbers; shared by ranks, and quantized."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from baton.config import ModelConfig
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig
 from baton.errors import ConfigError, ModelError
 from engine.batch import RequestBatch
+from engine.build import build_device_engine
+from engine.collectives import SINGLE_RANK
 from engine.layers.backend import InputTokens
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.paged_attention import PagedAttention
@@ -172,6 +175,18 @@ def test_on_a_gpu_it_says_what_is_possible(tmp_path: Path, quantization: str) ->
         load_model(config, make_model_dir(tmp_path), torch.device("cuda"))
 
 
+def test_on_a_gpu_it_says_so_before_kernels_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.build.rank_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr("engine.build._begin_with", lambda _: pytest.fail("began with the GPU"))
+    config = ModelConfig(dtype="float32", quantization="int8")
+    engine = EngineConfig(num_threads=torch.get_num_threads())
+    unused: Any = None
+    with pytest.raises(ConfigError, match=r"model.quantization: 'int8' "):
+        build_device_engine(config, engine, SchedulerConfig(), tmp_path, SINGLE_RANK, unused, unused, unused)
+
+
 def test_digests_tell_models_and_quantizations_apart(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "a", kind="Q4_1")
     names = ("auto", "none", "int8", "int4", "fp8")
@@ -202,6 +217,30 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").unlink()
     with pytest.raises(ModelError, match=r"cannot read .*folder/model\.gguf: .*No such file"):
         load(folder)
+
+
+def test_a_file_that_the_system_does_not_map_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unable to mmap")
+
+    folder = make_folder(tmp_path)
+    monkeypatch.setattr(torch, "from_file", refuse)
+    with pytest.raises(ModelError, match=r"cannot map .*folder/model\.gguf into memory: unable to mmap"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_found_before_a_byte_is_read(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    seen: list[tuple[int, int]] = []
+    with pytest.raises(ModelError, match=r"tensor blk\.3\.attn_norm\.weight .* is missing"):
+        load_model(
+            ModelConfig(dtype="float32"), folder, CPU, on_progress=lambda *progress: seen.append(progress)
+        )
+    assert seen == []
 
 
 def test_progress_reaches_the_whole(tmp_path: Path) -> None:

@@ -132,6 +132,9 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs low_freq_factor, high_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads must be a positive integer, got -1"),
+        ({"head_dim": -16}, "head_dim must be a positive integer, got -16"),
+        ({"head_dim": 15}, "head_dim must be even, got 15"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be a positive integer, got '3'"),
@@ -158,7 +161,8 @@ def test_keys_that_name_silu_or_no_activation_pass(tmp_path: Path) -> None:
     harmless = {
         "hidden_activation": "silu",
         "act_fn": "swish",
-        "activation_dropout": 0.0,
+        "activation_dropout": 0.1,
+        "use_activation_checkpointing": True,
         "attention_factor": 2.0,
     }
     assert read(tmp_path, **harmless) == read(tmp_path)
