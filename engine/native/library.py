@@ -1,8 +1,8 @@
 """NativeLibrary: finds a compiler, compiles the kernels once, and loads them.
 
 The compiled library lies in Baton's cache folder, named after its source, flags and OpenMP runtime. A container image
-may hold it already: `python -m engine.native.library FOLDER` compiles every instruction set of this kind of machine, and
-BATON_NATIVE_KERNELS names that folder. The value `off` computes with torch alone.
+may hold it already: `python -m engine.native.library FOLDER` compiles every instruction set of this kind of machine,
+and BATON_NATIVE_KERNELS names that folder. The value `off` computes with torch alone.
 """
 
 import ctypes
@@ -68,7 +68,9 @@ def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
     try:
         return _loaded(_compiled_in(folder, instructions))
     except OSError as error:  # the folder is read-only, full or forbids execution; or its file is damaged
-        logger.warning("native kernels are compiled at every start, since %s is not usable: %s", folder, error)
+        logger.warning(
+            "native kernels are compiled at every start, since %s is not usable: %s", folder, error
+        )
     with tempfile.TemporaryDirectory() as scratch:
         return _loaded(_compiled_in(Path(scratch), instructions))
 

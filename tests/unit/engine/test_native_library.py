@@ -127,7 +127,9 @@ def test_if_none_can_compile_the_log_says_why(
 ) -> None:
     (tmp_path / "bin").mkdir()
     for name in ("c++", "clang++"):
-        failing_compiler(tmp_path / "bin" / name, f"In file included from a:\na.h:3: error: {name} is too old\n...")
+        failing_compiler(
+            tmp_path / "bin" / name, f"In file included from a:\na.h:3: error: {name} is too old\n..."
+        )
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(library, "find_spec", lambda _: None)
     assert find() is None
