@@ -179,10 +179,13 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 def _sliding_windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
     """Mistral uses windows on every layer; Qwen on those that `layer_types` or `max_window_layers` name."""
     window = config.get("sliding_window", 4096)
+    is_used = model_type == "mistral" or (model_type != "llama" and config.get("use_sliding_window", False))
+    if not is_used or window is None:
+        return (None,) * num_layers
+    if not isinstance(window, int) or window < 1:
+        raise ModelError(f"sliding_window must be a positive integer or null, got {window!r}")
     if model_type == "mistral":
         return (window,) * num_layers
-    if model_type == "llama" or not config.get("use_sliding_window", False) or window is None:
-        return (None,) * num_layers
     first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)

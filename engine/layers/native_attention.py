@@ -66,7 +66,7 @@ class NativeAttention:
         self._pool = pool
         self._num_heads = num_heads
         self._dtype = dtype
-        self._windows = [window or UNLIMITED for window in architecture.sliding_windows]
+        self._windows = [min(window or UNLIMITED, UNLIMITED) for window in architecture.sliding_windows]
         self._rope = RotaryEmbedding(architecture.rope, architecture.head_dim, CPU)
         self._cos_sin_XD = self._rope.table(FIRST_POSITIONS)
         self._out, self._partials = Workspace(CPU), Workspace(CPU)

@@ -224,10 +224,13 @@ def check_quantization(config: ModelConfig, device: torch.device) -> None:
 
 
 def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | None:
-    """How matrices are kept, if not as numbers of the model's dtype."""
+    """How matrices are kept, if not as numbers of the model's dtype.
+
+    Torch alone would dequantise a GGUF file's matrices at every step, so `auto` keeps them only for our own kernels.
+    """
     if config.quantization == "auto":
         is_gguf = config.load_format == "auto" and gguf_of(path) is not None
-        return "gguf" if is_gguf and device.type == "cpu" else None
+        return "gguf" if is_gguf and device.type == "cpu" and native_library() is not None else None
     return None if config.quantization == "none" else config.quantization
 
 

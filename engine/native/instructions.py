@@ -14,10 +14,11 @@ class InstructionSet:
     machine: str
     """As `platform.machine()` names it."""
     needs: frozenset[str]
+    """All that the flags allow a compiler to use, as far as machines and hypervisors differ in it."""
     compiler_flags: tuple[str, ...]
 
 
-_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
 _VNNI, _BF16 = frozenset({"avx512_vnni"}), frozenset({"avx512_bf16"})
 
@@ -32,7 +33,10 @@ INSTRUCTION_SETS = (
     InstructionSet("avx512", "x86_64", _AVX512, ("-march=x86-64-v4",)),
     InstructionSet("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",)),
     InstructionSet(
-        "neon-dotprod", "aarch64", frozenset({"asimd", "asimddp"}), ("-march=armv8.2-a+dotprod+fp16",)
+        "neon-dotprod",
+        "aarch64",
+        frozenset({"asimd", "asimddp", "fphp", "asimdhp", "atomics"}),
+        ("-march=armv8.2-a+dotprod+fp16",),
     ),
     InstructionSet("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
 )

@@ -1,8 +1,8 @@
 """NativeLibrary: finds a compiler, compiles the kernels once, and loads them.
 
-The compiled library lies in Baton's cache folder, named after its source, flags and compiler. A container image may
-hold it already: `python -m engine.native.library FOLDER` compiles every instruction set of this kind of machine, and
-BATON_NATIVE_KERNELS names that folder. The value `off` computes with torch alone.
+The compiled library lies in Baton's cache folder, named after its source, flags and OpenMP runtime. A container image
+may hold it already: `python -m engine.native.library FOLDER` compiles every instruction set of this kind of machine,
+and BATON_NATIVE_KERNELS names that folder. The value `off` computes with torch alone.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,32 +41,47 @@ def native_library() -> ctypes.CDLL | None:
 
     The first process compiles, which takes some seconds; others wait for it.
     """
-    try:
-        library = _find(os.environ)
-    except _NotAvailableError as error:
-        logger.info("no native kernels, so torch computes everything: %s", error)
+    if os.environ.get(VARIABLE) == "off":
+        logger.info("torch computes everything: %s is off", VARIABLE)
         return None
-    logger.info("native kernels: %s", library.name)
-    return ctypes.CDLL(str(library))
+    try:
+        return _load(os.environ)
+    except (_NotAvailableError, OSError) as error:
+        logger.warning("no native kernels, so torch computes everything, slower: %s", error)
+        return None
 
 
 class _NotAvailableError(Exception):
     """There are no kernels; its text says why."""
 
 
-def _find(environment: Mapping[str, str]) -> Path:
-    wanted = environment.get(VARIABLE, "")
+def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
     instructions = machine_instructions()
-    if wanted == "off":
-        raise _NotAvailableError(f"{VARIABLE} is off")
     if instructions is None:
         raise _NotAvailableError(f"there are none for this processor ({platform.machine()})")
-    if wanted:
-        library = Path(wanted) / _file_name(instructions)
+    if prebuilt := environment.get(VARIABLE):
+        library = Path(prebuilt) / _file_name(instructions)
         if not library.is_file():
-            raise _NotAvailableError(f"{VARIABLE} is {wanted!r}, and {library.name} is not there")
-        return library
+            raise _NotAvailableError(f"{VARIABLE} is {prebuilt!r}, and {library.name} is not there")
+        return _loaded(library)
     folder = default_cache_dir(environment) / "native"
+    try:
+        return _loaded(_compiled_in(folder, instructions))
+    except OSError as error:  # the folder is read-only, full or forbids execution; or its file is damaged
+        logger.warning(
+            "native kernels are compiled at every start, since %s is not usable: %s", folder, error
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        return _loaded(_compiled_in(Path(scratch), instructions))
+
+
+def _loaded(library: Path) -> ctypes.CDLL:
+    kernels = ctypes.CDLL(str(library))
+    logger.info("native kernels: %s", library.name)
+    return kernels
+
+
+def _compiled_in(folder: Path, instructions: InstructionSet) -> Path:
     library = folder / _file_name(instructions)
     if library.is_file():
         return library
@@ -79,12 +95,21 @@ def _find(environment: Mapping[str, str]) -> Path:
 
 
 def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = "*.cpp") -> None:
-    """Makes the file of the sources that match, whole or not at all."""
-    compiler = _compiler(os.environ)
-    if compiler is None:
-        raise _NotAvailableError(
-            "there is no C++ compiler; install one (apt install g++, or pip install ziglang)"
-        )
+    """Makes the file of the sources that match, whole or not at all, by the first compiler that can."""
+    errors = []
+    for compiler in _compilers(os.environ):
+        try:
+            _compile(compiler, instructions, library, pattern)
+        except _NotAvailableError as error:
+            errors.append(str(error))
+        else:
+            return
+    raise _NotAvailableError(
+        "; ".join(errors) or "there is no C++ compiler; install one (apt install g++, or pip install ziglang)"
+    )
+
+
+def _compile(compiler: list[str], instructions: InstructionSet, library: Path, pattern: str) -> None:
     flags = instructions.compiler_flags
     if "ziglang" in compiler:
         flags = tuple(flag.replace("=x86-64-v", "=x86_64_v") for flag in flags)
@@ -106,24 +131,25 @@ def _run(command: list[str]) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
-        raise _NotAvailableError(f"{command[0]} failed: {error.stderr.strip()[-500:]}") from None
+        lines = error.stderr.splitlines() or [f"exit status {error.returncode}"]
+        reason = next((line for line in lines if "error" in line), lines[-1])
+        raise _NotAvailableError(f"{command[0]} failed: {reason[:500]}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _NotAvailableError(f"{command[0]} failed: {error}") from None
 
 
 def _file_name(instructions: InstructionSet) -> str:
-    digest = hashlib.sha256(repr((FLAGS, instructions.compiler_flags)).encode())
+    digest = hashlib.sha256(repr((FLAGS, instructions.compiler_flags, _openmp().name)).encode())
     for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(path.read_bytes())
     return f"baton-{instructions.name}-{digest.hexdigest()[:16]}.so"
 
 
-def _compiler(environment: Mapping[str, str]) -> list[str] | None:
-    """Its command."""
-    for name in (environment.get("CXX", ""), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return [path]
-    return [sys.executable, "-m", "ziglang", "c++"] if find_spec("ziglang") else None
+def _compilers(environment: Mapping[str, str]) -> list[list[str]]:
+    """Commands of those that are installed, in the order in which they are tried."""
+    commands = [shlex.split(environment.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
+    found = [command for command in commands if command and shutil.which(command[0])]
+    return [*found, [sys.executable, "-m", "ziglang", "c++"]] if find_spec("ziglang") else found
 
 
 def _openmp() -> Path:

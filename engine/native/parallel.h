@@ -18,22 +18,25 @@ int omp_get_num_threads();
 template <typename Work>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Work &work) {
     const int64_t num_grains = (count + grain - 1) / grain;
-    const unsigned wanted = static_cast<unsigned>(std::min<int64_t>(num_threads, num_grains));
-    if (wanted <= 1) {
+    const int64_t num_parts = std::min<int64_t>(num_threads, num_grains);
+    if (num_parts <= 1) {
         if (count > 0) work(int64_t{0}, count);
         return;
     }
     struct Call {
         const Work *work;
-        int64_t count, grain, num_grains;
-    } call{&work, count, grain, num_grains};
+        int64_t count, grain, num_grains, num_parts;
+    } call{&work, count, grain, num_grains, num_parts};
+    // All threads take part, if only to end at once: the runtime ends threads that a smaller team leaves out, and the
+    // next larger one would have to create them again.
     GOMP_parallel(
         [](void *data) {
             const Call &c = *static_cast<const Call *>(data);
-            const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-            const int64_t begin = c.num_grains * thread / threads * c.grain;
-            const int64_t end = std::min(c.num_grains * (thread + 1) / threads * c.grain, c.count);
+            const int64_t parts = std::min<int64_t>(omp_get_num_threads(), c.num_parts), part = omp_get_thread_num();
+            if (part >= parts) return;
+            const int64_t begin = c.num_grains * part / parts * c.grain;
+            const int64_t end = std::min(c.num_grains * (part + 1) / parts * c.grain, c.count);
             if (begin < end) (*c.work)(begin, end);
         },
-        &call, wanted, 0);
+        &call, static_cast<unsigned>(num_threads), 0);
 }

@@ -142,22 +142,33 @@ typedef float Floats4 __attribute__((vector_size(16)));
 
 inline Floats4 added_to_4(Floats v) {
 #if defined(__AVX512F__)
-    typedef float Floats8 __attribute__((vector_size(32)));
-    const Floats8 x = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                      __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    return __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+    const __m512 x = (__m512)v;
+    const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    return (Floats4)_mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
 #elif defined(__AVX2__)
-    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+    const __m256 x = (__m256)v;
+    return (Floats4)_mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
 #else
     return v;
 #endif
 }
 
+// Lanes 0 to 3 are those of a, and 4 to 7 those of b.
+template <int... lanes>
+inline Floats4 chosen(Floats4 a, Floats4 b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, lanes...);
+#else  // GCC has that from version 12 on
+    typedef int32_t Ints4 __attribute__((vector_size(16)));
+    return __builtin_shuffle(a, b, Ints4{lanes...});
+#endif
+}
+
 inline Floats4 sums_of(Floats v0, Floats v1, Floats v2, Floats v3) {
     const Floats4 a = added_to_4(v0), b = added_to_4(v1), c = added_to_4(v2), d = added_to_4(v3);
-    const Floats4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    const Floats4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    const Floats4 ab = chosen<0, 4, 1, 5>(a, b) + chosen<2, 6, 3, 7>(a, b);
+    const Floats4 cd = chosen<0, 4, 1, 5>(c, d) + chosen<2, 6, 3, 7>(c, d);
+    return chosen<0, 1, 4, 5>(ab, cd) + chosen<2, 3, 6, 7>(ab, cd);
 }
 
 inline float sum_of(Floats v) {

@@ -12,14 +12,16 @@ from baton.errors import ConfigError, ModelError
 from engine.batch import RequestBatch
 from engine.build import build_device_engine
 from engine.collectives import SINGLE_RANK
-from engine.layers.backend import InputTokens
+from engine.layers.backend import InputTokens, LinearLayer, Matrix
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.paged_attention import PagedAttention
+from engine.layers.torch_backend import TorchBackend
 from engine.loading.gguf_folder import describe
 from engine.loading.gguf_weights import GgufWeights, gguf_name
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.quantized_weights import QuantizedWeights
 from engine.loading.weights import Shard
+from engine.native.library import native_library
 from tests.factories.gguf_files import Kind, make_gguf, transformers_model
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
@@ -187,6 +189,31 @@ def test_on_a_gpu_it_says_so_before_kernels_are_compiled(
         build_device_engine(config, engine, SchedulerConfig(), tmp_path, SINGLE_RANK, unused, unused, unused)
 
 
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_groups_stay_as_they_are_where_our_kernels_multiply_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    """Torch would dequantise them at every step."""
+    monkeypatch.setattr("engine.loading.loader.native_library", lambda: object() if has_kernels else None)
+    folder, config = make_folder(tmp_path, kind="Q4_1"), ModelConfig(dtype="float32")
+    made = RecordingBackend()
+    model = load_model(config, folder, CPU, made)
+    assert made.kinds == {GroupedWeight if has_kernels else torch.Tensor}
+    assert model.digest.endswith("-gguf") == has_kernels
+
+
+class RecordingBackend(TorchBackend):
+    """Keeps the kinds of its matrices."""
+
+    def __init__(self) -> None:
+        self.kinds: set[type] = set()
+
+    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        self.kinds.add(type(weight_OI))
+        return super().linear(weight_OI, bias_O)
+
+
+@pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 def test_digests_tell_models_and_quantizations_apart(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "a", kind="Q4_1")
     names = ("auto", "none", "int8", "int4", "fp8")

@@ -93,6 +93,22 @@ def test_mistral_may_switch_its_window_off(tmp_path: Path) -> None:
     assert read_architecture(tmp_path).sliding_windows == (None, None, None)
 
 
+@pytest.mark.parametrize("window", [0, -5, 4096.0, "all"], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4},
+        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+    ],
+    ids=["mistral", "qwen2"],
+)
+def test_an_impossible_window_is_refused(tmp_path: Path, overrides: dict[str, Any], window: object) -> None:
+    with pytest.raises(
+        ModelError, match=f"sliding_window must be a positive integer or null, got {window!r}"
+    ):
+        read(tmp_path, **overrides, sliding_window=window)
+
+
 def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
     scaling = {
         "factor": 8.0,

@@ -179,6 +179,14 @@ def test_a_mixed_step_equals_the_torch_path(dtype: torch.dtype, windows: tuple[i
         assert error < TOLERANCE[dtype], layer
 
 
+def test_a_window_larger_than_any_context_is_none() -> None:
+    contexts = [(300, 1), (90, 40)]
+    windows = (None, 2**32 - 1, 2**62)
+    layout = make_layout(contexts, Heads(4, 2, 64), torch.float32, windows=windows)
+    for layer in range(len(windows)):
+        torch.testing.assert_close(layout.native_out(layer)[0], layout.torch_out(layer), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "heads",

@@ -181,3 +181,21 @@ def test_zeros(products: Products) -> None:
         assert (layer(torch.zeros(2, 96)) == 0).all()
     zeros = NativeLinear.of_groups(products, GroupedWeight.quantize(torch.zeros(50, 96), 4), None)
     assert (zeros(torch.randn(2, 96)) == 0).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux' list of threads")
+def test_products_with_less_work_than_threads_keep_all_threads(products: Products) -> None:
+    small, large = (
+        NativeLinear.of_floats(products, torch.randn(num_outputs, 64), None) for num_outputs in (64, 2000)
+    )
+    x = torch.randn(40, 64)
+    by_threads(large, x, 5)
+    threads = thread_ids()
+    for layer in (small, large) * 3:
+        for num_rows in (1, 2, 40):
+            by_threads(layer, x[:num_rows], 5)
+            assert thread_ids() == threads
+
+
+def thread_ids() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir()}

@@ -53,6 +53,7 @@ def test_the_arg_max_is_the_first_largest_value(vocab: int) -> None:
     logits[2, vocab // 2] = math.nan
     logits[3, vocab // 2 :] = math.inf
     assert torch.equal(arg_max(logits), logits.argmax(-1))
+    assert arg_max(logits[:0]).tolist() == []
 
 
 def test_plain_sampling_follows_the_distribution() -> None:

@@ -1,0 +1,148 @@
+"""Finding, compiling and loading native kernels: what cannot be used is replaced, or leaves the work to torch."""
+
+import logging
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.native import library
+from engine.native.instructions import INSTRUCTION_SETS, machine_instructions
+from engine.native.library import VARIABLE, native_library
+
+needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
+find = native_library.__wrapped__
+"""Without the cache."""
+
+
+@pytest.fixture(autouse=True)
+def one_small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "answer.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(library, "SOURCES", tmp_path / "source")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def failing_compiler(path: Path, message: str) -> str:
+    path.write_text(f"#!{sys.executable}\nimport sys\nsys.exit({message!r})\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@needs_compiler
+def test_a_compiled_library_is_used_again(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    first = find()
+    assert first is not None
+    assert first.answer() == 42
+    (file,) = (tmp_path / "cache").rglob("*.so")
+    written = file.stat().st_mtime_ns
+    assert find() is not None
+    assert file.stat().st_mtime_ns == written
+    assert not warnings(caplog)
+
+
+@needs_compiler
+def test_a_cache_folder_that_cannot_be_written(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    kernels = find()
+    assert kernels is not None
+    assert kernels.answer() == 42
+    (warning,) = warnings(caplog)
+    assert "compiled at every start" in warning
+
+
+@needs_compiler
+def test_a_damaged_file_in_the_cache(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    instructions = machine_instructions()
+    assert instructions is not None
+    folder = tmp_path / "cache" / "baton" / "native"
+    folder.mkdir(parents=True)
+    (folder / library._file_name(instructions)).write_bytes(b"\x7fELF")
+    kernels = find()
+    assert kernels is not None
+    assert kernels.answer() == 42
+    assert len(warnings(caplog)) == 1
+
+
+@needs_compiler
+def test_a_library_is_named_after_the_openmp_runtime_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = library._file_name(INSTRUCTION_SETS[0])
+    monkeypatch.setattr(library, "_openmp", lambda: Path("libgomp-another.so.1"))
+    assert library._file_name(INSTRUCTION_SETS[0]) != name
+
+
+@needs_compiler
+@pytest.mark.parametrize("content", [None, b"\x7fELF"], ids=["missing", "damaged"])
+def test_a_prebuilt_library_that_cannot_be_used_leaves_the_work_to_torch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None
+) -> None:
+    instructions = machine_instructions()
+    assert instructions is not None
+    file = tmp_path / library._file_name(instructions)
+    if content is not None:
+        file.write_bytes(content)
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert find() is None
+    (warning,) = warnings(caplog)
+    assert file.name in warning
+
+
+def test_switched_off_is_no_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    assert find() is None
+    assert not warnings(caplog)
+
+
+@needs_compiler
+def test_the_next_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", failing_compiler(tmp_path / "old", "error: too old"))
+    kernels = find()
+    assert kernels is not None
+    assert kernels.answer() == 42
+
+
+@needs_compiler
+def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = next(path for name in ("c++", "g++", "clang++") if (path := shutil.which(name)))
+    monkeypatch.setenv("CXX", f"{shlex.quote(compiler)} -DGIVEN")
+    (tmp_path / "source" / "answer.cpp").write_text(
+        "#ifndef GIVEN\n#error no argument\n#endif\n" + (tmp_path / "source" / "answer.cpp").read_text()
+    )
+    assert find() is not None
+
+
+@needs_compiler
+def test_if_none_can_compile_the_log_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("c++", "clang++"):
+        failing_compiler(
+            tmp_path / "bin" / name, f"In file included from a:\na.h:3: error: {name} is too old\n..."
+        )
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(library, "find_spec", lambda _: None)
+    assert find() is None
+    (warning,) = warnings(caplog)
+    assert "a.h:3: error: c++ is too old" in warning
+    assert "a.h:3: error: clang++ is too old" in warning
+
+
+def test_instruction_sets_need_all_that_their_flags_allow() -> None:
+    """As `gcc -march=... -Q --help=target` lists them, in the names of /proc/cpuinfo; abm is lzcnt."""
+    v3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
+    for instructions in INSTRUCTION_SETS:
+        if instructions.machine == "x86_64":
+            assert v3 <= instructions.needs
+        elif "-march=armv8.2-a+dotprod+fp16" in instructions.compiler_flags:
+            assert {"asimddp", "fphp", "asimdhp", "atomics"} <= instructions.needs
