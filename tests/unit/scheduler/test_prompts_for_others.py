@@ -75,6 +75,31 @@ def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
     assert 10 < num_steps <= 21
 
 
+def test_tokens_in_the_prefix_cache_are_no_work() -> None:
+    """The next turn of a chat is short, however long the chat is."""
+    driver = make_prefill_worker(max_num_batched_tokens=32)
+    chat = [7] * 320
+    driver.add(make_request(prompt=chat, request_id="first turn", role=TransferRole.PRODUCER))
+    while "first turn" not in driver.ends:
+        driver.step()
+    driver.add(prompt("long", 200))
+    driver.step()
+    driver.add(make_request(prompt=chat + [8] * 20, request_id="next turn", role=TransferRole.PRODUCER))
+    assert driver.step().num_scheduled_tokens == {"next turn": 20}
+
+
+def test_steps_of_few_tokens_do_not_starve_a_long_prompt_either() -> None:
+    """Such a step takes longer than its tokens say."""
+    driver = make_prefill_worker()
+    driver.add(prompt("long", 640))
+    num_steps = 0
+    while "long" not in driver.ends:
+        driver.add(prompt(f"short {num_steps}", 1))
+        driver.step()
+        num_steps += 1
+    assert num_steps <= 640 // 16 + 11
+
+
 def test_beside_requests_that_decode_a_prompt_is_computed_in_parts() -> None:
     driver = make_prefill_worker()
     driver.add(make_request(20, request_id="local"))
