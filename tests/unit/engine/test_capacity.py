@@ -79,6 +79,31 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
     assert with_defaults_of(CPU, SchedulerConfig()) == SchedulerConfig()
 
 
+@pytest.mark.parametrize(
+    ("settings", "budget"),
+    [
+        ({"max_num_seqs": 200}, 200),
+        ({"max_num_seqs": 200, "max_num_batched_tokens": 100}, 100),
+        ({"enable_chunked_prefill": False}, 512),
+        ({"batching": "prefill_first"}, 512),
+        ({"enable_chunked_prefill": False, "max_model_len": 256}, 512),
+        ({"enable_chunked_prefill": False, "max_model_len": 1000}, 1000),
+    ],
+    ids=str,
+)
+def test_on_a_cpu_a_step_of_decodes_and_an_unsplit_prompt_fit_the_budget_unless_it_is_set(
+    settings: dict[str, Any], budget: int
+) -> None:
+    assert with_defaults_of(CPU, SchedulerConfig(**settings)).max_num_batched_tokens == budget
+
+
+def test_on_a_gpu_unsplit_prompts_may_be_longer_than_a_cpus_budget() -> None:
+    config = with_defaults_of(CUDA, SchedulerConfig(enable_chunked_prefill=False, max_model_len=8192))
+    assert config.max_num_batched_tokens == 8192
+    with pytest.raises(ConfigError, match=r"\(8192\) must be at least max_model_len \(8193\)"):
+        with_defaults_of(CUDA, SchedulerConfig(enable_chunked_prefill=False, max_model_len=8193))
+
+
 def test_what_a_gpu_rehearses_is_known_before_its_model_is_loaded(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path / "model", max_position_embeddings=256)
     outline = outline_model(ModelConfig(dtype="bfloat16"), path, TorchBackend())
