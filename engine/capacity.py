@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_MIB = 1024
+"""For keys and values of 16 or 8 bits; twice as much in float32, which then holds as many tokens as 16 bits."""
 WHOLE_PROMPTS_BUDGET = 512
-"""Tokens of a step on a CPU where prompts are not split, unless `max_num_batched_tokens` or `max_model_len` says more."""
+"""Tokens of a step on a CPU where prompts are not split, unless `max_model_len` is more."""
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
 """Replace the defaults for a CPU: less does not keep a GPU busy, and its copy engine needs blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
@@ -64,7 +65,8 @@ def reckon(engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel)
             logger.info("GPU memory: %s", measured.memory.arithmetic())
             values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)
     if not values["num_blocks"]:
-        memory_mib = engine.kv_cache_memory_mib or CPU_KV_CACHE_MIB
+        default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
+        memory_mib = engine.kv_cache_memory_mib or default_mib
         values["num_blocks"] = _num_blocks(memory_mib, asked.block_size, model)
     return Capacity(asked.with_values("scheduler", **values), asked.max_num_batched_tokens)
 

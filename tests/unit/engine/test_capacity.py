@@ -45,7 +45,13 @@ def test_a_cpu_takes_what_is_asked_and_the_models_own_length(model: LoadedModel)
     assert config.num_blocks == 2**20 // (3 * 2 * 2 * 8 * 16 * 4)
     assert config.num_swap_blocks is None
     assert reckoned(model, scheduler={"num_blocks": 5, "max_model_len": 9}).max_model_len == 9
-    assert reckoned(model).num_blocks == 2**30 // model.kv_block_shape(16).size_bytes
+
+
+def test_the_default_pool_holds_as_many_tokens_in_float32_as_in_16_bits(model: LoadedModel) -> None:
+    assert model.kv_dtype == torch.float32
+    assert reckoned(model).num_blocks == 2**31 // model.kv_block_shape(16).size_bytes
+    half = replace(model, kv_dtype=torch.bfloat16)
+    assert reckoned(half).num_blocks == reckoned(model).num_blocks
 
 
 @pytest.mark.parametrize(
