@@ -41,10 +41,10 @@ class FCFS:
     """First come, first served; returning requests go first, and the youngest gives way.
 
     Prompts that are computed for other workers are served by remaining work, so that short ones need not wait behind
-    long ones. The clock counts computed tokens, and a step as LEAST_STEP_TOKENS at least. A prompt's key is the time at which it would be done if it were alone
-    from its arrival on: a later prompt overtakes it only if it is shorter than what is left of it. A prompt that waits
-    comes nearer to its turn like one that is computed, so it is overtaken by prompts that arrive before as many tokens
-    as its own were computed, and by no later ones.
+    long ones. The clock counts computed tokens, and a step as LEAST_STEP_TOKENS at least. A prompt's key is the time at
+    which it would be done if it were alone from its arrival on: a later prompt overtakes it only if it is shorter than
+    what is left of it. A prompt that waits comes nearer to its turn like one that is computed, so it is overtaken by
+    prompts that arrive before as many tokens as its own were computed, and by no later ones.
     """
 
     def __init__(self) -> None:

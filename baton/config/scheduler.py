@@ -13,8 +13,8 @@ class SchedulerConfig(Section):
     max_num_seqs: int = Field(64, ge=1)
     """Requests that may run at once. Default on a GPU: 256."""
     max_num_batched_tokens: int = Field(128, ge=1)
-    """Tokens that one step may compute. A prompt is handed over in pieces of this size while the next piece is
-    computed, and a prompt that arrives meanwhile waits for the current piece. If unset, at least `max_num_seqs`, and at
+    """Tokens that one step may compute. A prompt is handed over in parts of this size while the next part is
+    computed, and a prompt that arrives meanwhile waits for the current part. If unset, at least `max_num_seqs`, and at
     least 512 and `max_model_len` where prompts are not split. Default on a GPU: the fewest that keep it busy, at most
     8192."""
     max_model_len: int | None = Field(None, ge=1)
