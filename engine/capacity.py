@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_MIB = 1024
+"""For keys and values of 16 or 8 bits; twice as much in float32, which then holds as many tokens as 16 bits."""
+WHOLE_PROMPTS_BUDGET = 512
+"""Tokens of a step on a CPU where prompts are not split, unless `max_model_len` is more."""
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
 """Replace the defaults for a CPU: less does not keep a GPU busy, and its copy engine needs blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
@@ -62,7 +65,8 @@ def reckon(engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel)
             logger.info("GPU memory: %s", measured.memory.arithmetic())
             values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)
     if not values["num_blocks"]:
-        memory_mib = engine.kv_cache_memory_mib or CPU_KV_CACHE_MIB
+        default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
+        memory_mib = engine.kv_cache_memory_mib or default_mib
         values["num_blocks"] = _num_blocks(memory_mib, asked.block_size, model)
     return Capacity(asked.with_values("scheduler", **values), asked.max_num_batched_tokens)
 
@@ -76,9 +80,19 @@ def largest_steps(scheduler: SchedulerConfig, model: LoadedModel) -> StepLimits:
 def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerConfig:
     """Fills unset keys with the defaults for the kind of device."""
     if device.type == "cpu":
-        return asked
+        return asked.with_values("scheduler", **_cpu_budget(asked))
     unset = {key: value for key, value in GPU_DEFAULTS.items() if key not in asked.model_fields_set}
     return asked.with_values("scheduler", **unset)
+
+
+def _cpu_budget(asked: SchedulerConfig) -> dict[str, object]:
+    """What replaces an unset budget if it has no room for a step of decodes, or for prompts that are never split."""
+    if "max_num_batched_tokens" in asked.model_fields_set:
+        return {}
+    least = max(asked.max_num_batched_tokens, asked.max_num_seqs)
+    if not (asked.enable_chunked_prefill and asked.batching == "unified"):
+        least = max(least, WHOLE_PROMPTS_BUDGET, asked.max_model_len or 0)
+    return {"max_num_batched_tokens": least} if least > asked.max_num_batched_tokens else {}
 
 
 def _measure(

@@ -76,7 +76,8 @@ class Admission:
 
     def add(self, request: Request) -> None:
         """Queues a request last among its equals; if its grammar is being compiled, its place is kept."""
-        request.queue_key = self._order.key_of_new(request)
+        hits = self._kv.find_cached_prefix(request) if request.is_producer else ()
+        request.queue_key = self._order.key_of_new(request, len(hits) * self._kv.block_size)
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self._compiling[request.request_id] = request
         else:

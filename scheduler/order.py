@@ -13,11 +13,16 @@ from scheduler.request import QueueKey, Request
 MAX_FUTILE_PREEMPTIONS = 32
 """How often a request may lose its blocks without sampling a token in between, before it is spared."""
 
+LEAST_STEP_TOKENS = 16
+"""A step of fewer tokens takes about as long as one of these."""
+
 
 class Order(Protocol):
     """Lower keys are served first; no two requests share one."""
 
-    def key_of_new(self, request: Request) -> QueueKey: ...
+    def key_of_new(self, request: Request, num_cached_tokens: int = 0) -> QueueKey:
+        """`num_cached_tokens`: how much of it the prefix cache has."""
+        ...
 
     def key_of_returning(self, request: Request) -> QueueKey:
         """Key of a request that had its turn already: a victim of preemption, or a request whose load failed."""
@@ -36,10 +41,10 @@ class FCFS:
     """First come, first served; returning requests go first, and the youngest gives way.
 
     Prompts that are computed for other workers are served by remaining work, so that short ones need not wait behind
-    long ones. The clock counts computed tokens. A prompt's key is the time at which it would be done if it were alone
-    from its arrival on: a later prompt overtakes it only if it is shorter than what is left of it. A prompt that waits
-    comes nearer to its turn like one that is computed, so it is overtaken by prompts that arrive before as many tokens
-    as its own were computed, and by no later ones.
+    long ones. The clock counts computed tokens, and a step as LEAST_STEP_TOKENS at least. A prompt's key is the time at
+    which it would be done if it were alone from its arrival on: a later prompt overtakes it only if it is shorter than
+    what is left of it. A prompt that waits comes nearer to its turn like one that is computed, so it is overtaken by
+    prompts that arrive before as many tokens as its own were computed, and by no later ones.
     """
 
     def __init__(self) -> None:
@@ -47,9 +52,9 @@ class FCFS:
         self._last_key = 0
         self._first_key = 0
 
-    def key_of_new(self, request: Request) -> QueueKey:
+    def key_of_new(self, request: Request, num_cached_tokens: int = 0) -> QueueKey:
         self._last_key += 1
-        num_own_tokens = request.num_initial_tokens if request.is_producer else 0
+        num_own_tokens = request.num_initial_tokens - num_cached_tokens if request.is_producer else 0
         return self._num_computed_tokens + num_own_tokens, self._last_key
 
     def key_of_returning(self, _request: Request) -> QueueKey:
@@ -60,7 +65,8 @@ class FCFS:
         return reversed(running)
 
     def planned(self, num_tokens: int) -> None:
-        self._num_computed_tokens += num_tokens
+        if num_tokens:
+            self._num_computed_tokens += max(num_tokens, LEAST_STEP_TOKENS)
 
 
 class Priority:
@@ -75,7 +81,7 @@ class Priority:
     def __init__(self, ageing_s: float = 0.0) -> None:
         self._ageing_s = ageing_s
 
-    def key_of_new(self, request: Request) -> QueueKey:
+    def key_of_new(self, request: Request, _num_cached_tokens: int = 0) -> QueueKey:
         if not self._ageing_s:
             return request.priority, request.arrival_time, request.request_id
         aged = request.priority + request.arrival_time / self._ageing_s

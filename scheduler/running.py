@@ -14,7 +14,16 @@ from scheduler.step import StepPlan
 class Running:
     """At most `max_num_seqs` requests; preempted ones may leave from anywhere in the order."""
 
-    def __init__(self, config: SchedulerConfig, order: Order, kv: KVCache, preemption: Preemption) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        order: Order,
+        kv: KVCache,
+        preemption: Preemption,
+        *,
+        joins_parts: bool,
+    ) -> None:
+        self._joins_parts = joins_parts
         self._threshold = config.long_prefill_token_threshold
         self._order = order
         self._kv = kv
@@ -79,10 +88,11 @@ class Running:
 
     def num_tokens_of_part(self, request: Request, step: StepPlan) -> int:
         """What the step computes of a request that it cannot hold whole. Part of a prompt for another worker does not
-        join such prompts that end in the step, since they would wait for that part, too.
+        join such prompts that end in the step, since they would wait for that part, too, unless it takes no time.
         """
-        is_joining = request.is_producer and step.requests and step.requests[0].is_producer
-        return 0 if is_joining else step.token_budget
+        if self._joins_parts or not request.is_producer:
+            return step.token_budget
+        return 0 if any(_is_prompt_that_ends(other, step) for other in step.requests) else step.token_budget
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens the request lacks, limited to one step's share; 0 if a token in flight will surely end it."""
@@ -106,6 +116,11 @@ class Running:
             if new_blocks is not None:
                 return new_blocks
         return None
+
+
+def _is_prompt_that_ends(request: Request, step: StepPlan) -> bool:
+    end = request.num_computed_tokens + step.num_scheduled_tokens[request.request_id]
+    return request.is_producer and end >= request.num_tokens
 
 
 def _is_overtaken(running: Request, request: Request) -> bool:

@@ -50,11 +50,17 @@ class Scheduler:
     either way.
 
     `config.num_blocks` and `config.max_model_len` must be set. `hash_key` (16 to 64 bytes) makes block hashes
-    comparable between processes that share it; by default it is random.
+    comparable between processes that share it; by default it is random. `joins_parts`: a step takes about as long with
+    few tokens as with many, as on a GPU, so a part of a long prompt may join prompts that end in the step.
     """
 
     def __init__(
-        self, config: SchedulerConfig, connector: KVConnector | None = None, hash_key: bytes | None = None
+        self,
+        config: SchedulerConfig,
+        connector: KVConnector | None = None,
+        hash_key: bytes | None = None,
+        *,
+        joins_parts: bool = False,
     ) -> None:
         self._config = config
         self._limits = ContextLimits(config)
@@ -66,10 +72,10 @@ class Scheduler:
         self._swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, self._kv, self._counters)
         self._trial = Trial()
-        waiting, self._order = WaitingQueue(), make_order(config)
-        order = self._order
+        waiting, order = WaitingQueue(), make_order(config)
+        self._order = order
         self._preemption = Preemption(config, order, waiting, self._kv, self._swap, self._counters)
-        self._running = Running(config, order, self._kv, self._preemption)
+        self._running = Running(config, order, self._kv, self._preemption, joins_parts=joins_parts)
         self._admission = Admission(
             config,
             order,

@@ -153,7 +153,12 @@ class EngineHost:
             self._model_path, model.vocab_size, model.eos_token_ids, commands.wake, clock
         )
         core = EngineCore(
-            Scheduler(config, KVConnectorScheduler(config.block_size), self._keys.prefix),
+            Scheduler(
+                config,
+                KVConnectorScheduler(config.block_size),
+                self._keys.prefix,
+                joins_parts=engine.device != "cpu",
+            ),
             executor.make_pipeline(grammars),
             executor.connector,
             grammars,

@@ -48,7 +48,7 @@ class EngineConfig(Section):
     """Threads with which each rank computes on a CPU. None: the machine's cores are divided equally among all ranks of
     the fleet's workers there. `cluster.prefill_num_threads` and `cluster.decode_num_threads` override it."""
     kv_cache_memory_mib: int | None = Field(None, ge=1)
-    """Size of each rank's KV pool; `scheduler.num_blocks` overrides it. None: 1024 on a CPU; on a GPU,
+    """Size of each rank's KV pool; `scheduler.num_blocks` overrides it. None: 1024 on a CPU, 2048 in float32; on a GPU,
     `gpu_memory_utilization` less what the largest step needs."""
     gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory that may be in use once the worker runs, including memory that was in use before.

@@ -13,9 +13,10 @@ class SchedulerConfig(Section):
     max_num_seqs: int = Field(64, ge=1)
     """Requests that may run at once. Default on a GPU: 256."""
     max_num_batched_tokens: int = Field(128, ge=1)
-    """Tokens that one step may compute. A prompt is handed over in pieces of this size while the next piece is
-    computed, and a prompt that arrives meanwhile waits for the current piece. Default on a GPU: the fewest that keep
-    it busy, at most 8192."""
+    """Tokens that one step may compute. A prompt is handed over in parts of this size while the next part is
+    computed, and a prompt that arrives meanwhile waits for the current part. If unset, at least `max_num_seqs`, and at
+    least 512 and `max_model_len` where prompts are not split. Default on a GPU: the fewest that keep it busy, at most
+    8192."""
     max_model_len: int | None = Field(None, ge=1)
     """Prompt and output tokens of one request; None: the model's own limit."""
     long_prefill_token_threshold: int = Field(0, ge=0)
@@ -45,7 +46,13 @@ class SchedulerConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         length = self.max_model_len
-        if not self.enable_chunked_prefill and length is not None and self.max_num_batched_tokens < length:
+        is_set = "max_num_batched_tokens" in self.model_fields_set  # else the worker chooses enough
+        if (
+            not self.enable_chunked_prefill
+            and length is not None
+            and is_set
+            and self.max_num_batched_tokens < length
+        ):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({length}) when enable_chunked_prefill is false; otherwise long prompts could never run"

@@ -90,6 +90,8 @@ class Attempt:
     """Workers whose sub-request is open."""
     _is_decoding: bool = False
     """The decode worker has sent an output, so it no longer needs the prefill worker."""
+    _has_prefilled: bool = False
+    """The prefill worker has computed the prompt."""
     _lost_prompt: AttemptFailure | None = None
     """The decode worker reported that its prompt did not arrive; the prefill worker has yet to report why."""
     _is_prefill_aborted: bool = False
@@ -115,6 +117,14 @@ class Attempt:
         """
         return num_tokens > self.num_tokens_before + (self.placement.prefill is not None)
 
+    @property
+    def contributors(self) -> tuple[WorkerRef, ...]:
+        """The workers that computed part of its answer. A prefill worker that failed did not, though the decode worker
+        may have computed the prompt instead.
+        """
+        has_computed = {self.placement.decode: self._is_decoding, self.placement.prefill: self._has_prefilled}
+        return tuple(ref for name, ref in self.refs.items() if has_computed[name])
+
     def on_output(self, worker: str, output: RequestOutput) -> Verdict | AttemptFailure:
         """What a worker's output means for the attempt."""
         is_prefill, end = worker == self.placement.prefill, output.finish_reason
@@ -123,6 +133,7 @@ class Attempt:
             return Verdict.DELIVER
         if end is not None:
             self.open_workers.discard(worker)
+            self._has_prefilled |= is_prefill and end not in (FinishReason.ERROR, FinishReason.ABORT)
         if is_prefill and self._is_decoding:
             # The prompt arrived or was not needed: the decode worker reported the first token.
             return Verdict.IGNORE

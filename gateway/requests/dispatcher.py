@@ -340,7 +340,7 @@ class Dispatcher:
             num_prompt_tokens = len(state.request.prompt_token_ids)
             self._fleet.on_stage_times(attempt, worker, output, num_prompt_tokens, now)
         if state.finish is not None:
-            self.suspects.finished_on(ref.incarnation for ref in attempt.refs.values())
+            self.suspects.finished_on(ref.incarnation for ref in attempt.contributors)
             self._drop(state)
         elif failure := result if isinstance(result, AttemptFailure) else attempt.abandoned():
             self._fail(state, failure)

@@ -5,7 +5,8 @@ prompts. Room is what a caller holds and what is free, together:
 
     takes        a caller may hold at most 7/8 of its room
     gives back   if it holds more than 15/16 of it, its youngest requests return to the queue, and its oldest stays
-    prompts      one may wait at a worker behind MAX_PROMPTS_S of others; further ones wait in the fair queue
+    prompts      one may wait at a worker behind MAX_PROMPTS_S of others; further ones wait in the fair queue.
+                 A prefill worker computes a shorter prompt first, so longer ones there do not count
 
 So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) stays free for the next one (dynamic
 thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). A caller that
@@ -118,7 +119,14 @@ class CallerShares:
         if not self._is_shared(now):
             return None
         name, worker = state.request.caller.name, placement.prefill or placement.decode
-        if sum(self._prompts_s(states, worker) for states in self._in_prefill(worker)) > MAX_PROMPTS_S:
+        before = (
+            other
+            for others in self._in_prefill(worker)
+            for other in others
+            if placement.prefill is None  # a decode worker computes prompts as they come
+            or other.attempt.placement.num_prefill_tokens <= placement.num_prefill_tokens
+        )
+        if self._prompts_s(before, worker) > MAX_PROMPTS_S:
             return NoRoom(f"other prompts wait at {worker}")
         slots, blocks = self._slots(name, placement.decode), self._blocks(name, placement.decode)
         return _refusal(name, 1, slots) or _refusal(name, placement.num_decode_blocks, blocks)

@@ -152,7 +152,7 @@ class Suspects:
         }
         if len(witnesses) < MAX_FAILURES_OF_STEPS:
             return None
-        return self._stop(identity, "failed", f"{len(suspect.failed_at)} workers could not compute it", now)
+        return self._stop(identity, "failed", f"{len(witnesses)} workers could not compute it", now)
 
     def finished_on(self, incarnations: Iterable[str]) -> None:
         """An answer is complete to which these workers contributed."""

@@ -1,7 +1,7 @@
 {{/* What pods share. */}}
 
-{{/* Seconds that a worker may take to leave, by docs/operations.md. */}}
-{{- define "baton.leavingSeconds" -}}
+{{/* Seconds that a worker may take to drain, by docs/operations.md. */}}
+{{- define "baton.drainSeconds" -}}
 {{- with .Values.drain }}{{ add .timeoutSeconds (mul 2 .leaseSeconds) .unresponsiveSeconds }}{{ end }}
 {{- end }}
 

@@ -14,7 +14,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "baton.fullname" .root }}-worker
   automountServiceAccountToken: false
-  terminationGracePeriodSeconds: {{ add (include "baton.leavingSeconds" .root) .root.Values.drain.slackSeconds }}
+  terminationGracePeriodSeconds: {{ add (include "baton.drainSeconds" .root) .root.Values.drain.slackSeconds }}
   {{- include "baton.placement" (dict "root" .root "component" .role "part" (merge (dict "usesGpus" $usesGpus) .part)) | nindent 2 }}
   {{- with include "baton.fetchContainer" (dict "root" .root) }}
   initContainers:
@@ -45,7 +45,7 @@ spec:
               - -c
               - >-
                 exec baton drain --node "$POD_IP" --fleet-address {{ include "baton.fleetAddress" .root }}
-                --timeout {{ include "baton.leavingSeconds" .root }}
+                --timeout {{ include "baton.drainSeconds" .root }}
       # The pod lives while its place in Ray is there, which is so at once, whatever becomes of the worker in it: that one
       # the controller starts again.
       startupProbe:

@@ -45,7 +45,13 @@ def test_a_cpu_takes_what_is_asked_and_the_models_own_length(model: LoadedModel)
     assert config.num_blocks == 2**20 // (3 * 2 * 2 * 8 * 16 * 4)
     assert config.num_swap_blocks is None
     assert reckoned(model, scheduler={"num_blocks": 5, "max_model_len": 9}).max_model_len == 9
-    assert reckoned(model).num_blocks == 2**30 // model.kv_block_shape(16).size_bytes
+
+
+def test_the_default_pool_holds_as_many_tokens_in_float32_as_in_16_bits(model: LoadedModel) -> None:
+    assert model.kv_dtype == torch.float32
+    assert reckoned(model).num_blocks == 2**31 // model.kv_block_shape(16).size_bytes
+    half = replace(model, kv_dtype=torch.bfloat16)
+    assert reckoned(half).num_blocks == reckoned(model).num_blocks
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,31 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
     config = with_defaults_of(CUDA, SchedulerConfig(max_num_seqs=7))
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (7, 8192, 64)
     assert with_defaults_of(CPU, SchedulerConfig()) == SchedulerConfig()
+
+
+@pytest.mark.parametrize(
+    ("settings", "budget"),
+    [
+        ({"max_num_seqs": 200}, 200),
+        ({"max_num_seqs": 200, "max_num_batched_tokens": 100}, 100),
+        ({"enable_chunked_prefill": False}, 512),
+        ({"batching": "prefill_first"}, 512),
+        ({"enable_chunked_prefill": False, "max_model_len": 256}, 512),
+        ({"enable_chunked_prefill": False, "max_model_len": 1000}, 1000),
+    ],
+    ids=str,
+)
+def test_on_a_cpu_a_step_of_decodes_and_an_unsplit_prompt_fit_the_budget_unless_it_is_set(
+    settings: dict[str, Any], budget: int
+) -> None:
+    assert with_defaults_of(CPU, SchedulerConfig(**settings)).max_num_batched_tokens == budget
+
+
+def test_on_a_gpu_unsplit_prompts_may_be_longer_than_a_cpus_budget() -> None:
+    config = with_defaults_of(CUDA, SchedulerConfig(enable_chunked_prefill=False, max_model_len=8192))
+    assert config.max_num_batched_tokens == 8192
+    with pytest.raises(ConfigError, match=r"\(8192\) must be at least max_model_len \(8193\)"):
+        with_defaults_of(CUDA, SchedulerConfig(enable_chunked_prefill=False, max_model_len=8193))
 
 
 def test_what_a_gpu_rehearses_is_known_before_its_model_is_loaded(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 from baton.kv import TransferRole
 from baton.request import FinishReason
-from scheduler import Request
+from scheduler import Request, Scheduler
 from tests.factories.driving import Driver
-from tests.factories.scheduling import FakeConnector, make_request, make_scheduler
+from tests.factories.scheduling import FakeConnector, make_config, make_request, make_scheduler
 
 
 def make_prefill_worker(**settings: Any) -> Driver:
@@ -28,6 +28,22 @@ def test_a_short_prompt_overtakes_a_long_one_and_does_not_wait_for_a_part_of_it(
     assert driver.step().num_scheduled_tokens == {"short": 20}
     assert driver.ends == {"short": FinishReason.HANDED_OVER}
     assert driver.step().num_scheduled_tokens == {"long": 64}
+
+
+def test_where_a_step_takes_as_long_with_few_tokens_a_part_of_a_long_prompt_fills_it() -> None:
+    connector = FakeConnector()
+    config = make_config(max_num_batched_tokens=64)
+    driver = Driver(Scheduler(config, connector, b"test" * 8, joins_parts=True), connector=connector)
+    driver.add(prompt("long", 300), prompt("short", 20))
+    assert driver.step().num_scheduled_tokens == {"short": 20, "long": 44}
+    driver.add(prompt("another", 10))
+    assert driver.step().num_scheduled_tokens == {"another": 10, "long": 54}
+
+
+def test_a_part_joins_a_part() -> None:
+    driver = make_prefill_worker(long_prefill_token_threshold=40)
+    driver.add(prompt("first", 300), prompt("second", 300))
+    assert driver.step().num_scheduled_tokens == {"first": 40, "second": 24}, "no prompt ends in this step"
 
 
 def test_a_prompt_longer_than_what_is_left_of_another_waits_for_it() -> None:
@@ -57,6 +73,31 @@ def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
         driver.step()
         num_steps += 1
     assert 10 < num_steps <= 21
+
+
+def test_tokens_in_the_prefix_cache_are_no_work() -> None:
+    """The next turn of a chat is short, however long the chat is."""
+    driver = make_prefill_worker(max_num_batched_tokens=32)
+    chat = [7] * 320
+    driver.add(make_request(prompt=chat, request_id="first turn", role=TransferRole.PRODUCER))
+    while "first turn" not in driver.ends:
+        driver.step()
+    driver.add(prompt("long", 200))
+    driver.step()
+    driver.add(make_request(prompt=chat + [8] * 20, request_id="next turn", role=TransferRole.PRODUCER))
+    assert driver.step().num_scheduled_tokens == {"next turn": 20}
+
+
+def test_steps_of_few_tokens_do_not_starve_a_long_prompt_either() -> None:
+    """Such a step takes longer than its tokens say."""
+    driver = make_prefill_worker()
+    driver.add(prompt("long", 640))
+    num_steps = 0
+    while "long" not in driver.ends:
+        driver.add(prompt(f"short {num_steps}", 1))
+        driver.step()
+        num_steps += 1
+    assert num_steps <= 640 // 16 + 11
 
 
 def test_beside_requests_that_decode_a_prompt_is_computed_in_parts() -> None:

@@ -39,7 +39,7 @@ from worker.step_trace import TraceEnd, read_trace
         ),
         (
             {"scheduler": {"enable_chunked_prefill": False}},
-            r"scheduler: max_num_batched_tokens \(128\) must be at least max_model_len \(1024\)",
+            r"scheduler: max_num_batched_tokens \(512\) must be at least max_model_len \(1024\)",
         ),
         ({"engine": {"trace_dir": "/dev/null/traces"}}, "engine.trace_dir: got '/dev/null/traces'"),
         (

@@ -3,6 +3,7 @@
 import pytest
 
 from baton.errors import InvalidRequest
+from baton.kv import WorkerRef
 from baton.request import ErrorKind, FinishReason, RequestOutput
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause, Verdict
 from gateway.routing.placement import Mode, Placement
@@ -103,6 +104,23 @@ def test_a_request_that_no_worker_could_serve_fails_by_its_own_fault() -> None:
     failure = failure_of(make_attempt().on_output("d", error(ErrorKind.INVALID_REQUEST, "seed: too large")))
     assert isinstance(failure.error, InvalidRequest)
     assert (failure.error.field, failure.error.problem) == ("seed", "too large")
+
+
+def test_an_answer_speaks_for_the_workers_that_computed_part_of_it() -> None:
+    def contributors(*from_prefill: RequestOutput, decode: RequestOutput | None) -> list[str]:
+        attempt = make_attempt(decode_recomputes=True)
+        attempt.refs = {name: WorkerRef(name, f"{name}-life", ("tcp://here:1",), 16) for name in "pd"}
+        for output in from_prefill:
+            attempt.on_output("p", output)
+        if decode is not None:
+            attempt.on_output("d", decode)
+        return [ref.name for ref in attempt.contributors]
+
+    end = tokens(8, finish=FinishReason.STOP)
+    assert contributors(tokens(7, finish=FinishReason.HANDED_OVER), decode=end) == ["p", "d"]
+    assert contributors(error(ErrorKind.STEP_FAILED), decode=end) == ["d"], "which computed the prompt"
+    assert contributors(decode=end) == ["d"]
+    assert contributors(end, decode=None) == ["p"], "the first token ended the answer"
 
 
 def test_each_end_of_a_sub_request_is_counted_once() -> None:

@@ -205,6 +205,20 @@ def test_c57_a_long_prompt_that_was_sent_behind_a_short_one_stays() -> None:
     assert len(placed) == 2
 
 
+def test_c57_a_short_prompt_goes_to_a_prefill_worker_that_computes_anothers_long_one() -> None:
+    """The worker computes it first. A decode worker would not."""
+    under_test = UnderTest(rate=1_000.0)
+    under_test.ask("a", prompt=4_000)
+    under_test.ask("b", prompt=32)
+    assert under_test.held("b") == 1
+    under_test.ask("b", prompt=4_001)
+    assert under_test.held("b") == 1, "a's prompt comes before it"
+    under_test = UnderTest(rate=1_000.0)
+    under_test.ask("a", prompt=4_000, mode=Mode.LOCAL)
+    under_test.ask("b", prompt=32, mode=Mode.LOCAL)
+    assert under_test.held("b") == 0
+
+
 def test_c57_a_request_that_gave_way_is_refused_only_if_there_are_no_workers_for_it() -> None:
     under_test = UnderTest(rate=100.0)
     under_test.ask("a", 20, prompt=400)
