@@ -96,7 +96,7 @@ def test_more_workers_than_cores_are_not_pinned() -> None:
 
 
 def test_under_a_quota_workers_share_its_threads_and_are_not_pinned() -> None:
-    machine = Machine(make_machine(16).cores, 4)
+    machine = Machine(make_machine(16).cores, 4, may_pin=False)
     assert shares_of(make_config({"prefill": 1, "decode": 1}), machine) == [CpuShare(2)] * 2
 
 
