@@ -60,7 +60,7 @@ def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int
 
     0 cores if all threads together are more than the cores: then no worker is pinned, and the system balances them.
     """
-    num_ranks = {each: _most_workers(config, each) * config.num_ranks(each) for each in WorkerRole}
+    num_ranks = {each: most_workers(config, each) * config.num_ranks(each) for each in WorkerRole}
     num_ranks[role] = max(num_ranks[role], config.num_ranks(role))  # also a role that the fleet began without
     threads = {each: config.num_threads(each) for each in WorkerRole}
     total = num_cores * num_nodes
@@ -72,7 +72,7 @@ def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int
     return num_threads, min(num_cores, num_threads * total // wanted) if wanted <= total else 0
 
 
-def _most_workers(config: BatonConfig, role: WorkerRole) -> int:
+def most_workers(config: BatonConfig, role: WorkerRole) -> int:
     """The workers that the fleet begins with; under autoscaling, the most it may have."""
     if config.autoscaling.mode == "off":
         return int(getattr(config.cluster, role.value))
