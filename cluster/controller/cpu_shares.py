@@ -38,7 +38,9 @@ class CpuShares:
         num_threads, num_cores = divide(self._config, role, machine.num_cores, num_nodes)
         if not machine.may_pin:
             return CpuShare(num_threads)
-        others = [self._pinned[other, host] for other in alive if other != name and (other, host) in self._pinned]
+        others = [
+            self._pinned[other, host] for other in alive if other != name and (other, host) in self._pinned
+        ]
         taken = {cpu for share in others for cpu in share.cpus}
         free = [core for core in machine.cores if taken.isdisjoint(core.cpus)]
         before = self._pinned.pop((name, host), None)

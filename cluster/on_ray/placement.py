@@ -96,7 +96,9 @@ def num_machines(config: BatonConfig, host: str, rooms: Collection[NodeRoom]) ->
         for role in WorkerRole
         for _ in range(most_workers(config, role))
     ]
-    needed = next((count for count in range(1, len(workers)) if fits(workers, [machine] * count)), len(workers))
+    needed = next(
+        (count for count in range(1, len(workers)) if fits(workers, [machine] * count)), len(workers)
+    )
     return max(len(here), needed)
 
 

@@ -79,7 +79,9 @@ def test_a_quota_of_more_cpus_than_cores_forbids_pinning_too(tmp_path: Path) -> 
         make_root(
             tmp_path / f"sys/devices/system/cpu/cpu{cpu}", topology__thread_siblings_list=f"{siblings}\n"
         )
-    make_root(tmp_path, proc__self__cgroup="0::/pod\n", **{"sys__fs__cgroup__pod__cpu.max": "300000 100000\n"})
+    make_root(
+        tmp_path, proc__self__cgroup="0::/pod\n", **{"sys__fs__cgroup__pod__cpu.max": "300000 100000\n"}
+    )
     machine = find_machine(tmp_path)
     assert (len(machine.cores), machine.num_cores, machine.may_pin) == (2, 2, False)
 

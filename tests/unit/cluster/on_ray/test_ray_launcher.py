@@ -49,7 +49,7 @@ class Nodes:
 
 
 class Incarnation(RayIncarnation):
-    async def stop(self, timeout_s: float) -> None:  # noqa: ARG002
+    async def stop(self, timeout_s: float) -> None:
         self.is_over = True
 
 

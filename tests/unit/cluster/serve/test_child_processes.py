@@ -11,7 +11,7 @@ from cluster.serve import child_processes as module
 from tests.factories.models import make_model_dir
 
 
-class Started(Exception):  # noqa: N818 (the test's way out, no error)
+class Started(Exception):
     """With the share of a worker's process."""
 
 
