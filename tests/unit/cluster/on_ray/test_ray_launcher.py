@@ -43,7 +43,7 @@ class Nodes:
         ]
 
     async def _introduce(self, *_: object) -> Introduction:
-        node, _, host = self.goes_to.partition("@")
+        node, host = self.goes_to.split("@")
         self.hosts[node] = host  # an autoscaler adds a node once an actor waits for it
         return Introduction(node, host, 0, self._machine)
 
