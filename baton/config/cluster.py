@@ -29,11 +29,11 @@ class ClusterConfig(Section):
     decode_tensor_parallel: int | None = Field(None, ge=1)
     """Ranks of each decode worker; None: `engine.tensor_parallel`."""
     prefill_num_threads: int | None = Field(None, ge=1)
-    """Threads of each rank of a prefill worker, on CPUs only; None: `engine.num_threads`. The cores of a machine are divided
+    """Threads of each rank of a prefill worker on a CPU; None: `engine.num_threads`. The cores of a machine are divided
     among its workers in proportion to their threads, and each worker is pinned to its own, unless there are more
     threads than cores, or a container's CPU quota is below its number of CPUs."""
     decode_num_threads: int | None = Field(None, ge=1)
-    """Threads of each rank of a decode worker, on CPUs only; None: `engine.num_threads`."""
+    """Threads of each rank of a decode worker on a CPU; None: `engine.num_threads`."""
     ray_address: str = "local"
     """`local` starts a private Ray for this command. `none` runs without Ray, on CPUs only: workers are child
     processes on this machine. Any other value is the address of a Ray cluster to join."""
