@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from baton.config import BatonConfig
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.system.cpus import CpuShare, cpus_in_text, pin
 from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
@@ -79,7 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="overrides the configuration's logging.level",
     )
     parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
-    parser.add_argument("--threads", type=int, help="threads that compute, of each rank")
+    parser.add_argument(
+        "--threads", type=int, help="threads that compute, of each rank; else the configuration's"
+    )
     parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to keep to, e.g. 0-3,8")
     options = parser.parse_args(arguments)
     try:
@@ -94,8 +96,12 @@ def main(arguments: list[str] | None = None) -> int:
         keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
         model_path = resolve(config.model.path, default_cache_dir(os.environ))
         config = with_chosen_dtype(config, model_path)
-        share = None if options.threads is None else CpuShare(options.threads, options.cpus)
-        worker = build_worker(config, keys, model_path, WorkerRole(options.role), options.name, share)
+        role = WorkerRole(options.role)
+        num_threads = options.threads or config.num_threads(role)
+        if options.cpus and num_threads is None:
+            raise ConfigError("--cpus needs --threads, or a configuration that says how many")
+        share = None if num_threads is None else CpuShare(num_threads, options.cpus)
+        worker = build_worker(config, keys, model_path, role, options.name, share)
         endpoint = worker.start()
         settle()
     except BatonError as error:

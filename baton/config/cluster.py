@@ -31,7 +31,7 @@ class ClusterConfig(Section):
     prefill_num_threads: int | None = Field(None, ge=1)
     """Threads of each rank of a prefill worker on a CPU; None: `engine.num_threads`. The cores of a machine are divided
     among its workers in proportion to their threads, and each worker is pinned to its own, unless there are more
-    threads than cores, or a container's CPU quota is below its number of cores."""
+    threads than cores, or a container's CPU quota is below its number of CPUs."""
     decode_num_threads: int | None = Field(None, ge=1)
     """Threads of each rank of a decode worker on a CPU; None: `engine.num_threads`."""
     ray_address: str = "local"

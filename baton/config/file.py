@@ -43,6 +43,10 @@ class BatonConfig(Section):
                 "cluster.ray_address 'none' needs engine.device 'cpu', because only Ray assigns a "
                 "machine's GPUs to workers; use cluster.ray_address 'local'"
             )
+        for role in WorkerRole:
+            key = f"{role.value}_num_threads"
+            if self.engine.device == "cuda" and getattr(self.cluster, key) is not None:
+                raise ValueError(f"cluster.{key} is for engine.device 'cpu'; remove the key")
         prefill, decode = self.num_ranks(WorkerRole.PREFILL), self.num_ranks(WorkerRole.DECODE)
         if self.cluster.prefill and max(prefill, decode) % min(prefill, decode):
             raise ValueError(

@@ -25,12 +25,9 @@ class Machine:
     cores: tuple[Core, ...]
     """Those of its affinity, node by node."""
     num_cores: int
-    """How many of them it may keep busy: fewer than there are where a cgroup has a quota."""
-
-    @property
-    def may_pin(self) -> bool:
-        """Under a quota no core is this process's own: others with a quota would be pinned to the same ones."""
-        return self.num_cores == len(self.cores)
+    """How many of them it may keep busy: fewer than there are where a cgroup has a smaller quota."""
+    may_pin: bool = True
+    """Under a quota no core is this process's own: others with a quota would be pinned to the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,9 @@ def find_machine(root: Path = _ROOT) -> Machine:
         cores.setdefault(mine, Core(mine, nodes.get(cpu, 0)))
     ordered = tuple(sorted(cores.values(), key=lambda core: (core.node, core.cpus)))
     quota = min(_quotas(root), default=float(len(allowed)))
-    return Machine(ordered, len(ordered) if quota >= len(allowed) else max(1, min(len(ordered), int(quota))))
+    if quota >= len(allowed):
+        return Machine(ordered, len(ordered))
+    return Machine(ordered, max(1, min(len(ordered), int(quota))), may_pin=False)
 
 
 def choose_cpus(cores: Collection[Core], num_cores: int) -> tuple[int, ...]:
@@ -136,7 +135,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _quota_of(folder: Path) -> Iterator[float]:
-    """Version 2 has one file, version 1 two."""
+    """Version 2 has one file, version 1 two. Nothing where they are missing, or say something unknown."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
@@ -144,7 +143,7 @@ def _quota_of(folder: Path) -> Iterator[float]:
             quota, period = (
                 (folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
             )
-    except OSError:
+        if quota not in ("max", "-1"):
+            yield int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
         return
-    if quota not in ("max", "-1"):
-        yield int(quota) / int(period)

@@ -12,42 +12,49 @@ from baton.worker import WorkerRole
 
 
 class CpuShares:
-    """Remembers which worker has which CPUs of which node. A replica keeps its CPUs, whatever process fills it."""
+    """Remembers which worker has which share of which machine. A replica keeps its share, whatever process fills it
+    and whatever its role is, unless another worker has got the cores meanwhile.
+    """
 
     def __init__(self, config: BatonConfig) -> None:
         self._config = config
-        self._cpus: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """By worker: its node, and its CPUs there."""
+        self._pinned: dict[tuple[str, str], CpuShare] = {}
+        """By worker and host: its latest share there, if it was pinned."""
 
     def take(
         self,
         name: str,
         role: WorkerRole,
-        node: str,
+        host: str,
         machine: Machine,
         alive: Collection[str],
         num_nodes: int = 1,
     ) -> CpuShare:
-        """The share of a worker that is about to start. `alive`: the workers that have processes; `num_nodes`: over
-        which the fleet spreads.
+        """The share of a worker that is about to start. `alive`: the workers that have processes on this host;
+        `num_nodes`: the machines over which the fleet spreads.
 
         It is not pinned if too few cores are free, or if the machine's cores are not this process's own.
         """
         num_threads, num_cores = divide(self._config, role, machine.num_cores, num_nodes)
         if not machine.may_pin:
             return CpuShare(num_threads)
-        before = self._cpus.pop(name, None)
-        if before is None or before[0] != node:
-            others = [self._cpus[other] for other in alive if other in self._cpus]
-            taken = {cpu for where, cpus in others if where == node for cpu in cpus}
-            free = [core for core in machine.cores if taken.isdisjoint(core.cpus)]
-            before = node, choose_cpus(free, num_cores * self._config.num_ranks(role))
-        self._cpus[name] = before
-        return CpuShare(num_threads, before[1])
+        others = [
+            self._pinned[other, host] for other in alive if other != name and (other, host) in self._pinned
+        ]
+        taken = {cpu for share in others for cpu in share.cpus}
+        free = [core for core in machine.cores if taken.isdisjoint(core.cpus)]
+        before = self._pinned.pop((name, host), None)
+        if before is not None and {cpu for core in free for cpu in core.cpus}.issuperset(before.cpus):
+            share = before
+        else:
+            share = CpuShare(num_threads, choose_cpus(free, num_cores * self._config.num_ranks(role)))
+        self.note(name, host, share)
+        return share
 
-    def note(self, name: str, node: str, cpus: tuple[int, ...]) -> None:
-        """A worker that a former controller started has these."""
-        self._cpus[name] = node, cpus
+    def note(self, name: str, host: str, share: CpuShare) -> None:
+        """This worker has this share, for example since a former controller started it."""
+        if share.cpus:
+            self._pinned[name, host] = share
 
 
 def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int = 1) -> tuple[int, int]:
@@ -55,7 +62,7 @@ def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int
 
     0 cores if all threads together are more than the cores: then no worker is pinned, and the system balances them.
     """
-    num_ranks = {each: _most_workers(config, each) * config.num_ranks(each) for each in WorkerRole}
+    num_ranks = {each: most_workers(config, each) * config.num_ranks(each) for each in WorkerRole}
     num_ranks[role] = max(num_ranks[role], config.num_ranks(role))  # also a role that the fleet began without
     threads = {each: config.num_threads(each) for each in WorkerRole}
     total = num_cores * num_nodes
@@ -67,7 +74,7 @@ def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int
     return num_threads, min(num_cores, num_threads * total // wanted) if wanted <= total else 0
 
 
-def _most_workers(config: BatonConfig, role: WorkerRole) -> int:
+def most_workers(config: BatonConfig, role: WorkerRole) -> int:
     """The workers that the fleet begins with; under autoscaling, the most it may have."""
     if config.autoscaling.mode == "off":
         return int(getattr(config.cluster, role.value))

@@ -70,7 +70,7 @@ class RayIncarnation:
     def __init__(self, title: Title, actor: Any, target: str | None) -> None:
         self.title = title
         self.name, self.number, _ = title
-        self.node = ""
+        self.host = self.node = ""
         self.node_id = target
         """The actor's node; before that is known, the requested node."""
         self.share: CpuShare | None = None
@@ -86,6 +86,7 @@ class RayIncarnation:
         """Waits until the actor has room and a process; returns where."""
         introduction = await self._exchange(Introduce())
         self.node_id, self._pid = introduction.node_id, introduction.pid
+        self.host = introduction.host
         self.node = node_name(introduction.host, introduction.node_id)
         self._has_started = introduction.endpoint is not None
         return introduction

@@ -16,13 +16,14 @@ from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.fleet import NodeDescription
 from baton.system.awake_timer import awake_timeout
+from baton.system.cpus import CpuShare
 from baton.worker import WorkerRole
 from cluster.controller.cpu_shares import CpuShares
 from cluster.controller.launcher import Found
 from cluster.on_ray.actors import ACTOR_THREADS, WorkerActor
 from cluster.on_ray.calls import as_actor
 from cluster.on_ray.incarnations import RayIncarnation, Title, give_room_back, node_name, parse_title
-from cluster.on_ray.placement import NodeRoom, bundle_of, choose_node, labels_of
+from cluster.on_ray.placement import NodeRoom, bundle_of, choose_node, labels_of, num_machines
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ class RayLauncher:
         self._fleet = fleet
         self._shares = CpuShares(config)
         self._avoided: tuple[str, ...] = ()
-        self._incarnations: dict[str, RayIncarnation] = {}
-        """The latest incarnation of each worker, by the worker's name."""
+        self._incarnations: list[RayIncarnation] = []
+        """Of one worker there may be two: the next one starts while the former serves."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> RayIncarnation:
         rooms = await self._rooms()
@@ -53,14 +54,15 @@ class RayLauncher:
         avoided = [room.node_id for room in rooms if room.is_draining]
         title = Title(name, number, self._fleet)
         incarnation = RayIncarnation(title, self._make(title, role, target, avoided), target)
-        self._incarnations[name] = incarnation
+        self._incarnations = [*self._alive, incarnation]
         try:
             introduction = await incarnation.introduce()
             if self._config.engine.device == "cpu":
-                alive = [other.name for other in self._alive]
-                num_nodes = max(1, sum(room.has_cpus for room in rooms))
+                host, rooms = introduction.host, await self._rooms()  # again: nodes may have joined meanwhile
+                alive = [other.name for other in self._alive if other.host == host]
+                num_nodes = num_machines(self._config, host, rooms)
                 incarnation.share = self._shares.take(
-                    name, role, introduction.node_id, introduction.machine, alive, num_nodes
+                    name, role, host, introduction.machine, alive, num_nodes
                 )
             if incarnation.node in self._avoided:
                 raise ClusterError(
@@ -137,9 +139,11 @@ class RayLauncher:
             async with awake_timeout(patience_s):
                 introduction = await incarnation.introduce()
             if introduction.endpoint is not None:
-                self._incarnations[title.worker] = incarnation
-                self._shares.note(title.worker, introduction.node_id, introduction.endpoint.cpus)
-                return Found(incarnation, introduction.endpoint)
+                endpoint = introduction.endpoint
+                self._incarnations.append(incarnation)
+                share = CpuShare(endpoint.num_threads, endpoint.cpus)
+                self._shares.note(title.worker, introduction.host, share)
+                return Found(incarnation, endpoint)
         except (TimeoutError, ClusterError) as error:
             logger.warning("worker %s was not adopted: %s", title, error or f"silent for {patience_s:g} s")
         await incarnation.stop(0.0)
@@ -159,7 +163,8 @@ class RayLauncher:
                 node["Labels"],
                 num_workers[node["NodeID"]],
                 node_name(node["NodeManagerHostname"], node["NodeID"]) in self._avoided,
-                "CPU" in node["Resources"],
+                node["NodeManagerHostname"],
+                node["Resources"],
             )
             for node in nodes
             if node["Alive"]
@@ -180,11 +185,11 @@ class RayLauncher:
             ),
             workers=tuple(
                 sorted(
-                    incarnation.name for incarnation in self._alive if incarnation.node_id == node["NodeID"]
+                    {incarnation.name for incarnation in self._alive if incarnation.node_id == node["NodeID"]}
                 )
             ),
         )
 
     @property
     def _alive(self) -> list[RayIncarnation]:
-        return [incarnation for incarnation in self._incarnations.values() if not incarnation.is_over]
+        return [incarnation for incarnation in self._incarnations if not incarnation.is_over]

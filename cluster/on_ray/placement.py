@@ -1,14 +1,15 @@
 """Room for workers on Ray's nodes: the resources of a worker, the choice of its node, and errors for lack of room."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import ray
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
 from baton.worker import WorkerRole
+from cluster.controller.cpu_shares import most_workers
 
 Bundle = dict[str, float]
 
@@ -27,8 +28,10 @@ class NodeRoom:
     """Workers of this fleet on this node, or on their way to it."""
     is_draining: bool = False
     """The node takes no more workers."""
-    has_cpus: bool = True
-    """Ray may place workers there: a head that only manages the cluster offers no CPUs."""
+    host: str = ""
+    """The machine of this node; several nodes may share one."""
+    total: Mapping[str, float] = field(default_factory=dict)
+    """Its resources while it is empty. A head that only manages the cluster offers no CPUs."""
 
 
 def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:
@@ -63,17 +66,40 @@ def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeR
 
     None leaves the choice to Ray: no node has room at present, or the labels are conditions that only Ray understands.
     """
-    if any(value.startswith("!") or "(" in value for value in labels.values()):
+    if _are_conditions(labels):
         return None
     fitting = [
         room
         for room in rooms
-        if not room.is_draining
-        and _holds(room.free, bundle)
-        and all(room.labels.get(name) == value for name, value in labels.items())
+        if not room.is_draining and _holds(room.free, bundle) and _has(room.labels, labels)
     ]
     fitting.sort(key=lambda room: (room.is_head, room.num_workers, room.node_id))
     return fitting[0].node_id if fitting else None
+
+
+def num_machines(config: BatonConfig, host: str, rooms: Collection[NodeRoom]) -> int:
+    """Over how many machines the fleet spreads once it is whole: those that are there for it, but not fewer than its
+    workers' CPUs need where the other machines are like this one. Machines may join after its first workers.
+    """
+    here = {
+        room.host
+        for room in rooms
+        for role in WorkerRole
+        if most_workers(config, role)
+        and not room.is_draining
+        and _holds(room.total, bundle_of(config, role))
+        and (_are_conditions(labels_of(config, role)) or _has(room.labels, labels_of(config, role)))
+    }
+    machine = {"CPU": sum(room.total.get("CPU", 0.0) for room in rooms if room.host == host)}
+    workers = [
+        {"CPU": bundle_of(config, role)["CPU"]}
+        for role in WorkerRole
+        for _ in range(most_workers(config, role))
+    ]
+    needed = next(
+        (count for count in range(1, len(workers)) if fits(workers, [machine] * count)), len(workers)
+    )
+    return max(len(here), needed)
 
 
 def check_room(bundles: Sequence[Bundle]) -> None:
@@ -119,6 +145,15 @@ def no_room(bundles: Sequence[Bundle]) -> str:
 
 def _holds(node: Mapping[str, float], bundle: Bundle) -> bool:
     return all(node.get(name, 0.0) + _SLACK >= amount for name, amount in bundle.items())
+
+
+def _has(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    return all(labels.get(name) == value for name, value in wanted.items())
+
+
+def _are_conditions(labels: Mapping[str, str]) -> bool:
+    """Only Ray understands them."""
+    return any(value.startswith("!") or "(" in value for value in labels.values())
 
 
 def _describe(resources: Bundle) -> str:

@@ -2,11 +2,12 @@
 
 import asyncio
 import os
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.config import BatonConfig
 from baton.system.curve import ClusterKeys, derive_keys
@@ -20,6 +21,9 @@ from cluster.serve.screen import Screen, workers_text
 
 if TYPE_CHECKING:
     from gateway import Tokenizer
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
@@ -58,11 +62,14 @@ async def _run(
         """Opens the gateway once the workers serve and the tokenizer is loaded."""
         nonlocal following
         with screen.stage("workers", f"starting {fleet_text(config)}") as stage:
-            control = await fleet.start(
-                lambda name, progress: stage.report(name, progress.what, progress.done / progress.count)
+            control, tokenizer = await _both(
+                fleet.start(
+                    lambda name, progress: stage.report(name, progress.what, progress.done / progress.count)
+                ),
+                asyncio.wrap_future(loading),
             )
             agreed = await with_dtype_of(control, config, model_path, screen)
-            gateway = make_gateway(agreed, keys, model_path, await asyncio.wrap_future(loading), control)
+            gateway = make_gateway(agreed, keys, model_path, tokenizer, control)
             following = FollowingGateway(agreed, gateway, control, is_owner=True)
             service = await following.start()
             stage(workers_text(service.endpoints))
@@ -75,3 +82,14 @@ async def _run(
         if following is not None:
             await following.stop(signals.hurry)
         await fleet.end(signals.hurry)
+
+
+async def _both(one: Awaitable[A], other: Awaitable[B]) -> tuple[A, B]:
+    """The results of both. As soon as one fails, raises its error, and cancels the other one."""
+    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

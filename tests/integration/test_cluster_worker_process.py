@@ -65,6 +65,26 @@ def test_prints_its_endpoint_and_ends_cleanly(config: Path, end: Callable[[Proce
         assert process.wait(30) == 0
 
 
+def test_without_a_share_it_has_the_threads_that_the_configuration_gives_its_role(config: Path) -> None:
+    with config.open("a") as file:
+        file.write("cluster: {decode_num_threads: 2}\n")
+    with start("--role", "decode", "--config", str(config)) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert endpoint_from_json(process.stdout.readline()).num_threads == 2
+        process.stdin.close()
+        assert process.wait(30) == 0
+
+
+def test_cpus_without_threads_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text(f"model: {{path: {make_model_dir(tmp_path / 'tiny')}, dtype: float32}}\n")
+    with start("--role", "decode", "--config", str(path), "--cpus", "0") as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "--cpus needs --threads" in errors
+
+
 def test_all_its_threads_keep_to_the_cpus_of_its_share(config: Path) -> None:
     cpu = max(os.sched_getaffinity(0))
     share = ("--threads", "1", "--cpus", str(cpu))

@@ -272,3 +272,11 @@ def test_what_only_ray_can_do_is_refused_without_it(values: dict[str, Any], comp
     cluster = {"ray_address": "none", **values.get("cluster", {})}
     with pytest.raises(ConfigError, match=complaint):
         BatonConfig.from_mapping({**values, "cluster": cluster})
+
+
+@pytest.mark.parametrize("key", ["prefill_num_threads", "decode_num_threads"])
+def test_threads_of_a_role_are_for_cpus_only(key: str) -> None:
+    values: dict[str, Any] = {"cluster": {key: 2}}
+    assert BatonConfig.from_mapping(values).num_threads(WorkerRole(key.partition("_")[0])) == 2
+    with pytest.raises(ConfigError, match=rf"cluster\.{key} is for engine\.device 'cpu'; remove the key"):
+        BatonConfig.from_mapping(values | {"engine": {"device": "cuda"}})

@@ -73,6 +73,26 @@ def test_a_quota_limits_the_cores_and_forbids_pinning(
     assert (machine.num_cores, machine.may_pin) == (num_cores, num_cores == 4)
 
 
+@pytest.mark.usefixtures("four_cpus")
+def test_a_quota_of_more_cpus_than_cores_forbids_pinning_too(tmp_path: Path) -> None:
+    for cpu, siblings in ((0, "0-1"), (1, "0-1"), (2, "2-3"), (3, "2-3")):
+        make_root(
+            tmp_path / f"sys/devices/system/cpu/cpu{cpu}", topology__thread_siblings_list=f"{siblings}\n"
+        )
+    make_root(
+        tmp_path, proc__self__cgroup="0::/pod\n", **{"sys__fs__cgroup__pod__cpu.max": "300000 100000\n"}
+    )
+    machine = find_machine(tmp_path)
+    assert (len(machine.cores), machine.num_cores, machine.may_pin) == (2, 2, False)
+
+
+@pytest.mark.usefixtures("four_cpus")
+@pytest.mark.parametrize("text", ["", "max", "much 100000", "200000 0"])
+def test_a_quota_in_an_unknown_form_is_none(tmp_path: Path, text: str) -> None:
+    root = make_root(tmp_path, proc__self__cgroup="0::/pod\n", **{"sys__fs__cgroup__pod__cpu.max": text})
+    assert find_machine(root) == find_machine(tmp_path / "no such root")
+
+
 def test_this_machine_has_a_core() -> None:
     machine = find_machine()
     assert {cpu for core in machine.cores for cpu in core.cpus} == os.sched_getaffinity(0)

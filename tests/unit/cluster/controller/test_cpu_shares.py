@@ -96,7 +96,7 @@ def test_more_workers_than_cores_are_not_pinned() -> None:
 
 
 def test_under_a_quota_workers_share_its_threads_and_are_not_pinned() -> None:
-    machine = Machine(make_machine(16).cores, 4)
+    machine = Machine(make_machine(16).cores, 4, may_pin=False)
     assert shares_of(make_config({"prefill": 1, "decode": 1}), machine) == [CpuShare(2)] * 2
 
 
@@ -114,7 +114,33 @@ def test_a_replica_keeps_its_cores_and_those_of_a_former_worker_are_free() -> No
 
 def test_cores_are_counted_by_node_also_those_that_a_former_controller_gave() -> None:
     shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
-    shares.note("w0", "left", (0,))
+    shares.note("w0", "left", CpuShare(1, (0,)))
     assert shares.take("w1", D, "left", machine, ["w0"]).cpus == (1,)
     assert shares.take("w2", D, "right", machine, ["w0", "w1"]).cpus == (0,)
     assert shares.take("w0", P, "right", machine, ["w1", "w2"]).cpus == (1,), "it has moved"
+
+
+def test_cores_that_another_worker_got_meanwhile_are_not_given_twice() -> None:
+    shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
+    shares.take("w0", P, "here", machine, [])
+    assert shares.take("w1", D, "here", machine, ["w0"]).cpus == (1,)
+    assert shares.take("w2", D, "here", machine, ["w0"]).cpus == (1,), "w1 has no process"
+    assert shares.take("w1", D, "here", machine, ["w0", "w2"]).cpus == ()
+    assert shares.take("w1", D, "here", machine, ["w0"]).cpus == (1,), "w2 has none either"
+
+
+def test_cores_of_a_worker_whose_next_incarnation_failed_elsewhere_are_still_its_own() -> None:
+    shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
+    first = shares.take("w0", P, "left", machine, [])
+    shares.take("w0", P, "right", machine, [])
+    assert shares.take("w1", D, "left", machine, ["w0"]).cpus == (1,)
+    assert shares.take("w0", P, "left", machine, ["w0", "w1"]) == first
+
+
+def test_a_worker_that_changed_its_role_keeps_the_threads_of_its_cores() -> None:
+    config = make_config({"prefill": 1, "decode": 2, "prefill_num_threads": 6, "decode_num_threads": 1})
+    shares, machine = CpuShares(config), make_machine(8)
+    assert shares.take("w0", P, "here", machine, []) == CpuShare(6, (0, 1, 2, 3, 4, 5))
+    assert shares.take("w1", D, "here", machine, ["w0"]) == CpuShare(1, (6,))
+    assert shares.take("w1", P, "here", machine, ["w0"]) == CpuShare(1, (6,))
+    assert shares.take("w0", D, "here", machine, ["w1"]) == CpuShare(6, (0, 1, 2, 3, 4, 5))

@@ -1,5 +1,7 @@
 """What a worker asks of Ray, and whether a cluster can hold a fleet."""
 
+from typing import Any
+
 import pytest
 import ray
 
@@ -15,6 +17,7 @@ from cluster.on_ray.placement import (
     fits,
     labels_of,
     labels_text,
+    num_machines,
 )
 
 
@@ -147,3 +150,41 @@ def test_a_node_that_leaves_takes_nothing_whatever_room_it_has() -> None:
     staying = NodeRoom("b", True, {"CPU": 1.0}, {}, 3)
     assert choose_node({"CPU": 1.0}, {}, [leaving, staying]) == "b"
     assert choose_node({"CPU": 2.0}, {}, [leaving, staying]) is None
+
+
+def node(host: str, cpus: float, *, is_draining: bool = False, **labels: str) -> NodeRoom:
+    return NodeRoom(f"id of {host}", False, {}, labels, 0, is_draining, host, {"CPU": cpus})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "count"),
+    [
+        ({}, [node("a", 2.0)], 1),
+        ({}, [node("a", 1.0)], 2),  # the other worker's pod is not up yet
+        ({"prefill": 4, "decode": 8}, [node("a", 1.0)], 12),
+        ({"prefill": 4, "decode": 8}, [node("a", 5.0), node("b", 5.0)], 3),
+        ({"decode_tensor_parallel": 2}, [node("a", 2.0)], 2),
+        ({"prefill": 0}, [node("a", 1.0)], 1),
+        ({}, [node("a", 2.0), node("b", 2.0), node("head", 0.0)], 2),
+        ({}, [node("a", 2.0), node("b", 2.0, is_draining=True)], 1),
+        ({}, [node("a", 1.0), node("a", 1.0)], 1),  # two nodes of Ray on one machine
+        ({}, [node("elsewhere", 2.0)], 2),
+    ],
+)
+def test_a_fleet_spreads_over_the_machines_that_it_finds_or_needs(
+    cluster: dict[str, Any], nodes: list[NodeRoom], count: int
+) -> None:
+    assert num_machines(BatonConfig.from_mapping({"cluster": cluster}), "a", nodes) == count
+
+
+def test_only_machines_with_a_role_s_labels_count() -> None:
+    labels = {"prefill_labels": {"zone": "x"}, "decode_labels": {"zone": "x"}, "ray_address": "auto"}
+    nodes = [node("a", 8.0, zone="x"), node("b", 8.0, zone="y"), node("c", 8.0)]
+    assert num_machines(BatonConfig.from_mapping({"cluster": labels}), "a", nodes) == 1
+    labels["decode_labels"] = {"zone": "!x"}
+    assert num_machines(BatonConfig.from_mapping({"cluster": labels}), "a", nodes) == 3
+
+
+def test_a_machine_for_autoscaling_s_most_workers_is_expected() -> None:
+    config = BatonConfig.from_mapping({"autoscaling": {"mode": "on", "max_decode": 3}})
+    assert num_machines(config, "a", [node("a", 2.0)]) == 2

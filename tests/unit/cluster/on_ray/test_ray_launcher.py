@@ -1,0 +1,89 @@
+"""Which cores workers on Ray's nodes get; Ray itself and the actors are replaced."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from baton.config import BatonConfig
+from baton.system.cpus import Core, CpuShare, Machine
+from baton.worker import WorkerRole
+from cluster.on_ray import launcher as module
+from cluster.on_ray.actors import Introduction
+from cluster.on_ray.incarnations import RayIncarnation
+
+P, D = WorkerRole.PREFILL, WorkerRole.DECODE
+
+
+class Nodes:
+    """Nodes of Ray, each a name and its machine's. A new actor goes to the node that `goes_to` names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_cpus: float, *, num_cores: int) -> None:
+        self.hosts: dict[str, str] = {}
+        self.goes_to = ""
+        self._num_cpus = num_cpus
+        self._machine = Machine(tuple(Core((cpu,), 0) for cpu in range(num_cores)), num_cores)
+        monkeypatch.setattr(ray, "nodes", self._nodes)
+        monkeypatch.setattr(module, "available_resources_per_node", dict)
+        monkeypatch.setattr(module.RayLauncher, "_make", lambda *_: None)
+        monkeypatch.setattr(RayIncarnation, "_exchange", self._introduce)
+        monkeypatch.setattr(module, "RayIncarnation", Incarnation)
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "NodeID": node,
+                "Alive": True,
+                "Resources": {"CPU": self._num_cpus},
+                "Labels": {},
+                "NodeManagerHostname": host,
+            }
+            for node, host in self.hosts.items()
+        ]
+
+    async def _introduce(self, *_: object) -> Introduction:
+        node, host = self.goes_to.split("@")
+        self.hosts[node] = host  # an autoscaler adds a node once an actor waits for it
+        return Introduction(node, host, 0, self._machine)
+
+
+class Incarnation(RayIncarnation):
+    async def stop(self, timeout_s: float) -> None:
+        self.is_over = True
+
+
+def make_launcher(**cluster: int) -> module.RayLauncher:
+    return module.RayLauncher(BatonConfig.from_mapping({"cluster": cluster}), "", Path(), "f1ee7000")
+
+
+async def test_the_first_pod_is_not_divided_among_workers_whose_pods_are_not_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, launcher = Nodes(monkeypatch, 1.0, num_cores=16), make_launcher(prefill=4, decode=8)
+    nodes.goes_to = "n0@pod0"
+    assert (await launcher.place("w0", P, 1)).share == CpuShare(16, tuple(range(16)))
+
+
+async def test_two_nodes_on_one_machine_give_their_workers_different_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, launcher = Nodes(monkeypatch, 1.0, num_cores=4), make_launcher(prefill=1, decode=1)
+    nodes.hosts = {"n0": "machine", "n1": "machine"}
+    nodes.goes_to = "n0@machine"
+    assert (await launcher.place("w0", P, 1)).share == CpuShare(2, (0, 1))
+    nodes.goes_to = "n1@machine"
+    assert (await launcher.place("w1", D, 1)).share == CpuShare(2, (2, 3))
+
+
+async def test_a_worker_that_serves_keeps_its_cores_though_its_next_incarnation_failed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, launcher = Nodes(monkeypatch, 2.0, num_cores=4), make_launcher(prefill=1, decode=3)
+    nodes.hosts = {"n0": "a", "n1": "b"}
+    nodes.goes_to = "n0@a"
+    assert (await launcher.place("w0", P, 1)).share == CpuShare(2, (0, 1))
+    nodes.goes_to = "n1@b"
+    await (await launcher.place("w0", P, 2)).stop(0.0)
+    nodes.goes_to = "n0@a"
+    assert (await launcher.place("w1", D, 1)).share == CpuShare(2, (2, 3))

@@ -1,0 +1,34 @@
+"""Workers as child processes: what they get of this machine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import BatonConfig
+from baton.system.cpus import CpuShare
+from cluster.serve import child_processes as module
+from tests.factories.models import make_model_dir
+
+
+class Started(Exception):
+    """With the share of a worker's process."""
+
+
+@pytest.mark.parametrize(("device", "is_shared"), [("cpu", True), ("cuda", False)])
+async def test_only_workers_on_cpus_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, is_shared: bool
+) -> None:
+    def start(*_: Any, share: CpuShare | None) -> None:
+        raise Started(share)
+
+    monkeypatch.setattr(module, "WorkerProcess", start)
+    model = make_model_dir(tmp_path / "tiny")
+    config = BatonConfig.from_mapping(
+        {"model": {"path": str(model), "dtype": "float32"}, "engine": {"device": device}}
+    )
+    with pytest.raises(Started) as started:
+        async with module.child_processes(config, model):
+            pass
+    (share,) = started.value.args
+    assert isinstance(share, CpuShare) is is_shared

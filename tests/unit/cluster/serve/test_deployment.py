@@ -1,0 +1,57 @@
+"""The start of a deployment, with a fleet that never serves."""
+
+import asyncio
+import io
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from baton.config import BatonConfig
+from baton.errors import ModelError
+from baton.messages.control import ControlApi
+from baton.system.curve import derive_keys
+from baton.system.signals import StopSignals
+from cluster.serve.deployment import _run
+from cluster.serve.screen import Screen
+from gateway import Tokenizer
+from tests.factories.security import SECRET
+
+
+class StartingFleet:
+    """Its workers load for ever."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    async def start(self, *_: Any) -> ControlApi:
+        self.events.append("started")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.events.append("start over")
+        raise AssertionError
+
+    async def end(self, hurry: asyncio.Event) -> None:
+        self.events.append("ended")
+
+
+async def test_a_gateway_that_cannot_be_loaded_ends_the_start_without_waiting_for_workers() -> None:
+    fleet, loading = StartingFleet(), Future[Tokenizer]()
+    loading.set_exception(ModelError("no tokenizer.json"))
+    screen = Screen(Console(file=io.StringIO()))
+    with StopSignals() as signals, pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        async with asyncio.timeout(30.0):
+            await _run(
+                BatonConfig(),
+                derive_keys(SECRET),
+                Path(),
+                fleet,
+                loading,
+                screen,
+                lambda _: asyncio.sleep(0),
+                signals,
+            )
+    assert fleet.events == ["started", "start over", "ended"]
