@@ -36,7 +36,7 @@ RUN scripts/install_image.sh baton
 # The CPU kernels for every instruction set, since what runs has no C++ compiler.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ \
-    && cd / && python -m engine.native.library /opt/baton/share/native
+    && python -m engine.native.library /opt/baton/share/native
 
 # ---- What runs -------------------------------------------------------------------------------------------------------
 FROM docker.io/library/python:${PYTHON_VERSION}-slim-bookworm
