@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: test.sh PYTHON
-# Runs every test that needs no GPU, three files at a time, with mypy beside them, which computes on one core.
+# Runs every test that needs no GPU, four files at a time, with mypy beside them, which computes on one core.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -9,7 +9,7 @@ trap 'rm -f "$types"' EXIT
 
 "$python" -m mypy > "$types" 2>&1 &
 mypy=$!
-"$python" -m pytest -m "not gpu and not by_hand" --numprocesses 3 --durations=20
+"$python" -m pytest -m "not gpu and not by_hand" --numprocesses 4 --durations=20
 tests=$?
 wait "$mypy"
 types_failed=$?

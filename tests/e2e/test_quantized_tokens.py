@@ -50,8 +50,7 @@ def check(path: Path, quantization: str, num_ranks: int) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2)])
 def test_a_checkpoint_that_is_quantized_while_loading(
     folder: Path, quantization: str, num_ranks: int
 ) -> None:
