@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -111,7 +112,10 @@ async def test_c55_where_every_worker_is_wrong_the_client_gets_an_error(
         for kind in KINDS:
             answer = await complete(client, kind)
             assert answer.status_code == 503, answer.text
-            assert "logits that are not finite" in answer.text
+            # After the second such step a worker drains, and is there no more.
+            assert re.search("logits that are not finite|no decode worker is available", answer.text), (
+                answer.text
+            )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
