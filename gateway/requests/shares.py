@@ -140,7 +140,7 @@ class CallerShares:
             return []
         largest = max(self._placed, key=lambda name: len(self._placed[name]))
         back = dict.fromkeys(self._places(largest).to_give_back())
-        for worker in self._placed_at.keys() & set(workers):
+        for worker in (name for name in workers if name in self._placed_at):  # in their order: sets have none
             for holding_of in (self._slots, self._blocks):
                 holdings = (holding_of(name, worker) for name in self._placed_at[worker])
                 back |= dict.fromkeys(max(holdings, key=_held).to_give_back())

@@ -47,15 +47,22 @@ def test_the_pool_holds_rounded_keys_and_values(tmp_path: Path, dtype: str) -> N
     assert rows[0].float().count_nonzero() > 0.9 * rows[0].numel()
 
 
+@pytest.mark.parametrize("kernels", ["ours", "torch's"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_tokens_do_not_depend_on_how_prompts_are_cut(tmp_path: Path, architecture: str, dtype: str) -> None:
+def test_tokens_do_not_depend_on_how_prompts_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, dtype: str, kernels: str
+) -> None:
+    """Our kernels compute a prompt's last token alone like a decode, which rounds less than a chunk in bfloat16."""
     window = {"sliding_window": 9} if architecture == "mistral" else {}
+    prompts = PROMPTS
+    if kernels == "torch's":
+        monkeypatch.setattr("engine.loading.loader.native_library", lambda: None)
+        monkeypatch.setattr("engine.runner_parts.native_library", lambda: None)
+    elif dtype == "bfloat16":
+        prompts = {name: [*prompt, 5] for name, prompt in PROMPTS.items()}
+        assert all(len(prompt) % chunk != 1 for prompt in prompts.values() for chunk in (4, 7, 16))
     model = load(make_model_dir(tmp_path, architecture, **window), dtype)
-    # A prompt's last token alone is computed like a decode, which rounds less than a chunk in bfloat16.
-    num_more = 0 if dtype == "float32" else 1
-    prompts = {name: [*prompt, *[5] * num_more] for name, prompt in PROMPTS.items()}
-    assert (dtype == "float32") is any(len(prompt) % 4 == 1 for prompt in prompts.values())
     whole = StepDriver(model).generate(prompts, 12)
     for chunk in (4, 7, 16):
         assert StepDriver(model).generate(prompts, 12, chunk=chunk) == whole
