@@ -1,8 +1,10 @@
 """The scene of eight tenants: one of them asks for all that it may, and the others go on asking little."""
 
 import asyncio
+import multiprocessing
 import random
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from gateway.auth.credentials import Credentials
@@ -40,15 +42,15 @@ def tenants(model: Path, folder: Path) -> Finding:
 async def _play(target: str, finding: Finding) -> None:
     await _ask_all(target, finding, num_asked=2)  # nothing is cold any more
     alone = await _ask_all(target, finding)
-    async with GatewayClient(target, credentials=Credentials(api_key=GREEDY)) as client:
-        greedy = [asyncio.create_task(_answer(client, NUM_TOKENS)) for _ in range(NUM_CALLS)]
-        await asyncio.sleep(HEAD_START_S)
-        beside = await _ask_all(target, finding)
-        num_running = sum(not each.done() for each in greedy)
-        for each in greedy:
-            each.cancel()
-        ended = await asyncio.gather(*greedy, return_exceptions=True)
-    failed = [str(each) for each in ended if isinstance(each, GatewayError)]
+    ours, theirs = multiprocessing.Pipe()
+    # In a process of its own: what reads 256 answers has no time to look at a clock.
+    greedy = multiprocessing.get_context("spawn").Process(target=_be_greedy, args=(target, theirs))
+    greedy.start()
+    await asyncio.sleep(HEAD_START_S)
+    beside = await _ask_all(target, finding)
+    ours.send("stop")
+    num_running, failed = await asyncio.to_thread(ours.recv)
+    greedy.join()
     for name, times in (("alone", alone), ("beside it", beside)):
         p50_s, p99_s = times[len(times) // 2], times[len(times) * 99 // 100]
         finding.seen[f"first token {name}"] = f"p50 {p50_s:.3f} s, p99 {p99_s:.3f} s"
@@ -62,6 +64,22 @@ async def _play(target: str, finding: Finding) -> None:
 
 MAX_FIRST_TOKEN_S = 10.0
 """Before callers had shares: 30 s, and then a refusal. Workers share their cores here, so it is more than twice."""
+
+
+def _be_greedy(target: str, pipe: Connection) -> None:
+    """Asks until there is a message; answers with the number of streams under way, and the errors of others."""
+    asyncio.run(_ask_too_much(target, pipe))
+
+
+async def _ask_too_much(target: str, pipe: Connection) -> None:
+    async with GatewayClient(target, credentials=Credentials(api_key=GREEDY)) as client:
+        streams = [asyncio.create_task(_answer(client, NUM_TOKENS)) for _ in range(NUM_CALLS)]
+        await asyncio.to_thread(pipe.recv)
+        num_running = sum(not each.done() for each in streams)
+        for each in streams:
+            each.cancel()
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+    pipe.send((num_running, [str(each) for each in ended if isinstance(each, GatewayError)]))
 
 
 async def _ask_all(target: str, finding: Finding, num_asked: int = NUM_ASKED) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.factories.foreign_ray import RAY_ENVIRONMENT
 from tests.factories.models import make_model_dir
-from tests.factories.serving import baton, serving
+from tests.factories.serving import STOP_TIMEOUT_S, baton, serving
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +32,7 @@ def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ra
     arguments = (str(config), "--ray-address", address_of_ray)
     with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
         pids = {worker["pid"] for worker in serve.wait_ready()["workers"]}
+        workers = [psutil.Process(pid) for pid in pids]
         with serving(*arguments, environment=RAY_ENVIRONMENT) as second:
             assert second.wait_gone() == 1
             assert "a fleet named 'blue' is in use by another `baton serve`" in second.stderr
@@ -49,10 +50,11 @@ def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ra
         done = baton(*asked, "hello")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["placement"]["mode"] == "disaggregated"
-        assert all(psutil.pid_exists(pid) for pid in pids)
+        assert all(worker.is_running() for worker in workers)
         heir.interrupt()
         assert heir.wait_gone() == 0
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    _, alive = psutil.wait_procs(workers, timeout=STOP_TIMEOUT_S)  # Ray says so before it kills
+    assert alive == []
 
 
 def test_a_command_that_comes_back_after_its_fleet_has_ended_says_so(
