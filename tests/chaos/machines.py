@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tests.factories.sabotage import VARIABLE
+from tests.factories.sabotage import obeying
 
 SYSTEM_CONFIG = {
     # No idle Python process per CPU.
@@ -38,9 +38,7 @@ def prepare(environment: MutableMapping[str, str], sabotage: Path | None = None)
     environment["RAY_AUTH_MODE"] = "token"
     environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     if sabotage is not None:
-        environment[VARIABLE] = str(sabotage)
-        inside = str(Path(__file__).parent / "inside")
-        environment["PYTHONPATH"] = ":".join(filter(None, [inside, environment.get("PYTHONPATH", "")]))
+        environment.update(obeying(sabotage))
 
 
 class Machines:

@@ -1,4 +1,6 @@
-"""Breaks the worker of this process from inside, as no signal can: its steps never end, or compute NaN."""
+"""Changes the worker of this process from inside, as no signal can: its steps never end, compute NaN, or take as long
+as a GPU's.
+"""
 
 import math
 import os
@@ -10,6 +12,11 @@ from typing import Any, NoReturn
 VARIABLE = "BATON_TEST_SABOTAGE"
 """Of the environment: the folder in which processes look for what to do, in a file named after their pid."""
 _LOOK_EVERY_S = 0.2
+
+_INSIDE = str(Path(__file__).parent / "inside")
+
+STEP_S = 0.04
+"""Of a device whose time does not depend on the number of rows; longer than the steps of a tiny model."""
 
 
 def hang() -> None:
@@ -39,11 +46,39 @@ def spoil() -> None:
     LlamaForCausalLM.forward = forward  # type: ignore[method-assign, assignment]
 
 
-KINDS = {"hang": hang, "spoil": spoil}
+def pace() -> None:
+    """From the next step on, steps end one after the other, each `STEP_S` after the former at the earliest."""
+    from baton.step import ModelRunnerOutput
+    from engine.runner import LaunchedStep, ModelRunner
+
+    launch, take, ends = ModelRunner.launch, LaunchedStep._take, dict[int, float]()
+    last_end = 0.0
+
+    def launch_on_device(runner: ModelRunner, plan: Any) -> LaunchedStep:
+        nonlocal last_end
+        step = launch(runner, plan)
+        ends[id(step)] = last_end = max(time.monotonic(), last_end) + STEP_S
+        return step
+
+    def take_from_device(step: LaunchedStep) -> ModelRunnerOutput:
+        time.sleep(max(0.0, ends.pop(id(step), 0.0) - time.monotonic()))
+        return take(step)
+
+    ModelRunner.launch = launch_on_device  # type: ignore[method-assign, assignment]
+    LaunchedStep._take = take_from_device  # type: ignore[method-assign, assignment]
+
+
+KINDS = {"hang": hang, "spoil": spoil, "pace": pace}
+
+
+def obeying(folder: Path) -> dict[str, str]:
+    """The environment of a fleet whose workers look here for what to do."""
+    path = ":".join(filter(None, [_INSIDE, os.environ.get("PYTHONPATH", "")]))
+    return {VARIABLE: str(folder), "PYTHONPATH": path}
 
 
 def order(folder: Path, pid: int, kind: str) -> None:
-    """The process breaks soon, in this way."""
+    """The process changes soon, in this way."""
     (folder / "next").write_text(kind)
     (folder / "next").rename(folder / str(pid))
 

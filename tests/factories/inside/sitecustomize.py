@@ -1,0 +1,15 @@
+"""Python imports this in every process of a fleet under test, since its folder is on their PYTHONPATH.
+
+Workers then do what tests/factories/sabotage.py finds in the folder of the environment variable.
+"""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+if any(argument.endswith(("default_worker.py", "worker.process")) for argument in sys.orig_argv):
+    sys.path.append(str(Path(__file__).parents[3]))
+    from tests.factories.sabotage import VARIABLE, obey
+
+    threading.Thread(target=obey, args=(Path(os.environ[VARIABLE]),), name="sabotage", daemon=True).start()
