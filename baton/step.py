@@ -83,7 +83,7 @@ class ModelRunnerOutput:
     """Sampled tokens by request; a request whose prompt is incomplete sampled nothing and is absent."""
 
     sampled_token_ids: Mapping[str, list[int]]
-    """With drafts: those that equal what was sampled in their places, up to the first that does not, and one token more."""
+    """With drafts: those that equal what was sampled in their places, up to the first that does not, and one more."""
     logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that can go no further, and why: their structured output can no longer be matched."""
