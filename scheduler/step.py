@@ -16,6 +16,8 @@ class StepPlan:
         self.requests: list[Request] = []
         """The step's requests, in the order of scheduling."""
         self.num_scheduled_tokens: dict[str, int] = {}
+        self.spec_token_ids: dict[str, tuple[int, ...]] = {}
+        """Drafts among them."""
         self.preempted: set[str] = set()
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -60,6 +62,7 @@ class StepPlan:
         num_tokens = self.num_scheduled_tokens.pop(request.request_id, None)
         if num_tokens is not None:
             self.token_budget += num_tokens
+            self.spec_token_ids.pop(request.request_id, None)
             self._has_withdrawn = True
 
     def finish(self, preempted: set[str], finished: set[str]) -> SchedulerOutput:
@@ -81,6 +84,7 @@ class StepPlan:
             swap_out=tuple(self.swap_out),
             swap_in=tuple(self.swap_in),
             step=self._number,
+            scheduled_spec_decode_tokens=self.spec_token_ids,
         )
 
     def _drop_withdrawn(self) -> None:
