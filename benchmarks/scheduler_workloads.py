@@ -1,7 +1,7 @@
 """Random workloads for schedulers, each from its seed; knows no scheduler and needs only Python itself."""
 
 import random
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 from zlib import crc32
 
@@ -15,7 +15,7 @@ Piece = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The engine that a workload comes to. Names are those of `SchedulerConfig`, here and there."""
+    """The engine that a workload comes to. Names are those of `SchedulerConfig`, here and there, up to the last."""
 
     policy: str
     max_num_seqs: int
@@ -26,6 +26,8 @@ class Settings:
     block_size: int
     num_blocks: int
     max_model_len: int
+    num_speculative_tokens: int = 0
+    """The most drafts of a request in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,18 @@ class RequestSpec:
     arrival_time: float = 0.0
     cache_salt: str | None = None
     abort_step: int | None = None
+    draft_quality: float = 0.0
+    """How likely a draft is right."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return [token_at(stream, position) for stream, length in self.prompt for position in range(length)]
+
+    def drafts_at(self, position: int, most: int) -> list[int]:
+        """Guesses of its outputs from `position` on: up to `most`, and a pure function."""
+        rng = random.Random(f"{self.request_id}~{position}")
+        ahead = range(position, position + rng.randrange(most + 1))
+        return [token_at(self.request_id, at) + (rng.random() >= self.draft_quality) for at in ahead]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,10 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """`priority-ties` is the priority policy with requests of equal priority and arrival time."""
+        """`priority-ties` is the priority policy with requests of equal priority and arrival time; `drafts` is any
+        policy, with drafts."""
+        if self.settings.num_speculative_tokens:
+            return "drafts"
         ranks = [(request.priority, request.arrival_time) for request in self.requests]
         has_ties = self.settings.policy == "priority" and len(set(ranks)) < len(ranks)
         return self.settings.policy + ("-ties" if has_ties else "")
@@ -124,6 +137,31 @@ def make_workload(seed: int) -> Workload:
             )
         )
     return Workload(seed, _make_settings(rng, max_model_len, requests), tuple(requests))
+
+
+def with_drafts(workload: Workload) -> Workload:
+    """The same with drafts, good and bad ones, and more conversations that go on.
+
+    The pool holds a whole context, as V1 demands of an engine: drafts may go past `max_tokens`, up to there.
+    """
+    rng = random.Random(f"drafts of {workload.seed}")
+    settings = workload.settings
+    num_whole = -(-settings.max_model_len // settings.block_size)
+    requests: list[RequestSpec] = []
+    for spec in workload.requests:
+        earlier = [other for other in requests if other.arrival_step < spec.arrival_step]
+        if earlier and rng.random() < 0.3:
+            previous = rng.choice(earlier)
+            answer = previous.request_id, rng.randrange(1, 1 + previous.max_tokens)
+            prompt = _clip([*previous.prompt, answer, ("q", 1)], settings.max_model_len - 1)
+            spec = replace(spec, prompt=prompt, min_tokens=0, cache_salt=previous.cache_salt)
+        requests.append(replace(spec, draft_quality=rng.choice([0.0, 0.5, 0.8, 0.95, 1.0])))
+    settings = replace(
+        settings,
+        num_blocks=max(settings.num_blocks, 1 + num_whole),
+        num_speculative_tokens=rng.choice([1, 2, 4, 8]),
+    )
+    return Workload(workload.seed, settings, tuple(requests))
 
 
 def _make_prompt(

@@ -1,0 +1,47 @@
+"""Scenarios whose workers verify drafts; drawn apart from the rest of their seeds."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+from simulator.device import answer
+from simulator.gateway import RequestSpec
+from simulator.worker import WorkerSpec
+
+EVERY = 4
+
+
+def has_drafts(seed: int) -> bool:
+    """One seed in four, none of which is crowded, greedy or poisoned."""
+    return seed % EVERY == 1
+
+
+def with_drafts(
+    seed: int, workers: Iterable[WorkerSpec], requests: Iterable[RequestSpec], max_model_len: int
+) -> tuple[tuple[WorkerSpec, ...], tuple[RequestSpec, ...]]:
+    """Half of the requests go on with an earlier conversation, and so hit what drafts left in the prefix cache."""
+    rng = random.Random(f"drafts of {seed}")
+    drafting = [_drafting(spec, rng.choice([1, 3, 5])) for spec in workers]
+    asked: list[RequestSpec] = []
+    for spec in requests:
+        goes_on = asked and rng.random() < 0.5
+        asked.append(_next_turn(rng, rng.choice(asked), spec, max_model_len) if goes_on else spec)
+    return tuple(drafting), tuple(asked)
+
+
+def _drafting(spec: WorkerSpec, num_drafts: int) -> WorkerSpec:
+    scheduler = spec.scheduler.model_copy(update={"async_scheduling": False})
+    return replace(spec, scheduler=scheduler, num_drafts=num_drafts)
+
+
+def _next_turn(
+    rng: random.Random, earlier: RequestSpec, spec: RequestSpec, max_model_len: int
+) -> RequestSpec:
+    said = answer(earlier.prompt, earlier.max_tokens, max_model_len)
+    prompt = (*earlier.prompt, *said, rng.randrange(1_000))
+    return replace(
+        spec,
+        prompt=prompt[: max_model_len - 1],
+        arrives_at=earlier.arrives_at + rng.uniform(0.05, 0.5),
+        cache_salt=earlier.cache_salt,
+    )
