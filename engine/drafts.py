@@ -1,6 +1,6 @@
 """Drafts: tokens that are guessed ahead, for the model to verify together; knows no model, request or grammar.
 
-Verifying costs time whether the drafts are right or not, so a request gets as many as are likely to be right.
+Verifying costs time, whether the drafts are right or not. So a request gets as many as are likely to be right.
 """
 
 import math
@@ -15,11 +15,11 @@ MAX_CANDIDATES = 512
 """Latest occurrences of the last token that are compared: in a run of equal tokens there are as many as tokens."""
 WEIGHT = 0.2
 """Of the latest draft in the moving average of a request's acceptance."""
-FIRST_LIKELIHOOD, MAX_LIKELIHOOD = 0.5, 0.98
+FIRST_LIKELIHOOD, MAX_LIKELIHOOD = 0.8, 0.98
 LEAST_LIKELIHOOD = 0.3
-"""A draft that is less likely to be right does not pay, even in a step of one request."""
-PROBE_AFTER = 16
-"""Steps without a draft after which a request that is rarely guessed gets one, in case its text has changed."""
+"""A draft that is less likely to be right does not pay, however cheap it is to verify."""
+PROBE_COST = 0.01
+"""Share of a token's time that goes into drafts for a request that is rarely guessed, in case its text changes."""
 
 
 class NGramProposer:
@@ -50,25 +50,34 @@ class NGramProposer:
 class Acceptance:
     """How likely a request's next draft is to be right, from those that were verified."""
 
-    __slots__ = ("_likelihood", "_num_skipped")
+    __slots__ = ("_is_probing", "_likelihood", "_num_skipped")
 
     def __init__(self) -> None:
         self._likelihood = FIRST_LIKELIHOOD
         self._num_skipped = 0
         """Steps since a draft was verified."""
+        self._is_probing = False
+        """The next draft is a probe: it is not likely to be right."""
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the accepted drafts and the first wrong one; those behind it say nothing."""
+        if self._is_probing and num_accepted == num_drafts:
+            self._likelihood = FIRST_LIKELIHOOD  # the text has changed
         likelihood = 1.0 - (1.0 - self._likelihood) * (1.0 - WEIGHT) ** num_accepted
         if num_accepted < num_drafts:
             likelihood *= 1.0 - WEIGHT
         self._likelihood, self._num_skipped = min(likelihood, MAX_LIKELIHOOD), 0
 
-    def num_likely(self, least: float) -> int:
-        """How many drafts in a row are right with a likelihood of at least `least`; call it once in a step."""
+    def num_useful(self, cost: float) -> int:
+        """How many drafts in a row are likely enough to be right; call it once in a step.
+
+        `cost`: what verifying a draft takes, as a share of what a token takes without drafts.
+        """
+        least = LEAST_LIKELIHOOD + (1.0 - LEAST_LIKELIHOOD) * cost
         self._num_skipped += 1
-        if self._likelihood < least:
-            return int(self._num_skipped > PROBE_AFTER)
+        self._is_probing = self._likelihood < least
+        if self._is_probing:
+            return int(self._num_skipped * PROBE_COST > cost)
         return int(math.log(least) / math.log(self._likelihood))
 
 
@@ -76,14 +85,10 @@ class Drafter:
     """Chooses how many drafts a request gets."""
 
     def __init__(
-        self,
-        proposer: NGramProposer,
-        num_drafts: int,
-        max_num_batched_tokens: int,
-        num_equal_rows: float,
+        self, proposer: NGramProposer, num_drafts: int, max_num_batched_tokens: int, num_equal_rows: float
     ) -> None:
-        """At most `num_drafts` for a request in a step. `num_equal_rows`: a step's rows whose computation takes as long
-        as reading the model's weights once.
+        """At most `num_drafts` for a request in a step. `num_equal_rows`: rows of a step whose computation takes as
+        long as reading the model's weights.
         """
         self._proposer = proposer
         self._num_drafts = num_drafts
@@ -93,8 +98,6 @@ class Drafter:
 
     def draft(self, token_ids: IntArray, acceptance: Acceptance, num_requests: int) -> list[int]:
         """Drafts of one of `num_requests` requests that share the next step."""
-        # With more requests a row costs more of what a request's token costs, so a draft must be more likely.
-        row_cost = num_requests / (num_requests + self._num_equal_rows)
-        num_likely = acceptance.num_likely(LEAST_LIKELIHOOD + (1.0 - LEAST_LIKELIHOOD) * row_cost)
-        num_drafts = min(num_likely, self._num_drafts, self._max_num_rows // num_requests - 1)
+        num_useful = acceptance.num_useful(num_requests / (num_requests + self._num_equal_rows))
+        num_drafts = min(num_useful, self._num_drafts, self._max_num_rows // num_requests - 1)
         return self._proposer.propose(token_ids, num_drafts) if num_drafts > 0 else []

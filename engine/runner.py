@@ -205,17 +205,21 @@ class LaunchedStep:
             request.acceptance.verified(len(sampling.drafts), len(tokens) - 1)
 
     def _draft(self, drafter: Drafter, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Guesses for these requests, those that the grammar allows; none after a token that ends the request."""
+        """Guesses for these requests."""
         for sampling in self._sampling:
             request = sampling.request
-            if request.request_id not in request_ids or request.request_id in self._failed:
-                continue
-            drafts = drafter.draft(request.token_ids, request.acceptance, len(request_ids))
-            drafts = list(takewhile(lambda draft: draft not in request.stop_token_ids, drafts))
-            if drafts and request.matcher is not None:
-                drafts = drafts[: request.matcher.num_valid(drafts)]
-            if drafts:
-                yield request.request_id, tuple(drafts)
+            if request.request_id in request_ids and request.request_id not in self._failed:
+                drafts = drafter.draft(request.token_ids, request.acceptance, len(request_ids))
+                if useful := _useful(drafts, request):
+                    yield request.request_id, tuple(useful)
+
+
+def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:
+    """Up to a token that ends the request, or that its grammar does not allow."""
+    drafts = list(takewhile(lambda draft: draft not in request.stop_token_ids, drafts))
+    if drafts and request.matcher is not None:
+        return drafts[: request.matcher.num_valid(drafts)]
+    return drafts
 
 
 def needs_known_tokens(request: SampledRequest) -> bool:

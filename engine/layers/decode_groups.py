@@ -32,7 +32,7 @@ def decode_groups(batch: StepBatch, device: torch.device) -> Iterator[DecodeGrou
     num_blocks = batch.num_blocks_B.tolist()
     start = 0
     while start < batch.num_decodes:
-        most = max(num_blocks[start : batch.num_decodes])  # drafts are behind their request's shorter contexts
+        most = max(num_blocks[start : batch.num_decodes])  # a request's drafts, behind it, are longer
         limit = 0 if most <= MIN_GROUP_BLOCKS else most // 2
         end = start + 1
         while end < batch.num_decodes and num_blocks[end] > limit:
