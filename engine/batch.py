@@ -373,8 +373,8 @@ class RequestBatch:
         if wrong_B.any():
             first = int(wrong_B.argmax())
             raise AssertionError(
-                f"{num_tokens_B[first]} tokens and {num_drafts_B[first]} drafts scheduled for "
-                f"{requests[first].request_id}, which has {num_left_B[first]} to compute"
+                f"{num_tokens_B[first]} tokens scheduled for {requests[first].request_id} behind "
+                f"{num_drafts_B[first]} drafts; it has {num_left_B[first]} to compute"
             )
 
     def _new_tails(

@@ -303,7 +303,7 @@ def test_drafts_before_other_tokens_or_behind_an_unknown_one_are_a_mistake_of_th
     batch = RequestBatch(BLOCK_SIZE)
     early = plan({"a": 3}, new=(new("a", [1, 2, 3, 4], [3]),), drafts={"a": (7,)})
     batch.update(early)
-    with pytest.raises(AssertionError, match="1 drafts scheduled for a, which has 4 to compute"):
+    with pytest.raises(AssertionError, match="1 tokens scheduled for a behind 1 drafts; it has 4 to compute"):
         batch.build(early)
     whole = plan({"a": 4}, cached={"a": ((), 0)})
     batch.update(whole)
@@ -312,7 +312,7 @@ def test_drafts_before_other_tokens_or_behind_an_unknown_one_are_a_mistake_of_th
     batch.append_unknown(request, 0)
     ahead = plan({"a": 2}, cached={"a": ((4,), 4)}, drafts={"a": (7,)})
     batch.update(ahead)
-    with pytest.raises(AssertionError, match="1 drafts scheduled for a"):
+    with pytest.raises(AssertionError, match="1 tokens scheduled for a behind 1 drafts"):
         batch.build(ahead)
 
 
