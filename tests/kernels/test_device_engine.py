@@ -143,7 +143,8 @@ class HalfRight(NGramProposer):
     def propose(self, token_ids: IntArray, num_tokens: int) -> list[int]:
         self._num_asked += 1
         known = token_ids.tolist()
-        (whole,) = [whole for whole in self._wholes if whole[: len(known)] == known]
+        # A step may sample beyond the end, which only the scheduler knows.
+        (whole,) = [whole for whole in self._wholes if whole[: len(known)] == known[: len(whole)]]
         guess = whole[len(known) :][:num_tokens]
         return guess if self._num_asked % 2 else [*guess[:1], *[(each + 1) % VOCAB for each in guess[1:]]]
 
@@ -229,11 +230,10 @@ def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device)
     ("overrides", "block_size", "uses_graphs", "settings"),
     [
         ({}, 16, True, {}),
-        ({}, 4, False, {}),
-        ({"architecture": "mistral", "sliding_window": 7}, 16, True, {}),
-        ({}, 4, True, {"num_blocks": 7, "preemption": "swap", "num_swap_blocks": 8}),
+        ({"architecture": "mistral", "sliding_window": 7}, 16, False, {}),
+        ({}, 4, False, {"num_blocks": 6, "preemption": "swap", "num_swap_blocks": 8}),
     ],
-    ids=["graphs", "eager", "window", "swap"],
+    ids=["graphs", "window", "swap"],
 )
 def test_c62_drafts_change_no_token_on_a_device(
     tmp_path: Path,
@@ -244,9 +244,7 @@ def test_c62_drafts_change_no_token_on_a_device(
     settings: dict[str, Any],
 ) -> None:
     path = make_model_dir(tmp_path / "model", **(SMALL | overrides))
-    config = make_config(
-        block_size, **({"num_blocks": 16} | settings), max_num_batched_tokens=16, async_scheduling=False
-    )
+    config = make_config(block_size, **({"num_blocks": 16} | settings), async_scheduling=False)
     expected = on_cpu(path, config)
     assert_same(with_drafts(path, device, config, expected, uses_graphs=uses_graphs), expected)
 
