@@ -79,11 +79,8 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """Without what has its default."""
-        requests = [
-            {name: value for name, value in asdict(request).items() if value != _DEFAULTS[name]}
-            for request in self.requests
-        ]
-        return {"seed": self.seed, "settings": asdict(self.settings), "requests": requests}
+        requests = [_without_defaults(request) for request in self.requests]
+        return {"seed": self.seed, "settings": _without_defaults(self.settings), "requests": requests}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Workload":
@@ -98,7 +95,9 @@ class Workload:
         return cls(values["seed"], Settings(**values["settings"]), requests)
 
 
-_DEFAULTS = {field.name: field.default for field in fields(RequestSpec)}
+def _without_defaults(values: Settings | RequestSpec) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in fields(values)}
+    return {name: value for name, value in asdict(values).items() if value != defaults[name]}
 
 
 def token_at(stream: str, position: int) -> int:

@@ -21,7 +21,15 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -240,11 +248,21 @@ def _make_config(settings: Settings) -> Any:
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         enable_chunked_prefill=settings.enable_chunked_prefill,
     )
+    speculation = None
+    if num_drafts := settings.num_speculative_tokens:
+        speculation = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=num_drafts,
+            prompt_lookup_max=1,
+            target_model_config=model,
+            target_parallel_config=ParallelConfig(),
+        )
     return VllmConfig(
         model_config=model,
         cache_config=cache,
         scheduler_config=scheduler,
         device_config=DeviceConfig("cpu"),
+        speculative_config=speculation,
     )
 
 

