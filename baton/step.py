@@ -68,6 +68,9 @@ class SchedulerOutput:
     """Counts the plans of one scheduler."""
     scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Drafts that this step verifies, by request: the last of the request's tokens in `num_scheduled_tokens`."""
+    forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens that requests got behind the one that the last step sampled, without being sampled; see
+    ModelRunnerOutput. The runner appends them, whether the request is in this step or not."""
 
     @property
     def is_empty(self) -> bool:
@@ -91,6 +94,8 @@ class ModelRunnerOutput:
     """Requests whose logits were not finite: none of their tokens, and nothing cached before, can be trusted."""
     draft_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Guesses of the tokens after those sampled, for a later step to verify."""
+    forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The tokens after those sampled, where the request's grammar leaves no choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,9 @@ class RequestBatch:
                 assert gone.row is not None
                 self._table.remove(gone.row)
                 gone.row = None
+        for request_id, token_ids in plan.forced_token_ids.items():
+            if (request := self._requests.get(request_id)) is not None:
+                self.extend(request, token_ids)
         for new in plan.scheduled_new_reqs:
             self._add(new)
         cached = plan.scheduled_cached_reqs
@@ -255,9 +258,11 @@ class RequestBatch:
                 assert row is not None
                 self._table.extend_blocks(row, block_ids)
 
-    def append(self, request: RunnerRequest, token_id: int) -> None:
-        """Adds a token that is known at once: a draft was right."""
-        self.settle(request, self.append_unknown(request, NONE), token_id)
+    def extend(self, request: RunnerRequest, token_ids: Sequence[int]) -> None:
+        """Adds tokens that are known at once: drafts that were right, and what a step sampled behind them, or tokens
+        that a grammar forces."""
+        for token_id in token_ids:
+            self.settle(request, self.append_unknown(request, NONE), token_id)
 
     def append_unknown(self, request: RunnerRequest, sampled_row: int) -> int:
         """Adds the token that the step under way samples in its row `sampled_row`; returns its index for `settle`."""

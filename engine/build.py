@@ -68,6 +68,8 @@ class DeviceEngine:
     """The compiler of a GPU's kernels; None on a CPU."""
     drafter: Drafter | None = None
     """Guesses tokens ahead, if it is configured."""
+    takes_forced: bool = False
+    """Tokens that a grammar forces need no step to sample them."""
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -87,7 +89,9 @@ class DeviceEngine:
         is_async = self.scheduler_config.async_scheduling
         if self.model.device.type == "cpu":
             host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
-            runner = make_runner(self.model, self.pool, host_blocks, grammars, self.drafter)
+            runner = make_runner(
+                self.model, self.pool, host_blocks, grammars, self.drafter, takes_forced=self.takes_forced
+            )
             steps = self._fail_stop(runner)
             return make_pipeline(steps, async_scheduling=is_async)
         device_runner: StepRunner = self._make_device_runner(grammars)
@@ -122,6 +126,7 @@ class DeviceEngine:
             self.scheduler_config.num_swap_blocks or 0,
             grammars,
             self.drafter,
+            takes_forced=self.takes_forced,
             samples=self.model.collectives.rank == 0,
         )
 
@@ -144,7 +149,7 @@ def build_device_engine(
 
     The collectives need not be connected.
     """
-    if speculation.method != "off":  # the next step's drafts are guessed from this step's tokens
+    if speculation.needs_last_step:
         scheduler = scheduler.with_values("scheduler", async_scheduling=False)
     keep_freed_memory()
     torch.set_num_threads(config.num_threads or max(1, find_machine().num_cores // collectives.size))
@@ -188,6 +193,7 @@ def build_device_engine(
         num_threads,
         compiler,
         _make_drafter(speculation, capacity.scheduler_config.max_num_batched_tokens, device),
+        takes_forced=speculation.takes_forced_tokens(runs_ahead=scheduler.async_scheduling),
     )
 
 

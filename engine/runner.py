@@ -40,20 +40,22 @@ class ModelRunner:
         grammars: GrammarCompiler | None = None,
         *,
         drafter: Drafter | None = None,
+        takes_forced: bool = False,
         samples: bool = True,
         mark: Callable[[], Mark | None] = lambda: None,
     ) -> None:
         """`host_blocks` hold the KV of preempted requests; `grammars` makes the matchers of structured outputs.
 
-        Without grammars, no plan may contain structured outputs. `drafter` guesses the tokens after those sampled. One
-        of a worker's ranks `samples`; the others receive its tokens. `mark` returns the present point in an
-        asynchronous device's queue.
+        Without grammars, no plan may contain structured outputs. `drafter` guesses the tokens after those sampled. With
+        `takes_forced`, those that a grammar forces are known at once: no step samples them. One of a worker's ranks
+        `samples`; the others receive its tokens. `mark` returns the present point in an asynchronous device's queue.
         """
         self._forward = forward
         self._sampler = sampler
         self._host_blocks = host_blocks
         self._grammars = grammars
         self._drafter = drafter if samples else None
+        self._takes_forced = takes_forced
         self._samples = samples
         self._mark = mark
         self._requests = RequestBatch(block_size)
@@ -68,12 +70,12 @@ class ModelRunner:
         """Computes the plan's tokens into their blocks, and samples for every request whose known tokens are computed.
 
         A plan without tokens still updates finished requests, and swaps KV to host memory. Until a step has been waited
-        for, only one more may be launched, and that one may not resume a request of the first. A step with drafts needs
-        every step before it to have been waited for, and the next step needs it.
+        for, only one more may be launched, and that one may not resume a request of the first. Steps with drafts or
+        forced tokens are waited for before the next step is launched.
         """
         self._requests.update(plan)  # first: finished requests must be removed even if something below fails
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
-        step = LaunchedStep(self._requests, self._drafter)
+        step = LaunchedStep(self._requests, self._drafter, takes_forced=self._takes_forced)
         self._start_matching(plan, step)
         if plan.num_scheduled_tokens:
             batch = self._requests.build(plan)
@@ -128,9 +130,10 @@ class _Sampling:
 class LaunchedStep:
     """A step that the device computes, or has computed."""
 
-    def __init__(self, batch: RequestBatch, drafter: Drafter | None) -> None:
+    def __init__(self, batch: RequestBatch, drafter: Drafter | None, *, takes_forced: bool) -> None:
         self._batch = batch
         self._drafter = drafter
+        self._takes_forced = takes_forced
         self._sampling: list[_Sampling] = []
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
@@ -176,7 +179,7 @@ class LaunchedStep:
             if self._end is not None:
                 self._end.synchronize()
             return ModelRunnerOutput({}, failed=self._failed)
-        token_ids, logprobs, non_finite = {}, {}, set()
+        token_ids, logprobs, non_finite, forced = {}, {}, set(), {}
         rows = iter(self._sampled.wait())
         for sampling in self._sampling:
             request = sampling.request
@@ -192,15 +195,16 @@ class LaunchedStep:
             token_ids[request.request_id] = [token.token_id for token in tokens]
             if asked := [token.logprobs for token in tokens if token.logprobs is not None]:
                 logprobs[request.request_id] = asked
-        drafts = {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys()))
-        return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, drafts)
+            if self._takes_forced and (token_ids_behind := _forced_behind(request)):
+                forced[request.request_id] = token_ids_behind
+        drafts = {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys() - forced))
+        return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, drafts, forced)
 
     def _settle(self, sampling: _Sampling, tokens: Sequence[SampledToken]) -> None:
         """Adds what was sampled to the request's tokens."""
         request = sampling.request
         self._batch.settle(request, sampling.index, tokens[0].token_id)
-        for token in tokens[1:]:
-            self._batch.append(request, token.token_id)
+        self._batch.extend(request, [token.token_id for token in tokens[1:]])
         if sampling.drafts:
             request.acceptance.verified(len(sampling.drafts), len(tokens) - 1)
 
@@ -212,6 +216,17 @@ class LaunchedStep:
                 drafts = drafter.draft(request.token_ids, request.acceptance, len(request_ids))
                 if useful := _useful(drafts, request):
                     yield request.request_id, tuple(useful)
+
+
+def _forced_behind(request: RunnerRequest) -> tuple[int, ...]:
+    """The tokens behind its last one that its grammar forces. None if the last one ends it, and none if it asks for
+    log-probabilities, which are those of computed logits.
+    """
+    p = request.sampling_params
+    has_ended = int(request.token_ids[-1]) in request.stop_token_ids
+    if request.matcher is None or p.logprobs is not None or has_ended:
+        return ()
+    return request.matcher.take_forced(p.max_tokens - request.num_output_tokens, request.stop_token_ids)
 
 
 def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:

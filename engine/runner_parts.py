@@ -18,8 +18,10 @@ def make_runner(
     host_blocks: HostBlocks | None = None,
     grammars: GrammarCompiler | None = None,
     drafter: Drafter | None = None,
+    *,
+    takes_forced: bool = False,
 ) -> ModelRunner:
-    """`host_blocks`, `grammars` and `drafter`: see ModelRunner."""
+    """`host_blocks`, `grammars`, `drafter` and `takes_forced`: see ModelRunner."""
     return ModelRunner(
         TorchForward(model.decoder, make_attention(model, pool), model.device),
         TorchSampler(model.collectives),
@@ -27,6 +29,7 @@ def make_runner(
         pool.shape.block_size,
         grammars,
         drafter=drafter,
+        takes_forced=takes_forced,
         samples=model.collectives.rank == 0,
     )
 

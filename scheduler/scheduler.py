@@ -111,6 +111,7 @@ class Scheduler:
         self._num_steps += 1
         self._swap.begin_step()
         step = StepPlan(self._num_steps, self._config.max_num_batched_tokens)
+        step.forced_token_ids = self._speculation.take_forced(self._requests)
         self._batching.fill(step)
         self._order.planned(self._config.max_num_batched_tokens - step.token_budget)
         plan = step.finish(self._preempted_between_steps, self._ending.since_last_plan)
@@ -126,7 +127,7 @@ class Scheduler:
         """Processes a step's samples; returns the outputs by client, finished requests included."""
         outputs = OutputsByClient()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafts, forced = scheduler_output.scheduled_spec_decode_tokens, model_runner_output.forced_token_ids
         requests = self._under_way.pop(scheduler_output.step, [])
         for request in requests:
             token_ids = sampled.get(request.request_id)
@@ -138,7 +139,11 @@ class Scheduler:
                 continue
             if drafts and request.request_id in drafts:
                 self._speculation.verified(request, len(drafts[request.request_id]), len(token_ids))
-            self._take_tokens(request, token_ids, logprobs.get(request.request_id), outputs)
+            behind = forced.get(request.request_id, ()) if forced else ()
+            asked = logprobs.get(request.request_id)
+            num_taken = self._take_tokens(request, [*token_ids, *behind], asked, outputs)
+            if behind:
+                self._speculation.append_forced(request, behind, num_taken - len(token_ids))
         self._speculation.propose(requests, model_runner_output.draft_token_ids)
         if failed := model_runner_output.failed:
             self._ending.fail(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
@@ -359,8 +364,8 @@ class Scheduler:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs] | None,
         outputs: OutputsByClient,
-    ) -> None:
-        """Appends new tokens up to the first that ends the request, and reports them at their position."""
+    ) -> int:
+        """Appends new tokens up to the first that ends the request, reports them at their position, and counts them."""
         all_token_ids, num_taken, status = request.all_token_ids, 0, None
         first_position = len(all_token_ids) - request.num_prompt_tokens
         for token_id in token_ids:
@@ -383,6 +388,7 @@ class Scheduler:
             outputs.add(request, output)
         else:
             self._ending.finish_with(request, status, output, outputs)
+        return num_taken
 
     def _must_sample_again(self, request: Request) -> bool:
         """A producer that lost its blocks must compute everything again, unless it is given back."""

@@ -1,14 +1,16 @@
-"""Speculation: what becomes of a request's drafts in the scheduler; knows neither who guesses nor who verifies them.
+"""Speculation: drafts and forced tokens in the scheduler; knows neither who guesses or forces nor who verifies them.
 
     tokens        known | last known   draft   draft   draft
     computed                 *           *       *       *      the step has slots for all of them
     sampled                  a           b       c       d      if the second draft is not b, then a and b count
 
 The first draft was a. So a and b are new tokens, and b is computed by the next step, where the wrong draft was.
+
+A token that a grammar forces is no draft. It is a token of the request at once, and computed like the rest of a prompt.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from baton.config import SchedulerConfig
 from baton.errors import ConfigError
@@ -36,6 +38,8 @@ class Speculation:
         self._num_speculative_tokens = num_speculative_tokens
         self._max_num_computed_tokens = limits.max_model_len - 1
         self._counters = counters
+        self._forced: dict[str, tuple[int, ...]] = {}
+        """Forced tokens that the runner has to append."""
 
     def num_wanted_tokens(self, request: Request, num_wanted: int, num_computed_tokens: int) -> int:
         """With drafts, what the request wants. The last token of a full context is never computed."""
@@ -71,6 +75,16 @@ class Speculation:
         for request in requests:
             if request.status is RequestStatus.RUNNING:
                 request.spec_token_ids = drafts.get(request.request_id, ())[: self._num_speculative_tokens]
+
+    def append_forced(self, request: Request, forced: tuple[int, ...], num_taken: int) -> None:
+        """The request took the first `num_taken` of them: all, unless one of its tokens ended it."""
+        self._counters["forced_tokens"] += max(0, num_taken)
+        self._forced[request.request_id] = forced
+
+    def take_forced(self, unfinished: Container[str]) -> dict[str, tuple[int, ...]]:
+        """The forced tokens of the last step, for the next one's plan."""
+        forced, self._forced = self._forced, {}
+        return {name: token_ids for name, token_ids in forced.items() if name in unfinished}
 
 
 ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos_"

@@ -18,6 +18,8 @@ class StepPlan:
         self.num_scheduled_tokens: dict[str, int] = {}
         self.spec_token_ids: dict[str, tuple[int, ...]] = {}
         """Drafts among them."""
+        self.forced_token_ids: dict[str, tuple[int, ...]] = {}
+        """Tokens that the runner has to append first."""
         self.preempted: set[str] = set()
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -85,6 +87,7 @@ class StepPlan:
             swap_in=tuple(self.swap_in),
             step=self._number,
             scheduled_spec_decode_tokens=self.spec_token_ids,
+            forced_token_ids=self.forced_token_ids,
         )
 
     def _drop_withdrawn(self) -> None:

@@ -252,10 +252,11 @@ class EngineCore:
             logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
 
     def _measure(self, step: StepUnderWay) -> None:
-        counts, drafts = step.plan.num_scheduled_tokens, step.plan.scheduled_spec_decode_tokens
-        num_drafts = sum(map(len, drafts.values()))
-        is_decoding = step.plan.total_num_scheduled_tokens - num_drafts == len(counts)
-        chunks = (count for name, count in counts.items() if count > 1 and name not in drafts)
+        plan = step.plan
+        counts = plan.num_scheduled_tokens
+        drafts, forced = plan.scheduled_spec_decode_tokens, plan.forced_token_ids
+        is_decoding = plan.total_num_scheduled_tokens - sum(map(len, drafts.values())) == len(counts)
+        chunks = (n for name, n in counts.items() if n > 1 and name not in drafts and name not in forced)
         num_prompt_tokens = 0 if is_decoding else sum(chunks)
         time_s = self._meter.step_done(num_prompt_tokens, len(counts), step.submitted_at, self._clock.now())
         if num_tokens := step.plan.total_num_scheduled_tokens:

@@ -57,10 +57,10 @@ class BatonConfig(Section):
                 "multiple of the other"
             )
         ahead = "async_scheduling" in self.scheduler.model_fields_set and self.scheduler.async_scheduling
-        if self.speculation.method == "ngram" and ahead:
+        if ahead and (key := self.speculation.needs_last_step):
             raise ValueError(
-                "scheduler.async_scheduling (true) contradicts speculation.method 'ngram', whose drafts need the last "
-                "step's tokens; remove one of the two keys"
+                f"scheduler.async_scheduling (true) contradicts speculation.{key}, which needs the last step's tokens "
+                "before the next step is planned; remove one of the two keys"
             )
         if self.autoscaling.mode != "off":
             self._check_bounds()

@@ -1,4 +1,4 @@
-"""The configuration's section `speculation`: tokens that are guessed ahead and verified together."""
+"""The configuration's section `speculation`: tokens that are known or guessed ahead, and computed together."""
 
 from typing import Literal, Self
 
@@ -8,7 +8,8 @@ from baton.config.section import Section
 
 
 class SpeculationConfig(Section):
-    """Speculative decoding: tokens guessed ahead (drafts), verified in one step. Every answer keeps its tokens."""
+    """Speculative decoding: tokens guessed ahead (drafts), verified in one step. Jump decoding: tokens that a grammar
+    forces, computed in one step. Every answer keeps its tokens."""
 
     method: Literal["off", "ngram"] = "off"
     """`ngram`: where a request's last tokens occurred before in its prompt or answer, the tokens that followed them
@@ -19,6 +20,9 @@ class SpeculationConfig(Section):
     """`ngram`: the fewest of the last tokens that must have occurred before."""
     prompt_lookup_max: int = Field(4, ge=1)
     """`ngram`: the most of the last tokens that are searched for; the longest match wins."""
+    forced_tokens: bool | None = None
+    """Append the tokens that a structured output's grammar forces, without a step for each. It needs
+    `scheduler.async_scheduling` off, and turns it off where it is unset. None: where that is off anyway."""
 
     @field_validator("method", mode="before")
     @classmethod
@@ -33,7 +37,7 @@ class SpeculationConfig(Section):
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must not be above prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
             )
-        if self.method == "off" and (unused := self.model_fields_set - {"method"}):
+        if self.method == "off" and (unused := self.model_fields_set - {"method", "forced_tokens"}):
             key = min(unused)
             raise ValueError(
                 f"{key} ({getattr(self, key)}) has no effect with method 'off'; set method to 'ngram'"
@@ -44,3 +48,14 @@ class SpeculationConfig(Section):
     def num_drafts(self) -> int:
         """The most drafts of one request in one step; 0: there are none."""
         return 0 if self.method == "off" else self.num_speculative_tokens
+
+    @property
+    def needs_last_step(self) -> str:
+        """The key for which the next step can only be planned when the last one's tokens are known; or empty."""
+        if self.method != "off":
+            return f"method '{self.method}'"
+        return "forced_tokens (true)" if self.forced_tokens else ""
+
+    def takes_forced_tokens(self, *, runs_ahead: bool) -> bool:
+        """Whether an engine does that runs ahead of what it samples, or does not."""
+        return not runs_ahead if self.forced_tokens is None else self.forced_tokens

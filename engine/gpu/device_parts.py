@@ -106,6 +106,7 @@ class DeviceParts:
         grammars: GrammarCompiler | None = None,
         drafter: Drafter | None = None,
         *,
+        takes_forced: bool = False,
         samples: bool = True,
     ) -> ModelRunner:
         """See ModelRunner."""
@@ -121,6 +122,7 @@ class DeviceParts:
             pool.shape.block_size,
             grammars,
             drafter=drafter,
+            takes_forced=takes_forced,
             samples=samples,
             mark=lambda: mark(device),
         )

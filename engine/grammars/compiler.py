@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 60.0
 """A worker whose compiler works at one grammar for this long ends: a gateway admits none that takes over a second."""
+MAX_TOKENS_LOOKED_AT = 10_000
+"""In the search for forced tokens: takes some 10 ms. The library looks at the rest of a forced text for each token."""
 MAX_KEPT_BYTES = 256 * 2**20
 """Compiled grammars kept beside those in use, most recently used: clients tend to repeat theirs. An ordinary one takes
 0.1 to 0.4 MiB."""
@@ -69,6 +71,26 @@ class Matcher:
                 self._note(error)
         return 0
 
+    def take_forced(self, limit: int, stop_token_ids: Set[int]) -> tuple[int, ...]:
+        """Advances by the next tokens as long as only one is allowed, up to the first that ends the request. Of `limit`
+        tokens or a long text it may take fewer than are forced.
+        """
+        forced: list[int] = []
+        num_looked_at = 0
+        try:
+            while self._defect is None and len(forced) < limit and num_looked_at < MAX_TOKENS_LOOKED_AT:
+                following = self._forced()
+                if not following or not self._matcher.consume_token(following[0]):
+                    break
+                self._num_consumed += 1
+                forced.append(following[0])
+                num_looked_at += len(following)
+                if following[0] in stop_token_ids:
+                    break
+        except BaseException as error:  # a panic, too
+            self._note(error)
+        return tuple(forced)
+
     def allowed(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
         """[vocab_size]: which tokens may come next, or after these drafts. Once the grammar is complete, only
         end-of-sequence. What may follow a draft that is not allowed itself has no meaning.
@@ -90,6 +112,13 @@ class Matcher:
         if self._num_consumed > num_tokens:
             self._matcher.rollback(self._num_consumed - num_tokens)
             self._num_consumed = num_tokens
+
+    def _forced(self) -> list[int]:
+        """The next tokens that are forced. Only the first is sure: behind it, the library looks at the rest anew."""
+        if not self._matcher.is_stopped():
+            return list(self._matcher.compute_ff_tokens())
+        allowed: list[int] = np.flatnonzero(self.allowed()).tolist()
+        return allowed if len(allowed) == 1 else []
 
     def _mask(self, drafts: Sequence[int]) -> bytes:
         """Allows all tokens after a defect: the next one fails the request."""
