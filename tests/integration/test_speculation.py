@@ -13,7 +13,7 @@ from tests.factories.models import make_tokenizer
 from tests.factories.whole_engines import Answer, EnginesOf, WholeEngine, hand_over
 
 NGRAM = {"method": "ngram"}
-ROOMY = {"max_num_batched_tokens": 256, "num_blocks": 256}
+ROOMY: dict[str, Any] = {"max_num_batched_tokens": 256, "num_blocks": 256}
 TIGHT = {**ROOMY, "num_blocks": 40}
 """Too few blocks for sixteen requests at once."""
 LIST = StructuredOutput(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from engine.batch import DraftedRequest, RunnerRequest
+from engine.batch import DraftedRequest, RunnerRequest, SampledRequest
 from engine.counter_rng import keys_at, row_keys, seed_states
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.logit_edits import list_edits
@@ -30,7 +30,8 @@ class AllowsSome:
         self._num_taken = num_taken
 
     def allowed(self, drafts: Sequence[int]) -> npt.NDArray[np.bool_]:
-        return np.arange(VOCAB) % 3 == (self._num_taken + len(drafts)) % 3
+        remainder = (self._num_taken + len(drafts)) % 3
+        return np.array([token_id % 3 == remainder for token_id in range(VOCAB)])
 
     def allowed_words(self, drafts: Sequence[int]) -> npt.NDArray[np.int32]:
         bits = np.packbits(self.allowed(drafts), bitorder="little")
@@ -110,7 +111,7 @@ def test_c62_after_drafts_the_same_is_sampled_as_after_those_tokens(seed: int, d
     for _ in range(6):
         params = random_params(rng)
         own = request(**params)
-        rows = [own, *(DraftedRequest(own, drafts[: i + 1]) for i in range(4))]
+        rows: list[SampledRequest] = [own, *(DraftedRequest(own, drafts[: i + 1]) for i in range(4))]
         confirmed = [request(outputs=(5, 6, 5, *drafts[:i]), **params) for i in range(5)]
         expected = sample(logits_RV, confirmed)
         assert sample(logits_RV, rows) == expected

@@ -9,6 +9,7 @@ from simulator.gateway import RequestSpec
 from simulator.worker import WorkerSpec
 
 EVERY = 4
+LONGEST_BLOCK = 8
 
 
 def has_drafts(seed: int) -> bool:
@@ -19,13 +20,17 @@ def has_drafts(seed: int) -> bool:
 def with_drafts(
     seed: int, workers: Iterable[WorkerSpec], requests: Iterable[RequestSpec], max_model_len: int
 ) -> tuple[tuple[WorkerSpec, ...], tuple[RequestSpec, ...]]:
-    """Half of the requests go on with an earlier conversation, and so hit what drafts left in the prefix cache."""
+    """Most requests go on with an earlier conversation, and so hit what drafts left in the prefix cache. Answers end
+    where a block ends, since only full blocks hit.
+    """
     rng = random.Random(f"drafts of {seed}")
     drafting = [_drafting(spec, rng.choice([1, 3, 5])) for spec in workers]
     asked: list[RequestSpec] = []
     for spec in requests:
-        goes_on = asked and rng.random() < 0.5
-        asked.append(_next_turn(rng, rng.choice(asked), spec, max_model_len) if goes_on else spec)
+        if asked and rng.random() < 0.7:
+            spec = _next_turn(rng, rng.choice(asked), spec, max_model_len)
+        num_left = -len(spec.prompt) % LONGEST_BLOCK
+        asked.append(replace(spec, max_tokens=num_left if num_left > 2 else num_left + LONGEST_BLOCK))
     return tuple(drafting), tuple(asked)
 
 

@@ -46,9 +46,15 @@ def plan(
     )
 
 
+def without_drafts(built: StepBatch) -> list[RunnerRequest]:
+    """The requests that sample, none of which has drafts."""
+    requests = [request for request in built.sampling_requests if isinstance(request, RunnerRequest)]
+    assert len(requests) == len(built.sampling_requests)
+    return requests
+
+
 def sample(batch: RequestBatch, built: StepBatch, *token_ids: int) -> None:
-    for row, (request, token_id) in enumerate(zip(built.sampling_requests, token_ids, strict=True)):
-        assert isinstance(request, RunnerRequest)
+    for row, (request, token_id) in enumerate(zip(without_drafts(built), token_ids, strict=True)):
         batch.settle(request, batch.append_unknown(request, row), token_id)
 
 
@@ -167,7 +173,7 @@ def test_a_token_that_only_the_device_knows_is_named_by_its_row() -> None:
     batch.update(first)
     built = batch.build(first)
     assert built.sources_T.tolist() == [-1, -1, -1]
-    b, a = built.sampling_requests
+    b, a = without_drafts(built)
     tokens_to_come = [batch.append_unknown(r, row) for row, r in enumerate((b, a))]
     second = plan({"a": 1, "b": 1}, cached={"a": ((), 2), "b": ((), 1)})
     batch.update(second)
@@ -192,7 +198,7 @@ def test_a_token_for_a_finished_request_changes_no_other_request() -> None:
     batch = RequestBatch(BLOCK_SIZE)
     first = plan({"a": 1}, new=(new("a", [1], [3]),))
     batch.update(first)
-    (gone,) = batch.build(first).sampling_requests
+    (gone,) = without_drafts(batch.build(first))
     index = batch.append_unknown(gone, 0)
     second = plan({"b": 1}, new=(new("b", [9], [4]),), finished=("a",))
     batch.update(second)
@@ -307,8 +313,7 @@ def test_drafts_before_other_tokens_or_behind_an_unknown_one_are_a_mistake_of_th
         batch.build(early)
     whole = plan({"a": 4}, cached={"a": ((), 0)})
     batch.update(whole)
-    (request,) = batch.build(whole).sampling_requests
-    assert isinstance(request, RunnerRequest)
+    (request,) = without_drafts(batch.build(whole))
     batch.append_unknown(request, 0)
     ahead = plan({"a": 2}, cached={"a": ((4,), 4)}, drafts={"a": (7,)})
     batch.update(ahead)
