@@ -126,7 +126,6 @@ class DeviceEngine:
             self.scheduler_config.num_swap_blocks or 0,
             grammars,
             self.drafter,
-            takes_forced=self.takes_forced,
             samples=self.model.collectives.rank == 0,
         )
 
@@ -149,6 +148,11 @@ def build_device_engine(
 
     The collectives need not be connected.
     """
+    if speculation.forced_tokens and config.device != "cpu":
+        raise ConfigError(
+            f"speculation.forced_tokens (true) needs engine.device 'cpu', got {config.device!r}; "
+            "remove one of the two keys"
+        )
     if speculation.needs_last_step:
         scheduler = scheduler.with_values("scheduler", async_scheduling=False)
     keep_freed_memory()
@@ -193,7 +197,8 @@ def build_device_engine(
         num_threads,
         compiler,
         _make_drafter(speculation, capacity.scheduler_config.max_num_batched_tokens, device),
-        takes_forced=speculation.takes_forced_tokens(runs_ahead=scheduler.async_scheduling),
+        takes_forced=device.type == "cpu"
+        and speculation.takes_forced_tokens(runs_ahead=scheduler.async_scheduling),
     )
 
 

@@ -106,7 +106,6 @@ class DeviceParts:
         grammars: GrammarCompiler | None = None,
         drafter: Drafter | None = None,
         *,
-        takes_forced: bool = False,
         samples: bool = True,
     ) -> ModelRunner:
         """See ModelRunner."""
@@ -122,7 +121,6 @@ class DeviceParts:
             pool.shape.block_size,
             grammars,
             drafter=drafter,
-            takes_forced=takes_forced,
             samples=samples,
             mark=lambda: mark(device),
         )
