@@ -1,6 +1,7 @@
 """How busy a worker says it is: averages over its last steps, and what waits."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,11 @@ def test_c61_drafts_are_no_prompt_tokens() -> None:
             clock.advance(0.5)
             return super().execute(plan)
 
-    settings = {"async_scheduling": False, "enable_prefix_caching": False, "num_speculative_tokens": 3}
+    settings: dict[str, Any] = {
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+        "num_speculative_tokens": 3,
+    }
     core = make_core(Slow(guess=guess), clock=clock, **settings)
     core.add_request(make_engine_request(num_tokens=10, max_tokens=5), "gateway")
     core.step()
