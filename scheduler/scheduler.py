@@ -79,7 +79,7 @@ class Scheduler:
         waiting, order = WaitingQueue(), make_order(config)
         self._order = order
         self._preemption = Preemption(config, order, waiting, kv, swap, counters)
-        self._speculation = Speculation(config, num_speculative_tokens, self._limits, counters)
+        self._speculation = Speculation(config, num_speculative_tokens, self._limits)
         self._running = Running(
             config, order, kv, self._preemption, self._speculation, joins_parts=joins_parts
         )
@@ -316,7 +316,7 @@ class Scheduler:
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start."""
-        return dict(self._counters)
+        return {**self._counters, **self._speculation.counters()}
 
     def check_integrity(self) -> None:
         """Asserts that queues, requests and blocks are consistent; cheap enough for an idle moment."""
