@@ -8,8 +8,8 @@ A named model is a GGUF file from a PyPI package. The cache holds
     CACHE/gguf/DIGEST/STEM/  the same files for DIR/STEM.gguf, with a link to it; the digest is of its place and time
 
 and each folder appears by one rename, so it is either whole or absent. Versions of Baton that write other files have
-folders of their own (the first ones CACHE/NAME/), so that none reads or replaces what another one serves. They share the
-GGUF file.
+folders of their own (the first ones CACHE/NAME/), so that none reads or replaces what another one serves. They share
+the GGUF file.
 """
 
 import fcntl

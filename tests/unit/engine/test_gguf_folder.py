@@ -12,8 +12,8 @@ import pytest
 from baton.errors import ModelError
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
-from engine.model_config import RopeType, read_architecture, read_eos_token_ids
 from engine.loading.gguf_tokenizer import special_token_ids
+from engine.model_config import RopeType, read_architecture, read_eos_token_ids
 from gateway.text.tokenizer import ChatMessage, Tokenizer
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
