@@ -50,7 +50,7 @@ def check(path: Path, quantization: str, num_ranks: int) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2)])
+@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2), ("fp8", 1), ("fp8", 2)])
 def test_a_checkpoint_that_is_quantized_while_loading(
     folder: Path, quantization: str, num_ranks: int
 ) -> None:
