@@ -56,6 +56,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     digest: str
     """Identifies config and weights, for KVFingerprint."""
+    quantization: str | None = None
+    """How matrices are kept, if not as numbers of `dtype`."""
 
     @property
     def max_model_len(self) -> int:
@@ -104,6 +106,7 @@ def load_model(
     _check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
+    quantization = _kept_as(config, path, device)
     decoder = (
         _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives)
         if is_dummy
@@ -121,9 +124,10 @@ def load_model(
         digest=model_digest(
             path,
             dummy_device=device if is_dummy else None,
-            quantization=_kept_as(config, path, device),
+            quantization=quantization,
             activations=config.dtype if kv_cache_dtype == "fp8" else None,
         ),
+        quantization=quantization,
     )
 
 
