@@ -41,7 +41,7 @@ def test_the_architecture_is_that_of_the_original_folder(
     original = make_model_dir(tmp_path / "source", architecture, rms_norm_eps=2**-17, **overrides)
     describe(make_gguf(tmp_path / "m.gguf", original), tmp_path / "folder")
     assert read_architecture(tmp_path / "folder") == read_architecture(original)
-    assert read_eos_token_ids(tmp_path / "folder") == (2,)
+    assert read_eos_token_ids(tmp_path / "folder") == (2, 0), "and the end of a text, by its name"
 
 
 def test_tokens_and_chat_are_those_of_the_original_folder(tmp_path: Path, source: Path) -> None:
@@ -72,7 +72,7 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path, source: Path) -> No
 def test_every_kind_of_end_ends_an_answer(tmp_path: Path, source: Path) -> None:
     ids: dict[str, Any] = {"tokenizer__ggml__eot_token_id": 7, "tokenizer__ggml__eom_token_id": 2}
     describe(make_gguf(tmp_path / "m.gguf", source, **ids), tmp_path / "folder")
-    assert read_eos_token_ids(tmp_path / "folder") == (2, 7)
+    assert read_eos_token_ids(tmp_path / "folder") == (2, 7, 0)
 
 
 def test_ends_that_chat_templates_write_end_an_answer_though_no_key_names_them(
