@@ -217,6 +217,8 @@ void with_types(const Step &s, const Call &call) {
         if (s.pool_type == FLOAT8) call(activation, static_cast<Float8 *>(nullptr));
         else call(activation, activation);
     };
+    if (s.activation_type == FLOAT32 && s.pool_type == BFLOAT16)
+        return call(static_cast<float *>(nullptr), static_cast<BFloat16 *>(nullptr));
     if (s.activation_type == FLOAT32) with_pool(static_cast<float *>(nullptr));
     if (s.activation_type == BFLOAT16) with_pool(static_cast<BFloat16 *>(nullptr));
     if (s.activation_type == FLOAT16) with_pool(static_cast<Float16 *>(nullptr));
