@@ -84,12 +84,12 @@ PICTURES = (
     ),
     Picture(
         "mixed",
-        {"batching": "mixed", "max_num_seqs": 3},
+        {"batching": "mixed", "max_num_seqs": 3, "num_blocks": 91},
         (
-            Question(512, 8),
-            Question(256, 16, after=0, num_tokens=1),
-            Question(128, 12, after=1, num_tokens=2),
-            Question(200, 6, after=2, num_tokens=2),
+            Question(256, 8),
+            Question(128, 14, after=0, num_tokens=1),
+            Question(64, 10, after=0, num_tokens=4),
+            Question(100, 6, after=2, num_tokens=2),
         ),
     ),
 )

@@ -52,20 +52,21 @@ class BlockManager:
 
     def allocate(self, seq: Sequence) -> None:
         """Cached full blocks first, as many as there are without a gap; one token at least is left to compute."""
-        hits: list[int] = []
+        assert not seq.blocks
         for end in range(self.size, len(seq), self.size):
             holders = self._holders.get(tuple(seq.tokens[:end]))
             if not holders:
                 break
-            hits.append(holders[0])
-        for block in hits:
+            seq.blocks.append(holders[0])
+        for block in seq.blocks:
             if not self._num_owners[block]:
                 self.free.remove(block)
             self._num_owners[block] += 1
-        seq.blocks, seq.num_cached = hits, len(hits) * self.size
+        num_hits = len(seq.blocks)
+        seq.num_cached = num_hits * self.size
         while len(seq.blocks) < self._num_blocks(seq):
             self._take(seq)
-        self._fill(seq, len(hits))
+        self._fill(seq, num_hits)
 
     def needs_block(self, seq: Sequence) -> bool:
         """The sequence's last token, which a decode step computes, is the first one of a block."""

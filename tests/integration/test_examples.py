@@ -113,7 +113,7 @@ def test_the_schedulers_pictures_are_drawn_from_real_runs(folder: Path) -> None:
             break
     document = (ROOT / "docs/scheduler.md").read_text()
     headings = re.findall(r"^w\d  .* tokens a step", result.stdout, re.MULTILINE)
-    assert len(set(headings)) == 4  # a chart that is too wide for its page goes on below its heading again
+    assert len(set(headings)) == 6  # a chart that is too wide for its page goes on below its heading again
     assert all(heading in document for heading in headings)
     assert "preempted" in result.stdout
     assert "waits for KV from another worker" in result.stdout
