@@ -76,20 +76,20 @@ PICTURES = (
         "two-phases",
         {"batching": "prefill_first", "max_num_seqs": 2, "max_num_batched_tokens": 256},
         (
-            Question(20, 8),
-            Question(30, 6),
-            Question(60, 5, after=0, num_tokens=3),
-            Question(40, 3, after=0, num_tokens=3),
+            Question(20, 14),
+            Question(30, 12),
+            Question(60, 4, after=0, num_tokens=2),
+            Question(40, 3, after=0, num_tokens=2),
         ),
     ),
     Picture(
         "mixed",
         {"batching": "mixed", "max_num_seqs": 3, "num_blocks": 91},
         (
-            Question(256, 8),
-            Question(128, 14, after=0, num_tokens=1),
-            Question(64, 10, after=0, num_tokens=4),
-            Question(100, 6, after=2, num_tokens=2),
+            Question(256, 10),
+            Question(128, 16, after=0, num_tokens=1),
+            Question(64, 12, after=0, num_tokens=2),
+            Question(100, 4, after=0, num_tokens=4),
         ),
     ),
 )

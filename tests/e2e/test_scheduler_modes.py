@@ -86,16 +86,16 @@ def real(smollm2: Path) -> Subject:
     return make_subject(smollm2, [tokenizer(text)["input_ids"] for text in TEXTS])
 
 
-def make_core(model: LoadedModel, **settings: Any) -> EngineCore:
+def make_core(model: LoadedModel, num_blocks: int = NUM_BLOCKS, **settings: Any) -> EngineCore:
     num_swap_blocks = 0 if settings["preemption"] == "recompute" else NUM_SWAP_BLOCKS
     config = SchedulerConfig(
         max_model_len=512,
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks or None,
         block_size=BLOCK_SIZE,
         **settings,
     )
-    pool = KVPool(NUM_BLOCKS, model.kv_block_shape(BLOCK_SIZE), model.device)
+    pool = KVPool(num_blocks, model.kv_block_shape(BLOCK_SIZE), model.device)
     runner = make_runner(model, pool, HostBlocks(num_swap_blocks, pool))
     return EngineCore(
         Scheduler(config, KVConnectorScheduler(BLOCK_SIZE)),
@@ -164,9 +164,11 @@ def test_classical_schedulers_give_the_same_tokens(
 def test_c59_requests_that_run_without_a_place_in_every_step_get_the_same_tokens(
     tiny: Subject, async_scheduling: bool, rules: str
 ) -> None:
+    """Eight blocks are enough for any two of them, so a preemption shows that more run."""
     check(
         tiny,
         **TWO_PHASE,
+        num_blocks=9,
         max_num_seqs=2,
         preemption="recompute",
         prefill_first_rules=rules,
