@@ -23,7 +23,7 @@ def make_driver(num_ahead: int = 0, **settings: Any) -> Driver:
 
 def test_c60_the_chapters_timeline() -> None:
     sides = side_by_side(max_num_seqs=3)
-    arrivals = {0: ("A", 512, 5), 1: ("B", 256), 3: ("C", 128), 5: ("D", 200)}
+    arrivals = {0: ("A", 512, 5), 1: ("B", 256, 50), 3: ("C", 128, 50), 5: ("D", 200, 50)}
     steps = []
     for t in range(7):
         if t in arrivals:
