@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from baton.errors import InvalidRequest
 from baton.kv import TransferRole
+from baton.request import FinishReason
 from tests.factories.driving import Driver
 from tests.factories.scheduling import (
     FakeConnector,
@@ -111,6 +112,15 @@ def test_c59_what_is_cached_is_charged_to_the_budget_by_mini_vllm_alone(
     assert sides.steps(len(expected)) == expected
 
 
+def test_c59_mini_vllm_ends_a_request_at_its_own_limit() -> None:
+    sides = side_by_side("mini_vllm")
+    sides.add("A", 10, max_model_len=12)
+    sides.add("B", 10, max_tokens=3, max_model_len=40)
+    assert sides.steps(3) == [{"A": 10, "B": 10}, {"A": 1, "B": 1}, {"B": 1}]
+    sides.finish()
+    assert sides.driver.ends == {"A": FinishReason.LENGTH, "B": FinishReason.LENGTH}
+
+
 @pytest.mark.parametrize("rules", TWO_PHASES)
 def test_c05_decodes_keep_to_the_budget(rules: str) -> None:
     driver = make_driver(prefill_first_rules=rules, max_num_batched_tokens=20, max_num_seqs=30, num_blocks=40)
@@ -136,11 +146,12 @@ def test_c59_no_local_prompt_takes_the_place_of_one_that_has_arrived() -> None:
     driver.run_to_end()
 
 
-def test_c19_three_prompts_over_one_budget_the_third_waits_whole() -> None:
-    driver = make_driver(max_num_batched_tokens=100, max_model_len=100)
+@pytest.mark.parametrize("rules", TWO_PHASES)
+def test_c19_three_prompts_over_one_budget_the_third_waits_whole(rules: str) -> None:
+    sides = side_by_side(rules, max_num_batched_tokens=100)
     for name, num_tokens in (("R1", 30), ("R2", 50), ("R3", 40)):
-        driver.add(make_request(num_tokens, request_id=name, max_tokens=3))
-    assert steps_of(driver, 3) == [
+        sides.add(name, num_tokens, max_tokens=3)
+    assert sides.steps(3) == [
         {"R1": 30, "R2": 50},
         {"R3": 40},
         {"R1": 1, "R2": 1, "R3": 1},
