@@ -179,10 +179,10 @@ class Admission:
             queue.push(request)
 
     def _has_place(self, step: StepPlan) -> bool:
-        """Classical two-phase schedulers count places by step: more may run than one step holds. But a prompt that has
-        arrived from elsewhere takes the first place that no running request needs, so none starts before it.
+        """Classical two-phase schedulers count places by step: more may run than one step holds. But while requests
+        wait whose prompts come from elsewhere, the running ones are counted, so that those find a place, too.
         """
-        if self._counts_by_step and not self._remote.num_received:
+        if self._counts_by_step and not (self._to_load or self._remote.num_received):
             return len(step.num_scheduled_tokens) < self._max_num_seqs
         return len(self._running.requests) + self._remote.num_received < self._max_num_seqs
 

@@ -146,6 +146,20 @@ def test_c59_no_local_prompt_takes_the_place_of_one_that_has_arrived() -> None:
     driver.run_to_end()
 
 
+def test_c59_local_prompts_do_not_keep_a_load_from_its_place() -> None:
+    connector = FakeConnector()
+    scheduler = make_scheduler(connector, batching="prefill_first", max_num_seqs=1)
+    driver = Driver(scheduler, FakeRunner(memory=connector.memory), 0, connector)
+    driver.add(make_request(10, request_id="A", max_tokens=3))
+    driver.step()
+    consumer = make_request(40, request_id="D", role=TransferRole.CONSUMER, max_tokens=3)
+    driver.add(consumer, make_request(11, request_id="B", max_tokens=2))
+    assert steps_of(driver, 2) == [{"A": 1}] * 2, "D waits for A's place, and B behind it"
+    assert not connector.started
+    assert steps_of(driver, 1) == [{"B": 11}], "it costs D's load no time"
+    assert "D" in connector.started
+
+
 @pytest.mark.parametrize("rules", TWO_PHASES)
 def test_c19_three_prompts_over_one_budget_the_third_waits_whole(rules: str) -> None:
     sides = side_by_side(rules, max_num_batched_tokens=100)
