@@ -108,7 +108,7 @@ def test_c60_mixed_steps_on_a_cpu_are_limited_by_the_pool_alone_unless_a_budget_
     model: LoadedModel,
 ) -> None:
     found = capacity_of(model, scheduler={"batching": "mixed", "num_blocks": 101})
-    assert found.scheduler_config.max_num_batched_tokens == found.max_num_batched_tokens == 1600
+    assert found.scheduler_config.max_num_batched_tokens == found.limits.max_num_batched_tokens == 1600
     whole_pool = reckoned(model, scheduler={"batching": "mixed"})
     assert whole_pool.num_blocks is not None
     assert whole_pool.num_blocks == reckoned(model).num_blocks
