@@ -47,6 +47,9 @@ class WorkerEndpoint:
     """Threads with which each of its ranks computes on a CPU; 0 on a GPU."""
     cpus: tuple[int, ...] = ()
     """The logical CPUs of its machine that it is pinned to; empty: it is not pinned."""
+    quantization: str = ""
+    """How it keeps the model's matrices: `int8`, `int4`, `fp8`, or `gguf` (a GGUF file's own bits); empty: in the
+    model's data type. With `model.quantization: auto` this depends on the worker's machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,4 +160,9 @@ class WorkerStatus:
     """Why its engine ended, if it ended by itself."""
     load: WorkerLoad = WorkerLoad()
     max_num_seqs: int = 0
-    """How many requests can run at once; 0: unknown."""
+    """How many requests a step can hold; 0: unknown."""
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests of a step that only decodes; with `scheduler.batching: prefill_first` more may run."""
+        return min(self.requests.running, self.max_num_seqs or self.requests.running)

@@ -1,7 +1,7 @@
 """Random workloads for schedulers, each from its seed; knows no scheduler and needs only Python itself."""
 
 import random
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 from zlib import crc32
 
@@ -116,7 +116,7 @@ def make_workload(seed: int) -> Workload:
     has_ties, step = rng.random() < 0.3, 0
     for number in range(rng.randrange(2, 13)):
         step += rng.choice([0, 0, 0, 1, 3])
-        prompt = _clip(_make_prompt(rng, number, stems, requests), max_model_len - 1)
+        prompt = clip(_make_prompt(rng, number, stems, requests), max_model_len - 1)
         num_prompt_tokens = sum(length for _, length in prompt)
         max_tokens = rng.randrange(1, 25)
         most_min_tokens = min(max_tokens, max_model_len - num_prompt_tokens)
@@ -138,31 +138,6 @@ def make_workload(seed: int) -> Workload:
     return Workload(seed, _make_settings(rng, max_model_len, requests), tuple(requests))
 
 
-def with_drafts(workload: Workload) -> Workload:
-    """The same with drafts, good and bad ones, and more conversations that go on.
-
-    The pool holds a whole context, as V1 demands of an engine: drafts may go past `max_tokens`, up to there.
-    """
-    rng = random.Random(f"drafts of {workload.seed}")
-    settings = workload.settings
-    num_whole = -(-settings.max_model_len // settings.block_size)
-    requests: list[RequestSpec] = []
-    for spec in workload.requests:
-        earlier = [other for other in requests if other.arrival_step < spec.arrival_step]
-        if earlier and rng.random() < 0.3:
-            previous = rng.choice(earlier)
-            answer = previous.request_id, rng.randrange(1, 1 + previous.max_tokens)
-            prompt = _clip([*previous.prompt, answer, ("q", 1)], settings.max_model_len - 1)
-            spec = replace(spec, prompt=prompt, min_tokens=0, cache_salt=previous.cache_salt)
-        requests.append(replace(spec, draft_quality=rng.choice([0.0, 0.5, 0.8, 0.95, 1.0])))
-    settings = replace(
-        settings,
-        num_blocks=max(settings.num_blocks, 1 + num_whole),
-        num_speculative_tokens=rng.choice([1, 2, 4, 8]),
-    )
-    return Workload(workload.seed, settings, tuple(requests))
-
-
 def _make_prompt(
     rng: random.Random, number: int, stems: list[Piece], earlier: list[RequestSpec]
 ) -> list[Piece]:
@@ -175,7 +150,7 @@ def _make_prompt(
     return [(stem, rng.choice([length, 1 + rng.randrange(length)])), question]
 
 
-def _clip(prompt: list[Piece], max_tokens: int) -> tuple[Piece, ...]:
+def clip(prompt: list[Piece], max_tokens: int) -> tuple[Piece, ...]:
     """The first `max_tokens` tokens."""
     clipped: list[Piece] = []
     for stream, length in prompt:

@@ -124,17 +124,19 @@ class Side:
 
 def measure(plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int], rounds: int) -> Cell:
     """One round to warm up, then alternating ones."""
-    fastest = [0.0, 0.0]
-    for number in range(rounds + 1):
+    speeds: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):
         before = drafted.num_drafts()
-        speeds, answers = zip(
-            *(side.answer(prompt, workload.params) for side in (plain, drafted)), strict=True
+        (plain_speed, expected), (speed, tokens) = (
+            side.answer(prompt, workload.params) for side in (plain, drafted)
         )
-        assert answers[0] == answers[1], f"{workload.name}: drafts changed a token"
-        if number:
-            fastest = [max(pair) for pair in zip(fastest, speeds, strict=True)]
+        assert tokens == expected, f"{workload.name}: drafts changed a token"
+        speeds.append((plain_speed, speed))
+    fastest, drafted_fastest = (max(column) for column in zip(*speeds[1:], strict=True))
     num_verified, num_accepted = (b - a for a, b in zip(before, drafted.num_drafts(), strict=True))
-    return Cell(workload.name, *fastest, fastest[1] / fastest[0], num_verified, num_accepted)
+    return Cell(
+        workload.name, fastest, drafted_fastest, drafted_fastest / fastest, num_verified, num_accepted
+    )
 
 
 def main() -> None:

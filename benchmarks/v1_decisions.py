@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baton_side import BatonSide
+from benchmarks.draft_workloads import BY_HAND, with_drafts
 from benchmarks.peer import Peer
 from benchmarks.scheduler_play import MAX_STEPS, play
-from benchmarks.scheduler_workloads import Workload, make_workload, with_drafts
+from benchmarks.scheduler_workloads import Workload, make_workload
 
 KINDS = ("fcfs", "priority", "priority-ties", "drafts")
 """See `Workload.kind`."""
@@ -103,21 +104,26 @@ def _verdict(theirs: dict[str, Any], difference: str | None) -> str:
 
 
 def _record(reference: Peer, folder: Path, first: int, num_workloads: int) -> None:
-    """`num_workloads` of each kind."""
+    """`num_workloads` of each kind, and those made by hand before those with drafts."""
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for seed in itertools.count(first):
         for workload in (plain := make_workload(seed), with_drafts(plain)):
             recorded = lines[workload.kind]
             if len(recorded) < num_workloads:
-                theirs = reference.ask({"play": workload.to_json(), "num_ahead": 0})
-                is_flawed = theirs["is_misled"] or theirs["is_forgetful"]
-                if not is_flawed and len(theirs["steps"]) < MAX_STEPS:
-                    recorded.append(_line(workload, theirs["steps"]))
+                recorded += _steps_of(reference, workload)
         if all(len(recorded) == num_workloads for recorded in lines.values()):
             break
+    lines["drafts"][:0] = [line for workload in BY_HAND.values() for line in _steps_of(reference, workload)]
     folder.mkdir(parents=True, exist_ok=True)
     for kind, recorded in lines.items():
         _path(folder, kind).write_bytes(gzip.compress("".join(recorded).encode(), mtime=0))
+
+
+def _steps_of(reference: Peer, workload: Workload) -> list[str]:
+    """One line, or none if V1's steps are not to be compared with."""
+    theirs = reference.ask({"play": workload.to_json(), "num_ahead": 0})
+    is_flawed = theirs["is_misled"] or theirs["is_forgetful"] or len(theirs["steps"]) == MAX_STEPS
+    return [] if is_flawed else [_line(workload, theirs["steps"])]
 
 
 def _path(folder: Path, kind: str) -> Path:

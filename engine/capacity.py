@@ -54,7 +54,7 @@ def reckon(
     wants_chunk = is_chunked and "max_num_batched_tokens" not in scheduler.model_fields_set
     wants_memory = asked.num_blocks is None and engine.kv_cache_memory_mib is None
     if model.device.type == "cuda" and (wants_chunk or wants_memory):
-        limits = _limits(asked, max_model_len, num_drafts)
+        limits = _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
         measured = _measure(engine, asked.block_size, model, limits, wants_chunk=wants_chunk)
         if measured.chunk is not None:
             # A step of decodes alone must still fit.
@@ -72,14 +72,19 @@ def reckon(
         default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
         memory_mib = engine.kv_cache_memory_mib or default_mib
         values["num_blocks"] = _num_blocks(memory_mib, asked.block_size, model)
+    if model.device.type == "cpu" and _has_no_budget(scheduler):
+        assert isinstance(values["num_blocks"], int)
+        values["max_num_batched_tokens"] = (values["num_blocks"] - 1) * asked.block_size
     config = asked.with_values("scheduler", **values)
-    return Capacity(config, _limits(asked, max_model_len, num_drafts))
+    most = max(asked.max_num_batched_tokens, config.max_num_batched_tokens)
+    return Capacity(config, _limits(asked.max_num_seqs, most, max_model_len, num_drafts))
 
 
 def largest_steps(scheduler: SchedulerConfig, model: LoadedModel, num_drafts: int = 0) -> StepLimits:
     """What the configuration allows of this model; a worker rehearses these steps when it starts."""
     asked = with_defaults_of(model.device, scheduler)
-    return _limits(asked, _max_model_len(asked, model), num_drafts)
+    max_model_len = _max_model_len(asked, model)
+    return _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
 
 
 def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerConfig:
@@ -88,6 +93,11 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerC
         return asked.with_values("scheduler", **_cpu_budget(asked))
     unset = {key: value for key, value in GPU_DEFAULTS.items() if key not in asked.model_fields_set}
     return asked.with_values("scheduler", **unset)
+
+
+def _has_no_budget(asked: SchedulerConfig) -> bool:
+    """A step of `batching: mixed` is limited by the pool alone. A GPU's buffers are made before, so it has a budget."""
+    return asked.batching == "mixed" and "max_num_batched_tokens" not in asked.model_fields_set
 
 
 def _cpu_budget(asked: SchedulerConfig) -> dict[str, object]:
@@ -100,10 +110,12 @@ def _cpu_budget(asked: SchedulerConfig) -> dict[str, object]:
     return {"max_num_batched_tokens": least} if least > asked.max_num_batched_tokens else {}
 
 
-def _limits(asked: SchedulerConfig, max_model_len: int, num_drafts: int) -> StepLimits:
+def _limits(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
+) -> StepLimits:
     """A request has a sequence in the step for its last token and for each of its drafts, if the budget allows."""
-    num_sequences = min(asked.max_num_seqs * (1 + num_drafts), asked.max_num_batched_tokens)
-    return StepLimits(max(num_sequences, asked.max_num_seqs), asked.max_num_batched_tokens, max_model_len)
+    num_sequences = min(max_num_seqs * (1 + num_drafts), max_num_batched_tokens)
+    return StepLimits(max(num_sequences, max_num_seqs), max_num_batched_tokens, max_model_len)
 
 
 def _measure(

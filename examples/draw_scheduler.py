@@ -1,6 +1,6 @@
 """Draws the pictures of docs/scheduler.md: real workers, real requests, and what their schedulers wrote down.
 
-    python examples/draw_scheduler.py [--model smollm2]
+    python examples/draw_scheduler.py [--model smollm2] [--pictures two-phases mixed]
 
 Each picture shows a small cluster of child processes, which answers a few requests at chosen moments. `baton trace`
 draws its traces. Times differ from run to run, decisions hardly.
@@ -11,7 +11,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,17 +22,23 @@ from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 
 WORD = "one "
+LIST = "apple: red\nlemon: yellow\ncherry: red\nsky: blue\n" * 2
+"""A text that repeats itself for a while, and then goes on otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt of so many words, asked when question `after` has been answered with `num_tokens` tokens."""
+    """A prompt of so many words, asked when question `after` has been answered with `num_tokens` tokens.
+
+    The prompt is one word again and again, unless `text` says otherwise.
+    """
 
     num_words: int
     max_tokens: int
     mode: Literal["disaggregated", "local"] = "local"
     after: int | None = None
     num_tokens: int = 1
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Picture:
     scheduler: dict[str, Any]
     questions: tuple[Question, ...]
     workers: tuple[str, ...] = ("w0",)
+    speculation: dict[str, Any] = field(default_factory=dict)
 
 
 PICTURES = (
@@ -72,6 +79,35 @@ PICTURES = (
         ),
         ("w0", "w1"),
     ),
+    Picture(
+        "speculation",
+        {"max_num_batched_tokens": 128},
+        (
+            Question(0, 28, text=LIST),
+            Question(30, 12, after=0, num_tokens=4),
+        ),
+        speculation={"method": "ngram"},
+    ),
+    Picture(
+        "two-phases",
+        {"batching": "prefill_first", "max_num_seqs": 2, "max_num_batched_tokens": 256},
+        (
+            Question(20, 14),
+            Question(30, 12),
+            Question(60, 4, after=0, num_tokens=2),
+            Question(40, 3, after=0, num_tokens=2),
+        ),
+    ),
+    Picture(
+        "mixed",
+        {"batching": "mixed", "max_num_seqs": 3, "num_blocks": 91},
+        (
+            Question(256, 10),
+            Question(128, 16, after=0, num_tokens=1),
+            Question(64, 12, after=0, num_tokens=2),
+            Question(100, 4, after=0, num_tokens=4),
+        ),
+    ),
 )
 
 
@@ -84,7 +120,7 @@ async def ask_all(target: str, questions: tuple[Question, ...]) -> None:
         if (after := question.after) is not None:
             async with progress[after]:
                 await progress[after].wait_for(lambda: num_answered[after] >= question.num_tokens)
-        prompt = f"{number} " + WORD * (question.num_words - 2)
+        prompt = question.text or f"{number} " + WORD * (question.num_words - 2)
         sampling = {"max_tokens": question.max_tokens, "temperature": 0.0, "ignore_eos": True}
         async for event in client.generate(text=prompt, sampling=sampling, mode=question.mode):
             num_answered[number] += len(event.token_ids)
@@ -102,6 +138,7 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
         {
             "engine": {"trace_dir": trace_dir, "kv_cache_memory_mib": 64},
             "scheduler": picture.scheduler,
+            "speculation": picture.speculation,
             "gateway": {"grpc_port": 0, "http_port": None},
             "cluster": {"prefill": len(picture.workers) - 1},
         }
@@ -113,9 +150,11 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="a model folder, or a name that Baton knows")
+    names = [picture.name for picture in PICTURES]
+    parser.add_argument("--pictures", nargs="+", choices=names, default=names, help="which ones (all)")
     options = parser.parse_args()
     model = resolve(options.model, default_cache_dir(os.environ))
-    for picture in PICTURES:
+    for picture in (picture for picture in PICTURES if picture.name in options.pictures):
         with tempfile.TemporaryDirectory() as trace_dir:
             asyncio.run(play(picture, model, trace_dir))
             traces = [str(next(Path(trace_dir).glob(f"{worker}-*.jsonl"))) for worker in picture.workers]

@@ -22,13 +22,7 @@ from scheduler.step import StepPlan
 class Speculation:
     """Drafts are proposed after a step, scheduled with the next one, and verified by it."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        num_speculative_tokens: int,
-        limits: ContextLimits,
-        counters: Counter[str],
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, num_speculative_tokens: int, limits: ContextLimits) -> None:
         """`num_speculative_tokens`: the most drafts of a request in one step; 0: none."""
         if num_speculative_tokens and config.async_scheduling:
             raise ConfigError(
@@ -37,9 +31,12 @@ class Speculation:
             )
         self._num_speculative_tokens = num_speculative_tokens
         self._max_num_computed_tokens = limits.max_model_len - 1
-        self._counters = counters
+        self._num_forced = 0
+        """Forced tokens that requests took."""
         self._forced: dict[str, tuple[int, ...]] = {}
         """Forced tokens that the runner has to append."""
+        self._outcomes: Counter[tuple[int, int]] = Counter()
+        """How often so many drafts were verified, and so many of them were right."""
 
     def num_wanted_tokens(self, request: Request, num_wanted: int, num_computed_tokens: int) -> int:
         """With drafts, what the request wants. The last token of a full context is never computed."""
@@ -62,11 +59,7 @@ class Speculation:
             request.status is RequestStatus.RUNNING
         ):  # else it has been preempted since, and computes all again
             request.num_computed_tokens -= num_drafts - num_accepted
-        self._counters["spec_decode_num_drafts"] += 1
-        self._counters["spec_decode_num_draft_tokens"] += num_drafts
-        self._counters["spec_decode_num_accepted_tokens"] += num_accepted
-        for position in range(num_accepted):
-            self._counters[f"{ACCEPTED_AT}{position}"] += 1
+        self._outcomes[num_drafts, num_accepted] += 1
 
     def propose(self, requests: Iterable[Request], drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Keeps the drafts of a step's requests for the next one."""
@@ -78,7 +71,7 @@ class Speculation:
 
     def append_forced(self, request: Request, forced: tuple[int, ...], num_taken: int) -> None:
         """The request took the first `num_taken` of them: all, unless one of its tokens ended it."""
-        self._counters["forced_tokens"] += max(0, num_taken)
+        self._num_forced += max(0, num_taken)
         self._forced[request.request_id] = forced
 
     def take_forced(self, unfinished: Container[str]) -> dict[str, tuple[int, ...]]:
@@ -86,6 +79,15 @@ class Speculation:
         forced, self._forced = self._forced, {}
         return {name: token_ids for name, token_ids in forced.items() if name in unfinished}
 
-
-ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos_"
-"""Begins the names of counters, which end with the place of a draft in its step, from 0 on."""
+    def counters(self) -> Counter[str]:
+        """Since the start: requests' steps with drafts, their drafts, and the right ones, also by place from 0 on; and
+        forced tokens.
+        """
+        counts = Counter[str](forced_tokens=self._num_forced)
+        for (num_drafts, num_accepted), times in self._outcomes.items():
+            counts["spec_decode_num_drafts"] += times
+            counts["spec_decode_num_draft_tokens"] += num_drafts * times
+            counts["spec_decode_num_accepted_tokens"] += num_accepted * times
+            for place in range(num_accepted):
+                counts[f"spec_decode_num_accepted_tokens_per_pos_{place}"] += times
+        return counts

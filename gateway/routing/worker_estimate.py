@@ -72,7 +72,7 @@ class WorkerEstimate:
         if status.load.prefill_tokens_per_s > 0.0:
             self.prefill_rate.add(status.load.prefill_tokens_per_s)
         if status.load.decode_step_s > 0.0:
-            self.decode_step.add(max(1, status.requests.running), status.load.decode_step_s)
+            self.decode_step.add(max(1, status.num_decoding), status.load.decode_step_s)
         self._refresh()
 
     def gone(self) -> None:
@@ -115,6 +115,13 @@ class WorkerEstimate:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_tokens_in_order(self, num_tokens: int) -> int:
+        """The sum, over the prompts that wait here, of their tokens or `num_tokens`, whichever are fewer. Of other
+        gateways' prompts only the number and all their tokens are known: at most so many."""
+        own = sum(min(num_tokens, self._tokens(each)) for each in self.sub_requests.values())
+        others = min(self._num_others_tokens, num_tokens * self._num_others)
+        return min(self.num_waiting_tokens, own + others)
 
     def _refresh(self) -> None:
         if self._status is None:

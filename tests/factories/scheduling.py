@@ -37,10 +37,9 @@ def make_config(**overrides: Any) -> SchedulerConfig:
     return SchedulerConfig(**values | overrides)
 
 
-def make_scheduler(
-    connector: "FakeConnector | None" = None, /, *, num_speculative_tokens: int = 0, **overrides: Any
-) -> Scheduler:
-    """With drafts, no step is planned ahead."""
+def make_scheduler(connector: "FakeConnector | None" = None, /, **overrides: Any) -> Scheduler:
+    """`num_speculative_tokens`: with drafts, and no step planned ahead."""
+    num_speculative_tokens = overrides.pop("num_speculative_tokens", 0)
     if num_speculative_tokens:
         overrides["async_scheduling"] = False
     return Scheduler(

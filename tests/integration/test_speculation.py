@@ -136,10 +136,11 @@ def test_c62_drafts_change_no_token_of_a_request_alone(engines: EnginesOf, expec
         {**ROOMY, "block_size": 1, "num_blocks": 4096},
         {**ROOMY, "max_num_batched_tokens": 80},
         {**ROOMY, "batching": "prefill_first"},
+        {**ROOMY, "batching": "mixed"},
         {**TIGHT, "preemption": "recompute"},
         {**TIGHT, "preemption": "swap"},
     ],
-    ids=["roomy", "blocks of one", "little budget", "two-phase", "recompute", "swap"],
+    ids=["roomy", "blocks of one", "little budget", "two-phase", "mixed", "recompute", "swap"],
 )
 def test_c62_drafts_change_no_token_of_many_requests_at_once(
     engines: EnginesOf, expected: Answers, settings: dict[str, Any]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.baton_side import BatonSide
+from benchmarks.draft_workloads import BY_HAND
 from benchmarks.scheduler_play import play
 from benchmarks.scheduler_workloads import Workload
 from benchmarks.v1_decisions import KINDS, Recorded, first_difference, read_recorded
@@ -40,6 +41,11 @@ def test_every_step_is_what_v1_decided(kind: str, is_async: bool) -> None:
 
 def test_c61_every_step_with_drafts_is_what_v1_decided() -> None:
     check("drafts", is_async=False)
+
+
+def test_workloads_made_by_hand_are_recorded_as_they_are() -> None:
+    made = [workload for workload, _ in recorded("drafts") if workload.seed < 0]
+    assert made == list(BY_HAND.values())
 
 
 def check(kind: str, *, is_async: bool) -> None:
