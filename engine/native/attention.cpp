@@ -26,17 +26,18 @@ class LayerAttention {
           qkv_TPD(static_cast<const Activation *>(qkv_TPD)), out_TQD(static_cast<Activation *>(out_TQD)),
           scale(LOG2_E / std::sqrt(static_cast<float>(step.head_dim))) {}
 
-    // Computes the item's final result, or its partial one.
-    void run(const Item &item, float *partials) const {
+    // Computes the item's final result, or its partial one. `next` is the item that this thread will compute next, as
+    // far as it is known; or the same.
+    void run(const Item &item, const Item &next, float *partials) const {
         take_queries_of(item);
         const int64_t rows = state_rows(item);
         Softmax total(item.partial < 0 ? scratch.total : partials + item.partial, rows, D);
         Softmax range(scratch.range, rows, D);
         total.clear();
-        attend(item, item.first_key, total);
+        attend(item, next, item.first_key, total);
         for (int64_t key = next_range(item, item.first_key); key < item.end_key; key = next_range(item, key)) {
             range.clear();
-            attend(item, key, range);
+            attend(item, next, key, range);
             total.add(range, scale);
         }
         if (item.partial < 0) write(item, total);
@@ -78,21 +79,31 @@ class LayerAttention {
     }
 
     // The keys of one range, from `key` on.
-    void attend(const Item &item, int64_t key, const Softmax &state) const {
-        const int64_t *block_ids_M = s.block_ids_BM + item.request * s.max_blocks;
+    void attend(const Item &item, const Item &next, int64_t key, const Softmax &state) const {
         const int64_t stop = std::min(item.end_key, next_range(item, key));
+        if (item.is_decode) return attend_decode(item, next, key, stop, state);
+        const int64_t *block_ids_M = s.block_ids_BM + item.request * s.max_blocks;
         for (int64_t end; key < stop; key = end) {
-            end = std::min(stop, (key / TILE_KEYS + 1) * TILE_KEYS);
-            if (item.is_decode) {
-                for (int64_t i = 0; i < item.num_kv_heads; ++i) {
-                    prefetch_tile(pool, block_ids_M, item.kv_head + i, end, std::min(item.end_key, end + TILE_KEYS));
-                    decode_tile(pool, block_ids_M, item.kv_head + i, key, end, scratch.queries + i * G * D, scratch.scores,
-                                scale, state.of_rows(i * G, G));
-                }
-            } else {
-                chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
-            }
+            end = std::min(stop, end_of_tile(key));
+            chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
         }
+    }
+
+    void attend_decode(const Item &item, const Item &next_item, int64_t key, int64_t stop, const Softmax &state) const {
+        KeyTile<Stored> tile, next;
+        find_tile(item, key, tile);
+        for (; key < stop; key = end_of_tile(key), tile = next) {
+            if (end_of_tile(key) < item.end_key) find_tile(item, end_of_tile(key), next);
+            else find_tile(next_item, next_item.first_key, next);
+            decode_tile(pool, tile, next, item.num_kv_heads, scratch.queries, scratch.scores, scale, state);
+        }
+    }
+
+    static int64_t end_of_tile(int64_t key) { return (key / TILE_KEYS + 1) * TILE_KEYS; }
+
+    void find_tile(const Item &item, int64_t key, KeyTile<Stored> &tile) const {
+        tile.find(pool, s.block_ids_BM + item.request * s.max_blocks, item.kv_head, key,
+                  std::min(item.end_key, end_of_tile(key)));
     }
 
     void write(const Item &item, const Softmax &total) const {
@@ -273,7 +284,9 @@ void baton_attend(const Step *step, int64_t layer, int64_t window, const void *q
         using Activation = std::remove_pointer_t<decltype(activation)>;
         using Stored = std::remove_pointer_t<decltype(stored)>;
         const LayerAttention<Activation, Stored> attention(*step, layer, window, qkv_TPD, out_TQD);
-        for_each(num_items, step->num_threads, [&](int64_t i) { attention.run(items[i], partials); });
+        for_each(num_items, step->num_threads, [&](int64_t i) {
+            attention.run(items[i], items[std::min(i + step->num_threads, num_items - 1)], partials);
+        });
         for_each(num_merges, step->num_threads, [&](int64_t i) {
             attention.merge(items + merges[i].first_item, merges[i].num_items, partials);
         });
