@@ -3,8 +3,9 @@
 // Keys are visited in tiles with a running softmax (FlashAttention, 2022; Milakov and Gimelshein, 2018): no score
 // outlives its tile, and no tile is visited that no query sees. The keys of a request are also cut into ranges, at fixed
 // positions. Ranges are computed apart and then added up in order: by one thread, or by several where there are fewer
-// requests and kv heads than threads (Flash-Decoding, 2023). So the result of a token depends neither on the number of
-// threads nor on the other requests; nor, within chunks, on where its chunk begins and ends.
+// requests and kv heads than threads (Flash-Decoding, 2023). Decodes and chunks visit the same tiles of the same ranges,
+// and add up in the same order. So the result of a token depends on the tokens before it alone: not on the number of
+// threads, on the other requests, or on where its chunk begins and ends.
 
 #include <atomic>
 
@@ -35,7 +36,7 @@ class LayerAttention {
         Softmax range(scratch.range, rows, D);
         total.clear();
         attend(item, next, item.first_key, total);
-        for (int64_t key = next_range(item, item.first_key); key < item.end_key; key = next_range(item, key)) {
+        for (int64_t key = end_of_range(item.first_key); key < item.end_key; key = end_of_range(key)) {
             range.clear();
             attend(item, next, key, range);
             total.add(range, scale);
@@ -62,7 +63,7 @@ class LayerAttention {
 
     static int64_t state_rows(const Item &item) { return item.is_decode ? item.num_rows : padded_rows(item.num_rows); }
 
-    static int64_t next_range(const Item &item, int64_t key) { return (key / item.range_keys() + 1) * item.range_keys(); }
+    static int64_t end_of_range(int64_t key) { return (key / RANGE_KEYS + 1) * RANGE_KEYS; }
 
     void take_queries_of(const Item &item) const {
         const auto query = [&](int64_t row) {
@@ -70,7 +71,9 @@ class LayerAttention {
             return qkv_TPD + (item.first_token + row / rows) * s.token_size() + (item.kv_head * G + row % rows) * D;
         };
         if (item.is_decode) {
-            for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(scratch.queries + i, load(query(0) + i));
+            Unit *queries = reinterpret_cast<Unit *>(scratch.queries);
+            if constexpr (PER_UNIT<Unit> == 2) std::memcpy(queries, query(0), item.num_rows * D * sizeof(Activation));
+            else for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(queries + i, load(query(0) + i));
             return;
         }
         take_queries<Activation>(query, item.num_rows, D, reinterpret_cast<Unit *>(scratch.queries));
@@ -80,7 +83,7 @@ class LayerAttention {
 
     // The keys of one range, from `key` on.
     void attend(const Item &item, const Item &next, int64_t key, const Softmax &state) const {
-        const int64_t stop = std::min(item.end_key, next_range(item, key));
+        const int64_t stop = std::min(item.end_key, end_of_range(key));
         if (item.is_decode) return attend_decode(item, next, key, stop, state);
         const int64_t *block_ids_M = s.block_ids_BM + item.request * s.max_blocks;
         for (int64_t end; key < stop; key = end) {
@@ -95,7 +98,8 @@ class LayerAttention {
         for (; key < stop; key = end_of_tile(key), tile = next) {
             if (end_of_tile(key) < item.end_key) find_tile(item, end_of_tile(key), next);
             else find_tile(next_item, next_item.first_key, next);
-            decode_tile(pool, tile, next, item.num_kv_heads, scratch.queries, scratch.scores, scale, state);
+            const int64_t num_hidden = std::max<int64_t>(0, item.first_position - window + 1 - key);
+            decode_tile<Unit>(pool, tile, next, item.num_kv_heads, num_hidden, scratch, scale, state);
         }
     }
 
@@ -166,7 +170,7 @@ class Plan {
                 item.num_rows = (end - start) * s.heads_per_kv_head();
                 item.first_position = first_position + start;
                 item.first_key = std::max<int64_t>(0, item.first_position - window + 1);
-                if (!item.is_decode) item.first_key -= item.first_key % TILE_KEYS;  // a chunk's tiles begin at multiples
+                item.first_key -= item.first_key % TILE_KEYS;  // tiles begin at multiples
                 item.end_key = first_position + end;
                 item.partial = -1;
                 call(item);
@@ -188,7 +192,7 @@ class Plan {
 
     // The floats that the item's ranges need to be computed apart; 0 if one thread is to compute them all.
     int64_t partials_of(const Item &item) const {
-        const int64_t num_ranges = ceil_div(item.end_key, item.range_keys()) - item.first_key / item.range_keys();
+        const int64_t num_ranges = ceil_div(item.end_key, RANGE_KEYS) - item.first_key / RANGE_KEYS;
         return num_ranges > 1 && is_large(item) ? num_ranges * partial_size(item) : 0;
     }
 
@@ -201,11 +205,11 @@ class Plan {
             items[num_items++] = item;
             return;
         }
-        const int64_t range = item.range_keys(), first_item = num_items;
-        for (int64_t key = item.first_key; key < item.end_key; key = (key / range + 1) * range) {
+        const int64_t first_item = num_items;
+        for (int64_t key = item.first_key; key < item.end_key; key = (key / RANGE_KEYS + 1) * RANGE_KEYS) {
             Item &part = items[num_items++] = item;
             part.first_key = key;
-            part.end_key = std::min(item.end_key, (key / range + 1) * range);
+            part.end_key = std::min(item.end_key, (key / RANGE_KEYS + 1) * RANGE_KEYS);
             part.partial = num_partials;
             num_partials += partial_size(item);
         }

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -147,6 +148,20 @@ inline void store_some(Element *to, Floats v, int64_t count) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// a x b + c, rounded once where the machine can. Said explicitly where two ways must give the same bits: what a compiler
+// makes of `a * b + c` depends on what is around it.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 // The first 4 lanes, each combined with those that are a multiple of 4 behind it, half by half.
 typedef float Floats4 __attribute__((vector_size(16)));
 
@@ -191,6 +206,32 @@ inline Floats4 sums_of(Floats v0, Floats v1, Floats v2, Floats v3) {
 inline float sum_of(Floats v) {
     const Floats4 x = added_to_4(v);
     return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+// Lane i of the result is lane `lanes[i]` of a and b side by side.
+template <int... lanes>
+inline Floats shuffled(Floats a, Floats b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, lanes...);
+#else
+    return __builtin_shuffle(a, b, Ints{lanes...});
+#endif
+}
+
+// Exchanges the lanes of a and b that differ from each other in the bit `WIDTH`.
+template <int WIDTH, size_t... lane>
+inline void exchange(Floats &a, Floats &b, std::index_sequence<lane...>) {
+    const Floats first = shuffled<(lane & WIDTH ? LANES + lane - WIDTH : lane)...>(a, b);
+    b = shuffled<(lane & WIDTH ? LANES + lane : lane + WIDTH)...>(a, b);
+    a = first;
+}
+
+// Lane j of vector i becomes lane i of vector j.
+template <int WIDTH = LANES / 2>
+inline void transpose(Floats (&v)[LANES]) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & WIDTH)) exchange<WIDTH>(v[i], v[i + WIDTH], std::make_index_sequence<LANES>());
+    if constexpr (WIDTH > 1) transpose<WIDTH / 2>(v);
 }
 
 inline float largest_of(Floats v) {
