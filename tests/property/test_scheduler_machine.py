@@ -46,7 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         order=st.sampled_from(ORDERS),
-        batching=st.sampled_from(["unified", "unified", "unchunked", "prefill_first"]),
+        batching=st.sampled_from(["unified", "unified", "unchunked", "prefill_first", "mini_vllm", "mixed"]),
         preemption=st.sampled_from(PREEMPTIONS),
         num_blocks=st.integers(10, 24),
         max_num_seqs=st.integers(1, 6),
@@ -69,9 +69,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.splits_prompts = batching == "unified"
         if batching == "unchunked":
             settings |= {"enable_chunked_prefill": False, "max_model_len": 200}
-        elif batching == "prefill_first":
+        elif batching == "mini_vllm":
+            settings |= {"batching": "prefill_first", "prefill_first_rules": batching}
+        elif batching != "unified":
             settings |= {"batching": batching}
-        if batching != "prefill_first":
+        if batching in ("unified", "unchunked"):
             settings |= {"long_prefill_token_threshold": threshold}
         self.budget = budget if self.splits_prompts else 200
         self.connector = FakeConnector(holds=True)

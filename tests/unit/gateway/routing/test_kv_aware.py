@@ -1,5 +1,6 @@
 """kv_aware and `auto`: what a placement costs, term by term, each test with all else equal."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,17 @@ def test_steps_that_grow_with_their_requests_are_learned() -> None:
     router.on_status(measured("d0", 4, decode_step_s=0.0104))
     router.on_status(measured("d1", 2, decode_step_s=0.016))
     assert chosen(router)[1] == {"d0"}
+
+
+def test_c59_a_steps_time_is_that_of_the_requests_which_it_holds() -> None:
+    """With `prefill_first` more may run than decode in a step: here eight at most."""
+    router = pair_of()
+    for running in (1, 8, 30, 1, 40):
+        seconds = 0.01 + 0.001 * min(running, 8)
+        router.on_status(replace(measured("d0", running, decode_step_s=seconds), max_num_seqs=8))
+        router.on_status(measured("d1", running, decode_step_s=0.01 + 0.001 * running))
+    for name in ("d0", "d1"):
+        assert router.estimate(name).decode_step.per_request_s == pytest.approx(0.001, rel=0.2), name
 
 
 def test_a_prefix_hit_on_a_decode_worker_shortens_the_transfer() -> None:
