@@ -20,7 +20,7 @@ from baton.step import NON_FINITE
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from scheduler import RequestStatus
 from worker.core import ClientOutputs, EngineCore
-from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState
+from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState, what_is_left
 from worker.kv_events import KVChange, net
 from worker.role import Role
 
@@ -221,7 +221,7 @@ class EngineLoop:
     def _admit(self, client_id: str, request: EngineRequest) -> None:
         try:
             if self._drain_state is not None:
-                raise Overloaded(f"this worker {_what_it_does(self._drain_state)}", 1.0)
+                raise Overloaded(f"this worker {self._drain_state.doing}", 1.0)
             if any(request.request_id in ids for ids in self._clients.values()):
                 raise InvalidRequest("request_id", f"{request.request_id} is in use")
             self._role.admit(request, self._core.request_counts())
@@ -317,7 +317,7 @@ class EngineLoop:
         if former is None:
             self._drain_state = drain_state
         elif former.target is not None or drain_state.target is not None:
-            drain_state.refuse(f"it {_what_it_does(former)}")
+            drain_state.refuse(f"it {former.doing}")
         elif former.stage is DrainStage.OVER:
             self._drain_state = drain_state
         else:
@@ -338,14 +338,12 @@ class EngineLoop:
         has_left = self._role.is_drained(requests, blocks)
         match drain_state.look(self._clock.now(), has_left):
             case DrainStage.ENDING:
-                self._deliver(
-                    self._core.give_back_requests(error=f"this worker {_what_it_does(drain_state)}")
-                )
+                self._deliver(self._core.give_back_requests(error=f"this worker {drain_state.doing}"))
             case DrainStage.OVER:
                 self._conclude(drain_state, requests, blocks)
 
     def _conclude(self, drain_state: DrainState, requests: RequestCounts, blocks: KVBlockCounts) -> None:
-        drain_state.obstacle = _what_is_left(requests, blocks)
+        drain_state.obstacle = what_is_left(requests, blocks) or "its engine had not finished a step"
         if drain_state.target is not None:
             self._drain_state = None
             if drain_state.is_clean:
@@ -369,26 +367,6 @@ def _refusal(request_id: str, error: RequestError) -> RequestOutput:
         error=str(error),
         error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
     )
-
-
-def _what_it_does(drain_state: DrainState) -> str:
-    return (
-        "is draining"
-        if drain_state.target is None
-        else f"is changing to a {drain_state.target.kind.value} worker"
-    )
-
-
-def _what_is_left(requests: RequestCounts, blocks: KVBlockCounts) -> str:
-    counts = {
-        "requests run": requests.running,
-        "requests wait": requests.waiting,
-        "requests wait for KV": requests.waiting_for_remote_kvs,
-        "blocks are leased": blocks.leased,
-        "blocks are quarantined": blocks.quarantined,
-    }
-    left = [f"{count} {what}" for what, count in counts.items() if count]
-    return ", ".join(left) or "its engine had not finished a step"
 
 
 def _raise(error: BaseException) -> None:
