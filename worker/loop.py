@@ -152,6 +152,17 @@ class EngineLoop:
                 f"{self._lease_s:g} s for leases {drain_state.obstacle}; it serves in its old role"
             )
 
+    def flush_cache(self, timeout_s: float, *, force: bool) -> None:
+        """Forgets the prefix cache; FleetError says why not. See EngineHost."""
+        flushed: Future[None] = Future()
+        self._commands.put(lambda: self._flush_cache(flushed, force))
+        either: list[Future[Any]] = [flushed, self._ended]
+        wait(either, timeout_s, FIRST_COMPLETED)
+        if flushed.cancel():
+            obstacle = "has ended" if self._ended.done() else f"was busy with one step for {timeout_s:g} s"
+            raise FleetError(f"its engine {obstacle}")
+        flushed.result()
+
     def stop(self) -> None:
         """Ends the thread after the current step. Unfinished requests end with it; drain first. May be called before
         `start`.
@@ -276,6 +287,15 @@ class EngineLoop:
     def _tell_kv_followers(self) -> None:
         if self._kv_followers and (change := net(self._core.take_kv_events())) is not None:
             self._outbox.send_kv_change(tuple(self._kv_followers), change)
+
+    def _flush_cache(self, flushed: "Future[None]", force: bool) -> None:
+        if not flushed.set_running_or_notify_cancel():
+            return  # the caller was told that nothing was flushed
+        if self._core.reset_prefix_cache(force=force):
+            flushed.set_result(None)
+        else:
+            in_use = what_is_left(self._core.request_counts(), self._core.kv_block_counts())
+            flushed.set_exception(FleetError(f"blocks are in use ({in_use}); wait, or force it"))
 
     def _publish(self) -> None:
         former, self.snapshot = self.snapshot, self._take_snapshot()

@@ -1,5 +1,6 @@
 """kv_aware and `auto`: what a placement costs, term by term, each test with all else equal."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,18 @@ def test_another_salt_hits_nothing_and_a_whole_prompt_leaves_a_token_to_compute(
     assert router.route(asked).num_prefill_tokens == 16
     assert router.route(ask(160, cache_salt="b")).num_prefill_tokens == 160
     assert router.route(ask(160)).num_prefill_tokens == 160
+
+
+def test_c63_a_request_that_skips_the_cache_has_no_hits_for_a_router() -> None:
+    router = pair_of()
+    report_blocks(router, "p1", LONG, 1600)
+    report_blocks(router, "d1", LONG, 1600)
+    skipping = replace(LONG, skip_reading_prefix_cache=True)
+    assert chosen(router) == ({"p1"}, {"d1"})
+    assert chosen(router, skipping) == ({"p0", "p1"}, {"d0", "d1"})
+    placement = router.route(skipping)
+    assert (placement.num_prefill_tokens, placement.num_transfer_tokens) == (2000, 2000)
+    assert router.lacking(skipping) == {"p0": 2000, "p1": 2000}
 
 
 def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
