@@ -15,7 +15,7 @@ from baton.step import NewRequestData, SchedulerOutput
 from engine.drafts import Acceptance
 from engine.grammars.compiler import Matcher
 from engine.kv_cache import NULL_BLOCK
-from engine.request_table import NONE, GrowingArray, IntArray, RequestTable
+from engine.request_table import NONE, IntArray, RequestTable
 from engine.token_counts import TokenCounts
 
 
@@ -25,7 +25,6 @@ class RunnerRequest:
     __slots__ = (
         "_tokens",
         "acceptance",
-        "forced_from",
         "matcher",
         "num_prompt_tokens",
         "output_counts",
@@ -49,8 +48,6 @@ class RunnerRequest:
         """Counts of all its tokens, and of its output alone, when penalties last needed them."""
         self.acceptance = Acceptance()
         """How often its drafts are right."""
-        self.forced_from: int | None = None
-        """Its tokens from here on are forced by its grammar, except the first, which was sampled last."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
 
     @property
@@ -138,6 +135,35 @@ SampledRequest = RunnerRequest | DraftedRequest
 """A request as of a position that is sampled."""
 
 
+class GrowingArray:
+    """An int64 array with amortised O(1) append."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, values: tuple[int, ...]) -> None:
+        self._buffer = np.array(values, dtype=np.int64)
+        self._length = len(values)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def values(self) -> IntArray:
+        """A view of the present values."""
+        return self._buffer[: self._length]
+
+    def extend(self, values: tuple[int, ...]) -> None:
+        length = self._length + len(values)
+        if length > len(self._buffer):
+            self._buffer = np.resize(self._buffer, max(2 * len(self._buffer), length, 16))
+        self._buffer[self._length : length] = values
+        self._length = length
+
+    def truncate(self, length: int) -> None:
+        assert length <= self._length, f"{length} of {self._length} values"
+        self._length = length
+
+
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """No step is larger."""
@@ -153,8 +179,8 @@ class StepBatch:
     """A step, flattened: decodes first, by falling length of their contexts, then prefill chunks.
 
     A decode is a sequence with one token in the step, so decode i is row i. The last known token of a request and each
-    of its drafts are decodes of their own, one after another, and so are tokens that its grammar forces: each attends
-    to the request up to itself, so its results are those of a step of its own.
+    of its drafts are decodes of their own, one after another: each attends to the request up to itself, so its results
+    are those of a step without drafts.
     """
 
     input_ids_T: IntArray
@@ -218,7 +244,6 @@ class RequestBatch:
                 gone.row = None
         for request_id, token_ids in plan.forced_token_ids.items():
             if (request := self._requests.get(request_id)) is not None:
-                request.forced_from = request.num_tokens - 1
                 self.extend(request, token_ids)
         for new in plan.scheduled_new_reqs:
             self._add(new)
@@ -258,17 +283,16 @@ class RequestBatch:
     def build(self, plan: SchedulerOutput) -> StepBatch:
         """The step's arrays, after `update` with the same plan."""
         t = self._table
-        requests, num_tokens, num_before = self._sequences(plan)
+        requests, num_tokens = self._sequences(plan)
         rows_B = np.array([request.row for request in requests], np.int64)
         num_tokens_B = np.array(num_tokens, np.int64)
         num_drafts_B = np.array([len(request.drafts) for request in requests], np.int64)
-        num_before_B = np.array(num_before, np.int64)
-        self._check(requests, num_tokens_B, num_before_B, num_drafts_B, rows_B)
+        self._check(requests, num_tokens_B, num_drafts_B, rows_B)
         is_prefill_B = num_tokens_B > 1
         order_B = np.lexsort((-t.num_computed_tokens_S[rows_B] * ~is_prefill_B, is_prefill_B))
         rows_B, num_tokens_B, num_drafts_B = rows_B[order_B], num_tokens_B[order_B], num_drafts_B[order_B]
         starts_B = np.cumsum(num_tokens_B) - num_tokens_B
-        ends_B = t.num_computed_tokens_S[rows_B] + num_before_B[order_B] + num_tokens_B
+        ends_B = t.num_computed_tokens_S[rows_B] + num_drafts_B + num_tokens_B
         samples_B = ends_B == t.num_tokens_S[rows_B] + num_drafts_B
         requests = [requests[i] for i in order_B]
 
@@ -306,32 +330,19 @@ class RequestBatch:
             ),
         )
 
-    def _sequences(
-        self, plan: SchedulerOutput
-    ) -> tuple[Sequence[SampledRequest], Sequence[int], Sequence[int]]:
-        """The step's requests and drafted requests; how many tokens each sequence has in the step; and how many its
-        request has there before it.
-        """
+    def _sequences(self, plan: SchedulerOutput) -> tuple[Sequence[SampledRequest], Sequence[int]]:
+        """The step's requests and drafted requests, and how many tokens each has in the step."""
         requests = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
         num_tokens = list(plan.num_scheduled_tokens.values())
-        if plan.total_num_scheduled_tokens == len(requests):
-            return requests, num_tokens, [0] * len(requests)
+        if not plan.scheduled_spec_decode_tokens:
+            return requests, num_tokens
         sequences: list[SampledRequest] = []
-        num_tokens_of_each, num_before = list[int](), list[int]()
+        num_tokens_of_each: list[int] = []
         for request, count in zip(requests, num_tokens, strict=True):
             drafts = plan.scheduled_spec_decode_tokens.get(request.request_id, ())
-            count -= len(drafts)
-            known = [1] * count if self._is_forced(request) else [count]
-            num_before += [*range(len(known)), *range(count, count + len(drafts))]
-            sequences += [request] * len(known)
-            sequences += [DraftedRequest(request, drafts[: i + 1]) for i in range(len(drafts))]
-            num_tokens_of_each += known + [1] * len(drafts)
-        return sequences, num_tokens_of_each, num_before
-
-    def _is_forced(self, request: RunnerRequest) -> bool:
-        """Whether its tokens that are to be computed are forced, but for the first, which was sampled."""
-        start = request.forced_from
-        return start is not None and int(self._table.num_computed_tokens_S[request.row]) >= start
+            sequences += [request, *(DraftedRequest(request, drafts[: i + 1]) for i in range(len(drafts)))]
+            num_tokens_of_each += [count - len(drafts), *([1] * len(drafts))]
+        return sequences, num_tokens_of_each
 
     def _add(self, new: NewRequestData) -> None:
         assert new.request_id not in self._requests, f"request {new.request_id} is known already"
@@ -356,13 +367,12 @@ class RequestBatch:
         self,
         requests: Sequence[SampledRequest],
         num_tokens_B: IntArray,
-        num_before_B: IntArray,
         num_drafts_B: IntArray,
         rows_B: IntArray,
     ) -> None:
         t = self._table
         num_left_B = t.num_tokens_S[rows_B] - t.num_computed_tokens_S[rows_B]
-        wrong_B = (num_tokens_B < 1) | (num_before_B + num_tokens_B - num_drafts_B > num_left_B)
+        wrong_B = (num_tokens_B < 1) | (num_tokens_B > num_left_B)
         # Drafts follow the last token, which must be known, and the only one to compute.
         wrong_B |= (num_drafts_B > 0) & ((num_left_B > 1) | (t.sampled_rows_S[rows_B] != NONE))
         if wrong_B.any():

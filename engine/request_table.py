@@ -78,32 +78,3 @@ class RequestTable:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
         self._free = list(range(2 * num_rows - 1, num_rows - 1, -1))
-
-
-class GrowingArray:
-    """An int64 array with amortised O(1) append."""
-
-    __slots__ = ("_buffer", "_length")
-
-    def __init__(self, values: tuple[int, ...]) -> None:
-        self._buffer = np.array(values, dtype=np.int64)
-        self._length = len(values)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def values(self) -> IntArray:
-        """A view of the present values."""
-        return self._buffer[: self._length]
-
-    def extend(self, values: tuple[int, ...]) -> None:
-        length = self._length + len(values)
-        if length > len(self._buffer):
-            self._buffer = np.resize(self._buffer, max(2 * len(self._buffer), length, 16))
-        self._buffer[self._length : length] = values
-        self._length = length
-
-    def truncate(self, length: int) -> None:
-        assert length <= self._length, f"{length} of {self._length} values"
-        self._length = length

@@ -191,10 +191,11 @@ def test_c64_a_text_without_a_choice_takes_one_step_and_its_end_comes_with_it(en
         {**ROOMY, "block_size": 1, "num_blocks": 4096},
         {**ROOMY, "max_num_batched_tokens": 20},
         {**ROOMY, "batching": "prefill_first"},
+        {**ROOMY, "batching": "mixed"},
         {**TIGHT, "preemption": "recompute"},
         {**TIGHT, "preemption": "swap"},
     ],
-    ids=["roomy", "blocks of one", "little budget", "two-phase", "recompute", "swap"],
+    ids=["roomy", "blocks of one", "little budget", "two-phase", "mixed", "recompute", "swap"],
 )
 @pytest.mark.parametrize("speculation", [FORCED, NGRAM], ids=["alone", "with drafts"])
 def test_c64_forced_tokens_change_no_answer_of_many_requests_at_once(
