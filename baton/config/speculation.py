@@ -39,3 +39,8 @@ class SpeculationConfig(Section):
                 f"{key} ({getattr(self, key)}) has no effect with method 'off'; set method to 'ngram'"
             )
         return self
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of one request in one step; 0: there are none."""
+        return 0 if self.method == "off" else self.num_speculative_tokens
