@@ -20,6 +20,7 @@ COUNTERS = {
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache"),
     "non_finite_steps": ("non_finite_steps", "Steps whose logits were not all finite"),
     "requests_given_back": ("requests_given_back", "Requests given back, to continue on other workers"),
+    "forced_tokens": ("forced_tokens", "Tokens that a grammar forced, which no step sampled"),
     "spec_decode_num_drafts": ("spec_decode_num_drafts", "Steps of a request that verified drafts"),
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Drafts verified"),
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Drafts that were right"),

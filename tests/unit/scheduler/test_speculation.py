@@ -340,3 +340,22 @@ def test_c16_a_request_that_fails_while_its_drafts_are_verified_ends_alone() -> 
 def test_drafts_and_steps_planned_ahead_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="async_scheduling"):
         Scheduler(make_config(), num_speculative_tokens=2)
+
+
+def test_c64_forced_tokens_count_at_once_and_the_next_plan_names_them() -> None:
+    scheduler, request = make_scheduler(), make_request(10, max_tokens=6)
+    scheduler.add_request(request)
+    plan = scheduler.schedule()
+    sampled = {request.request_id: [7]}
+    output = ModelRunnerOutput(sampled, forced_token_ids={request.request_id: (8, 9)})
+    (said,) = flatten(scheduler.update_from_output(plan, output))
+    assert said.token_ids == (7, 8, 9)
+    plan = scheduler.schedule()
+    assert plan.forced_token_ids == {request.request_id: (8, 9)}
+    assert plan.num_scheduled_tokens == {request.request_id: 3}
+    output = ModelRunnerOutput(sampled, forced_token_ids={request.request_id: (8, 9, 1)})
+    (said,) = flatten(scheduler.update_from_output(plan, output))
+    assert said.token_ids == (7, 8, 9), "max_tokens"
+    assert said.finish_reason is FinishReason.LENGTH
+    assert scheduler.counters()["forced_tokens"] == 4
+    assert scheduler.schedule().forced_token_ids == {}, "it has ended"
