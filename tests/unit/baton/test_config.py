@@ -57,6 +57,10 @@ from baton.worker import WorkerRole
             r"scheduler.async_scheduling \(true\) contradicts speculation.method 'ngram'",
         ),
         (
+            {"speculation": {"forced_tokens": True}, "scheduler": {"async_scheduling": True}},
+            r"scheduler.async_scheduling \(true\) contradicts speculation.forced_tokens \(true\)",
+        ),
+        (
             {"scheduler": {"enable_chunked_prefill": False, "max_num_batched_tokens": 5, "max_model_len": 9}},
             r"max_num_batched_tokens \(5\) must be at least max_model_len \(9\)",
         ),
