@@ -128,13 +128,13 @@ def test_c64_forced_tokens_are_the_only_ones_allowed_in_their_places(compiler: C
         assert matcher.consume(token_id) is None
     assert len(matcher.allowed().nonzero()[0]) > 1
     assert ahead.take_forced(100, stop) == (), "now there is a choice"
+    ahead.rewind(0)
+    assert ahead.take_forced(100, stop) == forced
     rest = tokenizer.encode((text + "left")[len(tokenizer.decode(list(forced))) :]).ids
     assert [ahead.consume(token_id) for token_id in rest] == [None] * len(rest)
     end = (*tokenizer.encode(" one").ids, EOS_TOKEN_ID)
     assert ahead.take_forced(len(end) - 1, stop) == end[:-1], "a limit"
     assert ahead.take_forced(100, stop) == end[-1:]
-    ahead.rewind(0)
-    assert ahead.take_forced(100, stop) == forced
 
 
 def test_c64_a_long_forced_text_is_taken_in_parts(
