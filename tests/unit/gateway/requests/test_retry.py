@@ -21,7 +21,10 @@ class Fleet:
     """A router and a worker list with the same heartbeats."""
 
     def __init__(self, *names: str) -> None:
-        self.workers, self.router = WorkerList(), Router(GatewayConfig(routing_policy="round_robin"), b"")
+        self.workers, self.router = (
+            WorkerList(),
+            Router(GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated"), b""),
+        )
         for name in names:
             self.hear(name)
 
