@@ -43,10 +43,10 @@ class GatewayConfig(Section):
     """How workers are chosen. `round_robin`: in turn. `least_loaded`: those with the fewest requests. `kv_aware`:
     those that cost the least time, given their prefix caches, their load, and how fast KV moves between them."""
     routing_mode: Literal["auto", "disaggregated", "local"] = "auto"
-    """Mode of requests that ask for none. `disaggregated`: a prefill worker computes the prompt, and a decode worker the
-    rest. `local`: a decode worker computes both. `auto`: the mode that costs less time, the delay of other requests
-    included. That is `local` for short prompts, on a decode worker without running requests, and while prefill workers
-    are busy."""
+    """Mode of requests that ask for none. `disaggregated`: a prefill worker computes the prompt, and a decode worker
+    generates the answer. `local`: a decode worker does both. `auto`: the mode that costs less time, the delay of other
+    requests included. That is `local` for short prompts, for any prompt on a decode worker without requests, and while
+    prefill workers are busy."""
     local_prefill_tokens: int | None = Field(None, ge=0)
     """With routing_mode `auto`: a prompt counts as short if a decode worker has at most this many tokens of it to
     compute. None: measured rates decide."""
