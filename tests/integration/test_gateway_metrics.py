@@ -97,7 +97,6 @@ async def test_c53_by_default_a_prompt_goes_where_it_costs_less_and_clients_and_
         assert now("request_paths_total", path="fallback") == 0
         description = await under_test.client.describe()
         assert description["gateway"]["paths"] == {"disaggregated": 1, "fallback": 0, "local": 1}
-        under_test.workers["d0"].requests = RequestCounts(0, 0, 0)
 
 
 async def test_tokens_are_counted_while_the_answer_goes_on(folder: Path) -> None:
