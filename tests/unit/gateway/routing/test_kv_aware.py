@@ -257,7 +257,7 @@ def test_a_prompt_is_short_if_it_delays_all_answers_by_less_than_a_hand_over_cos
     num_running: int, longest: int
 ) -> None:
     """5 ms; at 40,000 tokens a second, a token delays each answer by 25 us."""
-    fast = {"prefill_tokens_per_s": 40_000.0}
+    fast: dict[str, Any] = {"prefill_tokens_per_s": 40_000.0}
     workers = [measured("p0", **fast), measured("d0", num_running, **fast)]
     router = router_of("kv_aware", "auto", *workers)
     assert reason_for(router, ask(longest - 1)) == ("short prompt", False)
