@@ -40,6 +40,7 @@ from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S
 from gateway.requests.retry import LoadFailurePolicy
+from gateway.routing.cost import SchedulerPolicy
 from gateway.telemetry.access_log import log_request
 from gateway.telemetry.call_log import CallError, log_call_error
 from gateway.telemetry.cluster_view import ClusterView
@@ -67,6 +68,7 @@ class Gateway:
         control: ControlApi | None = None,
         *,
         log_prompts: bool = False,
+        scheduler_policy: SchedulerPolicy = "fcfs",
     ) -> None:
         """`keys`: those of the request plane, shared with the workers; None if `network.security` is `none`.
         `prefix_key`: the key with which workers hash prefixes. `control` carries operators' calls to the controller;
@@ -91,6 +93,7 @@ class Gateway:
             clock,
             on_end=[self._metrics.ended, log_request, *traced],
             on_first_token=self._metrics.first_token,
+            scheduler_policy=scheduler_policy,
         )
         self._metrics.collect_too(GatewayScrape(self._driver, model.name).collect)
         authenticator = Authenticator(config, clock)

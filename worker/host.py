@@ -140,6 +140,7 @@ class EngineHost:
             metrics_address,
             executor.device_engine.num_threads,
             self._cpus,
+            executor.device_engine.model.quantization or "",
         )
 
     def _compose(

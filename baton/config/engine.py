@@ -56,9 +56,11 @@ class EngineConfig(Section):
     cuda_graphs: bool = True
     """Record decode-only steps as CUDA graphs when a worker starts, and replay them, so that the GPU need not wait
     for Python."""
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """`auto`: the model's data type. `fp8`: 8-bit floats (e4m3) without scales, which hold twice the tokens in the
-    same memory and halve the bytes of a hand-over. Prefill and decode workers must use the same value."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
+    """`auto`: the model's data type. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded to 16
+    bits, and all arithmetic stays in float32. `fp8`: 8-bit floats (e4m3) without scales. Each halving of the bits holds
+    twice the tokens in the same memory, and halves the bytes of a hand-over. Prefill and decode workers must use the
+    same value."""
     swap_space_mib: int = Field(256, ge=1)
     """Host memory for the KV of preempted requests; allocated only if `scheduler.preemption` can use it."""
     trace_dir: str | None = Field(None, min_length=1)

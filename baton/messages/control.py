@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep
 from baton.worker import StartProgress, WorkerRole, WorkerStatus
 
-FLEET_PLANE_VERSION = 4
+FLEET_PLANE_VERSION = 5
 """Counts up whenever one of these messages, or a frame of control_codec.py, changes."""
 
 R = TypeVar("R")

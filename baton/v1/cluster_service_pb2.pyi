@@ -451,12 +451,13 @@ class Worker(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     CPUS_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """`prefill` or `decode`."""
     state: _builtins.str
-    """As the worker reports: `starting`, `ready`, `draining` or `hung`; `dead` if the worker is unreachable. If it has no
-    process, as the controller reports: `placing`, `starting`, `draining`, `backing_off` or `crash_loop`.
+    """As the worker reports: `starting`, `ready`, `draining`, `stopped` or `hung`; `dead` if the worker is unreachable. If
+    it has no process, as the controller reports: `placing`, `starting`, `draining`, `backing_off` or `crash_loop`.
     """
     incarnation: _builtins.str
     node: _builtins.str
@@ -465,6 +466,10 @@ class Worker(_message.Message):
     """What ended the worker's engine, if the engine failed."""
     threads: _builtins.int
     """The threads with which each of its ranks computes. 0 on a GPU."""
+    quantization: _builtins.str
+    """How it keeps the model's matrices: `int8`, `int4`, `fp8`, or `gguf` (a GGUF file's own bits). Empty if it keeps them
+    in the model's data type.
+    """
     @_builtins.property
     def kv_blocks(self) -> Global___KVBlocks: ...
     @_builtins.property
@@ -503,10 +508,11 @@ class Worker(_message.Message):
         slot: Global___Slot | None = ...,
         threads: _builtins.int = ...,
         cpus: _abc.Iterable[_builtins.int] | None = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_blocks", b"kv_blocks", "load", b"load", "requests", b"requests", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cpus", b"cpus", "failure", b"failure", "incarnation", b"incarnation", "kv_blocks", b"kv_blocks", "kv_peers", b"kv_peers", "load", b"load", "name", b"name", "node", b"node", "pid", b"pid", "requests", b"requests", "role", b"role", "slot", b"slot", "state", b"state", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cpus", b"cpus", "failure", b"failure", "incarnation", b"incarnation", "kv_blocks", b"kv_blocks", "kv_peers", b"kv_peers", "load", b"load", "name", b"name", "node", b"node", "pid", b"pid", "quantization", b"quantization", "requests", b"requests", "role", b"role", "slot", b"slot", "state", b"state", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,7 +32,9 @@ def show(description: dict[str, Any], console: Console) -> None:
     gateway, workers = description["gateway"], description["workers"]
     console.print(
         Text.assemble(
-            description["model"], f" in {description['dtype']}  ", (description["model_path"], "dim")
+            description["model"],
+            f" in {description['dtype']}{words.weights_text(workers)}  ",
+            (description["model_path"], "dim"),
         ),
         soft_wrap=True,
     )

@@ -68,6 +68,18 @@ def threads_text(worker: dict[str, Any]) -> str:
     return f"{worker['threads']}" + (f" on {cpus_text(worker['cpus'])}" if worker["cpus"] else "")
 
 
+def weights_text(workers: list[dict[str, Any]]) -> str:
+    """`, int8 weights`, if the workers that have a process keep them so; several kinds with their workers' names."""
+    names: dict[str, list[str]] = {}
+    for worker in workers:
+        if worker["incarnation"]:
+            names.setdefault(worker["quantization"], []).append(worker["name"])
+    if len(names) == 1:
+        (kind,) = names
+        return f", {kind} weights" if kind else ""
+    return "".join(f", {kind or 'plain'} weights on {', '.join(names[kind])}" for kind in sorted(names))
+
+
 def failures(description: dict[str, Any]) -> list[tuple[str, str]]:
     """(worker, its last failure) in one line each, for workers that have one."""
     found = []

@@ -86,7 +86,14 @@ class ScreenStage:
 
 
 def workers_text(endpoints: Iterable[WorkerEndpoint]) -> str:
-    return ", ".join(f"{e.ref.name} ({e.role.value}, pid {e.pid}{_cores_text(e)})" for e in endpoints)
+    return ", ".join(
+        f"{e.ref.name} ({e.role.value}, pid {e.pid}{_cores_text(e)}{_weights_text(e)})" for e in endpoints
+    )
+
+
+def _weights_text(endpoint: WorkerEndpoint) -> str:
+    """How the worker keeps its weights; empty if in the model's data type."""
+    return f", {endpoint.quantization} weights" if endpoint.quantization else ""
 
 
 def _cores_text(endpoint: WorkerEndpoint) -> str:

@@ -13,6 +13,7 @@ import torch
 from engine.batch import StepBatch
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.layers.attention import HeadNorm
+from engine.layers.paged_attention import can_store
 from engine.layers.rope import RotaryEmbedding
 from engine.layers.workspace import Workspace
 from engine.model_config import ModelArchitecture
@@ -58,10 +59,11 @@ class NativeAttention:
         num_heads: int,
         dtype: torch.dtype,
     ) -> None:
-        """`num_heads`: this rank's query heads. `dtype`: of activations; the pool's is the same, or fp8."""
+        """`num_heads`: this rank's query heads. `dtype`: of activations; the pool's may have fewer bits, as
+        `can_store` says."""
         shape = pool.shape
         assert is_supported(shape, num_heads), f"{num_heads} heads in {shape}"
-        assert shape.dtype in (dtype, torch.float8_e4m3fn), f"{dtype} in a pool of {shape.dtype}"
+        assert can_store(shape.dtype, dtype), f"{dtype} in a pool of {shape.dtype}"
         self._kernels = AttentionKernels(library)
         self._pool = pool
         self._num_heads = num_heads

@@ -52,16 +52,16 @@ class PagedAttention:
     ) -> None:
         """`num_heads`: this rank's query heads. `dtype`: of activations; None: the pool's.
 
-        A pool of 8-bit floats is written and read without a scale.
+        A pool of fewer bits is written and read without a scale.
         """
         self._pool = pool
         self._num_heads = num_heads
         self._windows = architecture.sliding_windows
         self._dtype, self._device = dtype or pool.shape.dtype, pool.blocks_NLKHTD.device
-        assert pool.shape.dtype in (self._dtype, FP8), f"{self._dtype} in a pool of {pool.shape.dtype}"
+        assert can_store(pool.shape.dtype, self._dtype), f"{self._dtype} in a pool of {pool.shape.dtype}"
         self._rope = RotaryEmbedding(architecture.rope, architecture.head_dim, self._device)
         self._gathered, self._scores, self._weights = (Workspace(self._device) for _ in range(3))
-        self._gathered_bytes = Workspace(self._device)
+        self._stored = Workspace(self._device)
 
     def prepare(self, batch: StepBatch) -> "TorchStepAttention":
         """Indices, angles and masks of a step, computed once for all layers. One step at a time: they share memory."""
@@ -77,7 +77,7 @@ class PagedAttention:
             [self._decode_plan(group) for group in decode_groups(batch, self._device)],
             [self._prefill_plan(batch, index) for index in batch.prefills],
             self._gathered,
-            self._gathered_bytes,
+            self._stored,
         )
 
     def _decode_plan(self, group: DecodeGroup) -> _DecodePlan:
@@ -142,7 +142,7 @@ class TorchStepAttention:
         decodes: list[_DecodePlan],
         prefills: list[_PrefillPlan],
         gathered: Workspace,
-        gathered_bytes: Workspace,
+        stored: Workspace,
     ) -> None:
         self._pool = pool
         self._num_heads = num_heads
@@ -152,7 +152,7 @@ class TorchStepAttention:
         self._decodes = decodes
         self._prefills = prefills
         self._gathered = gathered
-        self._gathered_bytes = gathered_bytes
+        self._stored = stored
 
     def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
         q_TQD, kv_TKD = qkv_TPD[:, : self._num_heads], qkv_TPD[:, self._num_heads :]
@@ -178,7 +178,7 @@ class TorchStepAttention:
         on how its prompt was cut into chunks, and on whether its prefix was in the cache.
         """
         slot_rows_RD = self._pool.layers[layer].slot_rows_RD
-        stored_TKD = saturate(kv_TKD) if slot_rows_RD.dtype is FP8 else kv_TKD
+        stored_TKD = saturate(kv_TKD) if slot_rows_RD.dtype is FP8 else kv_TKD.to(slot_rows_RD.dtype)
         rows_RD = as_bytes(stored_TKD.reshape(-1, stored_TKD.shape[-1]))
         as_bytes(slot_rows_RD).index_copy_(0, self._slot_rows, rows_RD)
         return stored_TKD.to(kv_TKD.dtype)
@@ -208,8 +208,14 @@ class TorchStepAttention:
         """Keys and values of whole blocks, copied together; valid until the next call."""
         source_RX = self._pool.layers[layer].block_rows_RX
         gathered_RX = self._gathered.take(self._angles[0].dtype, len(block_rows), source_RX.shape[1])
-        if source_RX.dtype is not FP8:
+        if source_RX.dtype is gathered_RX.dtype:
             return torch.index_select(source_RX, 0, block_rows, out=gathered_RX)
-        bytes_RX = self._gathered_bytes.take(torch.uint8, *gathered_RX.shape)
-        torch.index_select(as_bytes(source_RX), 0, block_rows, out=bytes_RX)
-        return gathered_RX.copy_(bytes_RX.view(FP8))
+        bits_RX = as_bytes(source_RX)
+        stored_RX = self._stored.take(bits_RX.dtype, *gathered_RX.shape)
+        torch.index_select(bits_RX, 0, block_rows, out=stored_RX)
+        return gathered_RX.copy_(stored_RX.view(source_RX.dtype))
+
+
+def can_store(stored: torch.dtype, activations: torch.dtype) -> bool:
+    """Whether a pool of one data type may hold keys and values that were computed in another."""
+    return stored in (activations, FP8) or (stored, activations) == (torch.bfloat16, torch.float32)

@@ -13,10 +13,10 @@ from typing import Any
 
 from baton.errors import ModelError
 from engine.loading.gguf import GgufFile, GgufType, read_gguf
-from engine.loading.gguf_tokenizer import special_tokens, tokenizer_json
+from engine.loading.gguf_tokenizer import special_token_ids, special_tokens, tokenizer_json
 
 MODEL_FILE = "model.gguf"
-LAYOUT = 1
+LAYOUT = 2
 """Counts changes of what is written here, so that a folder of an older version is made anew."""
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -48,6 +48,12 @@ def gguf_of(folder: Path) -> Path | None:
     return file if is_there and not any(folder.glob("*.safetensors")) else None
 
 
+def hint_of_gguf(folder: Path) -> str:
+    """The end of a message about a folder without weights: what to do if it holds GGUF files by other names."""
+    files = sorted(folder.glob("*.gguf"))
+    return f"; to serve a GGUF file, name the file: --model {files[0]}" if files else ""
+
+
 def describe(gguf: Path, folder: Path) -> None:
     """Writes the folder's files, except the GGUF file itself. ModelError says what is not supported."""
     file = read_gguf(gguf)
@@ -56,9 +62,9 @@ def describe(gguf: Path, folder: Path) -> None:
         raise ModelError(
             f"{gguf}: {num_tokens} tokens, but token_embd.weight has {config['vocab_size']} rows"
         )
+    tokens = special_token_ids(file)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "config.json", config)
-    tokens = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    _write(folder / "config.json", config | tokens)
     _write(folder / "generation_config.json", tokens)
     _write(folder / "tokenizer.json", tokenizer_json(file))
     _write(
@@ -75,7 +81,7 @@ def describe(gguf: Path, folder: Path) -> None:
 
 
 def hugging_face_config(file: GgufFile) -> dict[str, Any]:
-    """The content of config.json."""
+    """The content of config.json, without the tokens."""
     name = file.need("general.architecture", str)
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -116,10 +122,6 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     }
     if window:
         config["sliding_window"] = window
-    if (bos := file.get("tokenizer.ggml.bos_token_id", int)) is not None:
-        config["bos_token_id"] = bos
-    if ids := _end_token_ids(file):
-        config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     return config
 
 
@@ -154,12 +156,6 @@ def _vocab_size(file: GgufFile) -> int:
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
     return file.tensors["token_embd.weight"].shape[0]
-
-
-def _end_token_ids(file: GgufFile) -> list[int]:
-    """The ends of a text, of a turn and of a message."""
-    ids = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:

@@ -28,6 +28,24 @@ _TEKKEN = (
 )
 
 
+_ENDS = frozenset(
+    (
+        *("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]"),
+        *(
+            "<|im_end|>",
+            "<|eot_id|>",
+            "<|end|>",
+            "<end_of_turn>",
+            "<EOT>",
+            "_<EOT>",
+            "[EOT]",
+            "<end_of_utterance>",
+        ),
+        "<|eom_id|>",
+    )
+)
+"""Ends of a text, of a turn and of a message, as chat templates write them. llama.cpp ends an answer at each of them,
+whatever the file's keys name."""
 _MAX_TOKEN_CHARS = 4096
 
 
@@ -93,6 +111,17 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {short: _token_id(file, tokens, long) for short, long in names.items()}
     return {f"{short}_token": tokens[token_id] for short, token_id in ids.items() if token_id is not None}
+
+
+def special_token_ids(file: GgufFile) -> dict[str, int | list[int]]:
+    """`bos_token_id` and `eos_token_id` of config.json: every end of a text, a turn or a message ends an answer."""
+    tokens = file.strings("tokenizer.ggml.tokens")
+    by_key = (_token_id(file, tokens, name) for name in ("eos", "eot", "eom"))
+    by_name = (token_id for token_id, token in enumerate(tokens) if token in _ENDS)
+    ends = list(dict.fromkeys([*(token_id for token_id in by_key if token_id is not None), *by_name]))
+    bos = _token_id(file, tokens, "bos")
+    ids: dict[str, int | list[int]] = {} if bos is None else {"bos_token_id": bos}
+    return ids | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:

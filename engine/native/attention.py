@@ -11,6 +11,8 @@ HEAD_DIM_MULTIPLE = 16
 """The widest vectors have as many lanes."""
 TILE_ROWS = 96
 DECODE_RANGE_KEYS, CHUNK_RANGE_KEYS = 256, 1024
+MAX_PARTIALS = 2**24
+"""Floats of a step's partial results: 64 MiB."""
 ITEM_FIELDS, MERGE_FIELDS = 10, 2
 """Of 64 bits each."""
 

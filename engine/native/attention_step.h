@@ -12,6 +12,7 @@
 constexpr int64_t TILE_KEYS = 64;
 constexpr int64_t TILE_ROWS = 96;  // of a chunk: queries x heads of a kv head that are computed together
 constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
 
 // A step; the same for all layers. As in engine/native/attention.py.
 struct Step {

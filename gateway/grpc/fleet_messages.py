@@ -21,6 +21,7 @@ def worker_to_message(view: WorkerView) -> pb.Worker:
         pid=endpoint.pid if endpoint else 0,
         threads=endpoint.num_threads if endpoint else 0,
         cpus=endpoint.cpus if endpoint else (),
+        quantization=endpoint.quantization if endpoint else "",
         kv_blocks=pb.KVBlocks(),
         requests=pb.Requests(),
         load=pb.Load(),

@@ -39,6 +39,7 @@ from gateway.requests.events import (
 from gateway.requests.record import OnEnd
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
+from gateway.routing.cost import SchedulerPolicy
 from gateway.routing.router import Router
 from gateway.workers.connections import WorkerConnections
 
@@ -56,6 +57,7 @@ class RequestDriver:
         clock: Clock,
         on_end: Sequence[OnEnd] = (),
         on_first_token: Callable[[float], None] | None = None,
+        scheduler_policy: SchedulerPolicy = "fcfs",
     ) -> None:
         """Each of `on_end` gets every request's record, once, at the request's end. `on_first_token` gets each
         client's time to first token in seconds. None may raise."""
@@ -65,7 +67,7 @@ class RequestDriver:
         self._answers: dict[GatewayRequest, UnreadAnswer] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
-        self.router = Router(config, prefix_key)
+        self.router = Router(config, prefix_key, scheduler_policy)
         self.workers = WorkerConnections(network, keys, self)
         self.dispatcher = Dispatcher(
             self.router,

@@ -1,9 +1,11 @@
 """The cost of a placement, in seconds added to all answers; knows no policy. See docs/routing.md.
 
-pair   = wait(P) + compute(P) + late(P, D) + HANDOVER_S + decode(D)
-local  = wait(D) + compute(D) * (1 + running(D))         + decode(D)
+pair   = order(P) + compute(P) + late(P, D) + HANDOVER_S + decode(D)
+local  = wait(D)  + compute(D) * (1 + running(D))         + decode(D)
 
-wait      prompt tokens that wait there / its prefill rate
+order     the sum over prompts that wait there of its tokens or this one's, whichever are fewer / its prefill rate: the
+          shorter one of two is computed first, and delays the longer one (see scheduler/order.py)
+wait      prompt tokens that wait there / its prefill rate: prompts are computed in the order of arrival
 compute   prompt tokens that are not in its cache / its prefill rate
 late      how much longer the transfer of missing tokens takes than their computation
 decode    steps of the answer, each with one request more, plus the time this adds to the steps of requests
@@ -11,6 +13,7 @@ decode    steps of the answer, each with one request more, plus the time this ad
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from baton.worker import WorkerStatus
 from gateway.routing.rates import PREFILL_TOKENS_PER_S, LinkRates, MovingAverage, StepTime
@@ -22,6 +25,8 @@ HANDOVER_S = 0.005
 EXPECTED_NEW_TOKENS = 128
 """Assumed length of an answer that may be longer: its real length is unknown, and its limit is rarely reached."""
 
+SchedulerPolicy = Literal["fcfs", "priority"]
+"""The workers' order (`scheduler.policy`)."""
 
 ALIKE = 1.25
 """Rates that differ by less than this factor count as equal, so that equal workers share the load. Measurements differ
@@ -39,11 +44,17 @@ class Need:
     hits: dict[str, int]
     """How many of `num_tokens` each worker has already, by name."""
 
+    def num_missing(self, worker: str) -> int:
+        return self.num_tokens - self.hits.get(worker, 0)
+
 
 class CostModel:
     """The fleet's rates, and the terms that follow from them."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler_policy: SchedulerPolicy = "fcfs") -> None:
+        """`scheduler_policy`: the workers' own. Under `priority`, prompts of prefill workers too wait for those that
+        came before."""
+        self._is_by_work = scheduler_policy == "fcfs"
         self.links = LinkRates()
         self._prefill_rate = MovingAverage()
         self._decode_step = StepTime()
@@ -59,7 +70,8 @@ class CostModel:
         prefill_s = self.compute_s(prefill, need)
         per_token_s = self.links.seconds_per_token(prefill.name, decode.name)
         late_s = self._late_s(decode, need, per_token_s, prefill_s)
-        return self.wait_s(prefill) + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
+        order_s = self.order_s(prefill, need)
+        return order_s + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
 
     def local_s(self, decode: WorkerEstimate, need: Need) -> float:
         damage = 1 + decode.num_requests
@@ -67,18 +79,23 @@ class CostModel:
 
     def prefill_s(self, prefill: WorkerEstimate, need: Need) -> float:
         """The part of `pair_s` that is the same for every decode worker."""
-        return self.wait_s(prefill) + self.compute_s(prefill, need)
+        return self.order_s(prefill, need) + self.compute_s(prefill, need)
 
     def receiver_s(self, decode: WorkerEstimate, need: Need) -> float:
         """Approximately the part of `pair_s` that is the same for every prefill worker, assuming a typical link."""
         per_token_s = self.links.typical_seconds_per_token()
         return self._late_s(decode, need, per_token_s, 0.0) + self.decode_s(decode, need)
 
+    def order_s(self, prefill: WorkerEstimate, need: Need) -> float:
+        if not self._is_by_work:
+            return self.wait_s(prefill)
+        return self.prompt_s(prefill, prefill.num_tokens_in_order(need.num_missing(prefill.name)))
+
     def wait_s(self, worker: WorkerEstimate) -> float:
         return self.prompt_s(worker, worker.num_waiting_tokens)
 
     def compute_s(self, worker: WorkerEstimate, need: Need) -> float:
-        return self.prompt_s(worker, need.num_tokens - need.hits.get(worker.name, 0))
+        return self.prompt_s(worker, need.num_missing(worker.name))
 
     def prompt_s(self, worker: WorkerEstimate, num_tokens: int) -> float:
         return num_tokens / self._tokens_per_s(worker)
@@ -95,8 +112,7 @@ class CostModel:
         return seconds + num_short / self._tokens_per_s(worker) if num_short > 0 else seconds
 
     def _late_s(self, decode: WorkerEstimate, need: Need, per_token_s: float, prefill_s: float) -> float:
-        num_tokens = need.num_tokens - need.hits.get(decode.name, 0)
-        return max(0.0, num_tokens * per_token_s - prefill_s)
+        return max(0.0, need.num_missing(decode.name) * per_token_s - prefill_s)
 
     def _tokens_per_s(self, worker: WorkerEstimate) -> float:
         typical = self._prefill_rate.value or PREFILL_TOKENS_PER_S

@@ -13,7 +13,7 @@ from baton.errors import WorkerUnavailable
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
-from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need
+from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need, SchedulerPolicy
 from gateway.routing.placement import Mode, NoRoom, Pair, Placement, RouteQuery
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
@@ -22,13 +22,18 @@ from gateway.routing.worker_estimate import WorkerEstimate
 
 class Router:
     """Places requests according to the gateway's configuration. `hash_key` is the key with which workers hash
-    prefixes.
+    prefixes, `scheduler_policy` the order in which they compute.
     """
 
-    def __init__(self, config: GatewayConfig, hash_key: bytes) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        hash_key: bytes,
+        scheduler_policy: SchedulerPolicy = "fcfs",
+    ) -> None:
         self._config = config
         self._hash_key = hash_key
-        self._costs = CostModel()
+        self._costs = CostModel(scheduler_policy)
         self._policy = _make_policy(config, self._costs)
         self._default_mode = _default_mode(config)
         self._follows_kv = config.routing_policy == "kv_aware" or self._default_mode is None
@@ -183,13 +188,13 @@ class Router:
     ) -> str:
         """Why a request that may run either way should use a decode worker alone; empty if it should not."""
         costs, threshold = self._costs, self._config.local_prefill_tokens
-        if threshold is not None and need.num_tokens - need.hits.get(local.name, 0) <= threshold:
+        if threshold is not None and need.num_missing(local.name) <= threshold:
             return "short prompt"
         pair = self._policy.pair(need, prefills, decodes, avoided)
         if pair is None:
             return ""
         pair_s, local_s = costs.pair_s(*pair, need), costs.local_s(local, need)
-        queue_s = costs.wait_s(pair[0])
+        queue_s = costs.order_s(pair[0], need)
         if local_s > pair_s:
             return ""
         if threshold is None and local_s <= pair_s - queue_s:
@@ -203,7 +208,7 @@ class Router:
             decode.name,
             is_fallback,
             reason,
-            num_prefill_tokens=need.num_tokens - need.hits.get(decode.name, 0),
+            num_prefill_tokens=need.num_missing(decode.name),
             num_decode_blocks=decode.num_blocks_for(need.num_tokens + 1),
         )
 
@@ -212,8 +217,8 @@ class Router:
             Mode.DISAGGREGATED,
             prefill.name,
             decode.name,
-            num_prefill_tokens=need.num_tokens - need.hits.get(prefill.name, 0),
-            num_transfer_tokens=need.num_tokens - need.hits.get(decode.name, 0),
+            num_prefill_tokens=need.num_missing(prefill.name),
+            num_transfer_tokens=need.num_missing(decode.name),
             num_decode_blocks=decode.num_blocks_for(need.num_tokens + 1),
         )
 

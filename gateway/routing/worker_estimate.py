@@ -116,6 +116,13 @@ class WorkerEstimate:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_tokens_in_order(self, num_tokens: int) -> int:
+        """The sum, over the prompts that wait here, of their tokens or `num_tokens`, whichever are fewer. Of other
+        gateways' prompts only the number and all their tokens are known: at most so many."""
+        own = sum(min(num_tokens, self._tokens(each)) for each in self.sub_requests.values())
+        others = min(self._num_others_tokens, num_tokens * self._num_others)
+        return min(self.num_waiting_tokens, own + others)
+
     def _refresh(self) -> None:
         if self._status is None:
             return  # requests of a former incarnation

@@ -74,7 +74,7 @@ class GatewayScrape:
     def _workers(self) -> Iterator[Metric]:
         clients = self._driver.workers.clients
         states = Counter[tuple[str, ...]](
-            {(role.value, state.value): 0 for role in WorkerRole for state in _STATES}
+            {(role.value, state.value): 0 for role in WorkerRole for state in WorkerState}
         )
         states.update(_state(client) for client in clients)
         yield gauge("fleet_workers", "Workers, as this gateway sees them", ["role", "state"], states)
@@ -98,9 +98,6 @@ class GatewayScrape:
             ["worker", "role", "state"],
             {key: count for status in statuses for key, count in _blocks_of(status)},
         )
-
-
-_STATES = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING, WorkerState.DEAD)
 
 
 def _state(client: WorkerClient) -> tuple[str, str]:

@@ -24,7 +24,8 @@ class WorkerSeen:
     name: str
     role: Literal["prefill", "decode"]
     state: str
-    """`starting`, `ready`, `draining`, `hung`, `dead`; without a process `placing`, `backing_off`, `crash_loop`."""
+    """`starting`, `ready`, `draining`, `stopped`, `hung`, `dead`; without a process `placing`, `backing_off`,
+    `crash_loop`."""
     blocks: BlocksSeen = BlocksSeen()
     running: int = 0
     waiting: int = 0

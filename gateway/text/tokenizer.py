@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import InvalidRequest, ModelError
+from gateway.text.plain_tokenizer import PlainTokenizer
 from gateway.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -25,14 +26,9 @@ class Tokenizer:
     """Encoding and decoding are safe from any thread; TokenizerPool provides threads."""
 
     def __init__(self, folder: Path) -> None:
-        """Takes seconds, since it imports transformers: call it off the event loop."""
-        from transformers import AutoTokenizer
-
+        """May take seconds, since most folders need transformers: call it off the event loop."""
         self.folder = folder.absolute()
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{folder} has no usable tokenizer: {error}") from error
+        self._tokenizer: Any = PlainTokenizer.of(self.folder) or _by_transformers(folder)
         self.backend: RustTokenizer = self._tokenizer.backend_tokenizer
         # A tokenizer.json may ask for truncation or padding, as for training.
         self.backend.no_truncation()
@@ -94,3 +90,12 @@ class Tokenizer:
                 "chat", f"the model's chat template refused the conversation: {error}"
             ) from error
         return str(text)
+
+
+def _by_transformers(folder: Path) -> Any:
+    from transformers import AutoTokenizer  # not at the top: it takes seconds
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} has no usable tokenizer: {error}") from error

@@ -24,7 +24,8 @@ class WorkerView:
     name: str
     role: WorkerRole
     state: str
-    """`starting`, `ready`, `draining`, `hung`, `dead`; without a process `placing`, `backing_off`, `crash_loop`."""
+    """`starting`, `ready`, `draining`, `stopped`, `hung`, `dead`; without a process `placing`, `backing_off`,
+    `crash_loop`."""
     node: str
     endpoint: WorkerEndpoint | None = None
     """None: this gateway knows of no process."""

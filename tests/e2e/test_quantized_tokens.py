@@ -1,4 +1,4 @@
-"""Models in 8 and 4 bits answer disaggregated as on D alone, token for token, also with ranks."""
+"""Models in 8 and 4 bits, and KV of 16 bits beside float32, answer disaggregated as on D alone, token for token, also with ranks."""
 
 import asyncio
 from pathlib import Path
@@ -19,11 +19,11 @@ PROMPTS = [
 ]
 
 
-def make_config(path: Path, quantization: str, num_ranks: int) -> BatonConfig:
+def make_config(path: Path, quantization: str, num_ranks: int, **engine: object) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
             "model": {"path": str(path), "dtype": "float32", "quantization": quantization},
-            "engine": {"num_threads": 1, "kv_cache_memory_mib": 8, "tensor_parallel": num_ranks},
+            "engine": {"num_threads": 1, "kv_cache_memory_mib": 8, "tensor_parallel": num_ranks, **engine},
             "scheduler": {"max_num_batched_tokens": 64},
             "gateway": {"grpc_port": 0, "http_port": None},
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
@@ -40,9 +40,9 @@ async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in found]
 
 
-def check(path: Path, quantization: str, num_ranks: int) -> None:
+def check(path: Path, quantization: str, num_ranks: int, **engine: object) -> None:
     async def run() -> None:
-        async with local_cluster(make_config(path, quantization, num_ranks), path) as cluster:
+        async with local_cluster(make_config(path, quantization, num_ranks, **engine), path) as cluster:
             assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
             counters = await cluster.counters("w1")
             assert counters["kv_prompt_loads_done"] == len(PROMPTS)
@@ -50,7 +50,7 @@ def check(path: Path, quantization: str, num_ranks: int) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2)])
+@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2), ("fp8", 1), ("fp8", 2)])
 def test_a_checkpoint_that_is_quantized_while_loading(
     folder: Path, quantization: str, num_ranks: int
 ) -> None:
@@ -66,3 +66,8 @@ def test_a_gguf_file_as_it_is(tmp_path: Path, num_ranks: int) -> None:
         lambda name: "Q8_0" if "attn_v" in name or "token_embd" in name else "Q4_1",
     )
     check(resolve(str(gguf), tmp_path / "cache"), "auto", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_kv_of_16_bits_beside_float32(folder: Path, num_ranks: int) -> None:
+    check(folder, "none", num_ranks, kv_cache_dtype="bfloat16")

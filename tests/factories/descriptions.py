@@ -14,6 +14,7 @@ def worker(name: str, role: str = "decode", state: str = "ready", **fields: Any)
         "pid": 4000,
         "threads": 2,
         "cpus": [0, 1],
+        "quantization": "",
         "kv_blocks": {
             "total": 100,
             "free": 100,

@@ -3,7 +3,10 @@
 import { byId, make, setText } from "./dom.js";
 import { count, plural } from "./numbers.js";
 
-const MARKS = { ready: "●", draining: "◐", dead: "✕", hung: "✕", crash_loop: "✕", backing_off: "↻", starting: "◌", placing: "◌" };
+const MARKS = {
+  ready: "●", draining: "◐", stopped: "○", dead: "✕", hung: "✕",
+  crash_loop: "✕", backing_off: "↻", starting: "◌", placing: "◌",
+};
 const PARTS = ["used", "leased", "quarantined", "free"];
 const FEW = 4;
 const MANY = 8;

@@ -44,6 +44,25 @@ def shown(fleet: dict[str, Any], width: int) -> list[str]:
     return [" ".join(line.split()) for line in printed]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        (["", ""], "smollm2 in bfloat16 /models/smollm2"),
+        (["gguf", "gguf"], "smollm2 in bfloat16, gguf weights /models/smollm2"),
+        (["gguf", ""], "smollm2 in bfloat16, plain weights on w1, gguf weights on w0 /models/smollm2"),
+        (["int8", None], "smollm2 in bfloat16, int8 weights /models/smollm2"),
+        ([None, None], "smollm2 in bfloat16 /models/smollm2"),
+    ],
+)
+def test_the_weights_are_named_as_the_workers_keep_them(kinds: list[str | None], text: str) -> None:
+    """None: a worker without a process, which keeps none."""
+    workers = [
+        missing(f"w{number}", "placing") if kind is None else worker(f"w{number}", quantization=kind)
+        for number, kind in enumerate(kinds)
+    ]
+    assert shown(description(*workers), 160)[0] == text
+
+
 @pytest.mark.parametrize("width", [80, 160])
 def test_every_node_and_every_worker_has_a_row(width: int) -> None:
     lines = shown(FLEET, width)

@@ -12,6 +12,7 @@ import pytest
 from baton.errors import ModelError
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
+from engine.loading.gguf_tokenizer import special_token_ids
 from engine.model_config import RopeType, read_architecture, read_eos_token_ids
 from gateway.text.tokenizer import ChatMessage, Tokenizer
 from tests.factories.gguf_files import make_gguf
@@ -40,7 +41,7 @@ def test_the_architecture_is_that_of_the_original_folder(
     original = make_model_dir(tmp_path / "source", architecture, rms_norm_eps=2**-17, **overrides)
     describe(make_gguf(tmp_path / "m.gguf", original), tmp_path / "folder")
     assert read_architecture(tmp_path / "folder") == read_architecture(original)
-    assert read_eos_token_ids(tmp_path / "folder") == (2,)
+    assert read_eos_token_ids(tmp_path / "folder") == (2, 0), "and the end of a text, by its name"
 
 
 def test_tokens_and_chat_are_those_of_the_original_folder(tmp_path: Path, source: Path) -> None:
@@ -71,7 +72,18 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path, source: Path) -> No
 def test_every_kind_of_end_ends_an_answer(tmp_path: Path, source: Path) -> None:
     ids: dict[str, Any] = {"tokenizer__ggml__eot_token_id": 7, "tokenizer__ggml__eom_token_id": 2}
     describe(make_gguf(tmp_path / "m.gguf", source, **ids), tmp_path / "folder")
-    assert read_eos_token_ids(tmp_path / "folder") == (2, 7)
+    assert read_eos_token_ids(tmp_path / "folder") == (2, 7, 0)
+
+
+def test_ends_that_chat_templates_write_end_an_answer_though_no_key_names_them(
+    tmp_path: Path, source: Path
+) -> None:
+    """As in llama.cpp: many files name only the end of a text, and their templates end each turn with another token."""
+    tokens = [f"token {token_id}" for token_id in range(300)]
+    tokens[9], tokens[11], tokens[5], tokens[6] = "<|im_end|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|> "
+    keys: dict[str, Any] = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__merges": [""]}
+    file = read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys))
+    assert special_token_ids(file) == {"bos_token_id": 1, "eos_token_id": [2, 5, 9, 11]}
 
 
 @pytest.mark.parametrize(
@@ -216,6 +228,9 @@ SIZES = {
             r"tokenizer\.ggml\.pre is 'unheard-of', which is not supported",
         ),
         ({"tokenizer__ggml__bos_token_id": 300}, r"bos_token_id is 300, of 300 tokens"),
+        ({"tokenizer__ggml__eos_token_id": 300}, r"tokenizer\.ggml\.eos_token_id is 300, of 300 tokens"),
+        ({"tokenizer__ggml__eot_token_id": 300}, r"tokenizer\.ggml\.eot_token_id is 300, of 300 tokens"),
+        ({"tokenizer__ggml__eom_token_id": 4096}, r"tokenizer\.ggml\.eom_token_id is 4096, of 300 tokens"),
         ({"tokenizer__ggml__merges": ["a b c"]}, r"merges has 'a b c', which makes no token of two"),
         ({"tokenizer__ggml__merges": ["a qqqq"]}, r"merges has 'a qqqq', which makes no token of two"),
         ({"tokenizer__ggml__token_type": [1, 3]}, r"300 tokens, but 2 tokenizer\.ggml\.token_type"),

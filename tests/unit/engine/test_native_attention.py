@@ -218,6 +218,21 @@ def test_a_pool_of_8_bit_floats(dtype: torch.dtype) -> None:
     assert torch.equal(stored.view(-1, 4, 32)[:, 2:].reshape(-1, 32).float(), values.float())
 
 
+@pytest.mark.parametrize("windows", [(None, None), (70, 3)], ids=str)
+def test_a_pool_of_16_bits_beside_float32(windows: tuple[int | None, ...]) -> None:
+    layout = make_layout(
+        MIXED, Heads(6, 2, 32), torch.float32, windows=windows, pool_dtype=torch.bfloat16, block_size=3
+    )
+    out, pool = layout.native_out(1)
+    # A last bit of a rotated key may become a whole unit of its 16 bits.
+    torch.testing.assert_close(out, layout.torch_out(1), rtol=0, atol=2e-3)
+    assert (out - layout.torch_out(1)).abs().mean().item() < 2e-5
+    stored = pool.layers[1].slot_rows_RD[layout.pool.slot_rows(torch.from_numpy(layout.batch.slots_T))]
+    values = layout.qkv_TPD[:, -2:].reshape(-1, 32).bfloat16()
+    assert torch.equal(stored.view(-1, 4, 32)[:, 2:].reshape(-1, 32), values)
+    assert torch.equal(layout.native_out(1, num_threads=1)[0], out)
+
+
 def test_heads_are_normed_before_the_rotation() -> None:
     layout = make_layout(MIXED, Heads(6, 2, 64), torch.float32)
     head_norm = HeadNorm(torch.rand(64) + 0.5, torch.rand(64) + 0.5, 6, 2, 1e-6)

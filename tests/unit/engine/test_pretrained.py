@@ -12,7 +12,9 @@ import pytest
 
 from baton.errors import ModelError
 from engine.loading import pretrained
+from engine.loading.gguf_folder import LAYOUT
 from engine.loading.pretrained import PretrainedModel, Progress, default_cache_dir, is_cached, resolve
+from engine.loading.safetensors_index import weight_files
 
 GGUF_BYTES = b"GGUF" + bytes(range(256))
 CONFIG = {"model_type": "llama", "hidden_size": 8}
@@ -68,7 +70,7 @@ def cache(tmp_path: Path) -> Path:
 def test_makes_the_folder_once(source: FakeSource, cache: Path) -> None:
     assert not is_cached("tiny", cache)
     folder = source.resolve(cache)
-    assert folder == cache / "tiny"
+    assert folder == cache / f"tiny-{LAYOUT}"
     assert (folder / "model.gguf").read_bytes() == GGUF_BYTES
     assert is_cached("tiny", cache)
     assert source.resolve(cache) == folder
@@ -148,6 +150,60 @@ def test_a_damaged_folder_is_made_anew(source: FakeSource, cache: Path, damage: 
     assert source.num_described == 2
 
 
+def make_older(cache: Path, source: FakeSource, weights: str, content: bytes) -> Path:
+    """The folder of another version of Baton, before folders had the layout in their names."""
+    folder = cache / "tiny"
+    folder.mkdir(parents=True)
+    (folder / weights).write_bytes(content)
+    (folder / "config.json").write_text("{}")
+    digest = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = {"source_sha256": source.model.wheel_sha256, "layout": LAYOUT - 1, "files": {weights: digest}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_another_versions_gguf_file_is_shared_and_its_folder_stays(
+    source: FakeSource, cache: Path, monkeypatch: pytest.MonkeyPatch, can_link: bool
+) -> None:
+    if not can_link:
+
+        def refuse(*_: object) -> None:
+            raise OSError("another file system")
+
+        monkeypatch.setattr(os, "link", refuse)
+    older = make_older(cache, source, "model.gguf", GGUF_BYTES)
+    before = {path: path.read_bytes() for path in older.iterdir()}
+    folder = source.resolve(cache)
+    assert folder != older
+    assert (source.num_fetched, source.num_described) == (0, 1)
+    assert (folder / "model.gguf").read_bytes() == GGUF_BYTES
+    assert (folder / "model.gguf").samefile(older / "model.gguf") == can_link
+    assert {path: path.read_bytes() for path in older.iterdir()} == before
+
+
+def test_another_versions_gguf_file_is_not_trusted_if_it_changed(source: FakeSource, cache: Path) -> None:
+    older = make_older(cache, source, "model.gguf", GGUF_BYTES)
+    (older / "model.gguf").write_bytes(GGUF_BYTES[::-1])
+    assert (source.resolve(cache) / "model.gguf").read_bytes() == GGUF_BYTES
+    assert source.num_fetched == 1
+
+
+def test_safetensors_of_an_earlier_version_stay_and_are_named_if_the_download_fails(
+    source: FakeSource, cache: Path
+) -> None:
+    older = make_older(cache, source, "model.safetensors", b"converted")
+
+    def offline(*_: object) -> Path:
+        raise ModelError("no network")
+
+    with pytest.raises(ModelError, match=rf"no network; .*--model {older}$"):
+        resolve("tiny", cache, fetch=offline, describe=source.describe)
+    assert resolve(str(older), cache) == older
+    source.resolve(cache)
+    assert (older / "model.safetensors").read_bytes() == b"converted"
+
+
 def test_two_at_once_make_it_once(source: FakeSource, cache: Path) -> None:
     first_describes, may_finish = threading.Event(), threading.Event()
 
@@ -167,7 +223,7 @@ def test_two_at_once_make_it_once(source: FakeSource, cache: Path) -> None:
     may_finish.set()
     first.join(60)
     second.join(60)
-    assert folders == [cache / "tiny"] * 2
+    assert folders == [cache / f"tiny-{LAYOUT}"] * 2
     assert source.num_described == 1
 
 
@@ -182,6 +238,17 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert resolve(str(tmp_path), tmp_path / "unused") == tmp_path
     assert is_cached(str(tmp_path), tmp_path / "unused")
+
+
+def test_a_folder_of_gguf_files_says_how_to_serve_one(tmp_path: Path) -> None:
+    (tmp_path / "Model.Q4_0.gguf").write_bytes(GGUF_BYTES)
+    with pytest.raises(ModelError, match=rf"has no config\.json.*; .* --model {tmp_path}/Model\.Q4_0\.gguf$"):
+        resolve(str(tmp_path), tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors does not exist.* --model .*/Model\.Q4_0\.gguf$"
+    ):
+        weight_files(resolve(str(tmp_path), tmp_path))
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What is shown away from a terminal: plain lines, each once."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -90,3 +91,5 @@ def test_workers_are_named_with_their_part_of_the_machine(
     ref = WorkerRef("w0", "life", ("tcp://127.0.0.1:1",), 16)
     endpoint = WorkerEndpoint(ref, WorkerRole.DECODE, "", "here", 7, num_threads=num_threads, cpus=cpus)
     assert workers_text([endpoint]) == text
+    kept = replace(endpoint, quantization="int8")
+    assert workers_text([kept, endpoint]) == f"{text.removesuffix(')')}, int8 weights), {text}"

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from baton.block_hash import block_hashes
+from baton.config import GatewayConfig
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
@@ -54,11 +55,35 @@ def test_a_prefix_hit_on_a_prefill_worker_wins() -> None:
 
 
 def test_a_prefix_hit_does_not_win_over_a_long_queue() -> None:
-    router = pair_of(measured("p1", 1, num_queued_prompt_tokens=3000))
+    router = pair_of(measured("p1", 10, num_queued_prompt_tokens=3000))
     report_blocks(router, "p1", LONG, 1600)
     assert chosen(router)[0] == {"p0"}
-    router.on_status(measured("p1", 1, num_queued_prompt_tokens=1000))
+    router.on_status(measured("p1", 10, num_queued_prompt_tokens=1000))
     assert chosen(router)[0] == {"p1"}
+
+
+def test_a_prefix_hit_wins_over_one_long_prompt_which_lets_the_rest_go_first() -> None:
+    """400 of its tokens are missing: they delay a prompt of 3,000 by 400, and p0 would compute 2,000."""
+    router = pair_of(measured("p1", 1, num_queued_prompt_tokens=3000))
+    report_blocks(router, "p1", LONG, 1600)
+    assert chosen(router)[0] == {"p1"}
+
+
+def test_a_prompt_costs_each_that_waits_the_tokens_of_the_shorter_one() -> None:
+    router = pair_of()
+    for num_tokens in (3000, 500, 20):
+        placement = Placement(Mode.DISAGGREGATED, "p1", "d0", num_prefill_tokens=num_tokens)
+        router.sent("p1", placement)
+        router.sent("d0", placement)
+    estimate = router.estimate("p1")
+    found = [estimate.num_tokens_in_order(num_tokens) for num_tokens in (10, 100, 1000, 9000)]
+    assert found == [30, 220, 1520, 3520]
+    assert router.estimate("d0").num_tokens_in_order(9000) == 0, "they are computed elsewhere"
+    router.on_status(measured("p1", 5, num_queued_prompt_tokens=3600))
+    assert estimate.num_tokens_in_order(10) == 30 + 2 * 10, "two of another gateway, of 80 tokens in all"
+    assert estimate.num_tokens_in_order(100) == 220 + 80
+    router.on_status(measured("p1", 3, num_queued_prompt_tokens=700))
+    assert estimate.num_tokens_in_order(9000) == 700, "the rest is computed"
 
 
 def test_a_sent_prompt_waits_at_the_worker_before_the_worker_reports_it() -> None:
@@ -270,6 +295,25 @@ def test_a_decode_worker_without_requests_computes_any_prompt() -> None:
     assert reason_for(router, ask(9_000)) == ("idle decode worker", False)
     send(router, ask(1_000))
     assert reason_for(router, ask(9_000)) == ("pair", False)
+
+
+def test_a_short_prompt_does_not_wait_behind_one_long_prompt_and_so_stays_a_pair() -> None:
+    """The prefill worker computes it first. Only in the order of arrival does it wait, and is better off on D."""
+    busy = [measured(name, 1, num_queued_prompt_tokens=30_000) for name in ("p0", "p1")]
+    statuses = [*busy, measured("d0", 6), measured("d1", 6)]
+    assert reason_for(auto(*statuses), ask(300)) == ("pair", False)
+    by_arrival = Router(GatewayConfig(routing_mode="auto"), KEY, "priority")
+    for one in statuses:
+        by_arrival.on_status(one)
+    assert reason_for(by_arrival, ask(300)) == ("busy prefill workers", False)
+
+
+def test_a_short_prompt_goes_local_while_many_short_ones_wait() -> None:
+    busy = [measured(name, 300, num_queued_prompt_tokens=30_000) for name in ("p0", "p1")]
+    assert reason_for(auto(*busy, measured("d0", 6), measured("d1", 6)), ask(300)) == (
+        "busy prefill workers",
+        False,
+    )
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "kv_aware"])

@@ -1,0 +1,84 @@
+"""PlainTokenizer: a tokenizer whose tokenizer.json says everything, read by the `tokenizers` library alone.
+
+transformers makes the same of such a folder, but takes seconds to import its classes. All other folders need it: those
+with a class of their own that rebuilds the tokenizer, with tokens that tokenizer.json lacks, or with older files.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from tokenizers import Tokenizer as RustTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
+"""With any of these, or with a vocabulary of another form, transformers changes what tokenizer.json says."""
+CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Which take the tokenizer as it is ..."""
+MODEL_TYPES = ("llama", "qwen3")
+"""... for these models (config.json). For others, transformers may choose a class by the model's type."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+WITHOUT_EFFECT = ("tokenizer_class", "clean_up_tokenization_spaces", "model_max_length")
+
+
+class PlainTokenizer:
+    """What `transformers.AutoTokenizer` would make of the folder, as far as `Tokenizer` uses that."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Self | None:
+        """None: the folder needs transformers, if only for an error message."""
+        try:
+            content = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            added = json.loads(content)["added_tokens"]
+            config = json.loads((folder / "tokenizer_config.json").read_bytes())
+            model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
+            special = {key: config.pop(key) for key in SPECIAL_TOKENS if key in config}
+            is_plain = (
+                config.get("tokenizer_class") in CLASSES
+                and config.keys() <= set(WITHOUT_EFFECT)
+                and model_type in MODEL_TYPES
+                and set(special.values()) <= {token["content"] for token in added if token["special"]}
+                and not any((folder / name).exists() for name in OTHER_FILES)
+            )
+            return cls(folder, RustTokenizer.from_str(content), special) if is_plain else None
+        except Exception:  # the library raises bare ones
+            return None
+
+    def __init__(self, folder: Path, backend: RustTokenizer, special_tokens: dict[str, str]) -> None:
+        self._folder = folder
+        self.backend_tokenizer = backend
+        self._special_tokens = special_tokens
+        template = folder / "chat_template.jinja"
+        self.chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+        self._render: Callable[..., Any] | None = None
+        if self.chat_template is not None:
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            self._render = render_jinja_template
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert self._render is not None, "there is no chat template"
+        assert not tokenize, "the caller does so"
+        if not conversation:
+            raise ValueError("a conversation needs a message")
+        (text,), _ = self._render(
+            [conversation],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+        )
+        return str(text)
+
+    def save_pretrained(self, target: str) -> None:
+        for name in FILES:
+            if (self._folder / name).is_file():
+                shutil.copyfile(self._folder / name, Path(target) / name)
