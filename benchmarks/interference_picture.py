@@ -1,4 +1,4 @@
-"""A picture of one round of each side, as SVG: every gap between two tokens of a chat, over time."""
+"""A picture of one round of each side, as SVG: the gaps between the tokens of chats, over time."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -20,8 +20,8 @@ text { font: 12px system-ui, sans-serif; fill: #57606a }
 def draw(
     rounds: Mapping[str, list[Seen]], measured: Mapping[str, Mapping[str, float]], workload: Workload
 ) -> str:
-    """A panel for each side, all with one scale: a bar for each gap, at its end and as high as it is long. Triangles
-    mark the arrival of long prompts.
+    """A panel for each side, all with one scale: a bar for a gap, at its end and as high as it is long; where several
+    would cover each other, the longest one. Triangles mark the arrival of long prompts.
     """
     top_s = max(gap for seen in rounds.values() for each in _chats(seen) for gap in each.gaps_s)
     end_s = max(each.arrivals_s[-1] for seen in rounds.values() for each in seen)
@@ -47,16 +47,19 @@ def _panel(
 
     title = (
         f"{name}: gap p99 {figures['gap_p99_ms']:,.0f} ms, time to first token p99 "
-        f"{figures['chat_ttft_p99_ms'] / 1e3:.1f} s, {figures['tokens_per_s']:.0f} tokens/s"
+        f"{figures['chat_ttft_p99_ms']:,.0f} ms, {figures['tokens_per_s']:.0f} tokens/s"
     )
     yield f'<text class="title" x="{LEFT}" y="{bottom - PANEL - 6}">{escape(title)}</text>'
     for height, label in ((PANEL, f"{top_s:.1f} s"), (0, "0")):
         yield f'<path class="axis" d="M{LEFT} {bottom - height}H{WIDTH - RIGHT}"/>'
         yield f'<text x="{LEFT - 6}" y="{bottom - height + 4}" text-anchor="end">{label}</text>'
+    longest: dict[int, float] = {}
+    for each in _chats(seen):
+        for at_s, gap_s in zip(each.arrivals_s[1:], each.gaps_s, strict=True):
+            column = round(x(at_s))
+            longest[column] = max(gap_s, longest.get(column, 0.0))
     bars = "".join(
-        f"M{x(at_s):.1f} {bottom}v{-PANEL * gap_s / top_s:.1f}"
-        for each in _chats(seen)
-        for at_s, gap_s in zip(each.arrivals_s[1:], each.gaps_s, strict=True)
+        f"M{column} {bottom}v{-PANEL * gap_s / top_s:.1f}" for column, gap_s in sorted(longest.items())
     )
     yield f'<path class="gap" d="{bars}"/>'
     for each in seen:
