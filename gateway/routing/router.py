@@ -193,10 +193,10 @@ class Router:
         pair = self._policy.pair(need, prefills, decodes, avoided)
         if pair is None:
             return ""
-        pair_s, local_s = costs.pair_s(*pair, need), costs.local_s(local, need)
-        if threshold is None and local_s <= pair_s - costs.order_s(pair[0], need):
+        alone_s, local_s = costs.pair_s(*pair, need) - costs.wait_s(pair[0]), costs.local_s(local, need)
+        if threshold is None and local_s <= alone_s:
             return "short prompt"
-        return "busy prefill workers" if local_s <= pair_s else ""
+        return "busy prefill workers" if local_s <= alone_s + costs.order_s(pair[0], need) else ""
 
     def _local(self, need: Need, decode: WorkerEstimate, reason: str, is_fallback: bool = False) -> Placement:
         return Placement(
