@@ -94,6 +94,7 @@ simulate-faults: $(INSTALLED) ## SEEDS runs of the whole hand-over with seeded f
 
 simulate-scheduler: $(INSTALLED) ## SEEDS random workloads through the scheduler in every mode (10,000: seven minutes)
 	$(PYTHON_IN_VENV) -m tests.property.workloads --seeds $(SEEDS)
+	$(PYTHON_IN_VENV) -m tests.property.classical --seeds $(SEEDS)
 
 break-workers: $(INSTALLED) ## Kill, stop and restart workers under TRANSFERS hand-overs each, on every transport
 	$(PYTHON_IN_VENV) -m tests.e2e.worker_faults --transfers $(TRANSFERS)

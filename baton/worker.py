@@ -160,4 +160,9 @@ class WorkerStatus:
     """Why its engine ended, if it ended by itself."""
     load: WorkerLoad = WorkerLoad()
     max_num_seqs: int = 0
-    """How many requests can run at once; 0: unknown."""
+    """How many requests a step can hold; 0: unknown."""
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests of a step that only decodes; with `scheduler.batching: prefill_first` more may run."""
+        return min(self.requests.running, self.max_num_seqs or self.requests.running)

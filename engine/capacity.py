@@ -68,7 +68,11 @@ def reckon(engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel)
         default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
         memory_mib = engine.kv_cache_memory_mib or default_mib
         values["num_blocks"] = _num_blocks(memory_mib, asked.block_size, model)
-    return Capacity(asked.with_values("scheduler", **values), asked.max_num_batched_tokens)
+    if model.device.type == "cpu" and _has_no_budget(scheduler):
+        assert isinstance(values["num_blocks"], int)
+        values["max_num_batched_tokens"] = (values["num_blocks"] - 1) * asked.block_size
+    config = asked.with_values("scheduler", **values)
+    return Capacity(config, max(asked.max_num_batched_tokens, config.max_num_batched_tokens))
 
 
 def largest_steps(scheduler: SchedulerConfig, model: LoadedModel) -> StepLimits:
@@ -83,6 +87,11 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerC
         return asked.with_values("scheduler", **_cpu_budget(asked))
     unset = {key: value for key, value in GPU_DEFAULTS.items() if key not in asked.model_fields_set}
     return asked.with_values("scheduler", **unset)
+
+
+def _has_no_budget(asked: SchedulerConfig) -> bool:
+    """A step of `batching: mixed` is limited by the pool alone. A GPU's buffers are made before, so it has a budget."""
+    return asked.batching == "mixed" and "max_num_batched_tokens" not in asked.model_fields_set
 
 
 def _cpu_budget(asked: SchedulerConfig) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/scheduler.md: real workers, real requests, and what their schedulers wrote down.
 
-    python examples/draw_scheduler.py [--model smollm2]
+    python examples/draw_scheduler.py [--model smollm2] [--pictures two-phases mixed]
 
 Each picture shows a small cluster of child processes, which answers a few requests at chosen moments. `baton trace`
 draws its traces. Times differ from run to run, decisions hardly.
@@ -72,6 +72,26 @@ PICTURES = (
         ),
         ("w0", "w1"),
     ),
+    Picture(
+        "two-phases",
+        {"batching": "prefill_first", "max_num_seqs": 2, "max_num_batched_tokens": 256},
+        (
+            Question(20, 14),
+            Question(30, 12),
+            Question(60, 4, after=0, num_tokens=2),
+            Question(40, 3, after=0, num_tokens=2),
+        ),
+    ),
+    Picture(
+        "mixed",
+        {"batching": "mixed", "max_num_seqs": 3, "num_blocks": 91},
+        (
+            Question(256, 10),
+            Question(128, 16, after=0, num_tokens=1),
+            Question(64, 12, after=0, num_tokens=2),
+            Question(100, 4, after=0, num_tokens=4),
+        ),
+    ),
 )
 
 
@@ -113,9 +133,11 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2", help="a model folder, or a name that Baton knows")
+    names = [picture.name for picture in PICTURES]
+    parser.add_argument("--pictures", nargs="+", choices=names, default=names, help="which ones (all)")
     options = parser.parse_args()
     model = resolve(options.model, default_cache_dir(os.environ))
-    for picture in PICTURES:
+    for picture in (picture for picture in PICTURES if picture.name in options.pictures):
         with tempfile.TemporaryDirectory() as trace_dir:
             asyncio.run(play(picture, model, trace_dir))
             traces = [str(next(Path(trace_dir).glob(f"{worker}-*.jsonl"))) for worker in picture.workers]

@@ -54,6 +54,7 @@ class Admission:
         trial: Trial,
     ) -> None:
         self._max_num_seqs = config.max_num_seqs
+        self._counts_by_step = config.batching == "prefill_first"
         self._order = order
         self._waiting = waiting
         self._to_load = WaitingQueue()
@@ -156,7 +157,7 @@ class Admission:
         for request_id in list(islice(self._unknown, self._max_num_seqs)):  # a bound, however many wait
             self._to_load.push(self._unknown.pop(request_id))
         passed_over: list[tuple[WaitingQueue, Request]] = []
-        while len(self._running.requests) + self._remote.num_received < self._max_num_seqs:
+        while self._has_place(step):
             queue = self._next_queue(may_load=self._num_ahead() < self._max_num_seqs)
             request = queue.peek()
             if request is None:
@@ -176,6 +177,14 @@ class Admission:
                 self._unknown[request.request_id] = request
         for queue, request in passed_over:
             queue.push(request)
+
+    def _has_place(self, step: StepPlan) -> bool:
+        """Classical two-phase schedulers count places by step: more may run than one step holds. But while requests
+        wait whose prompts come from elsewhere, the running ones are counted, so that those find a place, too.
+        """
+        if self._counts_by_step and not (self._to_load or self._remote.num_received):
+            return len(step.num_scheduled_tokens) < self._max_num_seqs
+        return len(self._running.requests) + self._remote.num_received < self._max_num_seqs
 
     def _next_queue(self, *, may_load: bool) -> WaitingQueue:
         """The queue of the first request overall. Requests that would load are left out once all slots are promised
@@ -267,7 +276,7 @@ class Admission:
         hit.
         """
         num_hit_tokens = len(hits) * self._kv.block_size
-        if self._kv.is_caching:
+        if self._kv.may_hit(request):
             self._counters["prefix_cache_queries"] += request.num_tokens
             self._counters["prefix_cache_hits"] += num_hit_tokens
         return min(num_hit_tokens, request.num_prompt_tokens)

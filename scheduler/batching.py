@@ -1,4 +1,4 @@
-"""How a step is filled, and in which order: the two policies of `SchedulerConfig.batching`."""
+"""How a step is filled, and in which order: the policies of `SchedulerConfig.batching`."""
 
 from typing import Protocol
 
@@ -44,35 +44,43 @@ class Unified:
         return self._running.num_tokens_of_part(request, step) if self._enable_chunked_prefill else 0
 
 
-class PrefillFirst:
-    """The classical two phases: a step either prefills as many whole prompts as fit, or decodes one token of each
-    request.
+class PromptsFirst:
+    """The classical schedulers: whole prompts come before outputs, and every waiting request before every running one.
 
-    Waiting requests come before running ones. As in nano-vLLM, a whole prompt must fit the budget and the free
-    blocks, regardless of the prefix cache. The budget is then charged only for the computed tokens.
+    As in nano-vLLM, a whole prompt must fit the budget and the free blocks, regardless of the prefix cache. The budget
+    is then charged only for the computed tokens. With miniVLLM's rules it is charged for the whole prompt.
     """
 
-    def __init__(self, running: Running, admission: Admission, kv: KVCache) -> None:
+    def __init__(self, config: SchedulerConfig, running: Running, admission: Admission, kv: KVCache) -> None:
+        self._mixes = config.batching == "mixed"
+        """A step with prompts holds outputs, too. Otherwise it has two phases: a step of prompts, or one of outputs."""
+        self._has_mini_vllm_rules = config.prefill_first_rules == "mini_vllm"
         self._running = running
         self._admission = admission
         self._kv = kv
 
     def fill(self, step: StepPlan) -> None:
         self._admission.admit_waiting(step, self._fit)
-        if not step.requests:
-            received = self._admission.admit_received(step)
-            self._running.go_on(step)
-            self._running.join(received)
+        if self._mixes or not step.requests:
+            self._decode(step)
+
+    def _decode(self, step: StepPlan) -> None:
+        received = self._admission.admit_received(step)
+        self._running.go_on(step)
+        if self._has_mini_vllm_rules:
+            self._running.make_room_for_next(step)
+        self._running.join(received)
 
     def _fit(self, request: Request, num_computed_tokens: int, step: StepPlan) -> int:
         num_tokens = request.num_tokens
+        num_charged = num_tokens + (step.num_reused_tokens if self._has_mini_vllm_rules else 0)
         has_room = (
-            num_tokens <= step.token_budget and self._kv.num_blocks_for(num_tokens) <= self._kv.num_free
+            num_charged <= step.token_budget and self._kv.num_blocks_for(num_tokens) <= self._kv.num_free
         )
         return num_tokens - num_computed_tokens if has_room else 0
 
 
 def make_batching(config: SchedulerConfig, running: Running, admission: Admission, kv: KVCache) -> Batching:
-    if config.batching == "prefill_first":
-        return PrefillFirst(running, admission, kv)
-    return Unified(config, running, admission)
+    if config.batching == "unified":
+        return Unified(config, running, admission)
+    return PromptsFirst(config, running, admission, kv)

@@ -12,7 +12,7 @@ from scheduler.step import StepPlan
 
 
 class Running:
-    """At most `max_num_seqs` requests; preempted ones may leave from anywhere in the order."""
+    """At most `max_num_seqs` requests, or as many in a step; preempted ones may leave from anywhere in the order."""
 
     def __init__(
         self,
@@ -24,6 +24,7 @@ class Running:
         joins_parts: bool,
     ) -> None:
         self._joins_parts = joins_parts
+        self._max_num_seqs = config.max_num_seqs
         self._threshold = config.long_prefill_token_threshold
         self._order = order
         self._kv = kv
@@ -34,15 +35,16 @@ class Running:
         """Continues all requests in order; one that cannot proceed does not stop those behind it.
 
         Where blocks run out, requests are preempted until there are enough, or until the request itself must give
-        way. Then none behind it is served either, since all of those rank lower.
+        way. Then none behind it is served either, since all of those rank lower. Requests that began in this step
+        neither continue nor give way.
         """
         victims: Iterator[Request] | None = None
-        just_begun = set(step.num_scheduled_tokens)
-        for request in self.requests:
-            if step.token_budget == 0:
+        requests, scheduled = self._not_in(step), step.num_scheduled_tokens
+        for request in requests:
+            if step.token_budget == 0 or len(scheduled) == self._max_num_seqs:
                 break
-            if request.status is not RequestStatus.RUNNING or request.request_id in just_begun:
-                continue  # preempted, or admitted, in this step
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted in this step
             num_tokens = self.num_wanted_tokens(request, request.num_computed_tokens)
             if num_tokens > step.token_budget:
                 num_tokens = self.num_tokens_of_part(request, step)
@@ -50,13 +52,28 @@ class Running:
                 continue
             new_blocks = self._kv.extend_table(request, request.num_computed_tokens + num_tokens)
             if new_blocks is None:
-                victims = victims or self._order.victims(self.requests)
+                victims = victims or self._order.victims(requests)
                 new_blocks = self._make_room(request, num_tokens, victims, step)
                 if new_blocks is None:
                     break
             step.proceed(request, num_tokens, new_blocks)
         if victims is not None:
             self.drop_gone()
+
+    def make_room_for_next(self, step: StepPlan) -> None:
+        """After `go_on`: the first request that the step has no place for gets room for its next token.
+
+        miniVLLM looks for a block before it looks whether the step is full.
+        """
+        left_out = [r for r in self._not_in(step) if self.num_wanted_tokens(r, r.num_computed_tokens)]
+        for victim in self._order.victims(left_out):
+            first = left_out[0]
+            if self._kv.num_missing(first, first.num_computed_tokens + 1) <= self._kv.num_free:
+                break
+            self._preemption.preempt(victim, step)
+            if victim is first:
+                break
+        self.drop_gone()
 
     def begin(self, request: Request) -> None:
         """Adds an admitted request behind all others; a prompt for another worker before those that come after it."""
@@ -103,6 +120,12 @@ class Running:
                 return 0
         num_wanted = num_tokens - num_computed_tokens
         return self._threshold if 0 < self._threshold < num_wanted else num_wanted
+
+    def _not_in(self, step: StepPlan) -> list[Request]:
+        scheduled = step.num_scheduled_tokens
+        if not scheduled:
+            return self.requests
+        return [request for request in self.requests if request.request_id not in scheduled]
 
     def _make_room(
         self, request: Request, num_tokens: int, victims: Iterator[Request], step: StepPlan

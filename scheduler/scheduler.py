@@ -331,7 +331,7 @@ class Scheduler:
         num_holders = counts.running + counts.waiting_for_remote_kvs + self._remote.num_received
         assert self._kv.num_tables == num_holders, "a waiting request holds blocks, or a running one none"
         assert all(request.status is RequestStatus.RUNNING for request in self._running.requests)
-        assert len(self._running.requests) <= self._config.max_num_seqs
+        assert counts.running <= self._config.max_num_seqs or self._config.batching == "prefill_first"
         num_swapped = sum(len(request.swapped_block_ids) for request in self._requests.values())
         assert num_swapped == self._swap.num_held, "host blocks have lost their requests"
 
@@ -346,6 +346,7 @@ class Scheduler:
                 num_tokens = len(request.all_token_ids) + request.num_output_placeholders
                 request.num_output_placeholders += request.num_computed_tokens == num_tokens
         if step.requests:
+            assert len(num_scheduled) <= self._config.max_num_seqs
             self._under_way[self._num_steps] = step.requests
 
     # update_from_output()

@@ -16,6 +16,8 @@ class StepPlan:
         self.requests: list[Request] = []
         """The step's requests, in the order of scheduling."""
         self.num_scheduled_tokens: dict[str, int] = {}
+        self.num_reused_tokens = 0
+        """Tokens of admitted requests that the step need not compute."""
         self.preempted: set[str] = set()
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
@@ -42,12 +44,14 @@ class StepPlan:
                 is_loaded=request.is_consumer and request.first_token is not None,
             )
         )
+        self.num_reused_tokens += request.num_computed_tokens
         self._spend(request, num_tokens)
 
     def resume(self, request: Request, num_tokens: int) -> None:
         """Adds a request that the runner knows, but with all new blocks."""
         assert request.block_table is not None
         self._resumed[request.request_id] = request.num_tokens
+        self.num_reused_tokens += request.num_computed_tokens
         self._continue(request, num_tokens, request.block_table.block_ids)
 
     def proceed(self, request: Request, num_tokens: int, new_blocks: Sequence[Block]) -> None:

@@ -11,12 +11,13 @@ class SchedulerConfig(Section):
     """What one step may hold, and which request goes first. Units are tokens, requests or blocks."""
 
     max_num_seqs: int = Field(64, ge=1)
-    """Requests that may run at once. Default on a GPU: 256."""
+    """Requests that may run at once; with `batching: prefill_first`, requests that one step may hold. Default on a
+    GPU: 256."""
     max_num_batched_tokens: int = Field(128, ge=1)
     """Tokens that one step may compute. A prompt is handed over in parts of this size while the next part is
     computed, and a prompt that arrives meanwhile waits for the current part. If unset, at least `max_num_seqs`, and at
-    least 512 and `max_model_len` where prompts are not split. Default on a GPU: the fewest that keep it busy, at most
-    8192."""
+    least 512 and `max_model_len` where prompts are not split; with `batching: mixed` on a CPU, as many as the KV pool
+    holds. Default on a GPU: the fewest that keep it busy, at most 8192."""
     max_model_len: int | None = Field(None, ge=1)
     """Prompt and output tokens of one request; None: the model's own limit."""
     long_prefill_token_threshold: int = Field(0, ge=0)
@@ -30,9 +31,15 @@ class SchedulerConfig(Section):
     """With `priority`: waiting this long improves a request's priority by one, so that no request starves; 0: never."""
     async_scheduling: bool = True
     """Plan the next step while the device computes the current one. Tokens are the same either way."""
-    batching: Literal["unified", "prefill_first"] = "unified"
+    batching: Literal["unified", "prefill_first", "mixed"] = "unified"
     """`prefill_first`: a step holds either whole prompts or decodes, and prompts go first (the classical two-phase
-    scheduler). It never splits a prompt, so a request is limited to `max_num_batched_tokens`."""
+    scheduler). More requests may run than one step holds; those that started first decode. `mixed`: whole prompts go
+    first, and all decodes are in the same step. Neither splits a prompt, so a request is limited to
+    `max_num_batched_tokens`."""
+    prefill_first_rules: Literal["nano_vllm", "mini_vllm"] = "nano_vllm"
+    """Of `prefill_first`. `nano_vllm`: a prompt takes the tokens from the step's budget that it computes. `mini_vllm`:
+    it takes its whole length, cached or not; and the first request for which a decode step has no place gets room for
+    its next token, too, even if another is preempted for it."""
     preemption: Literal["recompute", "swap"] = "recompute"
     """How a preempted request's KV is restored: computed again, or copied to host memory and back while that has
     room."""
@@ -57,10 +64,15 @@ class SchedulerConfig(Section):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({length}) when enable_chunked_prefill is false; otherwise long prompts could never run"
             )
-        if self.batching == "prefill_first" and self.long_prefill_token_threshold:
+        if self.batching != "unified" and self.long_prefill_token_threshold:
             raise ValueError(
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) splits prompts, "
-                "which batching 'prefill_first' never does; set it to 0"
+                f"which batching '{self.batching}' never does; set it to 0"
+            )
+        if self.batching != "prefill_first" and self.prefill_first_rules != "nano_vllm":
+            raise ValueError(
+                f"prefill_first_rules ('{self.prefill_first_rules}') needs batching 'prefill_first', "
+                f"not '{self.batching}'"
             )
         if self.policy != "priority" and self.priority_ageing_s:
             raise ValueError(

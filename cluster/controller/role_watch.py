@@ -156,7 +156,7 @@ class RoleWatch:
 
 
 def _tokens_per_s(status: WorkerStatus) -> float:
-    return status.requests.running / status.load.decode_step_s if status.load.decode_step_s else 0.0
+    return status.num_decoding / status.load.decode_step_s if status.load.decode_step_s else 0.0
 
 
 def _is_known(worker: ObservedWorker) -> bool:

@@ -67,7 +67,7 @@ class CostModel:
         if status.load.prefill_tokens_per_s > 0.0:
             self._prefill_rate.add(status.load.prefill_tokens_per_s)
         if status.load.decode_step_s > 0.0:
-            self._decode_step.add(max(1, status.requests.running), status.load.decode_step_s)
+            self._decode_step.add(max(1, status.num_decoding), status.load.decode_step_s)
 
     def pair_s(self, prefill: WorkerEstimate, decode: WorkerEstimate, need: Need) -> float:
         prefill_s = self.compute_s(prefill, need)

@@ -72,7 +72,7 @@ class WorkerEstimate:
         if status.load.prefill_tokens_per_s > 0.0:
             self.prefill_rate.add(status.load.prefill_tokens_per_s)
         if status.load.decode_step_s > 0.0:
-            self.decode_step.add(max(1, status.requests.running), status.load.decode_step_s)
+            self.decode_step.add(max(1, status.num_decoding), status.load.decode_step_s)
         self._refresh()
 
     def gone(self) -> None:

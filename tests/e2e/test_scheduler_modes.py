@@ -86,16 +86,16 @@ def real(smollm2: Path) -> Subject:
     return make_subject(smollm2, [tokenizer(text)["input_ids"] for text in TEXTS])
 
 
-def make_core(model: LoadedModel, **settings: Any) -> EngineCore:
+def make_core(model: LoadedModel, num_blocks: int = NUM_BLOCKS, **settings: Any) -> EngineCore:
     num_swap_blocks = 0 if settings["preemption"] == "recompute" else NUM_SWAP_BLOCKS
     config = SchedulerConfig(
         max_model_len=512,
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks or None,
         block_size=BLOCK_SIZE,
         **settings,
     )
-    pool = KVPool(NUM_BLOCKS, model.kv_block_shape(BLOCK_SIZE), model.device)
+    pool = KVPool(num_blocks, model.kv_block_shape(BLOCK_SIZE), model.device)
     runner = make_runner(model, pool, HostBlocks(num_swap_blocks, pool))
     return EngineCore(
         Scheduler(config, KVConnectorScheduler(BLOCK_SIZE)),
@@ -129,7 +129,7 @@ def check(subject: Subject, **settings: Any) -> None:
     counters = core.counters()
     if settings["max_num_batched_tokens"] > 1:  # a budget of one serves one request at a time
         assert counters["preemptions"] > 0
-        if settings.get("batching") != "prefill_first":
+        if "batching" not in settings:
             assert (counters.get("swapped_in_blocks", 0) > 0) == (settings["preemption"] != "recompute")
     blocks = core.kv_block_counts()
     assert (blocks.free, blocks.host_used) == (blocks.total, 0)
@@ -147,10 +147,33 @@ def test_chunked_prefill_preemption_and_planning_ahead_change_no_token(
 TWO_PHASE = {"batching": "prefill_first", "max_num_batched_tokens": 128, "enable_prefix_caching": False}
 
 
+MIXED = TWO_PHASE | {"batching": "mixed"}
+
+
 @pytest.mark.parametrize("preemption", PREEMPTIONS)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_two_phase_scheduler_gives_the_same_tokens(tiny: Subject, policy: str, preemption: str) -> None:
-    check(tiny, **TWO_PHASE, preemption=preemption, policy=policy)
+@pytest.mark.parametrize("classical", [TWO_PHASE, MIXED], ids=["two-phase", "mixed"])
+def test_classical_schedulers_give_the_same_tokens(
+    tiny: Subject, classical: dict[str, Any], policy: str, preemption: str
+) -> None:
+    check(tiny, **classical, preemption=preemption, policy=policy)
+
+
+@pytest.mark.parametrize("rules", ["nano_vllm", "mini_vllm"])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+def test_c59_requests_that_run_without_a_place_in_every_step_get_the_same_tokens(
+    tiny: Subject, async_scheduling: bool, rules: str
+) -> None:
+    """Eight blocks are enough for any two of them, so a preemption shows that more run."""
+    check(
+        tiny,
+        **TWO_PHASE,
+        num_blocks=9,
+        max_num_seqs=2,
+        preemption="recompute",
+        prefill_first_rules=rules,
+        async_scheduling=async_scheduling,
+    )
 
 
 @pytest.mark.parametrize(

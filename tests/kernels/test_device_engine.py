@@ -54,14 +54,8 @@ Answers = dict[str, tuple[list[int], list[Any]]]
 
 
 def make_config(block_size: int, num_blocks: int, **settings: Any) -> SchedulerConfig:
-    return SchedulerConfig(
-        max_model_len=64,
-        max_num_seqs=4,
-        max_num_batched_tokens=8,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        **settings,
-    )
+    steps = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    return SchedulerConfig(**steps | settings, num_blocks=num_blocks, block_size=block_size)
 
 
 def answers_of(pipeline: Pipeline, config: SchedulerConfig, given: Answers | None = None) -> Answers:
@@ -183,6 +177,18 @@ def test_preemption_changes_no_token(tmp_path: Path, device: torch.device, preem
 def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device) -> None:
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16, async_scheduling=False)
+    assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batching": "prefill_first", "max_num_seqs": 1}, {"batching": "mixed"}], ids=str
+)
+def test_c59_classical_schedulers_change_no_token(
+    tmp_path: Path, device: torch.device, settings: dict[str, Any]
+) -> None:
+    """With `prefill_first` three requests run, and the engine's buffers and graphs are for one in a step."""
+    path = make_model_dir(tmp_path / "model", **SMALL)
+    config = make_config(16, 16, max_num_batched_tokens=20, **settings)
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 

@@ -46,7 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         order=st.sampled_from(ORDERS),
-        batching=st.sampled_from(["unified", "unified", "unchunked", "prefill_first"]),
+        batching=st.sampled_from(["unified", "unified", "unchunked", "prefill_first", "mini_vllm", "mixed"]),
         preemption=st.sampled_from(PREEMPTIONS),
         num_blocks=st.integers(10, 24),
         max_num_seqs=st.integers(1, 6),
@@ -69,9 +69,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.splits_prompts = batching == "unified"
         if batching == "unchunked":
             settings |= {"enable_chunked_prefill": False, "max_model_len": 200}
-        elif batching == "prefill_first":
+        elif batching == "mini_vllm":
+            settings |= {"batching": "prefill_first", "prefill_first_rules": batching}
+        elif batching != "unified":
             settings |= {"batching": batching}
-        if batching != "prefill_first":
+        if batching in ("unified", "unchunked"):
             settings |= {"long_prefill_token_threshold": threshold}
         self.budget = budget if self.splits_prompts else 200
         self.connector = FakeConnector(holds=True)
@@ -100,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         grammar=st.sampled_from([None, None, None, *GRAMMARS]),
         on_failure=st.sampled_from(OnLoadFailure),
         on_preemption=st.sampled_from(OnPreemption),
+        skips_cache=st.booleans(),
     )
     def add(
         self,
@@ -114,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         grammar: StructuredOutput | None,
         on_failure: OnLoadFailure,
         on_preemption: OnPreemption,
+        skips_cache: bool,
     ) -> None:
         number = len(self.requests)
         request = make_request(
@@ -125,6 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             role=role,
             on_failure=on_failure,
             on_preemption=on_preemption,
+            skip_reading_prefix_cache=skips_cache,
             cache_salt=cache_salt,
             structured_output=grammar,
             output_token_ids=[token_at(f"r{number}", i) for i in range(min(num_outputs, max_tokens - 1))],

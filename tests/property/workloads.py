@@ -41,7 +41,8 @@ class Mode:
     num_ahead: int
 
 
-MODES = [Mode(batching, num_ahead) for batching in ("unified", "prefill_first") for num_ahead in (0, 1)]
+BATCHINGS = ("unified", "prefill_first", "mixed")
+MODES = [Mode(batching, num_ahead) for batching in BATCHINGS for num_ahead in (0, 1)]
 
 
 def make_workload(seed: int) -> Workload:
@@ -84,14 +85,17 @@ def make_settings(rng: random.Random) -> dict[str, Any]:
         "priority_ageing_s": rng.choice([0.0, 2.0]) if policy == "priority" else 0.0,
         "preemption": preemption,
         "num_swap_blocks": None if preemption == "recompute" else rng.choice([3, 8, 40]),
+        "prefill_first_rules": rng.choice(["nano_vllm", "mini_vllm"]),
     }
 
 
 def settings_for(workload: Workload, mode: Mode) -> dict[str, Any]:
-    """The two-phase scheduler never splits a prompt, so its budget holds the longest request."""
+    """The classical schedulers never split a prompt, so their budget holds the longest request."""
     settings = workload.settings | {"batching": mode.batching, "async_scheduling": mode.num_ahead > 0}
-    if mode.batching == "prefill_first":
+    if mode.batching != "unified":
         settings |= {"max_num_batched_tokens": 200, "long_prefill_token_threshold": 0}
+    if mode.batching != "prefill_first":
+        del settings["prefill_first_rules"]
     return settings
 
 

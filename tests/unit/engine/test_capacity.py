@@ -92,6 +92,7 @@ def test_a_gpu_has_defaults_of_its_own_which_give_way_to_what_is_set() -> None:
         ({"max_num_seqs": 200, "max_num_batched_tokens": 100}, 100),
         ({"enable_chunked_prefill": False}, 512),
         ({"batching": "prefill_first"}, 512),
+        ({"batching": "mixed"}, 512),
         ({"enable_chunked_prefill": False, "max_model_len": 256}, 512),
         ({"enable_chunked_prefill": False, "max_model_len": 1000}, 1000),
     ],
@@ -101,6 +102,19 @@ def test_on_a_cpu_a_step_of_decodes_and_an_unsplit_prompt_fit_the_budget_unless_
     settings: dict[str, Any], budget: int
 ) -> None:
     assert with_defaults_of(CPU, SchedulerConfig(**settings)).max_num_batched_tokens == budget
+
+
+def test_c60_mixed_steps_on_a_cpu_are_limited_by_the_pool_alone_unless_a_budget_is_set(
+    model: LoadedModel,
+) -> None:
+    found = capacity_of(model, scheduler={"batching": "mixed", "num_blocks": 101})
+    assert found.scheduler_config.max_num_batched_tokens == found.max_num_batched_tokens == 1600
+    whole_pool = reckoned(model, scheduler={"batching": "mixed"})
+    assert whole_pool.num_blocks is not None
+    assert whole_pool.num_blocks == reckoned(model).num_blocks
+    assert whole_pool.max_num_batched_tokens == (whole_pool.num_blocks - 1) * 16
+    budget = {"max_num_batched_tokens": 128}
+    assert reckoned(model, scheduler=budget | {"batching": "mixed"}).max_num_batched_tokens == 128
 
 
 def test_on_a_gpu_unsplit_prompts_may_be_longer_than_a_cpus_budget() -> None:
@@ -144,6 +158,7 @@ def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
         {"max_num_batched_tokens": 512},
         {"enable_chunked_prefill": False},
         {"batching": "prefill_first"},
+        {"batching": "mixed"},
     ],
     ids=str,
 )

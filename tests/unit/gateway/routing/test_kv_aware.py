@@ -1,5 +1,6 @@
 """kv_aware and `auto`: what a placement costs, term by term, each test with all else equal."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,6 +126,17 @@ def test_steps_that_grow_with_their_requests_are_learned() -> None:
     assert chosen(router)[1] == {"d0"}
 
 
+def test_c59_a_steps_time_is_that_of_the_requests_which_it_holds() -> None:
+    """With `prefill_first` more may run than decode in a step: here eight at most."""
+    router = pair_of()
+    for running in (1, 8, 30, 1, 40):
+        seconds = 0.01 + 0.001 * min(running, 8)
+        router.on_status(replace(measured("d0", running, decode_step_s=seconds), max_num_seqs=8))
+        router.on_status(measured("d1", running, decode_step_s=0.01 + 0.001 * running))
+    for name in ("d0", "d1"):
+        assert router.estimate(name).decode_step.per_request_s == pytest.approx(0.001, rel=0.2), name
+
+
 def test_a_prefix_hit_on_a_decode_worker_shortens_the_transfer() -> None:
     router = pair_of()
     for decode in ("d0", "d1"):
@@ -191,6 +203,18 @@ def test_another_salt_hits_nothing_and_a_whole_prompt_leaves_a_token_to_compute(
     assert router.route(asked).num_prefill_tokens == 16
     assert router.route(ask(160, cache_salt="b")).num_prefill_tokens == 160
     assert router.route(ask(160)).num_prefill_tokens == 160
+
+
+def test_c63_a_request_that_skips_the_cache_has_no_hits_for_a_router() -> None:
+    router = pair_of()
+    report_blocks(router, "p1", LONG, 1600)
+    report_blocks(router, "d1", LONG, 1600)
+    skipping = replace(LONG, skip_reading_prefix_cache=True)
+    assert chosen(router) == ({"p1"}, {"d1"})
+    assert chosen(router, skipping) == ({"p0", "p1"}, {"d0", "d1"})
+    placement = router.route(skipping)
+    assert (placement.num_prefill_tokens, placement.num_transfer_tokens) == (2000, 2000)
+    assert router.lacking(skipping) == {"p0": 2000, "p1": 2000}
 
 
 def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
