@@ -193,13 +193,11 @@ class Router:
         pair = self._policy.pair(need, prefills, decodes, avoided)
         if pair is None:
             return ""
-        pair_s, local_s = costs.pair_s(*pair, need), costs.local_s(local, need)
-        queue_s = costs.order_s(pair[0], need)
-        if local_s > pair_s:
-            return ""
-        if threshold is None and local_s <= pair_s - queue_s:
+        alone_s, local_s = costs.pair_s(*pair, need) - costs.wait_s(pair[0]), costs.local_s(local, need)
+        if threshold is None and local_s <= alone_s:
             return "short prompt" if local.num_requests else "idle decode worker"
-        return "busy prefill workers" if queue_s > 0.0 else ""
+        order_s = costs.order_s(pair[0], need)
+        return "busy prefill workers" if order_s > 0.0 and local_s <= alone_s + order_s else ""
 
     def _local(self, need: Need, decode: WorkerEstimate, reason: str, is_fallback: bool = False) -> Placement:
         return Placement(

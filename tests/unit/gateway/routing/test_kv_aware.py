@@ -56,17 +56,10 @@ def test_a_prefix_hit_on_a_prefill_worker_wins() -> None:
 
 
 def test_a_prefix_hit_does_not_win_over_a_long_queue() -> None:
-    router = pair_of(measured("p1", 10, num_queued_prompt_tokens=3000))
-    report_blocks(router, "p1", LONG, 1600)
-    assert chosen(router)[0] == {"p0"}
-    router.on_status(measured("p1", 10, num_queued_prompt_tokens=1000))
-    assert chosen(router)[0] == {"p1"}
-
-
-def test_a_prefix_hit_wins_over_one_long_prompt_which_lets_the_rest_go_first() -> None:
-    """400 of its tokens are missing: they delay a prompt of 3,000 by 400, and p0 would compute 2,000."""
     router = pair_of(measured("p1", 1, num_queued_prompt_tokens=3000))
     report_blocks(router, "p1", LONG, 1600)
+    assert chosen(router)[0] == {"p0"}
+    router.on_status(measured("p1", 1, num_queued_prompt_tokens=1000))
     assert chosen(router)[0] == {"p1"}
 
 
