@@ -55,7 +55,7 @@ def test_with_auto_chats_do_not_wait_for_a_step_of_a_long_prompt(monkeypatch: py
 
     auto, disaggregated = played(GatewayConfig().routing_mode), played("disaggregated")
     first_ms = [p99_ms(each.ttft_s_of["chat"]) for each in (auto, disaggregated)]
-    assert first_ms[0] < first_ms[1] / 3
+    assert first_ms[0] < first_ms[1] / 2
     assert p99_ms(auto.ttft_s_of["long"]) < p99_ms(disaggregated.ttft_s_of["long"])
     assert p99_ms(auto.itl_s_of["chat"]) < 50.0, "one step with a chat's prompt"
     assert disaggregated.num_local == 0 < auto.num_local < len(auto.ttft_s) / 2
