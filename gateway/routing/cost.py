@@ -11,13 +11,14 @@ decode    steps of the answer, each with one request more, plus the time this ad
 
 Where a pair is compared with a decode worker alone, `order` replaces wait(P): for each prompt that waits there, its
 tokens or this one's, whichever are fewer / the prefill rate. A prefill worker computes the shorter one of two prompts
-first (scheduler/order.py), so that is what the two cost each other. Prefill workers are compared by all that waits,
-since later prompts may overtake this one, too: the load is even.
+first (scheduler/order.py), so that is what the two cost each other; and a step, since the one in progress is not
+interrupted. Prefill workers are compared by all that waits, since later prompts may overtake this one, too: the load
+is even.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
+from baton.config import SchedulerConfig
 from baton.worker import WorkerStatus
 from gateway.routing.rates import PREFILL_TOKENS_PER_S, LinkRates, MovingAverage, StepTime
 from gateway.routing.worker_estimate import WorkerEstimate
@@ -28,8 +29,7 @@ HANDOVER_S = 0.005
 EXPECTED_NEW_TOKENS = 128
 """Assumed length of an answer that may be longer: its real length is unknown, and its limit is rarely reached."""
 
-SchedulerPolicy = Literal["fcfs", "priority"]
-"""The workers' order (`scheduler.policy`)."""
+DEFAULT_SCHEDULER = SchedulerConfig()
 
 ALIKE = 1.25
 """Rates that differ by less than this factor count as equal, so that equal workers share the load. Measurements differ
@@ -54,10 +54,11 @@ class Need:
 class CostModel:
     """The fleet's rates, and the terms that follow from them."""
 
-    def __init__(self, scheduler_policy: SchedulerPolicy = "fcfs") -> None:
-        """`scheduler_policy`: the workers' own. Under `priority`, prompts of prefill workers too wait for those that
-        came before."""
-        self._is_by_work = scheduler_policy == "fcfs"
+    def __init__(self, scheduler: SchedulerConfig = DEFAULT_SCHEDULER) -> None:
+        """`scheduler`: the workers' own. Under `priority`, prompts of prefill workers too wait for those that came
+        before."""
+        self._is_by_work = scheduler.policy == "fcfs"
+        self._step_tokens = scheduler.max_num_batched_tokens
         self.links = LinkRates()
         self._prefill_rate = MovingAverage()
         self._decode_step = StepTime()
@@ -91,7 +92,9 @@ class CostModel:
     def order_s(self, prefill: WorkerEstimate, need: Need) -> float:
         if not self._is_by_work:
             return self.wait_s(prefill)
-        return self.prompt_s(prefill, prefill.num_tokens_in_order(need.num_missing(prefill.name)))
+        in_progress = min(self._step_tokens, prefill.num_waiting_tokens)
+        in_order = prefill.num_tokens_in_order(need.num_missing(prefill.name))
+        return self.prompt_s(prefill, in_progress + in_order)
 
     def wait_s(self, worker: WorkerEstimate) -> float:
         return self.prompt_s(worker, worker.num_waiting_tokens)
