@@ -116,7 +116,9 @@ async def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder:
             assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
 
 
-async def test_a_body_that_is_malformed_at_once_has_one_answer(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_body_that_is_malformed_at_once_has_one_answer(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The refusal of its type is under way when its first chunk turns out to have no size."""
     head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked\r\n\r\n"
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
