@@ -94,6 +94,19 @@ class RolloutStep:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class CacheFlush:
+    """What became of one worker's prefix cache when it should be forgotten."""
+
+    worker: str
+    obstacle: str = ""
+    """Why the worker keeps it; empty if it was forgotten."""
+
+    @property
+    def is_flushed(self) -> bool:
+        return not self.obstacle
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayReport:
     """What a gateway observed lately, as input for autoscaling. Times are in seconds."""

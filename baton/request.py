@@ -69,6 +69,8 @@ class EngineRequest:
     on_preemption: OnPreemption = OnPreemption.RESUME
     caller: int = 0
     """Whose request it is, as a number that tells no name: callers take turns where work waits on a worker."""
+    skip_reading_prefix_cache: bool = False
+    """No token of it is taken from a worker's prefix cache. Its blocks are written there as always."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,13 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="send one prompt and stream the answer")
     add_target_flags(generate, DEFAULT_TARGET)
     generate.add_argument("prompt", metavar="PROMPT")
-    generate.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default %(default)s")
+    generate.add_argument("--max-tokens", type=_count, default=256, metavar="N", help="default %(default)s")
+    generate.add_argument(
+        "--max-model-len",
+        type=_count,
+        metavar="N",
+        help="end at N tokens of prompt and answer together; default: the model's limit",
+    )
     generate.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy"
     )
@@ -96,6 +102,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--ignore-eos",
         action="store_true",
         help="generate --max-tokens tokens, past any end-of-sequence token",
+    )
+    generate.add_argument(
+        "--skip-reading-prefix-cache",
+        action="store_true",
+        help="compute the whole prompt, whatever the prefix caches have of it",
     )
     grammar = generate.add_mutually_exclusive_group()
     grammar.add_argument("--json-schema", metavar="SCHEMA", help="constrain the answer to a JSON schema")
@@ -127,6 +138,13 @@ def build_parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="draw the steps that workers recorded with --trace-dir")
     _add_trace_flags(trace)
     return parser
+
+
+def _count(text: str) -> int:
+    """As many as a field of the gateway's messages holds; argparse names the flag."""
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 2**32):
+        raise argparse.ArgumentTypeError(f"got {text!r}; must be a number from 1 to {2**32 - 1}")
+    return int(text)
 
 
 def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
@@ -257,6 +275,12 @@ def _rollout(target: "Target", options: argparse.Namespace) -> int:
     return rollout.run(target, options.workers, as_json=options.json)
 
 
+def _flush_cache(target: "Target", options: argparse.Namespace) -> int:
+    from cli.commands import flush_cache
+
+    return flush_cache.run(target, options.worker, force=options.force, as_json=options.json)
+
+
 def _probe(options: argparse.Namespace) -> int:
     overrides = {"network": {"secret_file": options.secret_file}}
     network = BatonConfig.from_mapping(merge({}, overrides), "baton probe").network
@@ -338,6 +362,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "drain": _drain,
     "role": _of_gateway(_role),
     "rollout": _of_gateway(_rollout),
+    "flush-cache": _of_gateway(_flush_cache),
     "probe": _probe,
     "key": _key,
     "demo": _demo,

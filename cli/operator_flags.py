@@ -24,13 +24,26 @@ def add_operators_commands(
     )
     role = commands.add_parser("role", help="change a worker's role, without a restart")
     rollout = commands.add_parser("rollout", help="restart workers one after the other, under load")
-    for order in (drain, role, rollout):
+    flush_cache = commands.add_parser("flush-cache", help="make workers forget their prefix caches")
+    for order in (drain, role, rollout, flush_cache):
         add_target_flags(order, default_target)
         order.add_argument("--json", action="store_true", help="print one JSON object when it is done")
     _add_drain_flags(drain)
     role.add_argument("worker", metavar="WORKER", help="name of the worker in `baton status`")
     rollout.add_argument("workers", nargs="*", metavar="WORKER", help="default: all")
     role.add_argument("role", choices=("prefill", "decode"), help="its new role")
+    flush_cache.add_argument(
+        "--worker",
+        action="append",
+        default=[],
+        metavar="WORKER",
+        help="only this one; may be given repeatedly",
+    )
+    flush_cache.add_argument(
+        "--force",
+        action="store_true",
+        help="also while blocks are in use: running requests are preempted, and compute their KV anew",
+    )
     _add_probe(commands)
 
 

@@ -195,6 +195,8 @@ class BatonClient:
         request_id: str = "",
         mode: Literal["disaggregated", "local"] | None = None,
         cache_salt: str | None = None,
+        skip_reading_prefix_cache: bool = False,
+        max_model_len: int | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
@@ -214,6 +216,8 @@ class BatonClient:
             sampling_params=sampling_pb2.SamplingParams(**sampling),
             routing_mode=_MODES[mode],
             cache_salt=cache_salt,
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
+            max_model_len=max_model_len,
             priority=priority,
         )
         if text is not None:

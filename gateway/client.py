@@ -11,7 +11,7 @@ import grpc.aio
 from google.rpc import error_details_pb2 as details_pb
 from grpc_status import rpc_status
 
-from baton.fleet import RolloutStep
+from baton.fleet import CacheFlush, RolloutStep
 from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import cluster_service_pb2_grpc as cluster_grpc
 from baton.v1 import generation_service_pb2 as generation_pb
@@ -125,6 +125,8 @@ class GatewayClient:
         mode: Literal["disaggregated", "local"] | None = None,
         request_id: str = "",
         cache_salt: str | None = None,
+        skip_reading_prefix_cache: bool = False,
+        max_model_len: int | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Event]:
@@ -139,6 +141,8 @@ class GatewayClient:
             sampling_params=sampling_pb.SamplingParams(**(sampling or {})),
             routing_mode=ROUTING_MODES[mode],
             cache_salt=cache_salt,
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
+            max_model_len=max_model_len,
             priority=priority,
         )
         if text is not None:
@@ -188,6 +192,14 @@ class GatewayClient:
         """Returns once the worker serves in its new role; GatewayError if it stays in its old one."""
         request = cluster_pb.SetWorkerRoleRequest(worker=worker, role=role.value)
         await self._response(self._cluster.SetWorkerRole, request)
+
+    async def flush_cache(
+        self, workers: Sequence[str] = (), *, force: bool = False
+    ) -> tuple[CacheFlush, ...]:
+        """Makes these workers, or all, forget their prefix caches; returns what became of each."""
+        request = cluster_pb.FlushCacheRequest(workers=workers, force=force)
+        response = await self._response(self._cluster.FlushCache, request)
+        return tuple(CacheFlush(flush.worker, flush.obstacle) for flush in response.workers)
 
     async def rollout(self, workers: Sequence[str] = ()) -> AsyncIterator[RolloutStep]:
         """Restarts these workers, or all, one after the other; yields whenever a new process serves."""

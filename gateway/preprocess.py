@@ -72,6 +72,8 @@ class Preprocessor:
         keep_special_tokens: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        skip_reading_prefix_cache: bool = False,
+        max_model_len: int | None = None,
         mode: Mode | None = None,
         timeout_s: float | None = None,
         caller: Caller = ANYBODY,
@@ -80,8 +82,9 @@ class Preprocessor:
     ) -> GatewayRequest:
         """Tokenises, and checks everything against the model; InvalidRequest names the field.
 
-        An answer gets at most `params.max_tokens` tokens, and at most as many as the prompt leaves room for.
-        `request_id` None generates one; `timeout_s` None: the client waits without limit.
+        An answer gets at most `params.max_tokens` tokens, and at most as many as the prompt leaves room for: in the
+        model's context, or in `max_model_len` tokens. `request_id` None generates one; `timeout_s` None: the client
+        waits without limit.
         """
         if request_id is not None and not is_well_formed(request_id):
             raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {request_id[:60]!r}")
@@ -95,11 +98,12 @@ class Preprocessor:
             logger.info("request %s: %r", request_id, prompt, extra=extra)
         now = asyncio.get_running_loop().time
         began = now()
+        self._check_max_model_len(max_model_len)
         self._check_token_ids("logit_bias", tuple(params.logit_bias))
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         async with self._grammar_checked(params.structured_output, caller, timeout_s):
             prompt_token_ids = await self._tokenise(prompt, caller, timeout_s)
-            room = self._room(prompt_token_ids)
+            room = self._room(prompt_token_ids, max_model_len)
             params = replace(params, max_tokens=min(params.max_tokens, room))
         return GatewayRequest(
             request_id=request_id,
@@ -108,6 +112,7 @@ class Preprocessor:
             text=self._text(params, keep_special_tokens, prompt_token_ids),
             priority=_priority_for(caller, priority),
             cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
             mode=mode,
             timeout_s=_left(timeout_s, now() - began),
             caller=caller,
@@ -117,13 +122,17 @@ class Preprocessor:
             is_chat=isinstance(prompt, list),
         )
 
-    def room_behind(self, num_tokens: int) -> int:
-        """How many tokens an answer may have after a prompt of `num_tokens`; PromptTooLong if none."""
-        room = self._model.max_model_len - num_tokens
+    def room_behind(self, num_tokens: int, max_model_len: int | None = None) -> int:
+        """How many tokens an answer may have after a prompt of `num_tokens`; PromptTooLong if none.
+
+        `max_model_len`: the request's own limit, at most the model's.
+        """
+        limit = self._model.max_model_len if max_model_len is None else max_model_len
+        room = limit - num_tokens
         if room < 1:
+            whose = "the model's" if max_model_len is None else "the request's max_model_len of"
             raise PromptTooLong(
-                "prompt",
-                f"{num_tokens} tokens leave no room for an answer in the model's {self._model.max_model_len} tokens",
+                "prompt", f"{num_tokens} tokens leave no room for an answer in {whose} {limit} tokens"
             )
         return room
 
@@ -181,11 +190,16 @@ class Preprocessor:
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
 
-    def _room(self, token_ids: tuple[int, ...]) -> int:
+    def _check_max_model_len(self, max_model_len: int | None) -> None:
+        most = self._model.max_model_len
+        if max_model_len is not None and not 1 <= max_model_len <= most:
+            raise InvalidRequest("max_model_len", f"must be 1 to the model's {most}, got {max_model_len}")
+
+    def _room(self, token_ids: tuple[int, ...], max_model_len: int | None) -> int:
         """How many tokens an answer may have; the prompt must be non-empty and leave room for at least one."""
         if not token_ids:
             raise InvalidRequest("prompt", "must not be empty")
-        room = self.room_behind(len(token_ids))
+        room = self.room_behind(len(token_ids), max_model_len)
         self._check_token_ids("token_ids", token_ids)
         return room
 

@@ -276,7 +276,7 @@ class Admission:
         hit.
         """
         num_hit_tokens = len(hits) * self._kv.block_size
-        if self._kv.is_caching:
+        if self._kv.may_hit(request):
             self._counters["prefix_cache_queries"] += request.num_tokens
             self._counters["prefix_cache_hits"] += num_hit_tokens
         return min(num_hit_tokens, request.num_prompt_tokens)

@@ -60,9 +60,13 @@ class KVCache:
         extend_block_hashes(hashes, request.all_token_ids, size, self._hash_key, request.cache_salt)
         request.next_hash_at = (len(hashes) + 1) * size
 
+    def may_hit(self, request: Request) -> bool:
+        """Whether the prefix cache is read for this request."""
+        return self.is_caching and not request.skip_reading_prefix_cache
+
     def find_cached_prefix(self, request: Request) -> list[Block]:
         """The longest cached prefix in full blocks, leaving at least one token to compute. Changes nothing."""
-        if not self.is_caching:
+        if not self.may_hit(request):
             return []
         max_hits = (request.num_tokens - 1) // self.block_size
         return self._pool.cached_prefix(request.block_hashes[:max_hits])

@@ -105,6 +105,7 @@ class Request:
         "queue_key",
         "request_id",
         "sampling_params",
+        "skip_reading_prefix_cache",
         "spec_token_ids",
         "status",
         "stop_token_ids",
@@ -125,6 +126,7 @@ class Request:
         kv_transfer: KVTransferParams | None = None,
         output_token_ids: Iterable[int] = (),
         on_preemption: OnPreemption = OnPreemption.RESUME,
+        skip_reading_prefix_cache: bool = False,
     ) -> None:
         """`output_token_ids` were sampled elsewhere; the request continues after them."""
         assert prompt_token_ids, f"request {request_id} has an empty prompt"
@@ -139,6 +141,7 @@ class Request:
         self.cache_salt = cache_salt
         self.kv_transfer = kv_transfer
         self.on_preemption = on_preemption
+        self.skip_reading_prefix_cache = skip_reading_prefix_cache
 
         has_grammar = sampling_params.structured_output is not None
         self.status = RequestStatus.WAITING_FOR_FSM if has_grammar else RequestStatus.WAITING

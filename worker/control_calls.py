@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from baton.messages.control import ControlRequest, Done, Drain, Drained, SetRole, WaitStatus
+from baton.messages.control import ControlRequest, Done, Drain, Drained, FlushCache, SetRole, WaitStatus
 from worker.host import EngineHost
 
 
@@ -25,5 +25,8 @@ class WorkerControl:
                 return Drained(self._worker.drain(timeout_s))
             case SetRole(role, timeout_s):
                 self._worker.set_role(role, timeout_s)
+                return Done()
+            case FlushCache(force, timeout_s):
+                self._worker.flush_cache(timeout_s, force=force)
                 return Done()
         raise AssertionError(f"{request} is no call of a worker")

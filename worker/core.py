@@ -126,6 +126,7 @@ class EngineCore:
                 kv_transfer=request.kv_transfer,
                 output_token_ids=request.output_token_ids,
                 on_preemption=request.on_preemption,
+                skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             )
         )
         if request.sampling_params.structured_output is not None:
@@ -162,6 +163,10 @@ class EngineCore:
 
     def ignore_kv_events(self) -> None:
         self._scheduler.ignore_kv_events()
+
+    def reset_prefix_cache(self, *, force: bool) -> bool:
+        """See Scheduler."""
+        return self._scheduler.reset_prefix_cache(force)
 
     def request_counts(self) -> RequestCounts:
         return self._scheduler.request_counts()

@@ -13,6 +13,7 @@ FINISHING ------------------------------> ENDING -------------------------------
 from concurrent.futures import Future
 from enum import Enum
 
+from baton.worker import KVBlockCounts, RequestCounts
 from worker.role import Role
 
 ANSWER_TIMEOUT_S = 2.0
@@ -56,6 +57,11 @@ class DrainState:
         self.refusal: str | None = None
         """Why it could not even begin."""
         self._joined: list[Future[bool]] = []
+
+    @property
+    def doing(self) -> str:
+        """What the worker does meanwhile, in words."""
+        return "is draining" if self.target is None else f"is changing to a {self.target.kind.value} worker"
 
     @property
     def abandoned_at(self) -> float:
@@ -104,3 +110,15 @@ class DrainState:
         assert stage in LEGAL_MOVES[self.stage], f"{self.stage} -> {stage}"
         self.stage = stage
         return stage
+
+
+def what_is_left(requests: RequestCounts, blocks: KVBlockCounts) -> str:
+    """Everything of a worker that a drain would have to wait for, in words; empty if there is nothing."""
+    counts = {
+        "requests run": requests.running,
+        "requests wait": requests.waiting,
+        "requests wait for KV": requests.waiting_for_remote_kvs,
+        "blocks are leased": blocks.leased,
+        "blocks are quarantined": blocks.quarantined,
+    }
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)

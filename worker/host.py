@@ -292,6 +292,13 @@ class EngineHost:
             )
         self._parts.loop.set_role(self._roles[role], timeout_s)
 
+    def flush_cache(self, timeout_s: float, *, force: bool) -> None:
+        """Forgets the prefix cache between two steps. FleetError if blocks are in use, or if no step ends within
+        `timeout_s`. `force`: running requests give up their blocks and compute anew; what other workers read or write
+        stays until they are done.
+        """
+        self._parts.loop.flush_cache(timeout_s, force=force)
+
     def when_ended(self, callback: Callable[[], None]) -> None:
         """Calls it, on some thread, once the worker has ended by itself or was stopped; `status` says which."""
         self._parts.loop.when_ended(callback)

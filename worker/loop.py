@@ -20,7 +20,7 @@ from baton.step import NON_FINITE
 from baton.worker import KVBlockCounts, RequestCounts, WorkerLoad, WorkerRole
 from scheduler import RequestStatus
 from worker.core import ClientOutputs, EngineCore
-from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState
+from worker.drain import ANSWER_TIMEOUT_S, DrainStage, DrainState, what_is_left
 from worker.kv_events import KVChange, net
 from worker.role import Role
 
@@ -152,6 +152,17 @@ class EngineLoop:
                 f"{self._lease_s:g} s for leases {drain_state.obstacle}; it serves in its old role"
             )
 
+    def flush_cache(self, timeout_s: float, *, force: bool) -> None:
+        """Forgets the prefix cache; FleetError says why not. See EngineHost."""
+        flushed: Future[None] = Future()
+        self._commands.put(lambda: self._flush_cache(flushed, force))
+        either: list[Future[Any]] = [flushed, self._ended]
+        wait(either, timeout_s, FIRST_COMPLETED)
+        if flushed.cancel():
+            obstacle = "has ended" if self._ended.done() else f"was busy with one step for {timeout_s:g} s"
+            raise FleetError(f"its engine {obstacle}")
+        flushed.result()
+
     def stop(self) -> None:
         """Ends the thread after the current step. Unfinished requests end with it; drain first. May be called before
         `start`.
@@ -221,7 +232,7 @@ class EngineLoop:
     def _admit(self, client_id: str, request: EngineRequest) -> None:
         try:
             if self._drain_state is not None:
-                raise Overloaded(f"this worker {_what_it_does(self._drain_state)}", 1.0)
+                raise Overloaded(f"this worker {self._drain_state.doing}", 1.0)
             if any(request.request_id in ids for ids in self._clients.values()):
                 raise InvalidRequest("request_id", f"{request.request_id} is in use")
             self._role.admit(request, self._core.request_counts())
@@ -277,6 +288,15 @@ class EngineLoop:
         if self._kv_followers and (change := net(self._core.take_kv_events())) is not None:
             self._outbox.send_kv_change(tuple(self._kv_followers), change)
 
+    def _flush_cache(self, flushed: "Future[None]", force: bool) -> None:
+        if not flushed.set_running_or_notify_cancel():
+            return  # the caller was told that nothing was flushed
+        if self._core.reset_prefix_cache(force=force):
+            flushed.set_result(None)
+        else:
+            in_use = what_is_left(self._core.request_counts(), self._core.kv_block_counts())
+            flushed.set_exception(FleetError(f"blocks are in use ({in_use}); wait, or force it"))
+
     def _publish(self) -> None:
         former, self.snapshot = self.snapshot, self._take_snapshot()
         if (former.role, former.is_draining) != (self.snapshot.role, self.snapshot.is_draining):
@@ -317,7 +337,7 @@ class EngineLoop:
         if former is None:
             self._drain_state = drain_state
         elif former.target is not None or drain_state.target is not None:
-            drain_state.refuse(f"it {_what_it_does(former)}")
+            drain_state.refuse(f"it {former.doing}")
         elif former.stage is DrainStage.OVER:
             self._drain_state = drain_state
         else:
@@ -338,14 +358,12 @@ class EngineLoop:
         has_left = self._role.is_drained(requests, blocks)
         match drain_state.look(self._clock.now(), has_left):
             case DrainStage.ENDING:
-                self._deliver(
-                    self._core.give_back_requests(error=f"this worker {_what_it_does(drain_state)}")
-                )
+                self._deliver(self._core.give_back_requests(error=f"this worker {drain_state.doing}"))
             case DrainStage.OVER:
                 self._conclude(drain_state, requests, blocks)
 
     def _conclude(self, drain_state: DrainState, requests: RequestCounts, blocks: KVBlockCounts) -> None:
-        drain_state.obstacle = _what_is_left(requests, blocks)
+        drain_state.obstacle = what_is_left(requests, blocks) or "its engine had not finished a step"
         if drain_state.target is not None:
             self._drain_state = None
             if drain_state.is_clean:
@@ -369,26 +387,6 @@ def _refusal(request_id: str, error: RequestError) -> RequestOutput:
         error=str(error),
         error_kind=kinds.get(type(error), ErrorKind.INTERNAL),
     )
-
-
-def _what_it_does(drain_state: DrainState) -> str:
-    return (
-        "is draining"
-        if drain_state.target is None
-        else f"is changing to a {drain_state.target.kind.value} worker"
-    )
-
-
-def _what_is_left(requests: RequestCounts, blocks: KVBlockCounts) -> str:
-    counts = {
-        "requests run": requests.running,
-        "requests wait": requests.waiting,
-        "requests wait for KV": requests.waiting_for_remote_kvs,
-        "blocks are leased": blocks.leased,
-        "blocks are quarantined": blocks.quarantined,
-    }
-    left = [f"{count} {what}" for what, count in counts.items() if count]
-    return ", ".join(left) or "its engine had not finished a step"
 
 
 def _raise(error: BaseException) -> None:

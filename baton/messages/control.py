@@ -18,10 +18,10 @@ from baton.errors import (
     UnknownWorker,
     WireError,
 )
-from baton.fleet import FleetDescription, FleetView, GatewayReport, RolloutStep
+from baton.fleet import CacheFlush, FleetDescription, FleetView, GatewayReport, RolloutStep
 from baton.worker import StartProgress, WorkerRole, WorkerStatus
 
-FLEET_PLANE_VERSION = 5
+FLEET_PLANE_VERSION = 6
 """Counts up whenever one of these messages, or a frame of control_codec.py, changes."""
 
 R = TypeVar("R")
@@ -145,6 +145,13 @@ class Drained:
     is_clean: bool
 
 
+@dataclass(frozen=True, slots=True)
+class CachesFlushed:
+    """What became of each worker's prefix cache."""
+
+    workers: tuple[CacheFlush, ...]
+
+
 # Calls of a fleet's controller.
 
 
@@ -204,6 +211,14 @@ class SetWorkerRole(ControlRequest[Done]):
 
     worker: str
     role: WorkerRole
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCaches(ControlRequest[CachesFlushed]):
+    """Makes these workers, or all, forget their prefix caches. `force`: also while blocks are in use."""
+
+    workers: tuple[str, ...]
+    force: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +319,18 @@ class SetRole(ControlRequest[Done]):
         _check_time("timeout_s", self.timeout_s)
 
 
-WORKER_CALLS: tuple[type[ControlRequest[Any]], ...] = (WaitStatus, Drain, SetRole)
+@dataclass(frozen=True, slots=True)
+class FlushCache(ControlRequest[Done]):
+    """Answered once the worker has forgotten its prefix cache; FleetError if it has not within `timeout_s`."""
+
+    force: bool
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        _check_time("timeout_s", self.timeout_s)
+
+
+WORKER_CALLS: tuple[type[ControlRequest[Any]], ...] = (WaitStatus, Drain, SetRole, FlushCache)
 
 
 def _check_time(name: str, seconds: float) -> None:

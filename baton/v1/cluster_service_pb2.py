@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/v1/cluster_service.proto\x12\x08\x62\x61ton.v1\"\x18\n\x16\x44\x65scribeClusterRequest\"\xdb\x01\n\x17\x44\x65scribeClusterResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12!\n\x07workers\x18\x03 \x03(\x0b\x32\x10.baton.v1.Worker\x12\"\n\x07gateway\x18\x04 \x01(\x0b\x32\x11.baton.v1.Gateway\x12\x1d\n\x05nodes\x18\x05 \x03(\x0b\x32\x0e.baton.v1.Node\x12(\n\ncontroller\x18\x06 \x01(\x0b\x32\x14.baton.v1.Controller\x12\r\n\x05\x64type\x18\x07 \x01(\t\"=\n\x13WatchClusterRequest\x12\x17\n\ninterval_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_interval_s\"J\n\x14WatchClusterResponse\x12\x32\n\x07\x63luster\x18\x01 \x01(\x0b\x32!.baton.v1.DescribeClusterResponse\"$\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"F\n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x16\n\ttimeout_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x13\n\x11\x44rainNodeResponse\"4\n\x14SetWorkerRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x17\n\x15SetWorkerRoleResponse\"&\n\x13RolloutFleetRequest\x12\x0f\n\x07workers\x18\x01 \x03(\t\"X\n\x14RolloutFleetResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04\x64one\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"T\n\nController\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x11\n\tdecisions\x18\x04 \x03(\t\"\xd2\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08is_alive\x18\x03 \x01(\x08\x12\x0f\n\x07is_head\x18\x04 \x01(\x08\x12\x30\n\tresources\x18\x05 \x03(\x0b\x32\x1d.baton.v1.Node.ResourcesEntry\x12\x0f\n\x07workers\x18\x06 \x03(\t\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\x1a\x30\n\x0eResourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb9\x03\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12%\n\tkv_blocks\x18\x07 \x01(\x0b\x32\x12.baton.v1.KVBlocks\x12$\n\x08requests\x18\x08 \x01(\x0b\x32\x12.baton.v1.Requests\x12\x30\n\x08\x63ounters\x18\t \x03(\x0b\x32\x1e.baton.v1.Worker.CountersEntry\x12\"\n\x08kv_peers\x18\n \x03(\x0b\x32\x10.baton.v1.KVPeer\x12\x1c\n\x04load\x18\x0b \x01(\x0b\x32\x0e.baton.v1.Load\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\x1c\n\x04slot\x18\r \x01(\x0b\x32\x0e.baton.v1.Slot\x12\x0f\n\x07threads\x18\x0e \x01(\r\x12\x0c\n\x04\x63pus\x18\x0f \x03(\r\x12\x14\n\x0cquantization\x18\x10 \x01(\t\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x89\x01\n\x04Slot\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0e\n\x06starts\x18\x04 \x01(\r\x12\x14\n\x0clast_failure\x18\x05 \x01(\t\x12\x1c\n\x0fnext_start_in_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_next_start_in_s\"s\n\x04Load\x12\x1c\n\x14queued_prompt_tokens\x18\x01 \x01(\x04\x12\x18\n\x10oldest_waiting_s\x18\x02 \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\x03 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x04 \x01(\x01\"\xaf\x01\n\x06KVPeer\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08queued_s\x18\x07 \x01(\x01\x12\x10\n\x08moving_s\x18\x08 \x01(\x01\x12\x11\n\texposed_s\x18\t \x01(\x01\x12\x12\n\nnot_needed\x18\n \x01(\x04\"s\n\x08KVBlocks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\r\x12\x0e\n\x06leased\x18\x04 \x01(\r\x12\x12\n\nhost_total\x18\x05 \x01(\r\x12\x11\n\thost_used\x18\x06 \x01(\r\"L\n\x08Requests\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1e\n\x16waiting_for_remote_kvs\x18\x03 \x01(\r\"\xeb\x01\n\x07Gateway\x12\x11\n\tin_flight\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12+\n\x05paths\x18\x03 \x03(\x0b\x32\x1c.baton.v1.Gateway.PathsEntry\x12\x31\n\x08\x63ounters\x18\x04 \x03(\x0b\x32\x1f.baton.v1.Gateway.CountersEntry\x1a,\n\nPathsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xee\x03\n\x0e\x43lusterService\x12V\n\x0f\x44\x65scribeCluster\x12 .baton.v1.DescribeClusterRequest\x1a!.baton.v1.DescribeClusterResponse\x12O\n\x0cWatchCluster\x12\x1d.baton.v1.WatchClusterRequest\x1a\x1e.baton.v1.WatchClusterResponse0\x01\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12\x44\n\tDrainNode\x12\x1a.baton.v1.DrainNodeRequest\x1a\x1b.baton.v1.DrainNodeResponse\x12P\n\rSetWorkerRole\x12\x1e.baton.v1.SetWorkerRoleRequest\x1a\x1f.baton.v1.SetWorkerRoleResponse\x12O\n\x0cRolloutFleet\x12\x1d.baton.v1.RolloutFleetRequest\x1a\x1e.baton.v1.RolloutFleetResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61ton/v1/cluster_service.proto\x12\x08\x62\x61ton.v1\"\x18\n\x16\x44\x65scribeClusterRequest\"\xdb\x01\n\x17\x44\x65scribeClusterResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12!\n\x07workers\x18\x03 \x03(\x0b\x32\x10.baton.v1.Worker\x12\"\n\x07gateway\x18\x04 \x01(\x0b\x32\x11.baton.v1.Gateway\x12\x1d\n\x05nodes\x18\x05 \x03(\x0b\x32\x0e.baton.v1.Node\x12(\n\ncontroller\x18\x06 \x01(\x0b\x32\x14.baton.v1.Controller\x12\r\n\x05\x64type\x18\x07 \x01(\t\"=\n\x13WatchClusterRequest\x12\x17\n\ninterval_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_interval_s\"J\n\x14WatchClusterResponse\x12\x32\n\x07\x63luster\x18\x01 \x01(\x0b\x32!.baton.v1.DescribeClusterResponse\"$\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"F\n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x16\n\ttimeout_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x13\n\x11\x44rainNodeResponse\"4\n\x14SetWorkerRoleRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"\x17\n\x15SetWorkerRoleResponse\"3\n\x11\x46lushCacheRequest\x12\x0f\n\x07workers\x18\x01 \x03(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\";\n\x12\x46lushCacheResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.baton.v1.CacheFlush\"B\n\nCacheFlush\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nis_flushed\x18\x02 \x01(\x08\x12\x10\n\x08obstacle\x18\x03 \x01(\t\"&\n\x13RolloutFleetRequest\x12\x0f\n\x07workers\x18\x01 \x03(\t\"X\n\x14RolloutFleetResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0c\n\x04\x64one\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"T\n\nController\x12\r\n\x05state\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\x12\x11\n\tdecisions\x18\x04 \x03(\t\"\xd2\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08is_alive\x18\x03 \x01(\x08\x12\x0f\n\x07is_head\x18\x04 \x01(\x08\x12\x30\n\tresources\x18\x05 \x03(\x0b\x32\x1d.baton.v1.Node.ResourcesEntry\x12\x0f\n\x07workers\x18\x06 \x03(\t\x12\x13\n\x0bis_draining\x18\x07 \x01(\x08\x1a\x30\n\x0eResourcesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xb9\x03\n\x06Worker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12%\n\tkv_blocks\x18\x07 \x01(\x0b\x32\x12.baton.v1.KVBlocks\x12$\n\x08requests\x18\x08 \x01(\x0b\x32\x12.baton.v1.Requests\x12\x30\n\x08\x63ounters\x18\t \x03(\x0b\x32\x1e.baton.v1.Worker.CountersEntry\x12\"\n\x08kv_peers\x18\n \x03(\x0b\x32\x10.baton.v1.KVPeer\x12\x1c\n\x04load\x18\x0b \x01(\x0b\x32\x0e.baton.v1.Load\x12\x0f\n\x07\x66\x61ilure\x18\x0c \x01(\t\x12\x1c\n\x04slot\x18\r \x01(\x0b\x32\x0e.baton.v1.Slot\x12\x0f\n\x07threads\x18\x0e \x01(\r\x12\x0c\n\x04\x63pus\x18\x0f \x03(\r\x12\x14\n\x0cquantization\x18\x10 \x01(\t\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x89\x01\n\x04Slot\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x0e\n\x06starts\x18\x04 \x01(\r\x12\x14\n\x0clast_failure\x18\x05 \x01(\t\x12\x1c\n\x0fnext_start_in_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_next_start_in_s\"s\n\x04Load\x12\x1c\n\x14queued_prompt_tokens\x18\x01 \x01(\x04\x12\x18\n\x10oldest_waiting_s\x18\x02 \x01(\x01\x12\x1c\n\x14prefill_tokens_per_s\x18\x03 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x04 \x01(\x01\"\xaf\x01\n\x06KVPeer\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0c\n\x04\x64one\x18\x04 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08queued_s\x18\x07 \x01(\x01\x12\x10\n\x08moving_s\x18\x08 \x01(\x01\x12\x11\n\texposed_s\x18\t \x01(\x01\x12\x12\n\nnot_needed\x18\n \x01(\x04\"s\n\x08KVBlocks\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x13\n\x0bquarantined\x18\x03 \x01(\r\x12\x0e\n\x06leased\x18\x04 \x01(\r\x12\x12\n\nhost_total\x18\x05 \x01(\r\x12\x11\n\thost_used\x18\x06 \x01(\r\"L\n\x08Requests\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1e\n\x16waiting_for_remote_kvs\x18\x03 \x01(\r\"\xeb\x01\n\x07Gateway\x12\x11\n\tin_flight\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12+\n\x05paths\x18\x03 \x03(\x0b\x32\x1c.baton.v1.Gateway.PathsEntry\x12\x31\n\x08\x63ounters\x18\x04 \x03(\x0b\x32\x1f.baton.v1.Gateway.CountersEntry\x1a,\n\nPathsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x32\xb7\x04\n\x0e\x43lusterService\x12V\n\x0f\x44\x65scribeCluster\x12 .baton.v1.DescribeClusterRequest\x1a!.baton.v1.DescribeClusterResponse\x12O\n\x0cWatchCluster\x12\x1d.baton.v1.WatchClusterRequest\x1a\x1e.baton.v1.WatchClusterResponse0\x01\x12J\n\x0b\x44rainWorker\x12\x1c.baton.v1.DrainWorkerRequest\x1a\x1d.baton.v1.DrainWorkerResponse\x12\x44\n\tDrainNode\x12\x1a.baton.v1.DrainNodeRequest\x1a\x1b.baton.v1.DrainNodeResponse\x12P\n\rSetWorkerRole\x12\x1e.baton.v1.SetWorkerRoleRequest\x1a\x1f.baton.v1.SetWorkerRoleResponse\x12G\n\nFlushCache\x12\x1b.baton.v1.FlushCacheRequest\x1a\x1c.baton.v1.FlushCacheResponse\x12O\n\x0cRolloutFleet\x12\x1d.baton.v1.RolloutFleetRequest\x1a\x1e.baton.v1.RolloutFleetResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,36 +59,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETWORKERROLEREQUEST']._serialized_end=637
   _globals['_SETWORKERROLERESPONSE']._serialized_start=639
   _globals['_SETWORKERROLERESPONSE']._serialized_end=662
-  _globals['_ROLLOUTFLEETREQUEST']._serialized_start=664
-  _globals['_ROLLOUTFLEETREQUEST']._serialized_end=702
-  _globals['_ROLLOUTFLEETRESPONSE']._serialized_start=704
-  _globals['_ROLLOUTFLEETRESPONSE']._serialized_end=792
-  _globals['_CONTROLLER']._serialized_start=794
-  _globals['_CONTROLLER']._serialized_end=878
-  _globals['_NODE']._serialized_start=881
-  _globals['_NODE']._serialized_end=1091
-  _globals['_NODE_RESOURCESENTRY']._serialized_start=1043
-  _globals['_NODE_RESOURCESENTRY']._serialized_end=1091
-  _globals['_WORKER']._serialized_start=1094
-  _globals['_WORKER']._serialized_end=1535
-  _globals['_WORKER_COUNTERSENTRY']._serialized_start=1488
-  _globals['_WORKER_COUNTERSENTRY']._serialized_end=1535
-  _globals['_SLOT']._serialized_start=1538
-  _globals['_SLOT']._serialized_end=1675
-  _globals['_LOAD']._serialized_start=1677
-  _globals['_LOAD']._serialized_end=1792
-  _globals['_KVPEER']._serialized_start=1795
-  _globals['_KVPEER']._serialized_end=1970
-  _globals['_KVBLOCKS']._serialized_start=1972
-  _globals['_KVBLOCKS']._serialized_end=2087
-  _globals['_REQUESTS']._serialized_start=2089
-  _globals['_REQUESTS']._serialized_end=2165
-  _globals['_GATEWAY']._serialized_start=2168
-  _globals['_GATEWAY']._serialized_end=2403
-  _globals['_GATEWAY_PATHSENTRY']._serialized_start=2310
-  _globals['_GATEWAY_PATHSENTRY']._serialized_end=2354
-  _globals['_GATEWAY_COUNTERSENTRY']._serialized_start=1488
-  _globals['_GATEWAY_COUNTERSENTRY']._serialized_end=1535
-  _globals['_CLUSTERSERVICE']._serialized_start=2406
-  _globals['_CLUSTERSERVICE']._serialized_end=2900
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=664
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=715
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=717
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=776
+  _globals['_CACHEFLUSH']._serialized_start=778
+  _globals['_CACHEFLUSH']._serialized_end=844
+  _globals['_ROLLOUTFLEETREQUEST']._serialized_start=846
+  _globals['_ROLLOUTFLEETREQUEST']._serialized_end=884
+  _globals['_ROLLOUTFLEETRESPONSE']._serialized_start=886
+  _globals['_ROLLOUTFLEETRESPONSE']._serialized_end=974
+  _globals['_CONTROLLER']._serialized_start=976
+  _globals['_CONTROLLER']._serialized_end=1060
+  _globals['_NODE']._serialized_start=1063
+  _globals['_NODE']._serialized_end=1273
+  _globals['_NODE_RESOURCESENTRY']._serialized_start=1225
+  _globals['_NODE_RESOURCESENTRY']._serialized_end=1273
+  _globals['_WORKER']._serialized_start=1276
+  _globals['_WORKER']._serialized_end=1717
+  _globals['_WORKER_COUNTERSENTRY']._serialized_start=1670
+  _globals['_WORKER_COUNTERSENTRY']._serialized_end=1717
+  _globals['_SLOT']._serialized_start=1720
+  _globals['_SLOT']._serialized_end=1857
+  _globals['_LOAD']._serialized_start=1859
+  _globals['_LOAD']._serialized_end=1974
+  _globals['_KVPEER']._serialized_start=1977
+  _globals['_KVPEER']._serialized_end=2152
+  _globals['_KVBLOCKS']._serialized_start=2154
+  _globals['_KVBLOCKS']._serialized_end=2269
+  _globals['_REQUESTS']._serialized_start=2271
+  _globals['_REQUESTS']._serialized_end=2347
+  _globals['_GATEWAY']._serialized_start=2350
+  _globals['_GATEWAY']._serialized_end=2585
+  _globals['_GATEWAY_PATHSENTRY']._serialized_start=2492
+  _globals['_GATEWAY_PATHSENTRY']._serialized_end=2536
+  _globals['_GATEWAY_COUNTERSENTRY']._serialized_start=1670
+  _globals['_GATEWAY_COUNTERSENTRY']._serialized_end=1717
+  _globals['_CLUSTERSERVICE']._serialized_start=2588
+  _globals['_CLUSTERSERVICE']._serialized_end=3155
 # @@protoc_insertion_point(module_scope)

@@ -60,6 +60,11 @@ class ClusterServiceStub:
                 request_serializer=baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleResponse.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/baton.v1.ClusterService/FlushCache',
+                request_serializer=baton_dot_v1_dot_cluster__service__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_cluster__service__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
         self.RolloutFleet = channel.unary_stream(
                 '/baton.v1.ClusterService/RolloutFleet',
                 request_serializer=baton_dot_v1_dot_cluster__service__pb2.RolloutFleetRequest.SerializeToString,
@@ -112,6 +117,15 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCache(self, request, context):
+        """Makes workers forget their prefix caches. A worker refuses while blocks of its KV pool are in use: by requests, or by
+        finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
+        anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RolloutFleet(self, request, context):
         """Restarts workers one after another. Sends a response each time a restarted worker serves again.
         """
@@ -146,6 +160,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.SetWorkerRole,
                     request_deserializer=baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleRequest.FromString,
                     response_serializer=baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=baton_dot_v1_dot_cluster__service__pb2.FlushCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_cluster__service__pb2.FlushCacheResponse.SerializeToString,
             ),
             'RolloutFleet': grpc.unary_stream_rpc_method_handler(
                     servicer.RolloutFleet,
@@ -289,6 +308,33 @@ class ClusterService:
             '/baton.v1.ClusterService/SetWorkerRole',
             baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleRequest.SerializeToString,
             baton_dot_v1_dot_cluster__service__pb2.SetWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ClusterService/FlushCache',
+            baton_dot_v1_dot_cluster__service__pb2.FlushCacheRequest.SerializeToString,
+            baton_dot_v1_dot_cluster__service__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,11 @@ class ClusterServiceStub:
     """Gives a worker another role without a restart; it keeps its weights and prefix cache. Answers when the worker
     serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
     """
+    FlushCache: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.FlushCacheRequest, _cluster_service_pb2.FlushCacheResponse]
+    """Makes workers forget their prefix caches. A worker refuses while blocks of its KV pool are in use: by requests, or by
+    finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
+    anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
+    """
     RolloutFleet: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]
     """Restarts workers one after another. Sends a response each time a restarted worker serves again."""
 
@@ -78,6 +83,11 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     SetWorkerRole: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.SetWorkerRoleRequest, _cluster_service_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
     """Gives a worker another role without a restart; it keeps its weights and prefix cache. Answers when the worker
     serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
+    """
+    FlushCache: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.FlushCacheRequest, _cluster_service_pb2.FlushCacheResponse]  # type: ignore[assignment]
+    """Makes workers forget their prefix caches. A worker refuses while blocks of its KV pool are in use: by requests, or by
+    finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
+    anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
     """
     RolloutFleet: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.RolloutFleetRequest, _cluster_service_pb2.RolloutFleetResponse]  # type: ignore[assignment]
     """Restarts workers one after another. Sends a response each time a restarted worker serves again."""
@@ -132,6 +142,17 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_service_pb2.SetWorkerRoleResponse, _abc.Awaitable[_cluster_service_pb2.SetWorkerRoleResponse]]:
         """Gives a worker another role without a restart; it keeps its weights and prefix cache. Answers when the worker
         serves in the new role. FAILED_PRECONDITION says why it keeps the old one.
+        """
+
+    @_abc_1.abstractmethod
+    def FlushCache(
+        self,
+        request: _cluster_service_pb2.FlushCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_service_pb2.FlushCacheResponse, _abc.Awaitable[_cluster_service_pb2.FlushCacheResponse]]:
+        """Makes workers forget their prefix caches. A worker refuses while blocks of its KV pool are in use: by requests, or by
+        finished prefills that wait to be read. With `force`, running requests give up their blocks and compute their KV
+        anew; what other workers still read stays. Answers for each worker. NOT_FOUND lists the existing workers.
         """
 
     @_abc_1.abstractmethod

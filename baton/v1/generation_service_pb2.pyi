@@ -54,7 +54,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """The end-of-sequence token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """`max_tokens` was reached, or the model's context is full."""
+    """`max_tokens` or `max_model_len` was reached, or the model's context is full."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request finished without an error."""
@@ -63,7 +63,7 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """The end-of-sequence token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""`max_tokens` was reached, or the model's context is full."""
+"""`max_tokens` or `max_model_len` was reached, or the model's context is full."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -81,6 +81,8 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ROUTING_MODE_FIELD_NUMBER: _builtins.int
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique among running requests. Default: random."""
     text: _builtins.str
@@ -91,6 +93,12 @@ class GenerateRequest(_message.Message):
     routing_mode: Global___RoutingMode.ValueType
     keep_special_tokens: _builtins.bool
     """Keep special tokens, such as end-of-sequence, in the text."""
+    skip_reading_prefix_cache: _builtins.bool
+    """Compute the whole prompt, whatever prefix caches have of it. Its blocks are still written to them."""
+    max_model_len: _builtins.int
+    """The most tokens of prompt and answer together, if fewer than the model's. The answer ends there with
+    FINISH_REASON_LENGTH.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -109,17 +117,23 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         routing_mode: Global___RoutingMode.ValueType = ...,
         keep_special_tokens: _builtins.bool = ...,
+        skip_reading_prefix_cache: _builtins.bool = ...,
+        max_model_len: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "chat", b"chat", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_max_model_len", b"_max_model_len", "cache_salt", b"cache_salt", "chat", b"chat", "max_model_len", b"max_model_len", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "chat", b"chat", "keep_special_tokens", b"keep_special_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "routing_mode", b"routing_mode", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_max_model_len", b"_max_model_len", "cache_salt", b"cache_salt", "chat", b"chat", "keep_special_tokens", b"keep_special_tokens", "max_model_len", b"max_model_len", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "routing_mode", b"routing_mode", "sampling_params", b"sampling_params", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__max_model_len: _TypeAlias = _typing.Literal["max_model_len"]  # noqa: Y015
+    _WhichOneofArgType__max_model_len: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_model_len) -> _WhichOneofReturnType__max_model_len | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

@@ -30,7 +30,8 @@ def run(target: Target, options: argparse.Namespace) -> int:
     sampling = {key: getattr(options, key) for key in keys}
     prompt = {"text": options.prompt} if options.raw else {"messages": [("user", options.prompt)]}
     on_text = _ignore if options.json else _write
-    answer = asyncio.run(ask(target, on_text, sampling=sampling, mode=options.mode, **prompt))
+    limits = {key: getattr(options, key) for key in ("max_model_len", "skip_reading_prefix_cache", "mode")}
+    answer = asyncio.run(ask(target, on_text, sampling=sampling, **limits, **prompt))
     _write(json.dumps(to_json(answer), ensure_ascii=False) + "\n" if options.json else "\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""Shared by `baton drain`, `role` and `rollout`: runs a command to the fleet, and shows its progress."""
+"""Shared by `baton drain`, `role`, `rollout` and `flush-cache`: runs a command to the fleet, and shows its progress."""
 
 import asyncio
 import sys

@@ -13,6 +13,7 @@ from baton.messages.control import (
     DrainWorker,
     EndFleet,
     FleetConfiguration,
+    FlushCaches,
     GetConfiguration,
     Ownership,
     ReportLoad,
@@ -101,6 +102,11 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     SetWorkerRole: CallRow(
         answer=lambda fleet, request: _done(fleet.controller.set_role(request.worker, request.role)),
         wait_s=_leave_s,
+        is_command=True,
+    ),
+    FlushCaches: CallRow(
+        answer=lambda fleet, request: fleet.controller.flush_caches(request.workers, force=request.force),
+        wait_s=lambda _, patience: patience.unresponsive_s,
         is_command=True,
     ),
     ScaleRole: CallRow(

@@ -19,7 +19,7 @@ from baton.fleet import (
     ReplicaState,
     RolloutStep,
 )
-from baton.messages.control import CallFailure, StartReport, WaitStart, WaitView
+from baton.messages.control import CachesFlushed, CallFailure, StartReport, WaitStart, WaitView
 from baton.system.awake_timer import awake_timeout
 from baton.system.standstill import Standstill, pace_of
 from baton.worker import WorkerRole
@@ -202,6 +202,12 @@ class Controller:
         finally:
             self._changing_role.discard(worker)
             self._save()
+
+    async def flush_caches(self, workers: tuple[str, ...], *, force: bool) -> CachesFlushed:
+        """Makes these workers, or all, forget their prefix caches, and says of each whether it has."""
+        supervisors = list(map(self._supervisor, dict.fromkeys(workers))) or list(self._supervisors.values())
+        flushes = [supervisor.flush_cache(force=force) for supervisor in supervisors]
+        return CachesFlushed(tuple(await asyncio.gather(*flushes)))
 
     async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
         """Restarts these workers, or all, one after the other; yields once each new incarnation serves.

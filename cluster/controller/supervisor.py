@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from baton.clock import Clock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError, FleetError
-from baton.fleet import ReplicaState
-from baton.messages.control import Drain, SetRole, WaitStatus
+from baton.fleet import CacheFlush, ReplicaState
+from baton.messages.control import Drain, FlushCache, SetRole, WaitStatus
 from baton.system.awake_timer import awake_timeout
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
 from cluster.controller.launcher import Found, Incarnation, Launcher
@@ -166,6 +166,18 @@ class Supervisor:
                     f"worker {self.replica.name} remains a {endpoint.role.value} worker: {reason}"
                 ) from None
             self._take_role(role)
+
+    async def flush_cache(self, *, force: bool) -> CacheFlush:
+        """Beside other commands: the worker does it between two steps, whatever else it does."""
+        incarnation, patience_s = self._incarnation, self._patience.unresponsive_s
+        try:
+            if incarnation is None or self.endpoint is None:
+                raise FleetError(f"it {self._state_text()}")
+            async with awake_timeout(patience_s):
+                await incarnation.call(FlushCache(force, patience_s / 2))  # its refusal comes in time
+        except (TimeoutError, BatonError) as error:
+            return CacheFlush(self.replica.name, str(error) or "it did not answer in time")
+        return CacheFlush(self.replica.name)
 
     def is_on(self, nodes: Collection[str]) -> bool:
         """Whether the present incarnation is on one of these nodes."""

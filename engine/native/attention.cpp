@@ -3,8 +3,9 @@
 // Keys are visited in tiles with a running softmax (FlashAttention, 2022; Milakov and Gimelshein, 2018): no score
 // outlives its tile, and no tile is visited that no query sees. The keys of a request are also cut into ranges, at fixed
 // positions. Ranges are computed apart and then added up in order: by one thread, or by several where there are fewer
-// requests and kv heads than threads (Flash-Decoding, 2023). So the result of a token depends neither on the number of
-// threads nor on the other requests; nor, within chunks, on where its chunk begins and ends.
+// requests and kv heads than threads (Flash-Decoding, 2023). Decodes and chunks visit the same tiles of the same ranges,
+// and add up in the same order. So the result of a token depends on the tokens before it alone: not on the number of
+// threads, on the other requests, or on where its chunk begins and ends.
 
 #include <atomic>
 
@@ -26,17 +27,18 @@ class LayerAttention {
           qkv_TPD(static_cast<const Activation *>(qkv_TPD)), out_TQD(static_cast<Activation *>(out_TQD)),
           scale(LOG2_E / std::sqrt(static_cast<float>(step.head_dim))) {}
 
-    // Computes the item's final result, or its partial one.
-    void run(const Item &item, float *partials) const {
+    // Computes the item's final result, or its partial one. `next` is the item that this thread will compute next, as
+    // far as it is known; or the same.
+    void run(const Item &item, const Item &next, float *partials) const {
         take_queries_of(item);
         const int64_t rows = state_rows(item);
         Softmax total(item.partial < 0 ? scratch.total : partials + item.partial, rows, D);
         Softmax range(scratch.range, rows, D);
         total.clear();
-        attend(item, item.first_key, total);
-        for (int64_t key = next_range(item, item.first_key); key < item.end_key; key = next_range(item, key)) {
+        attend(item, next, item.first_key, total);
+        for (int64_t key = end_of_range(item.first_key); key < item.end_key; key = end_of_range(key)) {
             range.clear();
-            attend(item, key, range);
+            attend(item, next, key, range);
             total.add(range, scale);
         }
         if (item.partial < 0) write(item, total);
@@ -61,7 +63,7 @@ class LayerAttention {
 
     static int64_t state_rows(const Item &item) { return item.is_decode ? item.num_rows : padded_rows(item.num_rows); }
 
-    static int64_t next_range(const Item &item, int64_t key) { return (key / item.range_keys() + 1) * item.range_keys(); }
+    static int64_t end_of_range(int64_t key) { return (key / RANGE_KEYS + 1) * RANGE_KEYS; }
 
     void take_queries_of(const Item &item) const {
         const auto query = [&](int64_t row) {
@@ -69,7 +71,9 @@ class LayerAttention {
             return qkv_TPD + (item.first_token + row / rows) * s.token_size() + (item.kv_head * G + row % rows) * D;
         };
         if (item.is_decode) {
-            for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(scratch.queries + i, load(query(0) + i));
+            Unit *queries = reinterpret_cast<Unit *>(scratch.queries);
+            if constexpr (PER_UNIT<Unit> == 2) std::memcpy(queries, query(0), item.num_rows * D * sizeof(Activation));
+            else for (int64_t i = 0; i < item.num_rows * D; i += LANES) store(queries + i, load(query(0) + i));
             return;
         }
         take_queries<Activation>(query, item.num_rows, D, reinterpret_cast<Unit *>(scratch.queries));
@@ -78,21 +82,32 @@ class LayerAttention {
     }
 
     // The keys of one range, from `key` on.
-    void attend(const Item &item, int64_t key, const Softmax &state) const {
+    void attend(const Item &item, const Item &next, int64_t key, const Softmax &state) const {
+        const int64_t stop = std::min(item.end_key, end_of_range(key));
+        if (item.is_decode) return attend_decode(item, next, key, stop, state);
         const int64_t *block_ids_M = s.block_ids_BM + item.request * s.max_blocks;
-        const int64_t stop = std::min(item.end_key, next_range(item, key));
         for (int64_t end; key < stop; key = end) {
-            end = std::min(stop, (key / TILE_KEYS + 1) * TILE_KEYS);
-            if (item.is_decode) {
-                for (int64_t i = 0; i < item.num_kv_heads; ++i) {
-                    prefetch_tile(pool, block_ids_M, item.kv_head + i, end, std::min(item.end_key, end + TILE_KEYS));
-                    decode_tile(pool, block_ids_M, item.kv_head + i, key, end, scratch.queries + i * G * D, scratch.scores,
-                                scale, state.of_rows(i * G, G));
-                }
-            } else {
-                chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
-            }
+            end = std::min(stop, end_of_tile(key));
+            chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
         }
+    }
+
+    void attend_decode(const Item &item, const Item &next_item, int64_t key, int64_t stop, const Softmax &state) const {
+        KeyTile<Stored> tile, next;
+        find_tile(item, key, tile);
+        for (; key < stop; key = end_of_tile(key), tile = next) {
+            if (end_of_tile(key) < item.end_key) find_tile(item, end_of_tile(key), next);
+            else find_tile(next_item, next_item.first_key, next);
+            const int64_t num_hidden = std::max<int64_t>(0, item.first_position - window + 1 - key);
+            decode_tile<Unit>(pool, tile, next, item.num_kv_heads, num_hidden, scratch, scale, state);
+        }
+    }
+
+    static int64_t end_of_tile(int64_t key) { return (key / TILE_KEYS + 1) * TILE_KEYS; }
+
+    void find_tile(const Item &item, int64_t key, KeyTile<Stored> &tile) const {
+        tile.find(pool, s.block_ids_BM + item.request * s.max_blocks, item.kv_head, key,
+                  std::min(item.end_key, end_of_tile(key)));
     }
 
     void write(const Item &item, const Softmax &total) const {
@@ -155,7 +170,7 @@ class Plan {
                 item.num_rows = (end - start) * s.heads_per_kv_head();
                 item.first_position = first_position + start;
                 item.first_key = std::max<int64_t>(0, item.first_position - window + 1);
-                if (!item.is_decode) item.first_key -= item.first_key % TILE_KEYS;  // a chunk's tiles begin at multiples
+                item.first_key -= item.first_key % TILE_KEYS;  // tiles begin at multiples
                 item.end_key = first_position + end;
                 item.partial = -1;
                 call(item);
@@ -177,7 +192,7 @@ class Plan {
 
     // The floats that the item's ranges need to be computed apart; 0 if one thread is to compute them all.
     int64_t partials_of(const Item &item) const {
-        const int64_t num_ranges = ceil_div(item.end_key, item.range_keys()) - item.first_key / item.range_keys();
+        const int64_t num_ranges = ceil_div(item.end_key, RANGE_KEYS) - item.first_key / RANGE_KEYS;
         return num_ranges > 1 && is_large(item) ? num_ranges * partial_size(item) : 0;
     }
 
@@ -190,11 +205,11 @@ class Plan {
             items[num_items++] = item;
             return;
         }
-        const int64_t range = item.range_keys(), first_item = num_items;
-        for (int64_t key = item.first_key; key < item.end_key; key = (key / range + 1) * range) {
+        const int64_t first_item = num_items;
+        for (int64_t key = item.first_key; key < item.end_key; key = (key / RANGE_KEYS + 1) * RANGE_KEYS) {
             Item &part = items[num_items++] = item;
             part.first_key = key;
-            part.end_key = std::min(item.end_key, (key / range + 1) * range);
+            part.end_key = std::min(item.end_key, (key / RANGE_KEYS + 1) * RANGE_KEYS);
             part.partial = num_partials;
             num_partials += partial_size(item);
         }
@@ -293,7 +308,9 @@ void baton_attend(const Step *step, int64_t layer, int64_t window, const void *q
         using Activation = std::remove_pointer_t<decltype(activation)>;
         using Stored = std::remove_pointer_t<decltype(stored)>;
         const LayerAttention<Activation, Stored> attention(*step, layer, window, qkv_TPD, out_TQD);
-        for_each(num_items, step->num_threads, [&](int64_t i) { attention.run(items[i], partials); });
+        for_each(num_items, step->num_threads, [&](int64_t i) {
+            attention.run(items[i], items[std::min(i + step->num_threads, num_items - 1)], partials);
+        });
         for_each(num_merges, step->num_threads, [&](int64_t i) {
             attention.merge(items + merges[i].first_item, merges[i].num_items, partials);
         });

@@ -2,15 +2,13 @@
 
 import ctypes
 
-import numpy as np
-
 from engine.request_table import IntArray
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 16
 """The widest vectors have as many lanes."""
 TILE_ROWS = 96
-DECODE_RANGE_KEYS, CHUNK_RANGE_KEYS = 256, 1024
+RANGE_KEYS = 256
 MAX_PARTIALS = 2**24
 """Floats of a step's partial results: 64 MiB."""
 ITEM_FIELDS, MERGE_FIELDS = 10, 2
@@ -65,6 +63,5 @@ class AttentionKernels:
 def most_items(num_tokens_B: IntArray, context_lens_B: IntArray, num_heads: int, num_kv_heads: int) -> int:
     """As many items as a step can be cut into; there are fewer merges."""
     tile = max(1, TILE_ROWS * num_kv_heads // num_heads)
-    range_keys_B = np.where(num_tokens_B > 1, CHUNK_RANGE_KEYS, DECODE_RANGE_KEYS)
-    num_ranges_B = -(-context_lens_B // range_keys_B)
+    num_ranges_B = -(-context_lens_B // RANGE_KEYS)
     return num_kv_heads * int((-(-num_tokens_B // tile) * num_ranges_B).sum())

@@ -4,57 +4,14 @@
 
 #pragma once
 
-#include <type_traits>
-
-#include "attention_step.h"
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-constexpr bool HAS_PAIRS = true;
-#else
-constexpr bool HAS_PAIRS = false;
-#endif
-
-// Two bfloat16 that are multiplied together with two others: twice the rate of float32, and sums are in float32.
-struct Pair {
-    uint32_t bits;  // the first is in the lower half
-};
-
-inline Floats broadcast(float a) { return all(a); }
-inline Floats vector_of(const float *b) { return load(b); }
-inline Floats multiply_add(Floats a, Floats b, Floats sum, float) { return sum + a * b; }
-#if defined(__AVX512BF16__)
-inline Floats broadcast(Pair a) { return (Floats)all_bits(a.bits); }
-inline Floats vector_of(const Pair *b) { return load(reinterpret_cast<const float *>(b)); }
-inline Floats multiply_add(Floats a, Floats b, Floats sum, Pair) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-#endif
-
-// c[i][j] (+)= sum over k of a[i x a_row + k x a_step] b[k][j], for `rows` x (`cols` x LANES) of c, in registers.
-template <int rows, int cols, bool adds, typename Unit>
-inline void product(const Unit *a, int64_t a_row, int64_t a_step, const Unit *b, int64_t b_step, float *c, int64_t c_row,
-                    int64_t depth) {
-    Floats sums[rows][cols];
-    for (int i = 0; i < rows; ++i)
-        for (int j = 0; j < cols; ++j) sums[i][j] = adds ? load(c + i * c_row + j * LANES) : Floats{};
-    for (int64_t k = 0; k < depth; ++k, a += a_step, b += b_step) {
-        Floats b_k[cols];
-        for (int j = 0; j < cols; ++j) b_k[j] = vector_of(b + j * LANES);
-        for (int i = 0; i < rows; ++i) {
-            const Floats a_i = broadcast(a[i * a_row]);
-            for (int j = 0; j < cols; ++j) sums[i][j] = multiply_add(a_i, b_k[j], sums[i][j], Unit{});
-        }
-    }
-    for (int i = 0; i < rows; ++i)
-        for (int j = 0; j < cols; ++j) store(c + i * c_row + j * LANES, sums[i][j]);
-}
+#include "attention_units.h"
 
 // Sizes of the products that fill the registers: 16 of AVX2, 32 of AVX-512 and NEON.
 constexpr int SCORE_KEYS = LANES == 8 ? 4 : 8, SCORE_COLS = 3;
+constexpr int KEY_PANEL = SCORE_KEYS > LANES ? SCORE_KEYS : LANES;  // keys are padded to a multiple
 constexpr int OUT_ROWS = 6, OUT_COLS = LANES == 8 ? 2 : 4;
 constexpr int64_t ROW_PANEL = SCORE_COLS * LANES;  // rows are padded to a multiple, which is one of OUT_ROWS, too
-static_assert(TILE_ROWS % ROW_PANEL == 0 && TILE_ROWS % OUT_ROWS == 0 && TILE_KEYS % SCORE_KEYS == 0, "");
+static_assert(TILE_ROWS % ROW_PANEL == 0 && TILE_ROWS % OUT_ROWS == 0 && KEY_PANEL % SCORE_KEYS == 0 && KEY_PANEL % LANES == 0 && TILE_KEYS % KEY_PANEL == 0, "");
 
 inline int64_t padded_rows(int64_t num_rows) { return (num_rows + ROW_PANEL - 1) / ROW_PANEL * ROW_PANEL; }
 
@@ -78,9 +35,6 @@ void take_values(const Stored *const *keys, int64_t values, int64_t count, int64
         for (int64_t i = 0; i < head_dim; i += LANES)
             store(to + k * head_dim + i, keys[k] ? load(keys[k] + values + i) : Floats{});
 }
-inline Floats paired(Floats first, Floats second) {  // of values that bfloat16 has
-    return (Floats)((Bits)first >> 16 | ((Bits)second & 0xffff0000));
-}
 template <typename Stored>
 void take_values(const Stored *const *keys, int64_t values, int64_t count, int64_t head_dim, Pair *to) {
     for (int64_t k = 0; k < count; k += 2, to += head_dim)
@@ -95,10 +49,6 @@ void take_values(const Stored *const *keys, int64_t values, int64_t count, int64
 inline void put_weights(Floats first, Floats second, float *weights, int64_t k) {
     store(weights + k * TILE_ROWS, first);
     store(weights + (k + 1) * TILE_ROWS, second);
-}
-inline Floats rounded_to_bfloat16(Floats v) {  // to nearest, ties to even; NaN stays
-    const Bits x = (Bits)v;
-    return (Floats)((x + 0x7fff + (x >> 16 & 1)) & 0xffff0000);
 }
 inline void put_weights(Floats first, Floats second, Pair *weights, int64_t k) {
     const Floats pair = paired(rounded_to_bfloat16(first), rounded_to_bfloat16(second));
@@ -115,16 +65,20 @@ void weigh(float *scores, int64_t num_keys, float scale, float *largest, float *
         store(scores + k * TILE_ROWS, score);
         most = larger(score, most);
     }
-    const Floats factor = exp2((load(largest) - most) * scale);
-    Floats sums = load(sum) * factor;
-    for (int64_t k = 0; k < num_keys; k += 2) {
-        const Floats first = exp2(load(scores + k * TILE_ROWS) * scale - most * scale);
-        const Floats second = exp2(load(scores + (k + 1) * TILE_ROWS) * scale - most * scale);
-        sums += first + second;
-        put_weights(first, second, reinterpret_cast<Unit *>(scores), k);
-    }
+    const Floats factor = exp2((load(largest) - most) * scale), most_scaled = most * scale;
+    Floats sums[LANES] = {};
+    for (int64_t k = 0; k < num_keys; k += LANES)
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i += 2) {
+            const Floats first = weight_of(load(scores + (k + i) * TILE_ROWS), scale, most_scaled);
+            const Floats second = weight_of(load(scores + (k + i + 1) * TILE_ROWS), scale, most_scaled);
+            sums[i] += first, sums[i + 1] += second;
+            put_weights(first, second, reinterpret_cast<Unit *>(scores), k + i);
+        }
+    for (int width = LANES / 2; width > 0; width /= 2)  // as `sum_of` adds the lanes of a vector
+        for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
     store(largest, most);
-    store(sum, sums);
+    store(sum, fused(load(sum), factor, sums[0]));
     store(kept, factor);
 }
 
@@ -151,9 +105,8 @@ void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, Pair *
 template <typename Unit, typename Stored>
 void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const Item &item, int64_t heads_per_kv_head,
                 int64_t window, int64_t key, int64_t end, Scratch &scratch, float scale, const Softmax &state) {
-    constexpr int64_t per_unit = std::is_same_v<Unit, Pair> ? 2 : 1;
-    const int64_t D = state.head_dim, depth = D / per_unit, num_keys = end - key;
-    const int64_t padded_keys = (num_keys + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS;
+    const int64_t D = state.head_dim, depth = D / PER_UNIT<Unit>, num_keys = end - key;
+    const int64_t padded_keys = (num_keys + KEY_PANEL - 1) / KEY_PANEL * KEY_PANEL;
     const int64_t first_row = std::max<int64_t>(0, (key - item.first_position) * heads_per_kv_head);
     const int64_t end_row = std::min(item.num_rows, (end - 1 + window - item.first_position) * heads_per_kv_head);
     const int64_t begin = first_row / ROW_PANEL * ROW_PANEL, stop = padded_rows(end_row);
@@ -194,7 +147,7 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
         const bool is_wide = i + OUT_COLS * LANES <= D;
         for (int64_t r = first_row / OUT_ROWS * OUT_ROWS; r < stop; r += OUT_ROWS) {
             const auto add = is_wide ? product<OUT_ROWS, OUT_COLS, true, Unit> : product<OUT_ROWS, 1, true, Unit>;
-            add(weights + r, 1, TILE_ROWS, values + i, D, state.out + r * D + i, D, padded_keys / per_unit);
+            add(weights + r, 1, TILE_ROWS, values + i, D, state.out + r * D + i, D, padded_keys / PER_UNIT<Unit>);
         }
         i += (is_wide ? OUT_COLS : 1) * LANES;
     }

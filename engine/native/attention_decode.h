@@ -1,117 +1,183 @@
 // One query of a request: keys and values are read where they lie, once for the heads of a kv head.
 //
-// Reading them takes most of the time, so the products are those that need no other layout: dot products with keys, and
-// sums of weighted values.
+// Keys are transposed in a core's own cache: scores are then vectors of keys, and each is summed up over the depth in the
+// same order as a chunk's.
 
 #pragma once
 
-#include <type_traits>
+#include "attention_units.h"
 
-#include "attention_step.h"
+constexpr int HEADS = 4;                  // computed together
+constexpr int COLS = LANES == 8 ? 2 : 4;  // vectors of keys or of a value that are summed together; AVX2 has 16 registers
 
-constexpr int HEADS = 4;                     // computed together
-constexpr int COLS = LANES == 8 ? 2 : 4;     // vectors of a value that are summed together; AVX2 has 16 registers
-constexpr int KEYS = 4;                      // whose dot products are computed together
+// Where the keys of a tile lie, and behind them their values, for its first kv head; those of the next kv head lie
+// `head_size` behind. Behind the last key there are pointers to others, which may be read, but count for nothing.
+template <typename Stored>
+struct KeyTile {
+    const Stored *keys[TILE_KEYS];
+    int64_t count;
 
-// scores[h][k] = queries[h] . keys[k], for `heads` heads and KEYS keys. Rows of `scores` have TILE_KEYS columns.
-template <int heads, typename Stored>
-inline void dot_products(const float *queries, const Stored *const *keys, float *scores, int64_t head_dim) {
-    Floats sums[heads][KEYS] = {};
-    for (int64_t i = 0; i < head_dim; i += LANES) {
-        Floats key[KEYS];
-        for (int k = 0; k < KEYS; ++k) key[k] = load(keys[k] + i);
-        for (int h = 0; h < heads; ++h) {
-            const Floats query = load(queries + h * head_dim + i);
-            for (int k = 0; k < KEYS; ++k) sums[h][k] += query * key[k];
+    void find(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end) {
+        count = end - key;
+        pool.find_keys(block_ids_M, kv_head, key, end, keys);
+        std::fill(keys + count, keys + TILE_KEYS, keys[0]);
+    }
+};
+
+// The keys, or the values, of one kv head in a tile.
+template <typename Stored>
+struct HeadTile {
+    const Stored *const *keys;
+    int64_t offset;
+
+    const Stored *operator[](int64_t k) const { return keys[k] + offset; }
+    HeadTile moved(int64_t by) const { return {keys, offset + by}; }
+};
+
+// Asks for memory of the next tile. Blocks are scattered, so the processor does not foresee them; and it has few requests
+// under way at once, so that asking for a whole tile would make it wait. So each load asks for as much of the next tile.
+template <typename Stored>
+inline void prefetch(const Stored *at, int64_t i) {
+    if (i * sizeof(Stored) % 64 == 0) __builtin_prefetch(at + i);
+}
+
+// LANES units of a key, from unit `i` on. Pairs beyond `depth`, half a vector of them, are zeros.
+template <typename Stored>
+inline Floats key_units(const Stored *key, int64_t i, int64_t, float) { return load(key + i); }
+template <typename Stored>
+inline Floats key_units(const Stored *key, int64_t i, int64_t depth, Pair) {
+    BFloat16 values[2 * LANES] = {};
+    store(values, load(key + 2 * i));
+    if (i + LANES <= depth) store(values + LANES, load(key + 2 * i + LANES));
+    return load_raw<Floats>(values);
+}
+inline Floats key_units(const BFloat16 *key, int64_t i, int64_t depth, Pair) {
+    return i + LANES <= depth ? load_raw<Floats>(key + 2 * i) : key_units<BFloat16>(key, i, depth, Pair{});
+}
+
+// Keys [depth][key], so that scores are vectors of keys.
+template <typename Unit, typename Stored>
+void transpose_keys(HeadTile<Stored> keys, HeadTile<Stored> next, int64_t num_keys, int64_t head_dim, Unit *to) {
+    const int64_t depth = head_dim / PER_UNIT<Unit>;
+    for (int64_t k = 0; k < num_keys; k += LANES)
+        for (int64_t i = 0; i < depth; i += LANES) {
+            Floats units[LANES];
+            for (int j = 0; j < LANES; ++j) {
+                units[j] = key_units(keys[k + j], i, depth, Unit{});
+                for (int64_t at = 0; at < PER_UNIT<Unit>; ++at) prefetch(next[k + j], (i + at * LANES / 2) * PER_UNIT<Unit>);
+            }
+            transpose(units);
+            for (int64_t j = 0; j < std::min<int64_t>(LANES, depth - i); ++j)
+                store(reinterpret_cast<float *>(to + (i + j) * TILE_KEYS + k), units[j]);
         }
-    }
-    for (int h = 0; h < heads; ++h) {
-        const Floats4 result = sums_of(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
-        std::memcpy(scores + h * TILE_KEYS, &result, sizeof result);
-    }
+}
+
+// The values of key `k`, or of keys 2 k and 2 k + 1, from dimension `i` on.
+template <typename Stored>
+inline Floats value_units(HeadTile<Stored> values, HeadTile<Stored> next, int64_t k, int64_t i, float) {
+    prefetch(next[k], i);
+    return load(values[k] + i);
+}
+template <typename Stored>
+inline Floats value_units(HeadTile<Stored> values, HeadTile<Stored> next, int64_t k, int64_t i, Pair) {
+    prefetch(next[2 * k], i), prefetch(next[2 * k + 1], i);
+    return paired(load(values[2 * k] + i), load(values[2 * k + 1] + i));
 }
 
 // out[h] = out[h] x kept[h] + sum over keys of weights[h][k] x values[k], for `cols` vectors from `i` on.
-template <int heads, int cols, typename Stored>
-inline void weighted_sum(const float *weights, const float *kept, const Stored *const *values, int64_t num_keys,
-                         int64_t i, float *out, int64_t head_dim) {
-    Floats sums[heads][cols] = {};
-    for (int64_t k = 0; k < num_keys; ++k) {
+template <int heads, int cols, typename Unit, typename Stored>
+inline void weighted_sum(const Unit *weights, const float *kept, HeadTile<Stored> values, HeadTile<Stored> next,
+                         int64_t num_units, int64_t i, float *out, int64_t head_dim) {
+    Floats sums[heads][cols];
+    for (int h = 0; h < heads; ++h)
+        for (int c = 0; c < cols; ++c) sums[h][c] = load(out + h * head_dim + i + c * LANES) * kept[h];
+    for (int64_t k = 0; k < num_units; ++k) {
         Floats value[cols];
-        for (int c = 0; c < cols; ++c) value[c] = load(values[k] + i + c * LANES);
-        for (int h = 0; h < heads; ++h)
-            for (int c = 0; c < cols; ++c) sums[h][c] += value[c] * weights[h * TILE_KEYS + k];
+        for (int c = 0; c < cols; ++c) value[c] = value_units(values, next, k, i + c * LANES, Unit{});
+        for (int h = 0; h < heads; ++h) {
+            const Floats weight = broadcast(weights[h * TILE_KEYS / PER_UNIT<Unit> + k]);
+            for (int c = 0; c < cols; ++c) sums[h][c] = multiply_add(weight, value[c], sums[h][c], Unit{});
+        }
     }
     for (int h = 0; h < heads; ++h)
-        for (int c = 0; c < cols; ++c) {
-            float *at = out + h * head_dim + i + c * LANES;
-            store(at, load(at) * kept[h] + sums[h][c]);
-        }
+        for (int c = 0; c < cols; ++c) store(out + h * head_dim + i + c * LANES, sums[h][c]);
 }
 
-// Replaces a row's scores by their weights, and returns by what factor earlier results count from now on.
-inline float weigh(float *scores, int64_t num_keys, float scale, float *largest, float *sum) {
-    const int64_t padded = (num_keys + LANES - 1) / LANES * LANES;
-    std::fill(scores + num_keys, scores + padded, -INFINITY);
+// Writes the weights of a row's scores, of which the first `num_hidden` are not seen; `num_keys` is a multiple of LANES.
+// Returns by what factor earlier results count from now on.
+template <typename Unit>
+inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_keys, float scale, float *largest,
+                   float *sum, Unit *weights) {
+    std::fill(scores, scores + num_hidden, -INFINITY);
+    std::fill(scores + end, scores + num_keys, -INFINITY);
     Floats most = all(*largest);
-    for (int64_t k = 0; k < padded; k += LANES) most = larger(load(scores + k), most);
-    const float before = *largest, now = largest_of(most), kept = exp2_of((before - now) * scale);
+    for (int64_t k = 0; k < num_keys; k += LANES) most = larger(load(scores + k), most);
+    const float now = largest_of(most), kept = exp2_of((*largest - now) * scale);
+    const Floats most_scaled = all(now) * scale;
     Floats sums = {};
-    for (int64_t k = 0; k < padded; k += LANES) {
-        const Floats weight = exp2(load(scores + k) * scale - now * scale);
-        store(scores + k, weight);
+    for (int64_t k = 0; k < num_keys; k += LANES) {
+        const Floats weight = weight_of(load(scores + k), scale, most_scaled);
+        if constexpr (PER_UNIT<Unit> == 2) store(reinterpret_cast<BFloat16 *>(weights) + k, weight);
+        else store(weights + k, weight);
         sums += weight;
     }
     *largest = now;
-    *sum = *sum * kept + sum_of(sums);
+    *sum = fused(all(*sum), all(kept), all(sum_of(sums)))[0];
     return kept;
 }
 
-template <int heads, typename Stored>
-void decode_heads(const float *queries, const Stored *const *keys, const Stored *const *values, int64_t num_keys,
-                  float *scores, float scale, Softmax state, int64_t head) {
-    const int64_t D = state.head_dim;
-    for (int64_t k = 0; k < num_keys; k += KEYS) dot_products<heads>(queries + head * D, keys + k, scores + k, D);
+template <int heads, typename Unit, typename Stored>
+void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> values, HeadTile<Stored> next,
+                  int64_t num_hidden, int64_t end, float *scores, float scale, Softmax state) {
+    const int64_t D = state.head_dim, depth = D / PER_UNIT<Unit>, num_keys = (end + LANES - 1) / LANES * LANES;
+    const auto score = [&](auto cols, int64_t k) {
+        product<heads, decltype(cols)::value, false>(queries, depth, 1, transposed + k, TILE_KEYS, scores + k, TILE_KEYS,
+                                                     depth);
+    };
+    int64_t k = 0;
+    for (; k + COLS * LANES <= num_keys; k += COLS * LANES) score(std::integral_constant<int, COLS>{}, k);
+    for (; k < num_keys; k += LANES) score(std::integral_constant<int, 1>{}, k);
+
     float kept[heads];
+    Unit weights[heads * TILE_KEYS / PER_UNIT<Unit>];
     for (int h = 0; h < heads; ++h)
-        kept[h] = weigh(scores + h * TILE_KEYS, num_keys, scale, &state.largest[head + h], &state.sum[head + h]);
-    float *out = state.out + head * D;
+        kept[h] = weigh(scores + h * TILE_KEYS, num_hidden, end, num_keys, scale, &state.largest[h], &state.sum[h],
+                        weights + h * TILE_KEYS / PER_UNIT<Unit>);
+    const int64_t num_units = (end + PER_UNIT<Unit> - 1) / PER_UNIT<Unit>;
+    const auto add = [&](auto cols, int64_t i) {
+        weighted_sum<heads, decltype(cols)::value>(weights, kept, values, next, num_units, i, state.out, D);
+    };
     int64_t i = 0;
-    for (; i + COLS * LANES <= D; i += COLS * LANES) weighted_sum<heads, COLS>(scores, kept, values, num_keys, i, out, D);
-    for (; i < D; i += LANES) weighted_sum<heads, 1>(scores, kept, values, num_keys, i, out, D);
+    for (; i + COLS * LANES <= D; i += COLS * LANES) add(std::integral_constant<int, COLS>{}, i);
+    for (; i < D; i += LANES) add(std::integral_constant<int, 1>{}, i);
 }
 
-// Asks for the keys and values of a tile: blocks are scattered, so the processor does not foresee them.
-template <typename Stored>
-void prefetch_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end) {
-    constexpr int64_t LINE = 64 / sizeof(Stored);
-    const Stored *keys[TILE_KEYS];
-    pool.find_keys(block_ids_M, kv_head, key, end, keys);
-    for (int64_t k = 0; k < end - key; ++k)
-        for (int64_t i = 0; i < pool.head_dim; i += LINE) {
-            __builtin_prefetch(keys[k] + i);
-            __builtin_prefetch(keys[k] + pool.values + i);
-        }
-}
-
-// Adds keys `key` to `end`, at most a tile of them, to the rows of one kv head.
-template <typename Stored>
-void decode_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, int64_t kv_head, int64_t key, int64_t end,
-                 const float *queries, float *scores, float scale, const Softmax &state) {
-    const Stored *keys[TILE_KEYS + KEYS], *values[TILE_KEYS];
-    const int64_t num_keys = end - key;
-    pool.find_keys(block_ids_M, kv_head, key, end, keys);
-    for (int64_t k = 0; k < num_keys; ++k) values[k] = keys[k] + pool.values;
-    std::fill_n(keys + num_keys, KEYS, keys[0]);  // scores beyond the last are overwritten
-    for (int64_t head = 0; head < state.num_rows; head += HEADS) {
-        const auto run = [&](auto heads) {
-            decode_heads<decltype(heads)::value>(queries, keys, values, num_keys, scores, scale, state, head);
-        };
-        switch (state.num_rows - head) {
-            case 1: run(std::integral_constant<int, 1>{}); break;
-            case 2: run(std::integral_constant<int, 2>{}); break;
-            case 3: run(std::integral_constant<int, 3>{}); break;
-            default: run(std::integral_constant<int, HEADS>{});
+// Adds a tile's keys, but the first `num_hidden`, to the rows of `num_kv_heads` kv heads. `next` is the tile that will be
+// added next.
+template <typename Unit, typename Stored>
+void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, const KeyTile<Stored> &next,
+                 int64_t num_kv_heads, int64_t num_hidden, Scratch &scratch, float scale, const Softmax &state) {
+    const int64_t G = state.num_rows / num_kv_heads, D = state.head_dim, depth = D / PER_UNIT<Unit>;
+    const Unit *queries = reinterpret_cast<const Unit *>(scratch.queries);
+    Unit *transposed = reinterpret_cast<Unit *>(scratch.keys);
+    for (int64_t k = tile.count; k < next.count; ++k)  // what no load asks for
+        for (int64_t i = 0; i < D; i += LANES) prefetch(next.keys[k], i), prefetch(next.keys[k] + pool.values, i);
+    for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+        const HeadTile<Stored> keys{tile.keys, kv_head * pool.head_size};
+        const HeadTile<Stored> after = kv_head + 1 < num_kv_heads ? keys.moved(pool.head_size) : HeadTile<Stored>{next.keys, 0};
+        transpose_keys(keys, after, tile.count, D, transposed);
+        for (int64_t head = kv_head * G; head < (kv_head + 1) * G; head += HEADS) {
+            const auto run = [&](auto heads) {
+                decode_heads<decltype(heads)::value>(queries + head * depth, transposed, keys.moved(pool.values),
+                                                     after.moved(pool.values), num_hidden, tile.count, scratch.scores,
+                                                     scale, state.of_rows(head, heads));
+            };
+            switch ((kv_head + 1) * G - head) {
+                case 1: run(std::integral_constant<int, 1>{}); break;
+                case 2: run(std::integral_constant<int, 2>{}); break;
+                case 3: run(std::integral_constant<int, 3>{}); break;
+                default: run(std::integral_constant<int, HEADS>{});
+            }
         }
     }
 }

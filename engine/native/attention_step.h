@@ -10,6 +10,7 @@
 #include "vectors.h"
 
 constexpr int64_t TILE_KEYS = 64;
+constexpr int64_t RANGE_KEYS = 256;  // a multiple of TILE_KEYS
 constexpr int64_t TILE_ROWS = 96;  // of a chunk: queries x heads of a kv head that are computed together
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
@@ -38,7 +39,6 @@ struct Item {
     int64_t request, is_decode, kv_head, num_kv_heads, first_token, num_rows, first_position, first_key, end_key;
     int64_t partial;  // where its result goes among the partial results, in floats; -1: it visits all its keys
 
-    int64_t range_keys() const { return is_decode ? 256 : 1024; }  // multiples of TILE_KEYS
 };
 
 // Consecutive items with the same queries, whose partial results are added up.
@@ -72,9 +72,9 @@ struct Softmax {
             const float both = largest[r] > next.largest[r] ? largest[r] : next.largest[r];
             const float a = exp2_of((largest[r] - both) * scale), b = exp2_of((next.largest[r] - both) * scale);
             largest[r] = both;
-            sum[r] = sum[r] * a + next.sum[r] * b;
+            sum[r] = fused(all(sum[r]), all(a), all(next.sum[r] * b))[0];
             for (int64_t i = r * head_dim; i < (r + 1) * head_dim; i += LANES)
-                store(out + i, load(out + i) * a + load(next.out + i) * b);
+                store(out + i, fused(load(out + i), all(a), load(next.out + i) * b));
         }
     }
 };

@@ -73,10 +73,9 @@ using BFloat16Units = PairOf<BFloat16>;
 constexpr bool HAS_UNITS = !std::is_same_v<BFloat16Units, PairOf<BFloat16>>;
 
 // Adds the products of `num_pairs` pairs of inputs to sums[panel][row][PANEL]; panels' sums lie `stride` floats apart.
-// Prefetches what lies `ahead` bytes behind the weights.
 template <class Weight, int ROWS, int PANELS>
 void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs, float *sums, int64_t stride,
-              int64_t ahead) {
+              Prefetch prefetch) {
     using Input = typename Weight::Input;
     constexpr int64_t ROW_INPUTS = ROW_FLOATS * Weight::STEPS / 2;
     const Input *x = static_cast<const Input *>(rows);
@@ -86,10 +85,10 @@ void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs,
             for (int half = 0; half < 2; ++half)
                 totals[panel][row][half] = ::load(sums + panel * stride + row * PANEL + half * LANES);
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
+        prefetch.step();
         for (int panel = 0; panel < PANELS; ++panel) {
             const uint8_t *bytes = panels[panel] + pair * 2 * Weight::BYTES;
             const Weight low(bytes), high(bytes + Weight::BYTES);
-            for (int64_t line = 0; line < 2 * Weight::BYTES; line += 64) __builtin_prefetch(bytes + ahead + line, 0, 2);
             for (int step = 0; step < Weight::STEPS; ++step)
                 for (int row = 0; row < ROWS; ++row) {
                     Floats(&sums_of_row)[2] = totals[panel][row];
@@ -105,7 +104,7 @@ void sum_tile(const uint8_t *const *panels, const void *rows, int64_t num_pairs,
                 ::store(sums + panel * stride + row * PANEL + half * LANES, totals[panel][row][half]);
 }
 
-using SumTile = void (*)(const uint8_t *const *, const void *, int64_t, float *, int64_t, int64_t);
+using SumTile = void (*)(const uint8_t *const *, const void *, int64_t, float *, int64_t, Prefetch);
 
 template <class Weight, int PANELS, int... ROWS_LESS_1>
 SumTile of_rows(int64_t rows, std::integer_sequence<int, ROWS_LESS_1...>) {
@@ -218,7 +217,8 @@ void float_product(const FloatLayer *layer, void *x, int64_t x_stride, int64_t x
                             sum_tile_of(weight_type, by_units, tiles.size(tile), at_once ? MAX_PANELS : 1)(
                                 panels + i, rows + (block * tiles.num_rows + tiles.begin(tile)) * row_bytes, num_pairs,
                                 sums + i * stride + tiles.begin(tile) * PANEL, stride,
-                                tile == 0 && !at_once ? panel_bytes : 0);
+                                Prefetch(panels[i] + panel_bytes, at_once ? 0 : 2 * PANEL * size_of(weight_type),
+                                         num_pairs, tile, tiles.count));
                 }
                 for (int64_t row = 0; row < tiles.num_rows; ++row)
                     for (int64_t i = 0; i < outputs; ++i) {

@@ -144,10 +144,9 @@ struct Dot8 {
 template <int BITS> using Dot = std::conditional_t<BITS == 4, Dot4, Dot8>;
 #endif
 
-// Sums of one block of outputs for the rows of one tile: sums[row][BLOCK], before `factor`. Prefetches what
-// lies `ahead` bytes behind the weights.
+// Sums of one block of outputs for the rows of one tile: sums[row][BLOCK], before `factor`.
 template <int BITS, int GROUP, int ROWS>
-void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float *sums, int64_t ahead) {
+void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float *sums, Prefetch prefetch) {
     constexpr int STEPS = GROUP / 4, LOADS = STEPS * BITS / 8;
     constexpr int64_t GROUP_BYTES = SCALE_BYTES + BLOCK * GROUP * BITS / 8;
     for (int part = 0; part < BLOCK; part += LANES) {
@@ -158,7 +157,7 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
             const Float16 *halves = reinterpret_cast<const Float16 *>(group);
             const Floats scales = ::load(halves + part), mins = ::load(halves + BLOCK + part);
             const uint8_t *bytes = group + SCALE_BYTES + 4 * part;
-            for (int64_t line = 0; line < GROUP_BYTES; line += 64) __builtin_prefetch(group + ahead + line, 0, 2);
+            if (part == 0) prefetch.step();
             Bytes u[STEPS];
             for (int i = 0; i < LOADS; ++i) {
                 const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
@@ -185,7 +184,7 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
     }
 }
 
-using SumTile = void (*)(const uint8_t *, const int8_t *, int64_t, float *, int64_t);
+using SumTile = void (*)(const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
 
 template <int BITS, int GROUP, int... ROWS_LESS_1>
 SumTile of_rows(int64_t rows, std::integer_sequence<int, ROWS_LESS_1...>) {
@@ -199,39 +198,28 @@ SumTile sum_tile_of(int64_t bits, int64_t group_size, int64_t rows) {
     return group_size == 32 ? of_rows<8, 32>(rows, all) : of_rows<8, 16>(rows, all);
 }
 
-// Quantises one row of a tile of `rows` rows. x_scale of a row that is not finite is NaN, so its results are NaN.
+// Quantises one row of a tile of `rows` rows. The sum of a group that is not finite is NaN, so its results are NaN.
 void quantise_row(const void *values, Type type, int64_t num_groups, int64_t group_size, int64_t row, int64_t rows,
                   int8_t *tile) {
+    const Floats shifter = all(0x1.8p23f);  // a sum with it is a whole number, in its lowest bits
+    const int num_vectors = static_cast<int>(group_size / LANES);
     for (int64_t g = 0; g < num_groups; ++g) {
         int8_t *q = tile + g * rows * (group_size + 8);
-        Floats x[32 / LANES], largest = {}, poison = {};
-        const int num_vectors = static_cast<int>(group_size / LANES);
+        Floats x[32 / LANES], largest = {}, sums = {};  // sums of whole numbers below 2^24 are exact
         for (int i = 0; i < num_vectors; ++i) {
             x[i] = load(values, type, g * group_size + i * LANES);
-            const Floats magnitude = x[i] < 0.0f ? -x[i] : x[i];
-            largest = magnitude > largest ? magnitude : largest;
-            poison += x[i] * 0.0f;
+            largest = larger(x[i] < 0.0f ? -x[i] : x[i], largest);
         }
-        float top = 0.0f, any_poison = 0.0f;
-        for (int lane = 0; lane < LANES; ++lane) {
-            top = std::max(top, largest[lane]);
-            any_poison += poison[lane];
-        }
-        const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
-        const Floats shifter = all(0x1.8p23f);  // a sum with it is a whole number, in its lowest bits
-        Ints sums = {};
+        const float top = largest_of(largest), inverse = top > 0.0f ? 127.0f / top : 0.0f;
         for (int i = 0; i < num_vectors; ++i) {
-            const Ints whole = (Ints)(x[i] * inverse + shifter) - (Ints)shifter;
-            const Bits8 bytes = __builtin_convertvector(whole, Bits8);
+            const Floats shifted = x[i] * inverse + shifter;
+            const Bits8 bytes = lowest_8((Bits)shifted - (Bits)shifter);
             std::memcpy(q + row * group_size + i * LANES, &bytes, sizeof bytes);
-            sums += whole;
+            sums += shifted - shifter;
         }
-        int32_t sum = 0;
-        for (int lane = 0; lane < LANES; ++lane) sum += sums[lane];
-        const float scale = top / 127.0f + any_poison;
         float *scales = reinterpret_cast<float *>(q + rows * group_size);
-        scales[row] = scale;
-        scales[rows + row] = scale * static_cast<float>(sum);
+        scales[row] = top / 127.0f;
+        scales[rows + row] = top / 127.0f * sum_of(sums);
     }
 }
 
@@ -312,8 +300,10 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                     const int64_t rows = tiles.size(tile), row = first + tiles.begin(tile);
                     const int8_t *q = quantised + tiles.begin(tile) * row_bytes;
                     const SumTile sum = sum_tile_of(layer->bits, group_size, rows);
-                    const int64_t ahead = tile == 0 ? block_bytes : 0;
-                    sum(weights, q, groups, sums[0], ahead);
+                    const auto prefetch = [&](const uint8_t *next) {
+                        return Prefetch(next, block_bytes / groups, groups, tile, tiles.count);
+                    };
+                    sum(weights, q, groups, sums[0], prefetch(weights + block_bytes));
                     for (int64_t i = 0; i < rows * BLOCK; ++i) sums[0][i] *= factor;
                     if (epilogue != GATE) {
                         for (int64_t r = 0; r < rows; ++r)
@@ -321,7 +311,8 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                                    static_cast<Epilogue>(epilogue));
                         continue;
                     }
-                    sum(weights + num_blocks * block_bytes, q, groups, sums[1], ahead);
+                    const uint8_t *up = weights + num_blocks * block_bytes;
+                    sum(up, q, groups, sums[1], prefetch(up + block_bytes));
                     for (int64_t i = 0; i < rows * BLOCK; ++i) sums[1][i] *= factor;
                     const float *up_bias = layer->bias == nullptr ? nullptr : layer->bias + num_outputs;
                     for (int64_t r = 0; r < rows; ++r)

@@ -105,4 +105,22 @@ struct Tiles {
     int64_t size(int64_t tile) const { return begin(tile + 1) - begin(tile); }
 };
 
+// Weights that a tile of rows asks for while it computes: its share of those that come next, so that memory is read all
+// the time, and not by the first tile alone, which would wait for it.
+struct Prefetch {
+    const uint8_t *next;
+    int64_t lines;  // of 64 bytes, in each step
+
+    // `step_bytes`: what a step of every tile reads of the present weights.
+    Prefetch(const uint8_t *weights, int64_t step_bytes, int64_t num_steps, int64_t tile, int64_t num_tiles) {
+        const int64_t step_lines = (step_bytes + 63) / 64, share = (step_lines + num_tiles - 1) / num_tiles;
+        lines = std::max<int64_t>(0, std::min(share, step_lines - tile * share));
+        next = weights + tile * share * num_steps * 64;
+    }
+    void step() {
+        for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(next + line * 64, 0, 2);
+        next += lines * 64;
+    }
+};
+
 }  // namespace products

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -53,11 +54,21 @@ inline Vector load_raw(const Element *from) {
 inline Floats all(float x) { return Floats{} + x; }
 inline Bits all_bits(uint32_t x) { return Bits{} + x; }
 
+// Integers of other widths, one instruction each; of a conversion that is written as a vector's GCC 12 makes six.
+#if defined(__AVX512F__)
+inline Bits widened(Bits16 x) { return (Bits)_mm512_cvtepu16_epi32((__m256i)x); }
+inline Bits widened(Bits8 x) { return (Bits)_mm512_cvtepu8_epi32((__m128i)x); }
+inline Bits16 lowest_16(Bits x) { return (Bits16)_mm512_cvtepi32_epi16((__m512i)x); }
+inline Bits8 lowest_8(Bits x) { return (Bits8)_mm512_cvtepi32_epi8((__m512i)x); }
+#else
+template <typename Narrow> inline Bits widened(Narrow x) { return __builtin_convertvector(x, Bits); }
+inline Bits16 lowest_16(Bits x) { return __builtin_convertvector(x, Bits16); }
+inline Bits8 lowest_8(Bits x) { return __builtin_convertvector(x, Bits8); }
+#endif
+
 inline Floats load(const float *from) { return load_raw<Floats>(from); }
 
-inline Floats load(const BFloat16 *from) {
-    return (Floats)(__builtin_convertvector(load_raw<Bits16>(from), Bits) << 16);
-}
+inline Floats load(const BFloat16 *from) { return (Floats)(widened(load_raw<Bits16>(from)) << 16); }
 
 // A smaller float's exponent and mantissa are moved to a float32's, whose exponent is then too small by the difference
 // of the biases. The product corrects that, also for subnormal numbers. For float16 there may be an instruction.
@@ -67,7 +78,7 @@ inline Floats load(const Float16 *from) {
 #elif defined(__F16C__) && defined(__AVX2__)
     return (Floats)_mm256_cvtph_ps((__m128i)load_raw<Bits16>(from));
 #else
-    const Bits x = __builtin_convertvector(load_raw<Bits16>(from), Bits), magnitude = x & 0x7fff;
+    const Bits x = widened(load_raw<Bits16>(from)), magnitude = x & 0x7fff;
     const Bits finite = (Bits)((Floats)(magnitude << 13) * all(0x1p112f));
     const Bits special = magnitude << 13 | 0x7f800000;  // infinity and NaN
     return (Floats)((magnitude >= all_bits(0x7c00) ? special : finite) | (x & 0x8000) << 16);
@@ -75,7 +86,7 @@ inline Floats load(const Float16 *from) {
 }
 
 inline Floats load(const Float8 *from) {
-    const Bits x = __builtin_convertvector(load_raw<Bits8>(from), Bits), magnitude = x & 0x7f;
+    const Bits x = widened(load_raw<Bits8>(from)), magnitude = x & 0x7f;
     const Bits finite = (Bits)((Floats)(magnitude << 20) * all(0x1p120f));
     return (Floats)((magnitude == all_bits(0x7f) ? all_bits(0x7fc00000) : finite) | (x & 0x80) << 24);
 }
@@ -85,7 +96,7 @@ inline void store(float *to, Floats v) { std::memcpy(to, &v, sizeof v); }
 // All stores round to nearest, ties to even.
 inline void store(BFloat16 *to, Floats v) {
     const Bits x = (Bits)v, rounded = (x + 0x7fff + (x >> 16 & 1)) >> 16;
-    const Bits16 result = __builtin_convertvector(v != v ? all_bits(0x7fc0) : rounded, Bits16);
+    const Bits16 result = lowest_16(v != v ? all_bits(0x7fc0) : rounded);
     std::memcpy(to, &result, sizeof result);
 }
 
@@ -105,7 +116,7 @@ inline void store(Float16 *to, Floats v) {
     const Bits x = (Bits)v, magnitude = x & 0x7fffffff;
     const Bits special = v != v ? all_bits(0x7e00) : all_bits(0x7c00);
     const Bits result = magnitude >= (Bits)all(65520.0f) ? special : narrowed<10, 15>(magnitude);
-    const Bits16 bits = __builtin_convertvector(result | (x >> 16 & 0x8000), Bits16);
+    const Bits16 bits = lowest_16(result | (x >> 16 & 0x8000));
     std::memcpy(to, &bits, sizeof bits);
 }
 
@@ -114,7 +125,7 @@ inline void store(Float8 *to, Floats v) {
     const Bits x = (Bits)v, magnitude = x & 0x7fffffff;
     const Bits special = v != v ? all_bits(0x7f) : all_bits(0x7e);
     const Bits result = magnitude >= (Bits)all(448.0f) ? special : narrowed<3, 7>(magnitude);
-    const Bits8 bits = __builtin_convertvector(result | (x >> 24 & 0x80), Bits8);
+    const Bits8 bits = lowest_8(result | (x >> 24 & 0x80));
     std::memcpy(to, &bits, sizeof bits);
 }
 
@@ -137,20 +148,40 @@ inline void store_some(Element *to, Floats v, int64_t count) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// The sums of 4 vectors, in 3 steps that each halve the lanes that are still to be added.
+// a x b + c, rounded once where the machine can. Said explicitly where two ways must give the same bits: what a compiler
+// makes of `a * b + c` depends on what is around it.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// The first 4 lanes, each combined with those that are a multiple of 4 behind it, half by half.
 typedef float Floats4 __attribute__((vector_size(16)));
 
-inline Floats4 added_to_4(Floats v) {
+template <typename Combine>
+inline Floats4 halved_to_4(Floats v, const Combine &combine) {
+    typedef float Floats8 __attribute__((vector_size(32)));
 #if defined(__AVX512F__)
-    const __m512 x = (__m512)v;
-    const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    return (Floats4)_mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    const Floats8 x = combine((Floats8)_mm512_castps512_ps256((__m512)v), (Floats8)_mm512_extractf32x8_ps((__m512)v, 1));
 #elif defined(__AVX2__)
-    const __m256 x = (__m256)v;
-    return (Floats4)_mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const Floats8 x = v;
+#endif
+#if defined(__AVX2__)
+    return combine((Floats4)_mm256_castps256_ps128((__m256)x), (Floats4)_mm256_extractf128_ps((__m256)x, 1));
 #else
     return v;
 #endif
+}
+
+inline Floats4 added_to_4(Floats v) {
+    return halved_to_4(v, [](auto a, auto b) { return a + b; });
 }
 
 // Lanes 0 to 3 are those of a, and 4 to 7 those of b.
@@ -164,6 +195,7 @@ inline Floats4 chosen(Floats4 a, Floats4 b) {
 #endif
 }
 
+// The sums of 4 vectors.
 inline Floats4 sums_of(Floats v0, Floats v1, Floats v2, Floats v3) {
     const Floats4 a = added_to_4(v0), b = added_to_4(v1), c = added_to_4(v2), d = added_to_4(v3);
     const Floats4 ab = chosen<0, 4, 1, 5>(a, b) + chosen<2, 6, 3, 7>(a, b);
@@ -176,12 +208,36 @@ inline float sum_of(Floats v) {
     return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
+// Lane i of the result is lane `lanes[i]` of a and b side by side.
+template <int... lanes>
+inline Floats shuffled(Floats a, Floats b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, lanes...);
+#else
+    return __builtin_shuffle(a, b, Ints{lanes...});
+#endif
+}
+
+// Exchanges the lanes of a and b that differ from each other in the bit `WIDTH`.
+template <int WIDTH, size_t... lane>
+inline void exchange(Floats &a, Floats &b, std::index_sequence<lane...>) {
+    const Floats first = shuffled<(lane & WIDTH ? LANES + lane - WIDTH : lane)...>(a, b);
+    b = shuffled<(lane & WIDTH ? LANES + lane : lane + WIDTH)...>(a, b);
+    a = first;
+}
+
+// Lane j of vector i becomes lane i of vector j.
+template <int WIDTH = LANES / 2>
+inline void transpose(Floats (&v)[LANES]) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & WIDTH)) exchange<WIDTH>(v[i], v[i + WIDTH], std::make_index_sequence<LANES>());
+    if constexpr (WIDTH > 1) transpose<WIDTH / 2>(v);
+}
+
 inline float largest_of(Floats v) {
-    float values[LANES];
-    store(values, v);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) values[i] = values[i] > values[i + width] ? values[i] : values[i + width];
-    return values[0];
+    const Floats4 x = halved_to_4(v, [](auto a, auto b) { return a > b ? a : b; });
+    const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+    return a > b ? a : b;
 }
 
 // 2 to the power of x, within two units of the last place: 0 below -126.5, infinity from 127.5 on. The polynomial is

@@ -12,6 +12,7 @@ from baton.messages.control import (
     ControlApi,
     DrainNode,
     DrainWorker,
+    FlushCaches,
     SetWorkerRole,
     follow_rollout,
 )
@@ -83,6 +84,11 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         role = _role_from(request.role)
         await self._controller_api().call(SetWorkerRole(request.worker, role))
         return pb.SetWorkerRoleResponse()
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        command = FlushCaches(tuple(request.workers), request.force)
+        flushes = (await self._controller_api().call(command)).workers
+        return pb.FlushCacheResponse(workers=map(fleet_messages.flush_to_message, flushes))
 
     async def RolloutFleet(
         self, request: pb.RolloutFleetRequest, context: Context

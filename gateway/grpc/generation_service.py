@@ -62,6 +62,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             keep_special_tokens=request.keep_special_tokens,
             priority=request.priority,
             cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+            max_model_len=request.max_model_len if request.HasField("max_model_len") else None,
             mode=convert.mode_from(request),
             timeout_s=context.time_remaining(),
             caller=current_caller.get(),

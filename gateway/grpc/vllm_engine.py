@@ -137,7 +137,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         raise Unsupported("Embed: not supported; the models here only generate")
 
     async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:
-        raise Unsupported("FlushCache: not supported; give requests a cache_salt instead")
+        raise Unsupported("FlushCache: not supported; use baton.v1.ClusterService/FlushCache")
 
     async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> NoReturn:
         raise Unsupported(

@@ -27,6 +27,8 @@ class GatewayRequest:
     """Turns the answer into text; still empty."""
     priority: int = 0
     cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+    """No worker takes any of it from its prefix cache."""
     mode: Mode | None = None
     timeout_s: float | None = None
     """How long the client waits, from the submission on; None: without limit."""

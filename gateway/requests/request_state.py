@@ -158,6 +158,7 @@ class RequestState:
             output_token_ids=self.output_token_ids,
             on_preemption=attempt.on_preemption,
             caller=request.caller.number,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
         )
         return sub_requests(whole, attempt, transfer_id)
 

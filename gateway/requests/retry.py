@@ -165,6 +165,7 @@ class RetryState:
             token_ids=request.prompt_token_ids + output_token_ids,
             max_new_tokens=request.sampling_params.max_tokens - len(output_token_ids),
             cache_salt=request.cache_salt,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             mode=request.mode,
             excluded=excluded,
             without_prefill=self._is_without_prefill,

@@ -26,6 +26,8 @@ class RouteQuery:
     max_new_tokens: int
     """Most tokens that can follow."""
     cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+    """Workers compute or load all of it, whatever they have cached."""
     mode: Mode | None = None
     """The mode that the request requires, if any."""
     excluded: Collection[str] = ()

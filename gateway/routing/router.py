@@ -220,9 +220,10 @@ class Router:
         )
 
     def _hits(self, query: RouteQuery) -> dict[str, int]:
-        """How many of the query's tokens each worker has cached; at most all but one, which must be computed anyway."""
+        """How many of the query's tokens each worker takes from its cache; at most all but one, which must be computed
+        anyway."""
         hits: dict[str, int] = {}
-        for size in self._block_sizes:
+        for size in () if query.skip_reading_prefix_cache else self._block_sizes:
             hashes = block_hashes(query.token_ids[:-1], size, self._hash_key, query.cache_salt)
             for name, num_blocks in self._index.lookup(short_keys(hashes)).items():
                 hits[name] = num_blocks * size

@@ -2,17 +2,21 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.config import BatonConfig
-from tests.factories.local_cluster import local_cluster
+from baton.errors import FleetError
+from baton.messages.control import FlushCache, WaitStatus
+from tests.factories.local_cluster import LocalCluster, local_cluster
 from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
 
 NUM_PREFILL = 3
 NUM_ROUNDS = 3
+DECODE = f"w{NUM_PREFILL}"
 PROMPTS = [[5 + (7 * number + step) % 90 for step in range(100)] for number in range(4)]
 CACHED = 96
 """Of 100 tokens, in blocks of 16."""
@@ -49,5 +53,53 @@ def test_a_prompt_returns_to_the_prefill_worker_that_has_it(folder: Path) -> Non
                     if attempt:
                         assert usage["cached_tokens"] == CACHED
                     await cluster.at_rest()
+            await leave_caches_unread(cluster)
+            await flush(cluster)
 
     asyncio.run(run())
+
+
+async def num_cached(cluster: LocalCluster, **options: Any) -> int:
+    """Of the first prompt."""
+    answer = await cluster.answer(PROMPTS[0], max_tokens=2, ignore_eos=True, **options)
+    await cluster.at_rest()
+    return int(answer.completion.usage["cached_tokens"])
+
+
+async def leave_caches_unread(cluster: LocalCluster) -> None:
+    assert await num_cached(cluster, skip_reading_prefix_cache=True) == 0
+    assert await num_cached(cluster) == CACHED
+    options: dict[str, Any] = {"max_tokens": 50, "ignore_eos": True, "temperature": 0.0}
+    whole = await cluster.answer(PROMPTS[0], **options)
+    unread = await cluster.answer(PROMPTS[0], **options, skip_reading_prefix_cache=True)
+    assert unread.token_ids == whole.token_ids
+    short = await cluster.answer(PROMPTS[0], **options, max_model_len=len(PROMPTS[0]) + 7)
+    assert (short.token_ids, short.completion.finish_reason) == (whole.token_ids[:7], "length")
+
+
+async def flush(cluster: LocalCluster) -> None:
+    """A worker in use refuses. Forced, in the midst of hand-overs and answers, it costs no token."""
+    workers = {name: worker.control() for name, worker in cluster.workers.items()}
+
+    async def ask_all() -> list[tuple[int, ...]]:
+        options: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.0}
+        answers = await asyncio.gather(*[cluster.answer(prompt, **options) for prompt in PROMPTS])
+        return [answer.token_ids for answer in answers]
+
+    undisturbed = await ask_all()
+    asking = asyncio.create_task(ask_all())
+    while (await workers[DECODE].call(WaitStatus(0.0))).requests.running == 0:
+        assert not asking.done()
+    with pytest.raises(FleetError, match=r"blocks are in use \(\d requests run"):
+        await workers[DECODE].call(FlushCache(force=False, timeout_s=60.0))
+    for _ in range(5):
+        for worker in workers.values():
+            await worker.call(FlushCache(force=True, timeout_s=60.0))
+    assert await asking == undisturbed
+    await cluster.at_rest()
+    assert (await cluster.counters(DECODE))["preemptions"] > 0
+    await num_cached(cluster)
+    assert await num_cached(cluster) == CACHED
+    for worker in workers.values():
+        await worker.call(FlushCache(force=False, timeout_s=60.0))
+    assert [await num_cached(cluster), await num_cached(cluster)] == [0, CACHED]

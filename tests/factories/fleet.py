@@ -16,6 +16,7 @@ from baton.messages.control import (
     Done,
     Drain,
     Drained,
+    FlushCache,
     SetRole,
     WaitStatus,
     WaitView,
@@ -72,6 +73,7 @@ class FakeIncarnation:
         """Of 0.1 s each, which its status takes to get here."""
         self.start_error: Exception | None = None
         self.role_error: FleetError | None = None
+        self.flush_error: FleetError | None = None
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.may_drain = asyncio.Event()
@@ -111,6 +113,11 @@ class FakeIncarnation:
                 return Drained(await self._drain(timeout_s))
             case SetRole(role, timeout_s):
                 await self._set_role(role, timeout_s)
+                return Done()
+            case FlushCache(force, timeout_s):
+                self.commands.append(f"flush {force} {timeout_s:g}")
+                if self.flush_error is not None:
+                    raise self.flush_error
                 return Done()
         raise AssertionError(f"{request} is no call of a worker")
 

@@ -5,14 +5,23 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from baton.errors import BatonError, UnknownWorker
-from baton.fleet import FleetDescription, NodeDescription, ReplicaDescription, ReplicaState, RolloutStep
+from baton.fleet import (
+    CacheFlush,
+    FleetDescription,
+    NodeDescription,
+    ReplicaDescription,
+    ReplicaState,
+    RolloutStep,
+)
 from baton.messages.control import (
     BeginRollout,
+    CachesFlushed,
     ControlRequest,
     DescribeFleet,
     Done,
     DrainNode,
     DrainWorker,
+    FlushCaches,
     RolloutBegun,
     RolloutProgress,
     SetWorkerRole,
@@ -47,6 +56,8 @@ class FakeFleetControl:
         self.commands: list[tuple[str, ...]] = []
         self.refuses: BatonError | None = None
         self.is_away: BatonError | None = None
+        self.in_use: dict[str, str] = {}
+        """Workers that keep their prefix caches, each with the reason."""
         self.answers = asyncio.Event()
         self.answers.set()
         self.obeys = asyncio.Event()
@@ -75,6 +86,11 @@ class FakeFleetControl:
             case SetWorkerRole(worker, role):
                 await self._note("set_role", worker, role.value)
                 return Done()
+            case FlushCaches(workers, force):
+                self._check(workers)
+                self.commands.append(("flush", *workers, f"{force}"))
+                flushed = workers or tuple(each.name for each in self.fleet.replicas)
+                return CachesFlushed(tuple(CacheFlush(name, self.in_use.get(name, "")) for name in flushed))
             case BeginRollout(workers):
                 self._check(workers)
                 self.commands.append(("rollout", *workers))

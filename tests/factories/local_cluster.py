@@ -36,7 +36,8 @@ class LocalCluster:
         self, token_ids: Sequence[int], mode: Literal["disaggregated", "local"] | None = None, **options: Any
     ) -> Answer:
         """Runs one request to its end; `options` beyond those of `generate` are sampling parameters."""
-        known = {name: options.pop(name) for name in ("cache_salt", "request_id") if name in options}
+        names = ("cache_salt", "request_id", "skip_reading_prefix_cache", "max_model_len")
+        known = {name: options.pop(name) for name in names if name in options}
         tokens: list[int] = []
         text = ""
         async for event in self.client.generate(token_ids=token_ids, sampling=options, mode=mode, **known):

@@ -195,7 +195,7 @@ def _set_chat(message: pb.GenerateRequest, rng: random.Random) -> None:
 
 def _set_other(message: pb.GenerateRequest, rng: random.Random) -> None:
     params = message.sampling_params
-    match rng.randrange(8):
+    match rng.randrange(9):
         case 0:
             params.max_tokens = 0
         case 1:
@@ -210,6 +210,8 @@ def _set_other(message: pb.GenerateRequest, rng: random.Random) -> None:
             params.logprobs = rng.choice([21, 2**31 - 1])
         case 6:
             params.stop_token_ids.extend([2**32 - 1])
+        case 7:
+            message.max_model_len = rng.choice([0, 2**32 - 1])
         case _:
             params.json_schema = rng.choice(["", "x" * 200_000])
 

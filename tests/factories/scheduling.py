@@ -63,6 +63,7 @@ def make_request(
     on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
     output_token_ids: Iterable[int] = (),
     on_preemption: OnPreemption = OnPreemption.RESUME,
+    skip_reading_prefix_cache: bool = False,
     **sampling: Any,
 ) -> Request:
     """A request with a prompt of its own, unless one is given."""
@@ -80,6 +81,7 @@ def make_request(
         kv_transfer=KVTransferParams(role, f"t{number}", 0, PEER, on_failure) if role else None,
         output_token_ids=output_token_ids,
         on_preemption=on_preemption,
+        skip_reading_prefix_cache=skip_reading_prefix_cache,
     )
 
 

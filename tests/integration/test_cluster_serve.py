@@ -180,6 +180,30 @@ def test_what_the_server_refuses_is_exit_code_1(target: str) -> None:
     assert "temperature" in done.stderr
 
 
+def test_c63_prefix_caches_are_left_unread_and_flushed_and_a_request_has_its_own_context(target: str) -> None:
+    def ask(*flags: str) -> dict[str, Any]:
+        prompt = "The cache is the baton. " * 9
+        done = baton("generate", "--target", target, "--json", "--raw", "--ignore-eos", *flags, prompt)
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    usual = ask("--max-tokens", "9")
+    num_cached = ask("--max-tokens", "9")["usage"]["cached_tokens"]
+    assert num_cached > usual["usage"]["cached_tokens"]
+    unread = ask("--max-tokens", "9", "--skip-reading-prefix-cache")
+    assert (unread["usage"]["cached_tokens"], unread["token_ids"]) == (0, usual["token_ids"])
+    short = ask("--max-model-len", str(usual["usage"]["prompt_tokens"] + 3))
+    assert (short["finish_reason"], short["token_ids"]) == ("length", usual["token_ids"][:3])
+    assert short["usage"]["cached_tokens"] == num_cached
+    give_up_at = time.monotonic() + 60.0
+    while (flushed := baton("flush-cache", "--target", target, "--json")).returncode != 0:
+        assert "blocks are in use" in flushed.stderr, "the last hand-over may not be released yet"
+        assert time.monotonic() < give_up_at
+    assert [worker["is_flushed"] for worker in json.loads(flushed.stdout)["workers"]] == [True, True]
+    assert ask("--max-tokens", "9")["usage"]["cached_tokens"] == 0
+
+
 def test_status_shows_every_worker_at_rest(shared: tuple[ServeProcess, dict[str, Any]], target: str) -> None:
     status = status_of(target)
     assert status["model"] == "tiny"

@@ -123,6 +123,7 @@ async def test_without_a_controller_the_gateway_describes_what_it_knows(folder: 
             under_test.client.drain("w0"),
             under_test.client.set_role("w0", WorkerRole.PREFILL),
             anext(under_test.client.rollout()),
+            under_test.client.flush_cache(),
         ):
             refused = await refusal(command)
             assert refused.code == "FAILED_PRECONDITION"
@@ -167,12 +168,24 @@ async def test_orders_reach_the_controller(folder: Path) -> None:
     ]
 
 
+async def test_c63_a_flush_answers_for_each_worker(folder: Path) -> None:
+    control = FakeFleetControl(FLEET)
+    control.in_use = {"w10": "blocks are in use (2 requests run); wait, or force it"}
+    async with gateway_with(folder, {}, {}, control=control) as under_test:
+        flushes = await under_test.client.flush_cache(("w0", "w10"))
+        assert [(flush.worker, flush.is_flushed) for flush in flushes] == [("w0", True), ("w10", False)]
+        assert flushes[1].obstacle == control.in_use["w10"]
+        assert len(await under_test.client.flush_cache(force=True)) == 4
+    assert control.commands == [("flush", "w0", "w10", "False"), ("flush", "True")]
+
+
 async def test_an_unknown_worker_is_answered_with_the_names_there_are(folder: Path) -> None:
     control = FakeFleetControl(FLEET)
     async with gateway_with(folder, {}, {}, control=control) as under_test:
         client = under_test.client
         rollout = anext(client.rollout(("w0", "w9")))
-        for command in (client.drain("w9"), client.set_role("w9", WorkerRole.DECODE), rollout):
+        flush = client.flush_cache(("w9",))
+        for command in (client.drain("w9"), client.set_role("w9", WorkerRole.DECODE), rollout, flush):
             refused = await refusal(command)
             assert refused.code == "NOT_FOUND"
             assert "there is no worker 'w9'; the fleet has w0, w2, w3, w10" in str(refused)

@@ -11,14 +11,16 @@ import zmq
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError, ConfigError, FleetEnded, FleetError
-from baton.fleet import FleetDescription, GatewayReport
+from baton.fleet import CacheFlush, FleetDescription, GatewayReport
 from baton.messages.control import (
+    CachesFlushed,
     CallFailure,
     ControlRequest,
     DescribeFleet,
     DrainNode,
     DrainWorker,
     EndFleet,
+    FlushCaches,
     GetConfiguration,
     ReportLoad,
     ScaleRole,
@@ -78,6 +80,8 @@ async def test_a_gateway_follows_the_fleet_and_sends_commands() -> None:
             assert [node.is_draining for node in (await client.call(DescribeFleet())).nodes] == [False, True]
             with pytest.raises(FleetError, match="no node of the fleet has the address or name 'nowhere'"):
                 await client.call(DrainNode("nowhere", 5.0))
+            flushed = await client.call(FlushCaches(("w2",), force=True))
+            assert flushed == CachesFlushed((CacheFlush("w2"),))
             await client.call(ScaleRole(WorkerRole.DECODE, 3))
             await tested.all_serve(4)
             await client.call(DrainWorker("w3"))

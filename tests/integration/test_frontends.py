@@ -47,11 +47,13 @@ class Refused(Exception):
         return self.status in (codes.grpc.name, codes.http.value)
 
 
+OWN_FIELDS = ("request_id", "timeout_s", "skip_reading_prefix_cache", "max_model_len")
+"""Fields of a request that are no sampling parameters."""
+
+
 async def over_grpc(under_test: GatewayUnderTest, **fields: Any) -> str:
-    request_id, timeout_s = fields.pop("request_id", ""), fields.pop("timeout_s", None)
-    events = under_test.client.generate(
-        text="Hello", request_id=request_id, timeout_s=timeout_s, sampling=fields
-    )
+    own = {name: fields.pop(name) for name in OWN_FIELDS if name in fields}
+    events = under_test.client.generate(text="Hello", sampling=fields, **own)
     try:
         return "".join([event.text async for event in events])
     except GatewayError as error:
@@ -122,6 +124,29 @@ async def test_a_prompt_goes_to_a_pair_and_the_answer_comes_back(folder: Path) -
             request = await under_test.workers["d0"].next_request()
             assert request.kv_transfer is not None
             assert request.sampling_params.max_tokens == 9
+
+
+async def test_c63_an_own_context_and_an_unread_cache_reach_the_workers(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+        for name, send in FRONTENDS.items():
+            if name.startswith("vllm"):
+                continue  # its messages have neither field
+            assert await send(under_test, max_tokens=200) == TEXT, name
+            usual = await under_test.workers["d0"].next_request()
+            assert (usual.skip_reading_prefix_cache, usual.sampling_params.max_tokens) == (False, 200)
+            length = len(usual.prompt_token_ids)
+            own = {"max_model_len": length + 9, "skip_reading_prefix_cache": True}
+            assert await send(under_test, max_tokens=200, **own) == TEXT, name
+            request = await under_test.workers["d0"].next_request()
+            assert (request.skip_reading_prefix_cache, request.sampling_params.max_tokens) == (True, 9)
+            too_long = await refusal(send(under_test, max_model_len=length))
+            assert too_long.is_a(InvalidRequest("", "")), name
+            whose = f"{length} tokens leave no room for an answer in the request's max_model_len of {length}"
+            assert whose in too_long.message, name
+            for wrong in (0, 257):
+                refused = await refusal(send(under_test, max_model_len=wrong))
+                assert refused.is_a(InvalidRequest("", "")), name
+                assert refused.message.startswith("max_model_len: "), name
 
 
 async def test_a_stop_string_ends_the_answer_and_the_workers_stop(folder: Path) -> None:

@@ -81,6 +81,7 @@ async def test_grpc_asks_for_a_key_and_each_key_opens_what_it_may(folder: Path) 
                 client.drain("w0"),
                 client.set_role("w0", WorkerRole.PREFILL),
                 _all(client.rollout()),
+                client.flush_cache(),
             ):
                 assert await code_of(command) == "PERMISSION_DENIED"
         async with client_with(under_test, WATCHER) as client:
@@ -88,6 +89,7 @@ async def test_grpc_asks_for_a_key_and_each_key_opens_what_it_may(folder: Path) 
             assert (await anext(client.watch()))["model"] == "tiny"
             assert await code_of(tokens_of(client)) == "PERMISSION_DENIED"
             assert await code_of(client.drain("w0")) == "PERMISSION_DENIED"
+            assert await code_of(client.flush_cache()) == "PERMISSION_DENIED"
         assert control.commands == []
         await under_test.client.drain("w0")
         assert control.commands == [("drain", "w0")]

@@ -166,6 +166,8 @@ async def test_every_sampling_field_reaches_the_workers(folder: Path) -> None:
                 "stop_token_ids": [5],
                 "cache_salt": "mine",
                 "priority": -3,
+                "skip_reading_prefix_cache": True,
+                "max_model_len": 100,
             },
         )
         request = await under_test.workers["d0"].next_request()
@@ -187,6 +189,7 @@ async def test_every_sampling_field_reaches_the_workers(folder: Path) -> None:
             ignore_eos=True,
         )
         assert (request.cache_salt, request.priority) == ("mine", -3)
+        assert request.skip_reading_prefix_cache
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

@@ -1,4 +1,4 @@
-"""`baton status`, `top`, `drain`, `role` and `rollout` as an operator runs them, against a real gateway."""
+"""`baton status`, `top`, `drain`, `role`, `rollout`, `flush-cache` as an operator runs them, against a real gateway."""
 
 import asyncio
 import json
@@ -89,6 +89,29 @@ async def test_a_refusal_is_exit_code_1_and_says_why(folder: Path) -> None:
         rollout = await command(under_test, "rollout")
         assert rollout.returncode == REFUSED
         assert rollout.stderr.endswith("w1 is the last of its role; restarted before that: 1 of 2: w0\n")
+
+
+async def test_c63_a_flush_names_each_worker_that_keeps_its_cache(folder: Path) -> None:
+    fake = control()
+    async with gateway_with(folder, {"w0": silent}, {}, control=fake) as under_test:
+        done = await command(under_test, "flush-cache")
+        assert (done.returncode, done.stderr) == (DONE, "")
+        assert done.stdout.startswith("flush-cache 2 of 2 workers have forgotten their prefix caches")
+        fake.in_use = {"w1": "blocks are in use (1 requests run); wait, or force it"}
+        refused = await command(
+            under_test, "flush-cache", "--worker", "w0", "--worker", "w1", "--force", "--json"
+        )
+        assert refused.returncode == REFUSED
+        assert f"baton flush-cache: w1 keeps its prefix cache: {fake.in_use['w1']}\n" in refused.stderr
+        answer = json.loads(refused.stdout)
+        assert answer.pop("total_s") >= 0
+        assert answer == {
+            "workers": [
+                {"worker": "w0", "is_flushed": True, "obstacle": ""},
+                {"worker": "w1", "is_flushed": False, "obstacle": fake.in_use["w1"]},
+            ]
+        }
+    assert fake.commands == [("flush", "False"), ("flush", "w0", "w1", "True")]
 
 
 async def test_status_shows_the_worker_that_is_missing(folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from baton.fleet import CacheFlush
 from baton.worker import WorkerRole
 from gateway import GatewayClient
 from tests.factories.models import make_model_dir
@@ -129,6 +130,8 @@ async def exercise(serve: ServeProcess) -> None:
         assert {n: w["pid"] for n, w in changed.items()} == {n: w["pid"] for n, w in healed.items()}
         await client.set_role("w1", WorkerRole.DECODE)
         assert await ask(client) == expected
+        # All forget their prefix caches.
+        assert await client.flush_cache() == tuple(map(CacheFlush, ("w0", "w1", "w2")))
         # Two are restarted, and one leaves.
         steps = [step async for step in client.rollout(["w0", "w2"])]
         assert [step.worker for step in steps] == ["w0", "w2"]

@@ -107,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         grammar=st.sampled_from([None, None, None, *GRAMMARS]),
         on_failure=st.sampled_from(OnLoadFailure),
         on_preemption=st.sampled_from(OnPreemption),
+        skips_cache=st.booleans(),
     )
     def add(
         self,
@@ -121,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         grammar: StructuredOutput | None,
         on_failure: OnLoadFailure,
         on_preemption: OnPreemption,
+        skips_cache: bool,
     ) -> None:
         number = len(self.requests)
         request = make_request(
@@ -132,6 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             role=role,
             on_failure=on_failure,
             on_preemption=on_preemption,
+            skip_reading_prefix_cache=skips_cache,
             cache_salt=cache_salt,
             structured_output=grammar,
             output_token_ids=[token_at(f"r{number}", i) for i in range(min(num_outputs, max_tokens - 1))],

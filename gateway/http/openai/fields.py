@@ -106,6 +106,9 @@ class GenerationFields(Body):
         max_length=1024,
         description="Prompts share a prefix cache only with prompts of the same salt.",
     )
+    skip_reading_prefix_cache: bool | None = Field(
+        None, description="Compute the whole prompt; its blocks are still written to the prefix cache."
+    )
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower values go first.")
     request_id: str | None = Field(
         None,
@@ -115,6 +118,11 @@ class GenerationFields(Body):
     # Baton's own extensions
     routing_mode: Literal["disaggregated", "local"] | None = Field(
         None, description="Prefill and decode on two workers, or everything on a decode worker."
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of prompt and answer together, at most the model's; the answer ends there.",
     )
 
     @model_validator(mode="after")

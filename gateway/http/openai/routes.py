@@ -143,6 +143,8 @@ class OpenAIRoutes:
                     keep_special_tokens=body.keep_special_tokens,
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt,
+                    skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
+                    max_model_len=body.max_model_len,
                     mode=body.mode,
                     timeout_s=call.time_left_s,
                     caller=call.caller,

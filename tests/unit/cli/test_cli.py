@@ -45,7 +45,7 @@ def test_an_unknown_model_is_refused_before_anything_starts(capsys: pytest.Captu
     assert "'no-such-model' is neither a folder, nor a GGUF file, nor a known name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["status", "drain w0", "role w0 decode", "rollout"])
+@pytest.mark.parametrize("command", ["status", "drain w0", "role w0 decode", "rollout", "flush-cache"])
 def test_an_unreachable_gateway_is_a_refusal_with_advice(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +60,17 @@ def test_a_role_that_is_none_is_a_usage_error(capsys: pytest.CaptureFixture[str]
         main(["role", "w0", "both"])
     assert stopped.value.code == USAGE
     assert "'both'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens", "--max-model-len"])
+@pytest.mark.parametrize("number", ["0", "-1", "4294967296", "1.5", "many", "٣"])
+def test_a_number_of_tokens_that_cannot_be_is_a_usage_error(
+    flag: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", f"{flag}={number}", "hello"])
+    assert stopped.value.code == USAGE
+    assert f"argument {flag}: got '{number}'; must be a number from 1 to" in capsys.readouterr().err
 
 
 def test_the_default_target_is_where_serve_listens_by_default() -> None:
@@ -106,6 +117,7 @@ def test_ray_is_not_imported_before_its_environment_is_ready(command: str) -> No
         "drain --target 127.0.0.1:9 w0",
         "role --target 127.0.0.1:9 w0 decode",
         "rollout --target 127.0.0.1:9",
+        "flush-cache --target 127.0.0.1:9",
         "trace no-such-file",
     ],
 )

@@ -273,17 +273,47 @@ def test_other_requests_of_the_step_do_not_matter() -> None:
     assert torch.equal(layout.native_out(0)[0], out[2:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 100], ids=str)
-def test_where_a_chunk_begins_and_ends_does_not_matter(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype"),
+    [
+        *((dtype, dtype) for dtype in DTYPES),
+        (torch.bfloat16, FP8),
+        (torch.float32, FP8),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 100, 300], ids=str)
+def test_neither_chunks_nor_decodes_matter(
+    dtype: torch.dtype, pool_dtype: torch.dtype, window: int | None
+) -> None:
+    """A token's result is the same bit for bit as part of any chunk, or alone."""
     heads, length = Heads(6, 2, 64), 1500
-    whole = make_layout([(length, length)], heads, dtype, windows=(window,))
+    whole = make_layout([(length, length)], heads, dtype, windows=(window,), pool_dtype=pool_dtype)
     expected, pool = whole.native_out(0)
     table = whole.batch.block_ids_BM[0].tolist()
-    for start, end in ((0, 2), (31, 200), (333, 1030), (1490, 1500)):
+    chunks = [(0, 2), (31, 200), (333, 1030), (1490, 1500)]
+    decodes = [(end - 1, end) for end in (1, 2, 64, 65, 100, 101, 255, 256, 257, 300, 777, 1500)]
+    for start, end in (*chunks, *decodes):
         batch = step_batch([(end, end - start)], [table[: -(-end // 16)]], 16)
         part = Layout(whole.architecture, pool, batch, whole.qkv_TPD[start:end], heads)
-        assert torch.equal(part.native_out(0)[0], expected[start:end]), (start, end)
+        for num_threads in (1, 3):
+            out, _ = part.native_out(0, num_threads=num_threads)
+            assert torch.equal(out, expected[start:end]), (start, end)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "heads", [Heads(1, 1, 16), Heads(7, 1, 80), Heads(10, 2, 256), Heads(8, 8, 96)], ids=str
+)
+def test_decodes_of_any_heads_equal_a_chunk(heads: Heads, dtype: torch.dtype) -> None:
+    whole = make_layout([(400, 400)], heads, dtype, block_size=3)
+    expected, pool = whole.native_out(1)
+    table = whole.batch.block_ids_BM[0].tolist()
+    for end in (1, 17, 399):
+        batch = step_batch([(end, 1)], [table[: -(-end // 3)]], 3)
+        part = Layout(whole.architecture, pool, batch, whole.qkv_TPD[end - 1 : end], heads)
+        assert torch.equal(part.native_out(1)[0], expected[end - 1 : end]), end
 
 
 def test_wrong_numbers_stay_wrong() -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from baton.clock import SystemClock
-from baton.errors import DeadlinePassed, InvalidRequest
+from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
@@ -64,6 +64,29 @@ def test_fewer_tokens_than_fit_are_left_alone_and_more_must_still_make_sense(
     assert take_in(preprocessor, (5,) * 40, SamplingParams(max_tokens=7)).sampling_params.max_tokens == 7
     with pytest.raises(InvalidRequest, match=r"min_tokens: must be from 0 to max_tokens \(60\), got 61"):
         take_in(preprocessor, (5,) * 40, SamplingParams(max_tokens=90, min_tokens=61))
+
+
+def test_c63_a_requests_own_context_bounds_prompt_and_answer_and_is_named(preprocessor: Preprocessor) -> None:
+    def max_tokens(num_prompt_tokens: int, max_model_len: int, params: SamplingParams | None = None) -> int:
+        params = params or SamplingParams(max_tokens=UNLIMITED)
+        asked = preprocessor.preprocess((5,) * num_prompt_tokens, params, max_model_len=max_model_len)
+        return asyncio.run(asked).sampling_params.max_tokens
+
+    assert max_tokens(40, 50) == 10
+    assert max_tokens(40, 50, SamplingParams(max_tokens=7)) == 7
+    assert max_tokens(40, MAX_MODEL_LEN) == MAX_MODEL_LEN - 40
+    for num_prompt_tokens in (50, 51):
+        with pytest.raises(PromptTooLong) as caught:
+            max_tokens(num_prompt_tokens, 50)
+        room = f"prompt: {num_prompt_tokens} tokens leave no room for an answer in the request's max_model_len of 50"
+        assert str(caught.value) == f"{room} tokens"
+    for wrong in (0, MAX_MODEL_LEN + 1):
+        with pytest.raises(
+            InvalidRequest, match=rf"max_model_len: must be 1 to the model's 100, got {wrong}"
+        ):
+            max_tokens(5, wrong)
+    with pytest.raises(InvalidRequest, match=r"min_tokens: must be from 0 to max_tokens \(10\), got 11"):
+        max_tokens(40, 50, SamplingParams(max_tokens=20, min_tokens=11))
 
 
 def test_requests_without_a_name_get_one_each(preprocessor: Preprocessor) -> None:

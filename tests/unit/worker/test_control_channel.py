@@ -17,8 +17,10 @@ from baton.kv import TransferRole, WorkerRef
 from baton.messages.control import (
     FLEET_PLANE_VERSION,
     ControlRequest,
+    Done,
     Drain,
     Drained,
+    FlushCache,
     SetRole,
     WaitStatus,
 )
@@ -64,6 +66,11 @@ class FakeWorker:
         self.asked.append(("set_role", role, timeout_s))
         if role is WorkerRole.PREFILL:
             raise FleetError("worker w0: 3 blocks are leased")
+
+    def flush_cache(self, timeout_s: float, *, force: bool) -> None:
+        self.asked.append(("flush_cache", timeout_s, force))
+        if not force:
+            raise FleetError("blocks are in use")
 
     def when_ended(self, callback: Callable[[], None]) -> None:
         self.end = callback
@@ -154,6 +161,13 @@ def test_what_the_worker_raises_is_raised_here(pipes: Pipes) -> None:
         asyncio.run(pipes.client.call(WaitStatus(0.0)))
 
 
+def test_c63_a_flush_reaches_the_worker_and_its_refusal_the_caller(pipes: Pipes) -> None:
+    assert asyncio.run(pipes.client.call(FlushCache(force=True, timeout_s=2.0))) == Done()
+    with pytest.raises(FleetError, match="blocks are in use"):
+        asyncio.run(pipes.client.call(FlushCache(force=False, timeout_s=3.0)))
+    assert pipes.worker.asked == [("flush_cache", 2.0, True), ("flush_cache", 3.0, False)]
+
+
 def test_the_end_of_a_worker_ends_every_call(pipes: Pipes) -> None:
     async def scenario() -> None:
         drain = asyncio.create_task(pipes.client.call(Drain(5.0)))
@@ -210,6 +224,7 @@ def failure_in(reply: Reply) -> tuple[int, str, str]:
         (raw("Drain", -1.0), 7, "a time of zero or more"),
         (raw("Drain", "1"), 7, "Drain.timeout_s: expected float, got '1'"),
         (raw("SetRole", "juggler", 1.0), 7, "expected one of ['prefill', 'decode']"),
+        (raw("FlushCache", True, -1.0), 7, "timeout_s: got -1; a time of zero or more"),
         (raw("WaitStatus", 0.0, "so"), 7, "WaitStatus: expected 1 fields"),
         (binascii.b2a_base64(msgpack.packb(["Call", 1, 7, 1.0, b""]), newline=False), 0, "version 1 of"),
     ],

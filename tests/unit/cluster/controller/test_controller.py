@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from baton.errors import ClusterError, ConfigError, FleetError
+from baton.errors import ClusterError, ConfigError, FleetError, UnknownWorker
+from baton.fleet import CacheFlush
 from baton.messages.control import CallFailure, WaitStart, WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
@@ -196,6 +197,30 @@ async def test_workers_of_other_ranks_cannot_change_into_each_other() -> None:
         await tested.all_serve(3)
         with pytest.raises(FleetError, match=r"prefill workers: these have 2|a prefill worker: these have 2"):
             await tested.controller.set_role("w1", PREFILL)
+
+
+async def test_c63_every_worker_is_asked_to_flush_its_cache_and_its_refusal_is_passed_on() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        tested.launcher.latest("w1").flush_error = FleetError("blocks are in use")
+        tested.launcher.latest("w2").may_drain.clear()
+        changing = asyncio.create_task(tested.controller.set_role("w2", PREFILL))
+        await asyncio.sleep(0)
+        answer = await tested.controller.flush_caches((), force=True)
+        assert answer.workers == (CacheFlush("w0"), CacheFlush("w1", "blocks are in use"), CacheFlush("w2"))
+        assert "flush True 0.1" in tested.launcher.latest("w2").commands, "beside its change of role"
+        tested.launcher.latest("w2").may_drain.set()
+        await changing
+        answer = await tested.controller.flush_caches(("w2", "w0", "w2"), force=False)
+        assert answer.workers == (CacheFlush("w2"), CacheFlush("w0"))
+        assert tested.launcher.latest("w0").commands == ["flush True 0.1", "flush False 0.1"]
+        with pytest.raises(UnknownWorker, match="there is no worker 'w9'; the fleet has w0, w1, w2"):
+            await tested.controller.flush_caches(("w0", "w9"), force=True)
+        tested.launcher.room.clear()
+        tested.launcher.latest("w0").kill()
+        await state_becomes(tested, "w0", "placing")
+        (flush,) = (await tested.controller.flush_caches(("w0",), force=True)).workers
+        assert (flush.is_flushed, flush.obstacle) == (False, "it does not serve (placing)")
 
 
 async def test_a_rollout_restarts_one_worker_after_the_other() -> None:

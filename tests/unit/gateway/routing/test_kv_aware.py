@@ -212,6 +212,18 @@ def test_another_salt_hits_nothing_and_a_whole_prompt_leaves_a_token_to_compute(
     assert router.route(ask(160)).num_prefill_tokens == 160
 
 
+def test_c63_a_request_that_skips_the_cache_has_no_hits_for_a_router() -> None:
+    router = pair_of()
+    report_blocks(router, "p1", LONG, 1600)
+    report_blocks(router, "d1", LONG, 1600)
+    skipping = replace(LONG, skip_reading_prefix_cache=True)
+    assert chosen(router) == ({"p1"}, {"d1"})
+    assert chosen(router, skipping) == ({"p0", "p1"}, {"d0", "d1"})
+    placement = router.route(skipping)
+    assert (placement.num_prefill_tokens, placement.num_transfer_tokens) == (2000, 2000)
+    assert router.lacking(skipping) == {"p0": 2000, "p1": 2000}
+
+
 def test_a_new_incarnation_and_a_lost_worker_have_no_blocks() -> None:
     router = pair_of()
     report_blocks(router, "p1", LONG, 1600)

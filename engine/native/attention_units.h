@@ -1,0 +1,69 @@
+// What queries, keys and values are multiplied in, float32 or pairs of bfloat16, and small matrix products of them.
+//
+// Decodes and chunks multiply in the same units, and add up in the same order: a score over the depth, a result over the
+// keys. So a query gets the same bits either way.
+
+#pragma once
+
+#include <type_traits>
+
+#include "attention_step.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
+// Two bfloat16 that are multiplied together with two others: twice the rate of float32, and sums are in float32.
+struct Pair {
+    uint32_t bits;  // the first is in the lower half
+};
+
+template <typename Unit>
+constexpr int64_t PER_UNIT = std::is_same_v<Unit, Pair> ? 2 : 1;
+
+inline Floats broadcast(float a) { return all(a); }
+inline Floats vector_of(const float *b) { return load(b); }
+inline Floats multiply_add(Floats a, Floats b, Floats sum, float) { return fused(a, b, sum); }
+#if defined(__AVX512BF16__)
+inline Floats broadcast(Pair a) { return (Floats)all_bits(a.bits); }
+inline Floats vector_of(const Pair *b) { return load(reinterpret_cast<const float *>(b)); }
+inline Floats multiply_add(Floats a, Floats b, Floats sum, Pair) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#endif
+
+// c[i][j] (+)= sum over k of a[i x a_row + k x a_step] b[k][j], for `rows` x (`cols` x LANES) of c, in registers.
+template <int rows, int cols, bool adds, typename Unit>
+inline void product(const Unit *a, int64_t a_row, int64_t a_step, const Unit *b, int64_t b_step, float *c, int64_t c_row,
+                    int64_t depth) {
+    Floats sums[rows][cols];
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < cols; ++j) sums[i][j] = adds ? load(c + i * c_row + j * LANES) : Floats{};
+    for (int64_t k = 0; k < depth; ++k, a += a_step, b += b_step) {
+        Floats b_k[cols];
+        for (int j = 0; j < cols; ++j) b_k[j] = vector_of(b + j * LANES);
+        for (int i = 0; i < rows; ++i) {
+            const Floats a_i = broadcast(a[i * a_row]);
+            for (int j = 0; j < cols; ++j) sums[i][j] = multiply_add(a_i, b_k[j], sums[i][j], Unit{});
+        }
+    }
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < cols; ++j) store(c + i * c_row + j * LANES, sums[i][j]);
+}
+
+inline Floats paired(Floats first, Floats second) {  // of values that bfloat16 has
+    return (Floats)((Bits)first >> 16 | ((Bits)second & 0xffff0000));
+}
+
+inline Floats rounded_to_bfloat16(Floats v) {  // to nearest, ties to even; NaN stays
+    const Bits x = (Bits)v;
+    return (Floats)((x + 0x7fff + (x >> 16 & 1)) & 0xffff0000);
+}
+
+// The weight of scores, to powers of 2, beside that of the largest one.
+inline Floats weight_of(Floats scores, float scale, Floats most_scaled) {
+    return exp2(fused(scores, all(scale), -most_scaled));
+}
