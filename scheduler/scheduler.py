@@ -126,8 +126,8 @@ class Scheduler:
         """Processes a step's samples; returns the outputs by client, finished requests included."""
         outputs = OutputsByClient()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        drafts = scheduler_output.scheduled_spec_decode_tokens
         requests = self._under_way.pop(scheduler_output.step, [])
+        self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
         for request in requests:
             token_ids = sampled.get(request.request_id)
             if not token_ids or request.is_finished:
@@ -136,8 +136,6 @@ class Scheduler:
                 request.num_output_placeholders -= 1
             if self._must_sample_again(request):
                 continue
-            if drafts and request.request_id in drafts:
-                self._speculation.verified(request, len(drafts[request.request_id]), len(token_ids))
             self._take_tokens(request, token_ids, logprobs.get(request.request_id), outputs)
         self._speculation.propose(requests, model_runner_output.draft_token_ids)
         if failed := model_runner_output.failed:
