@@ -66,6 +66,8 @@ class SchedulerOutput:
     """(host block, block) pairs to copy next, before the step computes; their requests are resumed."""
     step: int = 0
     """Counts the plans of one scheduler."""
+    scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Drafts that this step verifies, by request: the last of the request's tokens in `num_scheduled_tokens`."""
 
     @property
     def is_empty(self) -> bool:
@@ -81,11 +83,14 @@ class ModelRunnerOutput:
     """Sampled tokens by request; a request whose prompt is incomplete sampled nothing and is absent."""
 
     sampled_token_ids: Mapping[str, list[int]]
+    """With drafts: those that equal what was sampled in their places, up to the first that does not, and one more."""
     logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that can go no further, and why: their structured output can no longer be matched."""
     non_finite: Set[str] = frozenset()
     """Requests whose logits were not finite: none of their tokens, and nothing cached before, can be trusted."""
+    draft_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Guesses of the tokens after those sampled, for a later step to verify."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ class BatonSide:
     """One scheduler; with `is_async` it may be one step ahead of the model."""
 
     def __init__(self, settings: Settings, *, is_async: bool = False) -> None:
-        config = SchedulerConfig(**asdict(settings), async_scheduling=is_async)
-        self._scheduler = Scheduler(config)
+        values = asdict(settings)
+        num_speculative_tokens = values.pop("num_speculative_tokens")
+        config = SchedulerConfig(**values, async_scheduling=is_async)
+        self._scheduler = Scheduler(config, num_speculative_tokens=num_speculative_tokens)
 
     @property
     def num_unfinished(self) -> int:
@@ -59,17 +61,18 @@ class BatonSide:
         computed |= {new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
         blocks |= {new.request_id: new.block_ids for new in plan.scheduled_new_reqs}
         admitted = {new.request_id for new in plan.scheduled_new_reqs} | cached.resumed_request_ids
+        drafts = plan.scheduled_spec_decode_tokens
         shares = tuple(
-            Share(request_id, num_tokens, computed[request_id], request_id in admitted, blocks[request_id])
-            for request_id, num_tokens in plan.num_scheduled_tokens.items()
+            Share(i, num_tokens, computed[i], i in admitted, blocks[i], drafts.get(i, ()))
+            for i, num_tokens in plan.num_scheduled_tokens.items()
         )
         return Decisions(shares, plan.preempted_req_ids)
 
     def request_ids(self, plan: Any) -> list[str]:
         return list(plan.num_scheduled_tokens)
 
-    def runner_output(self, _plan: Any, sampled: dict[str, int]) -> Any:
-        return ModelRunnerOutput({request_id: [token_id] for request_id, token_id in sampled.items()})
+    def runner_output(self, _plan: Any, sampled: dict[str, list[int]], drafts: dict[str, list[int]]) -> Any:
+        return ModelRunnerOutput(sampled, draft_token_ids={i: tuple(guess) for i, guess in drafts.items()})
 
     def update(self, plan: Any, runner_output: Any) -> Any:
         return self._scheduler.update_from_output(plan, runner_output)

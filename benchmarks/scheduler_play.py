@@ -25,10 +25,13 @@ class Share:
     is_admitted: bool
     """It did not run before, so whatever is computed came from the prefix cache."""
     new_block_ids: tuple[int, ...]
+    drafts: tuple[int, ...] = ()
+    """The last of its tokens."""
 
     def __str__(self) -> str:
         cached = f"@{self.num_computed_tokens}" if self.is_admitted else ""
-        return f"{self.request_id}:{self.num_tokens}{cached}"
+        drafts = f"~{','.join(map(str, self.drafts))}" if self.drafts else ""
+        return f"{self.request_id}:{self.num_tokens}{cached}{drafts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class Decisions:
     ended: tuple[Ended, ...] = ()
 
     def __str__(self) -> str:
-        """`r0:1 r3:16@32 -r5 r0=stop`: r0 runs 1 token, r3 is admitted with 32 of its tokens cached, and so on."""
+        """`r0:1 r3:16@32 r4:3~7,9 -r5 r0=stop`: r0 runs 1 token, r3 is admitted with 32 of its tokens cached, r4 has
+        drafts 7 and 9, and so on."""
         preempted = [f"-{request_id}" for request_id in sorted(self.preempted)]
         return " ".join([*map(str, self.shares), *preempted, *map(str, self.ended)])
 
@@ -85,8 +89,8 @@ class Side(Protocol):
         """Who runs."""
         ...
 
-    def runner_output(self, plan: Any, sampled: dict[str, int]) -> Any:
-        """What a model runner would answer to the plan."""
+    def runner_output(self, plan: Any, sampled: dict[str, list[int]], drafts: dict[str, list[int]]) -> Any:
+        """What a model runner would answer to the plan, with new drafts of everyone in it."""
         ...
 
     def update(self, plan: Any, runner_output: Any) -> Any:
@@ -97,27 +101,45 @@ class Side(Protocol):
 
 
 class Model:
-    """Samples for every request whose known tokens are all computed by a step."""
+    """Samples for every request whose known tokens are all computed by a step, and verifies its drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_speculative_tokens: int = 0) -> None:
+        self._num_speculative_tokens = num_speculative_tokens
+        self._specs: dict[str, RequestSpec] = {}
         self._num_prompt_tokens: dict[str, int] = {}
         self._num_tokens: dict[str, int] = {}
 
     def learn(self, spec: RequestSpec) -> list[int]:
         """The prompt of a request that comes."""
         token_ids = spec.prompt_token_ids
+        self._specs[spec.request_id] = spec
         self._num_prompt_tokens[spec.request_id] = self._num_tokens[spec.request_id] = len(token_ids)
         return token_ids
 
-    def run(self, decisions: Decisions) -> dict[str, int]:
-        """One token of each such request."""
-        sampled = {}
+    def run(self, decisions: Decisions) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """The tokens of each such request, and new drafts."""
+        sampled: dict[str, list[int]] = {}
+        drafts: dict[str, list[int]] = {}
         for share in decisions.shares:
             request_id, num_tokens = share.request_id, self._num_tokens[share.request_id]
-            if share.num_computed_tokens + share.num_tokens == num_tokens:
-                sampled[request_id] = token_at(request_id, num_tokens - self._num_prompt_tokens[request_id])
-                self._num_tokens[request_id] += 1
-        return sampled
+            if share.num_computed_tokens + share.num_tokens - len(share.drafts) == num_tokens:
+                position = num_tokens - self._num_prompt_tokens[request_id]
+                sampled[request_id] = _verified(request_id, position, share.drafts)
+                self._num_tokens[request_id] += len(sampled[request_id])
+                if most := self._num_speculative_tokens:
+                    position += len(sampled[request_id])
+                    drafts[request_id] = self._specs[request_id].drafts_at(position, most)
+        return sampled, drafts
+
+
+def _verified(request_id: str, position: int, drafts: tuple[int, ...]) -> list[int]:
+    """The right drafts, and the token after them."""
+    token_ids = [token_at(request_id, position)]
+    for draft in drafts:
+        if draft != token_ids[-1]:
+            break
+        token_ids.append(token_at(request_id, position + len(token_ids)))
+    return token_ids
 
 
 def play(side: Side, workload: Workload, num_ahead: int = 0) -> Iterator[Decisions]:
@@ -127,8 +149,8 @@ def play(side: Side, workload: Workload, num_ahead: int = 0) -> Iterator[Decisio
     that was planned last.
     """
     arrivals = deque(workload.requests)
-    model = Model()
-    under_way: deque[tuple[Any, dict[str, int]]] = deque()
+    model = Model(workload.settings.num_speculative_tokens)
+    under_way: deque[tuple[Any, tuple[dict[str, list[int]], dict[str, list[int]]]]] = deque()
     for number in range(MAX_STEPS):
         while arrivals and arrivals[0].arrival_step <= number:
             spec = arrivals.popleft()
@@ -141,8 +163,8 @@ def play(side: Side, workload: Workload, num_ahead: int = 0) -> Iterator[Decisio
         under_way.append((plan, model.run(decisions)))
         ended: tuple[Ended, ...] = ()
         if len(under_way) > num_ahead:
-            plan, sampled = under_way.popleft()
-            ended = side.ended(side.update(plan, side.runner_output(plan, sampled)))
+            plan, tokens = under_way.popleft()
+            ended = side.ended(side.update(plan, side.runner_output(plan, *tokens)))
         yield replace(decisions, ended=ended)
         if not arrivals and not side.num_unfinished:
             return

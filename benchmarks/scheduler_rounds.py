@@ -25,16 +25,18 @@ class MakeSide(Protocol):
     def __call__(self, settings: Settings, *, is_async: bool = False) -> Side: ...
 
 
-def decode_us(make_side: MakeSide, num_running: int, num_blocks: int) -> list[float]:
-    """Microseconds of each step, to plan it and to take its tokens in, while everybody gets one token."""
-    side = make_side(_settings(num_running, num_blocks, num_running * 2 * CONTEXT))
+def decode_us(make_side: MakeSide, num_running: int, num_blocks: int, num_drafts: int = 0) -> list[float]:
+    """Microseconds of each step, to plan it and to take its tokens in, while each request gets one token, and half of
+    its drafts are right.
+    """
+    side = make_side(_settings(num_running, num_blocks, num_running * 2 * CONTEXT, num_drafts))
     for number in range(num_running):
         prompt = ((f"q{number}", CONTEXT + number % BLOCK_SIZE),)
         _add(side, RequestSpec(f"r{number}", 0, prompt, 2 * CONTEXT, ignore_eos=True))
     for _ in range(3):
-        _step_us(side)
+        _step_us(side, num_drafts=num_drafts)
     with _settled_heap():
-        return [_step_us(side) for _ in range(NUM_DECODE_STEPS)]
+        return [_step_us(side, num_drafts=num_drafts) for _ in range(NUM_DECODE_STEPS)]
 
 
 def admit_us(make_side: MakeSide) -> list[float]:
@@ -65,6 +67,7 @@ def arrive_us(make_side: MakeSide) -> list[float]:
 ROUNDS: dict[str, Callable[[MakeSide], list[float]]] = {
     "step, 64 running": partial(decode_us, num_running=64, num_blocks=20_000),
     "step, 256 running": partial(decode_us, num_running=256, num_blocks=20_000),
+    "step, 256 with 4 drafts": partial(decode_us, num_running=256, num_blocks=20_000, num_drafts=4),
     "step, 1,024 running": partial(decode_us, num_running=1_024, num_blocks=20_000),
     "step, 4,096 running": partial(decode_us, num_running=4_096, num_blocks=65_536),
     "arrival of a request": arrive_us,
@@ -77,7 +80,9 @@ def run_round(make_side: MakeSide, order: Order) -> Order:
     return {"us": ROUNDS[order["round"]](make_side)}
 
 
-def _settings(max_num_seqs: int, num_blocks: int, max_num_batched_tokens: int) -> Settings:
+def _settings(
+    max_num_seqs: int, num_blocks: int, max_num_batched_tokens: int, num_drafts: int = 0
+) -> Settings:
     return Settings(
         policy="fcfs",
         max_num_seqs=max_num_seqs,
@@ -88,6 +93,7 @@ def _settings(max_num_seqs: int, num_blocks: int, max_num_batched_tokens: int) -
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         max_model_len=4_096,
+        num_speculative_tokens=num_drafts,
     )
 
 
@@ -95,14 +101,18 @@ def _add(side: Side, spec: RequestSpec) -> None:
     side.add(spec, spec.prompt_token_ids)
 
 
-def _step_us(side: Side, num_expected: int = 0) -> float:
-    """One step in which every running request gets a token; the runner's part is not timed."""
+def _step_us(side: Side, num_expected: int = 0, num_drafts: int = 0) -> float:
+    """One step in which every running request gets a token and half of its drafts; the runner's part is not timed."""
     start = time.perf_counter()
     plan = side.schedule()
     planned = time.perf_counter()
     request_ids = side.request_ids(plan)
     assert len(request_ids) >= num_expected, f"only {len(request_ids)} requests run, {num_expected} should"
-    runner_output = side.runner_output(plan, dict.fromkeys(request_ids, 17))
+    shares = side.decisions(plan).shares if num_drafts else ()
+    num_right = {share.request_id: len(share.drafts) // 2 for share in shares}
+    sampled = {request_id: [17] * (1 + num_right.get(request_id, 0)) for request_id in request_ids}
+    drafts = dict.fromkeys(request_ids, [17] * num_drafts) if num_drafts else {}
+    runner_output = side.runner_output(plan, sampled, drafts)
     computed = time.perf_counter()
     side.update(plan, runner_output)
     return 1e6 * (planned - start + time.perf_counter() - computed)

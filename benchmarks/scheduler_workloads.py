@@ -15,7 +15,7 @@ Piece = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The engine that a workload comes to. Names are those of `SchedulerConfig`, here and there."""
+    """The engine that a workload comes to. Names are those of `SchedulerConfig`, here and there, up to the last."""
 
     policy: str
     max_num_seqs: int
@@ -26,6 +26,8 @@ class Settings:
     block_size: int
     num_blocks: int
     max_model_len: int
+    num_speculative_tokens: int = 0
+    """The most drafts of a request in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,18 @@ class RequestSpec:
     arrival_time: float = 0.0
     cache_salt: str | None = None
     abort_step: int | None = None
+    draft_quality: float = 0.0
+    """How likely a draft is right."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return [token_at(stream, position) for stream, length in self.prompt for position in range(length)]
+
+    def drafts_at(self, position: int, most: int) -> list[int]:
+        """Guesses of its outputs from `position` on: up to `most`, and a pure function."""
+        rng = random.Random(f"{self.request_id}~{position}")
+        ahead = range(position, position + rng.randrange(most + 1))
+        return [token_at(self.request_id, at) + (rng.random() >= self.draft_quality) for at in ahead]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +69,18 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """`priority-ties` is the priority policy with requests of equal priority and arrival time."""
+        """`priority-ties` is the priority policy with requests of equal priority and arrival time; `drafts` is any
+        policy, with drafts."""
+        if self.settings.num_speculative_tokens:
+            return "drafts"
         ranks = [(request.priority, request.arrival_time) for request in self.requests]
         has_ties = self.settings.policy == "priority" and len(set(ranks)) < len(ranks)
         return self.settings.policy + ("-ties" if has_ties else "")
 
     def to_json(self) -> dict[str, Any]:
         """Without what has its default."""
-        requests = [
-            {name: value for name, value in asdict(request).items() if value != _DEFAULTS[name]}
-            for request in self.requests
-        ]
-        return {"seed": self.seed, "settings": asdict(self.settings), "requests": requests}
+        requests = [_without_defaults(request) for request in self.requests]
+        return {"seed": self.seed, "settings": _without_defaults(self.settings), "requests": requests}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Workload":
@@ -85,7 +95,9 @@ class Workload:
         return cls(values["seed"], Settings(**values["settings"]), requests)
 
 
-_DEFAULTS = {field.name: field.default for field in fields(RequestSpec)}
+def _without_defaults(values: Settings | RequestSpec) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in fields(values)}
+    return {name: value for name, value in asdict(values).items() if value != defaults[name]}
 
 
 def token_at(stream: str, position: int) -> int:
@@ -104,7 +116,7 @@ def make_workload(seed: int) -> Workload:
     has_ties, step = rng.random() < 0.3, 0
     for number in range(rng.randrange(2, 13)):
         step += rng.choice([0, 0, 0, 1, 3])
-        prompt = _clip(_make_prompt(rng, number, stems, requests), max_model_len - 1)
+        prompt = clip(_make_prompt(rng, number, stems, requests), max_model_len - 1)
         num_prompt_tokens = sum(length for _, length in prompt)
         max_tokens = rng.randrange(1, 25)
         most_min_tokens = min(max_tokens, max_model_len - num_prompt_tokens)
@@ -138,7 +150,7 @@ def _make_prompt(
     return [(stem, rng.choice([length, 1 + rng.randrange(length)])), question]
 
 
-def _clip(prompt: list[Piece], max_tokens: int) -> tuple[Piece, ...]:
+def clip(prompt: list[Piece], max_tokens: int) -> tuple[Piece, ...]:
     """The first `max_tokens` tokens."""
     clipped: list[Piece] = []
     for stream, length in prompt:

@@ -1,6 +1,6 @@
 """Whether Baton's scheduler decides as vLLM's V1 does, step by step, for random workloads; and records what V1 decided.
 
-    python -m benchmarks.v1_decisions --reference PYTHON [--seeds 1000] [--first 0] [--ahead 1]
+    python -m benchmarks.v1_decisions --reference PYTHON [--seeds 1000] [--first 0] [--ahead 1 | --drafts]
     python -m benchmarks.v1_decisions --reference PYTHON --record tests/data/v1_decisions
 
 PYTHON is an interpreter with vllm 0.13.0 (`pip install vllm==0.13.0`); it needs neither a GPU nor Baton. The first form
@@ -8,11 +8,15 @@ compares, down to the ids of the blocks, and fails if the two sides differ for a
 
     misled    V1 found blocks in its prefix cache that were never computed: it caches a block when it plans to fill it,
               and keeps it when the request is preempted out of the step. Baton takes such blocks out of the cache.
+    forgetful V1 did not find blocks in its prefix cache that it had computed: it caches a block that accepted drafts
+              completed only with the request's next step. Baton also caches it when the request ends or is preempted.
     endless   V1 was not done after thousands of steps: requests of equal rank preempt each other in turn. Baton spares
               one of them after a while (`scheduler/order.py`).
 
 With `--ahead 1` both sides plan a step while the one before it is computed, V1 by its AsyncScheduler. That skips a
 running request when it preempts one before it whose last token is under way; such workloads count as different.
+
+With `--drafts` both sides get the same drafts, some right and some wrong, and the same numbers of them are accepted.
 
 The second form writes what `tests/unit/scheduler/test_v1_decisions.py` replays, without such workloads.
 """
@@ -27,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baton_side import BatonSide
+from benchmarks.draft_workloads import BY_HAND, with_drafts
 from benchmarks.peer import Peer
 from benchmarks.scheduler_play import MAX_STEPS, play
 from benchmarks.scheduler_workloads import Workload, make_workload
 
-KINDS = ("fcfs", "priority", "priority-ties")
+KINDS = ("fcfs", "priority", "priority-ties", "drafts")
 """See `Workload.kind`."""
 
 Recorded = tuple[Workload, list[str]]
@@ -44,7 +49,8 @@ def main() -> int:
         if arguments.record is not None:
             _record(reference, arguments.record, arguments.first, arguments.workloads)
             return 0
-        return _compare(reference, range(arguments.first, arguments.first + arguments.seeds), arguments.ahead)
+        seeds = range(arguments.first, arguments.first + arguments.seeds)
+        return _compare(reference, seeds, arguments.ahead, has_drafts=arguments.drafts)
 
 
 def read_recorded(folder: Path, kind: str) -> list[Recorded]:
@@ -63,11 +69,11 @@ def first_difference(expected: list[str], got: list[str]) -> str | None:
     return None
 
 
-def _compare(reference: Peer, seeds: range, num_ahead: int) -> int:
+def _compare(reference: Peer, seeds: range, num_ahead: int, *, has_drafts: bool) -> int:
     found: Counter[str] = Counter()
     num_steps = num_preemptions = 0
     for seed in seeds:
-        workload = make_workload(seed)
+        workload = with_drafts(make_workload(seed)) if has_drafts else make_workload(seed)
         theirs = reference.ask({"play": workload.to_json(), "num_ahead": num_ahead})
         side = BatonSide(workload.settings, is_async=num_ahead > 0)
         steps = list(play(side, workload, num_ahead))
@@ -90,26 +96,34 @@ def _verdict(theirs: dict[str, Any], difference: str | None) -> str:
     is_same = "the same" if difference is None else "different"
     if theirs["is_misled"]:
         return f"misled, and {is_same}"
+    if theirs["is_forgetful"]:
+        return f"forgetful, and {is_same}"
     if len(theirs["steps"]) == MAX_STEPS:
         return f"endless, and {is_same}"
     return is_same
 
 
 def _record(reference: Peer, folder: Path, first: int, num_workloads: int) -> None:
-    """`num_workloads` of each kind."""
+    """`num_workloads` of each kind, and those made by hand before those with drafts."""
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for seed in itertools.count(first):
-        workload = make_workload(seed)
-        recorded = lines[workload.kind]
-        if len(recorded) < num_workloads:
-            theirs = reference.ask({"play": workload.to_json(), "num_ahead": 0})
-            if not theirs["is_misled"] and len(theirs["steps"]) < MAX_STEPS:
-                recorded.append(_line(workload, theirs["steps"]))
-        elif all(len(recorded) == num_workloads for recorded in lines.values()):
+        for workload in (plain := make_workload(seed), with_drafts(plain)):
+            recorded = lines[workload.kind]
+            if len(recorded) < num_workloads:
+                recorded += _steps_of(reference, workload)
+        if all(len(recorded) == num_workloads for recorded in lines.values()):
             break
+    lines["drafts"][:0] = [line for workload in BY_HAND.values() for line in _steps_of(reference, workload)]
     folder.mkdir(parents=True, exist_ok=True)
     for kind, recorded in lines.items():
         _path(folder, kind).write_bytes(gzip.compress("".join(recorded).encode(), mtime=0))
+
+
+def _steps_of(reference: Peer, workload: Workload) -> list[str]:
+    """One line, or none if V1's steps are not to be compared with."""
+    theirs = reference.ask({"play": workload.to_json(), "num_ahead": 0})
+    is_flawed = theirs["is_misled"] or theirs["is_forgetful"] or len(theirs["steps"]) == MAX_STEPS
+    return [] if is_flawed else [_line(workload, theirs["steps"])]
 
 
 def _path(folder: Path, kind: str) -> Path:
@@ -128,6 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1_000, help="how many workloads to compare")
     parser.add_argument("--ahead", type=int, choices=(0, 1), default=0, help="1: compare with AsyncScheduler")
+    parser.add_argument("--drafts", action="store_true", help="compare with drafts")
     parser.add_argument("--record", type=Path, help="write V1's decisions into this folder instead")
     parser.add_argument("--workloads", type=int, default=100, help="how many of each kind to record")
     return parser.parse_args()

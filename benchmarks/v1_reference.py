@@ -5,7 +5,8 @@
 runs timed rounds and plays workloads on commands from standard input; see `benchmarks/peer.py`. PYTHON is an
 interpreter with vllm 0.13.0.
 
-    {"play": WORKLOAD, "num_ahead": 0}    {"steps": ["r0:16@0", ...], "blocks": [...], "is_misled": false}
+    {"play": WORKLOAD, "num_ahead": 0}
+    {"steps": ["r0:16@0", ...], "blocks": [...], "is_misled": false, "is_forgetful": false}
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -20,14 +21,22 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -58,6 +67,7 @@ class V1Side:
 
     def __init__(self, settings: Settings, *, is_async: bool = False) -> None:
         config = _make_config(settings)
+        self._has_drafts = settings.num_speculative_tokens > 0
         spec = FullAttentionSpec(
             block_size=settings.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
         )
@@ -77,9 +87,9 @@ class V1Side:
     def num_unfinished(self) -> int:
         return len(self._scheduler.requests)
 
-    def watch(self) -> "NeverComputed":
-        """Looks out for a flaw of V1 from now on, which costs time."""
-        return NeverComputed(self._scheduler)
+    def watch(self) -> tuple["NeverComputed", "NeverCached"]:
+        """Looks out for two flaws of V1 from now on, which costs time."""
+        return NeverComputed(self._scheduler), NeverCached(self._scheduler)
 
     def add(self, spec: RequestSpec, prompt_token_ids: list[int]) -> None:
         params = SamplingParams(
@@ -119,25 +129,34 @@ class V1Side:
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             (block_ids,) = blocks[request_id] or ((),)
             is_admitted = request_id in admitted
-            shares.append(Share(request_id, num_tokens, computed[request_id], is_admitted, tuple(block_ids)))
+            drafts = tuple(plan.scheduled_spec_decode_tokens.get(request_id, ()))
+            shares.append(
+                Share(request_id, num_tokens, computed[request_id], is_admitted, tuple(block_ids), drafts)
+            )
         return Decisions(tuple(shares), frozenset(plan.preempted_req_ids))
 
     def request_ids(self, plan: Any) -> list[str]:
         return list(plan.num_scheduled_tokens)
 
-    def runner_output(self, plan: Any, sampled: dict[str, int]) -> Any:
+    def runner_output(self, plan: Any, sampled: dict[str, list[int]], drafts: dict[str, list[int]]) -> Any:
         request_ids = self.request_ids(plan)
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
-            sampled_token_ids=[[sampled[i]] if i in sampled else [] for i in request_ids],
+            sampled_token_ids=[list(sampled.get(i, ())) for i in request_ids],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
         )
+        return output, DraftTokenIds(request_ids, [list(drafts.get(i, ())) for i in request_ids])
 
     def update(self, plan: Any, runner_output: Any) -> Any:
-        return self._scheduler.update_from_output(plan, runner_output)
+        """As EngineCore does: V1's scheduler learns drafts by a call of their own."""
+        output, drafts = runner_output
+        report = self._scheduler.update_from_output(plan, output)
+        if self._has_drafts:
+            self._scheduler.update_draft_token_ids(drafts)
+        return report
 
     def ended(self, report: Any) -> tuple[Ended, ...]:
         outputs = [output for news in report.values() for output in news.outputs]
@@ -182,6 +201,37 @@ class NeverComputed:
         return blocks
 
 
+class NeverCached:
+    """Blocks that V1 computed whole but never cached, and whether a later request could have hit one of them.
+
+    V1 caches a block that accepted drafts completed only when the request's next step is planned. So the block is lost
+    if the request ends with those drafts, or is preempted before; Baton caches the block when the request gives it up.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.was_missed = False
+        self._hashes: set[Any] = set()
+        self._kv = scheduler.kv_cache_manager
+        self._block_size = scheduler.block_size
+        self._free, self._kv.free = self._kv.free, self._before_free
+        self._find, self._kv.get_computed_blocks = self._kv.get_computed_blocks, self._after_find
+
+    def _before_free(self, request: Any) -> None:
+        (blocks,) = self._kv.get_blocks(request.request_id).blocks
+        num_full = min(request.num_computed_tokens, request.num_tokens) // self._block_size
+        for block, block_hash in zip(blocks[:num_full], request.block_hashes, strict=False):
+            if block.block_hash is None:
+                self._hashes.add(block_hash)
+        self._free(request)
+
+    def _after_find(self, request: Any) -> Any:
+        found = self._find(request)
+        (blocks,) = found[0].blocks
+        may_hit = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
+        self.was_missed |= any(block_hash in self._hashes for block_hash in may_hit[len(blocks) :][:1])
+        return found
+
+
 def _make_config(settings: Settings) -> Any:
     model = copy.copy(_model_config())
     model.max_model_len = settings.max_model_len
@@ -198,11 +248,21 @@ def _make_config(settings: Settings) -> Any:
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         enable_chunked_prefill=settings.enable_chunked_prefill,
     )
+    speculation = None
+    if num_drafts := settings.num_speculative_tokens:
+        speculation = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=num_drafts,
+            prompt_lookup_max=1,
+            target_model_config=model,
+            target_parallel_config=ParallelConfig(),
+        )
     return VllmConfig(
         model_config=model,
         cache_config=cache,
         scheduler_config=scheduler,
         device_config=DeviceConfig("cpu"),
+        speculative_config=speculation,
     )
 
 
@@ -220,12 +280,13 @@ def _answer(order: Order) -> Order:
 def _played(order: Order) -> Order:
     workload, num_ahead = Workload.from_json(order["play"]), order["num_ahead"]
     side = V1Side(workload.settings, is_async=num_ahead > 0)
-    never_computed = side.watch()
+    never_computed, never_cached = side.watch()
     steps = list(play(side, workload, num_ahead))
     return {
         "steps": [str(step) for step in steps],
         "blocks": [step.blocks for step in steps],
         "is_misled": never_computed.was_found,
+        "is_forgetful": never_cached.was_missed,
     }
 
 

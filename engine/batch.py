@@ -1,16 +1,18 @@
 """RequestBatch: the runner's state of requests, and a step flattened to arrays; knows no model and no device.
 
-Shape suffixes: T tokens of a step, B its requests, M blocks of the longest context, R rows that sample.
+Shape suffixes: T tokens of a step, B its sequences, M blocks of the longest context, R rows that sample.
 """
 # ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from baton.sampling import SamplingParams
 from baton.step import NewRequestData, SchedulerOutput
+from engine.drafts import Acceptance
 from engine.grammars.compiler import Matcher
 from engine.kv_cache import NULL_BLOCK
 from engine.request_table import NONE, IntArray, RequestTable
@@ -22,6 +24,7 @@ class RunnerRequest:
 
     __slots__ = (
         "_tokens",
+        "acceptance",
         "matcher",
         "num_prompt_tokens",
         "output_counts",
@@ -43,6 +46,8 @@ class RunnerRequest:
         """Guides sampling if the output is structured."""
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()
         """Counts of all its tokens, and of its output alone, when penalties last needed them."""
+        self.acceptance = Acceptance()
+        """How often its drafts are right."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
 
     @property
@@ -58,6 +63,20 @@ class RunnerRequest:
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """Never any; see DraftedRequest."""
+        return ()
+
+    def count_tokens(self) -> TokenCounts:
+        """Of prompt and output."""
+        self.token_counts.follow(self.token_ids)
+        return self.token_counts
+
+    def count_outputs(self) -> TokenCounts:
+        self.output_counts.follow(self.token_ids[self.num_prompt_tokens :])
+        return self.output_counts
+
     def append_token(self, token_id: int) -> None:
         self._tokens.extend((token_id,))
 
@@ -67,6 +86,53 @@ class RunnerRequest:
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # the counted tokens may be gone
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
+
+
+class DraftedRequest:
+    """A request as it is if some drafts are right: what is sampled after the last of them depends on all of them.
+
+    Its matcher is the request's, and does not know the drafts.
+    """
+
+    __slots__ = ("_request", "drafts")
+
+    def __init__(self, request: RunnerRequest, drafts: tuple[int, ...]) -> None:
+        self._request = request
+        self.drafts = drafts
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def row(self) -> int | None:
+        return self._request.row
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return self._request.sampling_params
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        return self._request.stop_token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self._request.num_output_tokens + len(self.drafts)
+
+    @property
+    def matcher(self) -> Matcher | None:
+        return self._request.matcher
+
+    def count_tokens(self) -> TokenCounts:
+        return self._request.count_tokens().and_these(self.drafts)
+
+    def count_outputs(self) -> TokenCounts:
+        return self._request.count_outputs().and_these(self.drafts)
+
+
+SampledRequest = RunnerRequest | DraftedRequest
+"""A request as of a position that is sampled."""
 
 
 class GrowingArray:
@@ -103,6 +169,7 @@ class StepLimits:
     """No step is larger."""
 
     max_num_seqs: int
+    """Sequences: see StepBatch."""
     max_num_batched_tokens: int
     max_model_len: int
 
@@ -111,7 +178,9 @@ class StepLimits:
 class StepBatch:
     """A step, flattened: decodes first, by falling length of their contexts, then prefill chunks.
 
-    A decode is a request with one token in the step, so decode i is row i.
+    A decode is a sequence with one token in the step, so decode i is row i. The last known token of a request and each
+    of its drafts are decodes of their own, one after another: each attends to the request up to itself, so its results
+    are those of a step without drafts.
     """
 
     input_ids_T: IntArray
@@ -124,16 +193,18 @@ class StepBatch:
     """Where each token's KV goes: block id x block size + offset."""
     num_decodes: int
     starts_B: IntArray
-    """First row of each request, whose tokens are consecutive."""
+    """First row of each sequence, whose tokens are consecutive."""
     num_tokens_B: IntArray
     context_lens_B: IntArray
-    """How many tokens a request's last token of the step attends to, itself included."""
+    """How many tokens a sequence's last token of the step attends to, itself included."""
     block_ids_BM: IntArray
     """The blocks that hold this context, padded with the null block."""
     num_blocks_B: IntArray
     sampling_rows_R: IntArray
-    """The last row of each request that samples its next token."""
-    sampling_requests: tuple[RunnerRequest, ...]
+    """The last row of each request that samples its next token; with drafts, the rows after the last known token and
+    after each draft."""
+    sampling_requests: tuple[SampledRequest, ...]
+    """By row. A request's drafted rows follow its own."""
     new_tails: tuple[tuple[int, int], ...]
     """(block, offset) from which on a request's last block may hold garbage. It must be zeroed before attention, since
     kernels read whole blocks. Masking does not suffice, since 0 x NaN is NaN: the block's former owner, or a peer, may
@@ -145,7 +216,7 @@ class StepBatch:
 
     @property
     def prefills(self) -> range:
-        """The indices of requests with chunks."""
+        """The indices of sequences with chunks."""
         return range(self.num_decodes, len(self.starts_B))
 
 
@@ -184,6 +255,10 @@ class RequestBatch:
                 assert row is not None
                 self._table.extend_blocks(row, block_ids)
 
+    def append(self, request: RunnerRequest, token_id: int) -> None:
+        """Adds a token that is known at once: a draft was right."""
+        self.settle(request, self.append_unknown(request, NONE), token_id)
+
     def append_unknown(self, request: RunnerRequest, sampled_row: int) -> int:
         """Adds the token that the step under way samples in its row `sampled_row`; returns its index for `settle`."""
         request.append_token(0)
@@ -203,16 +278,17 @@ class RequestBatch:
     def build(self, plan: SchedulerOutput) -> StepBatch:
         """The step's arrays, after `update` with the same plan."""
         t = self._table
-        requests = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
+        requests, num_tokens = self._sequences(plan)
         rows_B = np.array([request.row for request in requests], np.int64)
-        num_tokens_B = np.array(list(plan.num_scheduled_tokens.values()), np.int64)
-        self._check(requests, num_tokens_B, t.num_tokens_S[rows_B] - t.num_computed_tokens_S[rows_B])
+        num_tokens_B = np.array(num_tokens, np.int64)
+        num_drafts_B = np.array([len(request.drafts) for request in requests], np.int64)
+        self._check(requests, num_tokens_B, num_drafts_B, rows_B)
         is_prefill_B = num_tokens_B > 1
         order_B = np.lexsort((-t.num_computed_tokens_S[rows_B] * ~is_prefill_B, is_prefill_B))
-        rows_B, num_tokens_B = rows_B[order_B], num_tokens_B[order_B]
+        rows_B, num_tokens_B, num_drafts_B = rows_B[order_B], num_tokens_B[order_B], num_drafts_B[order_B]
         starts_B = np.cumsum(num_tokens_B) - num_tokens_B
-        ends_B = t.num_computed_tokens_S[rows_B] + num_tokens_B
-        samples_B = ends_B == t.num_tokens_S[rows_B]
+        ends_B = t.num_computed_tokens_S[rows_B] + num_drafts_B + num_tokens_B
+        samples_B = ends_B == t.num_tokens_S[rows_B] + num_drafts_B
         requests = [requests[i] for i in order_B]
 
         owners_T = np.repeat(np.arange(len(rows_B)), num_tokens_B)
@@ -224,9 +300,10 @@ class RequestBatch:
         input_ids_T = np.empty(len(owners_T), np.int64)
         input_ids_T[last_rows_B] = t.last_tokens_S[rows_B]
         for i in np.flatnonzero(is_prefill_B[order_B] | ~samples_B):
-            input_ids_T[starts_B[i] : last_rows_B[i] + 1] = requests[i].token_ids[
-                ends_B[i] - num_tokens_B[i] : ends_B[i]
-            ]
+            token_ids = self._requests[requests[i].request_id].token_ids
+            input_ids_T[starts_B[i] : last_rows_B[i] + 1] = token_ids[ends_B[i] - num_tokens_B[i] : ends_B[i]]
+        for i in np.flatnonzero(num_drafts_B):
+            input_ids_T[starts_B[i]] = requests[i].drafts[-1]
         num_blocks_B = -(-ends_B // self._block_size)
         block_ids_BM = t.block_ids_SM[rows_B, : num_blocks_B.max()]
         block_ids_BM[np.arange(block_ids_BM.shape[1]) >= num_blocks_B[:, None]] = NULL_BLOCK
@@ -248,6 +325,20 @@ class RequestBatch:
             ),
         )
 
+    def _sequences(self, plan: SchedulerOutput) -> tuple[Sequence[SampledRequest], Sequence[int]]:
+        """The step's requests and drafted requests, and how many tokens each has in the step."""
+        requests = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
+        num_tokens = list(plan.num_scheduled_tokens.values())
+        if not plan.scheduled_spec_decode_tokens:
+            return requests, num_tokens
+        sequences: list[SampledRequest] = []
+        num_tokens_of_each: list[int] = []
+        for request, count in zip(requests, num_tokens, strict=True):
+            drafts = plan.scheduled_spec_decode_tokens.get(request.request_id, ())
+            sequences += [request, *(DraftedRequest(request, drafts[: i + 1]) for i in range(len(drafts)))]
+            num_tokens_of_each += [count - len(drafts), *([1] * len(drafts))]
+        return sequences, num_tokens_of_each
+
     def _add(self, new: NewRequestData) -> None:
         assert new.request_id not in self._requests, f"request {new.request_id} is known already"
         row = self._table.add()
@@ -267,13 +358,23 @@ class RequestBatch:
         self._table.last_tokens_S[row] = request.token_ids[-1]
         self._table.set_blocks(row, block_ids)
 
-    def _check(self, requests: list[RunnerRequest], num_tokens_B: IntArray, num_left_B: IntArray) -> None:
+    def _check(
+        self,
+        requests: Sequence[SampledRequest],
+        num_tokens_B: IntArray,
+        num_drafts_B: IntArray,
+        rows_B: IntArray,
+    ) -> None:
+        t = self._table
+        num_left_B = t.num_tokens_S[rows_B] - t.num_computed_tokens_S[rows_B]
         wrong_B = (num_tokens_B < 1) | (num_tokens_B > num_left_B)
+        # Drafts follow the last token, which must be known, and the only one to compute.
+        wrong_B |= (num_drafts_B > 0) & ((num_left_B > 1) | (t.sampled_rows_S[rows_B] != NONE))
         if wrong_B.any():
             first = int(wrong_B.argmax())
             raise AssertionError(
-                f"{num_tokens_B[first]} tokens scheduled for {requests[first].request_id}, "
-                f"which has {num_left_B[first]} to compute"
+                f"{num_tokens_B[first]} tokens scheduled for {requests[first].request_id} behind "
+                f"{num_drafts_B[first]} drafts; it has {num_left_B[first]} to compute"
             )
 
     def _new_tails(

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.clock import Clock
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError
 from baton.system.cpus import find_machine
 from engine.allocator import available_memory, keep_freed_memory
-from engine.batch import StepLimits
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
+from engine.drafts import Drafter, NGramProposer
 from engine.gpu.memory import OutOfGpuMemory
 from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 MAX_COMPILERS = 8
 """Threads. A worker needs some 30 kernels, each of which compiles for half a second or more; weights load meanwhile."""
+
+EQUAL_ROWS = {"cpu": 12.0, "cuda": 200.0}
+"""By device: rows of a step whose computation takes about as long as reading the model's weights."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the present activity, how much of it is done, and how much there is in all."""
@@ -63,6 +66,8 @@ class DeviceEngine:
     """Threads with which a CPU computes; 0 on a GPU."""
     compiler: "Compiler | None" = None
     """The compiler of a GPU's kernels; None on a CPU."""
+    drafter: Drafter | None = None
+    """Guesses tokens ahead, if it is configured."""
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -82,14 +87,15 @@ class DeviceEngine:
         is_async = self.scheduler_config.async_scheduling
         if self.model.device.type == "cpu":
             host_blocks = HostBlocks(self.scheduler_config.num_swap_blocks or 0, self.pool)
-            steps = self._fail_stop(make_runner(self.model, self.pool, host_blocks, grammars))
+            runner = make_runner(self.model, self.pool, host_blocks, grammars, self.drafter)
+            steps = self._fail_stop(runner)
             return make_pipeline(steps, async_scheduling=is_async)
-        runner: StepRunner = self._make_device_runner(grammars)
+        device_runner: StepRunner = self._make_device_runner(grammars)
         device = self.model.device
         # With several ranks a failure ends all of them, and waiting for the device might mean waiting for another rank.
         if self.model.collectives.size == 1:
-            runner = FailSettled(runner, lambda: torch.cuda.synchronize(device))
-        steps = self._fail_stop(runner)
+            device_runner = FailSettled(device_runner, lambda: torch.cuda.synchronize(device))
+        steps = self._fail_stop(device_runner)
         return StreamPipeline(steps) if is_async else InlinePipeline(steps)
 
     def free(self) -> None:
@@ -103,13 +109,8 @@ class DeviceEngine:
         from engine.gpu.device_parts import make_device_parts
         from engine.gpu.graphs import CudaGraphs
 
-        scheduler = self.scheduler_config
-        assert scheduler.max_model_len is not None
         assert self.compiler is not None
-        limits = StepLimits(
-            scheduler.max_num_seqs, self.capacity.max_num_batched_tokens, scheduler.max_model_len
-        )
-        parts = make_device_parts(self.model, self.pool, limits)
+        parts = make_device_parts(self.model, self.pool, self.capacity.limits)
         parts.rehearse()
         check_attention(self.model, parts, self.pool, self.compiler)
         if self.uses_graphs:
@@ -118,8 +119,9 @@ class DeviceEngine:
             )
         return parts.runner(
             self.pool,
-            scheduler.num_swap_blocks or 0,
+            self.scheduler_config.num_swap_blocks or 0,
             grammars,
+            self.drafter,
             samples=self.model.collectives.rank == 0,
         )
 
@@ -131,6 +133,7 @@ def build_device_engine(
     model_config: ModelConfig,
     config: EngineConfig,
     scheduler: SchedulerConfig,
+    speculation: SpeculationConfig,
     model_path: Path,
     collectives: Collectives,
     clock: Clock,
@@ -141,6 +144,8 @@ def build_device_engine(
 
     The collectives need not be connected.
     """
+    if speculation.method != "off":  # the next step's drafts are guessed from this step's tokens
+        scheduler = scheduler.with_values("scheduler", async_scheduling=False)
     keep_freed_memory()
     torch.set_num_threads(config.num_threads or max(1, find_machine().num_cores // collectives.size))
     device = rank_device(config, collectives.rank)
@@ -149,7 +154,8 @@ def build_device_engine(
     _begin_with(device)
     compiler = None if device.type == "cpu" else _compiler_of(device)
     wait = make_memory_wait(device, clock)
-    with _compiling_ahead(model_config, config, scheduler, model_path, device, collectives):
+    ahead = (model_config, config, scheduler, speculation.num_drafts, model_path, device, collectives)
+    with _compiling_ahead(*ahead):
         model = wait.until_it_fits(
             lambda: load_model(
                 model_config,
@@ -160,7 +166,7 @@ def build_device_engine(
                 on_progress=lambda done, count: on_progress("loading weights", done, count),
             )
         )
-    capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model))
+    capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
     shape = model.kv_block_shape(capacity.scheduler_config.block_size)
@@ -173,8 +179,26 @@ def build_device_engine(
     )
     num_threads = torch.get_num_threads() if device.type == "cpu" else 0
     return DeviceEngine(
-        model, capacity, pool, memory, connector, on_progress, config.cuda_graphs, num_threads, compiler
+        model,
+        capacity,
+        pool,
+        memory,
+        connector,
+        on_progress,
+        config.cuda_graphs,
+        num_threads,
+        compiler,
+        _make_drafter(speculation, capacity.scheduler_config.max_num_batched_tokens, device),
     )
+
+
+def _make_drafter(
+    speculation: SpeculationConfig, max_num_batched_tokens: int, device: torch.device
+) -> Drafter | None:
+    if speculation.method == "off":
+        return None
+    proposer = NGramProposer(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+    return Drafter(proposer, speculation.num_drafts, max_num_batched_tokens, EQUAL_ROWS[device.type])
 
 
 def _begin_with(device: torch.device) -> None:
@@ -209,6 +233,7 @@ def _compiling_ahead(
     model_config: ModelConfig,
     config: EngineConfig,
     scheduler: SchedulerConfig,
+    num_drafts: int,
     model_path: Path,
     device: torch.device,
     collectives: Collectives,
@@ -232,7 +257,7 @@ def _compiling_ahead(
         rehearse_outline(
             outline,
             with_defaults_of(device, scheduler).block_size,
-            largest_steps(scheduler, outline),
+            largest_steps(scheduler, outline, num_drafts),
             torch.cuda.get_device_properties(device).multi_processor_count,
             uses_graphs=config.cuda_graphs,
         )

@@ -31,14 +31,17 @@ class Capacity:
 
     scheduler_config: SchedulerConfig
     """Complete. A worker's scheduler uses rank 0's, with the blocks of the rank that has fewest."""
-    max_num_batched_tokens: int
-    """The size of the rank's buffers; the scheduler may use less."""
+    limits: StepLimits
+    """The sizes of the rank's buffers; the scheduler may use less."""
 
 
-def reckon(engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel) -> Capacity:
+def reckon(
+    engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel, num_drafts: int = 0
+) -> Capacity:
     """ConfigError names the key that asks for more than there is. OutOfGpuMemory, one of these, may be temporary.
 
-    On a GPU the largest step is run to measure what it takes, unless the configuration says everything.
+    On a GPU the largest step is run to measure what it takes, unless the configuration says everything. `num_drafts`:
+    the most drafts of a request in a step.
     """
     asked = with_defaults_of(model.device, scheduler)
     max_model_len = _max_model_len(asked, model)
@@ -51,7 +54,8 @@ def reckon(engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel)
     wants_chunk = is_chunked and "max_num_batched_tokens" not in scheduler.model_fields_set
     wants_memory = asked.num_blocks is None and engine.kv_cache_memory_mib is None
     if model.device.type == "cuda" and (wants_chunk or wants_memory):
-        measured = _measure(engine, asked, model, max_model_len, wants_chunk=wants_chunk)
+        limits = _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
+        measured = _measure(engine, asked.block_size, model, limits, wants_chunk=wants_chunk)
         if measured.chunk is not None:
             # A step of decodes alone must still fit.
             wanted = max(measured.chunk, asked.max_num_seqs)
@@ -72,13 +76,15 @@ def reckon(engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel)
         assert isinstance(values["num_blocks"], int)
         values["max_num_batched_tokens"] = (values["num_blocks"] - 1) * asked.block_size
     config = asked.with_values("scheduler", **values)
-    return Capacity(config, max(asked.max_num_batched_tokens, config.max_num_batched_tokens))
+    most = max(asked.max_num_batched_tokens, config.max_num_batched_tokens)
+    return Capacity(config, _limits(asked.max_num_seqs, most, max_model_len, num_drafts))
 
 
-def largest_steps(scheduler: SchedulerConfig, model: LoadedModel) -> StepLimits:
+def largest_steps(scheduler: SchedulerConfig, model: LoadedModel, num_drafts: int = 0) -> StepLimits:
     """What the configuration allows of this model; a worker rehearses these steps when it starts."""
     asked = with_defaults_of(model.device, scheduler)
-    return StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, _max_model_len(asked, model))
+    max_model_len = _max_model_len(asked, model)
+    return _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
 
 
 def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerConfig:
@@ -104,15 +110,22 @@ def _cpu_budget(asked: SchedulerConfig) -> dict[str, object]:
     return {"max_num_batched_tokens": least} if least > asked.max_num_batched_tokens else {}
 
 
+def _limits(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
+) -> StepLimits:
+    """A request has a sequence in the step for its last token and for each of its drafts, if the budget allows."""
+    num_sequences = min(max_num_seqs * (1 + num_drafts), max_num_batched_tokens)
+    return StepLimits(max(num_sequences, max_num_seqs), max_num_batched_tokens, max_model_len)
+
+
 def _measure(
-    engine: EngineConfig, asked: SchedulerConfig, model: LoadedModel, max_model_len: int, *, wants_chunk: bool
+    engine: EngineConfig, block_size: int, model: LoadedModel, limits: StepLimits, *, wants_chunk: bool
 ) -> "Measured":
     from engine.gpu.measure import measure  # Triton is only installed where there is a GPU
 
-    limits = StepLimits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len)
     return measure(
         model,
-        asked.block_size,
+        block_size,
         limits,
         engine.gpu_memory_utilization,
         uses_graphs=engine.cuda_graphs,

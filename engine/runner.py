@@ -1,16 +1,19 @@
 """ModelRunner: a step's plan in, sampled tokens out; knows no scheduler, no transfer, no device and no clock."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Protocol
 
 import torch
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
-from engine.batch import RequestBatch, RunnerRequest
+from engine.batch import RequestBatch, RunnerRequest, SampledRequest
+from engine.drafts import Drafter
 from engine.forward import Forward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks
-from engine.sampler import SampledTokens, Sampler
+from engine.sampler import SampledToken, SampledTokens, Sampler
 
 
 class Mark(Protocol):
@@ -36,18 +39,21 @@ class ModelRunner:
         block_size: int,
         grammars: GrammarCompiler | None = None,
         *,
+        drafter: Drafter | None = None,
         samples: bool = True,
         mark: Callable[[], Mark | None] = lambda: None,
     ) -> None:
         """`host_blocks` hold the KV of preempted requests; `grammars` makes the matchers of structured outputs.
 
-        Without grammars, no plan may contain structured outputs. One of a worker's ranks `samples`; the others receive
-        its tokens. `mark` returns the present point in an asynchronous device's queue.
+        Without grammars, no plan may contain structured outputs. `drafter` guesses the tokens after those sampled. One
+        of a worker's ranks `samples`; the others receive its tokens. `mark` returns the present point in an
+        asynchronous device's queue.
         """
         self._forward = forward
         self._sampler = sampler
         self._host_blocks = host_blocks
         self._grammars = grammars
+        self._drafter = drafter if samples else None
         self._samples = samples
         self._mark = mark
         self._requests = RequestBatch(block_size)
@@ -62,11 +68,12 @@ class ModelRunner:
         """Computes the plan's tokens into their blocks, and samples for every request whose known tokens are computed.
 
         A plan without tokens still updates finished requests, and swaps KV to host memory. Until a step has been waited
-        for, only one more may be launched, and that one may not resume a request of the first.
+        for, only one more may be launched, and that one may not resume a request of the first. A step with drafts needs
+        every step before it to have been waited for, and the next step needs it.
         """
         self._requests.update(plan)  # first: finished requests must be removed even if something below fails
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
-        step = LaunchedStep(self._requests)
+        step = LaunchedStep(self._requests, self._drafter)
         self._start_matching(plan, step)
         if plan.num_scheduled_tokens:
             batch = self._requests.build(plan)
@@ -79,7 +86,7 @@ class ModelRunner:
         self._last_step = step
         return step
 
-    def _settle_for(self, requests: Sequence[RunnerRequest]) -> None:
+    def _settle_for(self, requests: Sequence[SampledRequest]) -> None:
         """Waits for the previous step if sampling needs the tokens that it sampled.
 
         Meanwhile the device computes the forward pass.
@@ -100,13 +107,31 @@ class ModelRunner:
                     step.match(request, token_id)
 
 
+@dataclass(slots=True)
+class _Sampling:
+    """What a step samples for one request."""
+
+    request: RunnerRequest
+    index: int
+    """Of the token that is sampled after the last known one."""
+    drafts: tuple[int, ...] = ()
+
+    def verified(self, sampled: Sequence[SampledToken]) -> Sequence[SampledToken]:
+        """The tokens that count, of those sampled at `index` and after each draft: up to the first that is not the
+        draft, and none after one that ends the request."""
+        for num_right, (token, draft) in enumerate(zip(sampled, self.drafts, strict=False)):
+            if token.token_id != draft or draft in self.request.stop_token_ids:
+                return sampled[: num_right + 1]
+        return sampled
+
+
 class LaunchedStep:
     """A step that the device computes, or has computed."""
 
-    def __init__(self, batch: RequestBatch) -> None:
+    def __init__(self, batch: RequestBatch, drafter: Drafter | None) -> None:
         self._batch = batch
-        self._sampling: list[tuple[RunnerRequest, int]] = []
-        """Requests that sample, and the index of the sampled token."""
+        self._drafter = drafter
+        self._sampling: list[_Sampling] = []
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
         """Requests whose grammar stopped matching in this step."""
@@ -117,11 +142,13 @@ class LaunchedStep:
     def samples(self) -> bool:
         return self._sampled is not None
 
-    def begin(self, requests: Sequence[RunnerRequest], sampled: SampledTokens) -> None:
+    def begin(self, requests: Sequence[SampledRequest], sampled: SampledTokens) -> None:
         """Sets the requests that the step samples for, row by row."""
-        self._sampling = [
-            (request, self._batch.append_unknown(request, row)) for row, request in enumerate(requests)
-        ]
+        for row, request in enumerate(requests):
+            if isinstance(request, RunnerRequest):
+                self._sampling.append(_Sampling(request, self._batch.append_unknown(request, row)))
+            else:
+                self._sampling[-1].drafts = request.drafts
         self._sampled = sampled
 
     def ends_at(self, mark: Mark | None) -> None:
@@ -150,21 +177,52 @@ class LaunchedStep:
                 self._end.synchronize()
             return ModelRunnerOutput({}, failed=self._failed)
         token_ids, logprobs, non_finite = {}, {}, set()
-        for (request, index), token in zip(self._sampling, self._sampled.wait(), strict=True):
-            self._batch.settle(request, index, token.token_id)
+        rows = iter(self._sampled.wait())
+        for sampling in self._sampling:
+            request = sampling.request
+            tokens = sampling.verified(list(islice(rows, 1 + len(sampling.drafts))))
+            self._settle(sampling, tokens)
             if request.request_id in self._failed:
                 continue  # its earlier output contradicts its grammar, so nothing can follow
-            if not token.is_finite:
+            if not all(token.is_finite for token in tokens):
                 non_finite.add(request.request_id)
                 continue
-            self.match(request, token.token_id)
-            token_ids[request.request_id] = [token.token_id]
-            if token.logprobs is not None:
-                logprobs[request.request_id] = [token.logprobs]
-        return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite)
+            for token in tokens:
+                self.match(request, token.token_id)
+            token_ids[request.request_id] = [token.token_id for token in tokens]
+            if asked := [token.logprobs for token in tokens if token.logprobs is not None]:
+                logprobs[request.request_id] = asked
+        drafts = {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys()))
+        return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, drafts)
+
+    def _settle(self, sampling: _Sampling, tokens: Sequence[SampledToken]) -> None:
+        """Adds what was sampled to the request's tokens."""
+        request = sampling.request
+        self._batch.settle(request, sampling.index, tokens[0].token_id)
+        for token in tokens[1:]:
+            self._batch.append(request, token.token_id)
+        if sampling.drafts:
+            request.acceptance.verified(len(sampling.drafts), len(tokens) - 1)
+
+    def _draft(self, drafter: Drafter, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Guesses for these requests."""
+        for sampling in self._sampling:
+            request = sampling.request
+            if request.request_id in request_ids and request.request_id not in self._failed:
+                drafts = drafter.draft(request.token_ids, request.acceptance, len(request_ids))
+                if useful := _useful(drafts, request):
+                    yield request.request_id, tuple(useful)
 
 
-def needs_known_tokens(request: RunnerRequest) -> bool:
+def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:
+    """Up to a token that ends the request, or that its grammar does not allow."""
+    drafts = list(takewhile(lambda draft: draft not in request.stop_token_ids, drafts))
+    if drafts and request.matcher is not None:
+        return drafts[: request.matcher.num_valid(drafts)]
+    return drafts
+
+
+def needs_known_tokens(request: SampledRequest) -> bool:
     """Whether its next token depends on its earlier tokens other than through the model."""
     p = request.sampling_params
     return bool(

@@ -1,5 +1,6 @@
 """make_runner: a ModelRunner for a model on a CPU."""
 
+from engine.drafts import Drafter
 from engine.forward import PagedAttentions, TorchForward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks, KVPool
@@ -16,14 +17,16 @@ def make_runner(
     pool: KVPool,
     host_blocks: HostBlocks | None = None,
     grammars: GrammarCompiler | None = None,
+    drafter: Drafter | None = None,
 ) -> ModelRunner:
-    """`host_blocks` and `grammars`: see ModelRunner."""
+    """`host_blocks`, `grammars` and `drafter`: see ModelRunner."""
     return ModelRunner(
         TorchForward(model.decoder, make_attention(model, pool), model.device),
         TorchSampler(model.collectives),
         host_blocks or HostBlocks(0, pool),
         pool.shape.block_size,
         grammars,
+        drafter=drafter,
         samples=model.collectives.rank == 0,
     )
 

@@ -15,7 +15,7 @@ import torch
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
-from engine.batch import RunnerRequest
+from engine.batch import SampledRequest
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import gumbel_noise, row_keys
 from engine.request_table import IntArray
@@ -53,7 +53,7 @@ class SampledTokens(Protocol):
 class Sampler(Protocol):
     """Draws one token per row, for the request of that row."""
 
-    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> SampledTokens:
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[SampledRequest]) -> SampledTokens:
         """The logits are left as they are; None on a rank that receives the tokens from rank 0."""
         ...
 
@@ -64,7 +64,7 @@ class TorchSampler:
     def __init__(self, collectives: Collectives = SINGLE_RANK) -> None:
         self._collectives = collectives
 
-    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]) -> "KnownTokens":
+    def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[SampledRequest]) -> "KnownTokens":
         if self._collectives.rank == 0:
             assert logits_RV is not None, "nothing to sample from"
             tokens = sample(logits_RV, requests)
@@ -85,7 +85,7 @@ class KnownTokens:
         return self.tokens
 
 
-def sample(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[SampledToken]:
+def sample(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[SampledToken]:
     """One token per row, for the request of that row; the logits are left as they are."""
     raw_RV = logits_RV.to(torch.float32)
     processed_RV = _processed(raw_RV, requests)
@@ -129,7 +129,7 @@ def _are_finite(raw_RV: torch.Tensor, likeliest_R: torch.Tensor | None) -> list[
     return [math.isfinite(logit) for logit in largest_R.tolist()]
 
 
-def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch.Tensor:
+def _processed(raw_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> torch.Tensor:
     """Applies bias, penalties and masks; the raw logits themselves if no row has any."""
     changed = [row for row, request in enumerate(requests) if is_processed(request)]
     if not changed:
@@ -140,7 +140,7 @@ def _processed(raw_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> torch
     return processed_RV
 
 
-def is_processed(request: RunnerRequest) -> bool:
+def is_processed(request: SampledRequest) -> bool:
     """Whether its logits are changed before its next token is drawn."""
     p = request.sampling_params
     return bool(
@@ -153,29 +153,27 @@ def is_processed(request: RunnerRequest) -> bool:
     )
 
 
-def _process_(logits_V: torch.Tensor, request: RunnerRequest) -> None:
+def _process_(logits_V: torch.Tensor, request: SampledRequest) -> None:
     """In place, in the order that SamplingParams promises. Token ids outside the vocabulary are ignored."""
     p, vocab_size = request.sampling_params, len(logits_V)
     if p.logit_bias:
         bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
         logits_V[list(bias)] += torch.tensor(list(bias.values()), device=logits_V.device)
     if p.repetition_penalty != 1.0:
-        request.token_counts.follow(request.token_ids)
-        seen = _on_device(request.token_counts.tokens, logits_V)
+        seen = _on_device(request.count_tokens().tokens, logits_V)
         values = logits_V[seen]
         logits_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
     if p.presence_penalty or p.frequency_penalty:
-        outputs = request.output_counts
-        outputs.follow(request.token_ids[request.num_prompt_tokens :])
+        outputs = request.count_outputs()
         penalties = p.presence_penalty + p.frequency_penalty * _on_device(outputs.counts, logits_V)
         logits_V[_on_device(outputs.tokens, logits_V)] -= penalties
     if request.num_output_tokens < p.min_tokens:
         logits_V[[token_id for token_id in request.stop_token_ids if token_id < vocab_size]] = -math.inf
     if request.matcher is not None:
-        logits_V[torch.from_numpy(~request.matcher.allowed()).to(logits_V.device)] = -math.inf
+        logits_V[torch.from_numpy(~request.matcher.allowed(request.drafts)).to(logits_V.device)] = -math.inf
 
 
-def _draw(logits_RV: torch.Tensor, requests: Sequence[RunnerRequest]) -> list[int]:
+def _draw(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[int]:
     """Samples by Gumbel-max from the tokens that the filters keep. No seed means seed 0."""
     params = [request.sampling_params for request in requests]
     keys = [
@@ -231,7 +229,7 @@ def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> 
 
 
 def _logprobs(
-    raw_RV: torch.Tensor, token_ids: list[int], requests: Sequence[RunnerRequest]
+    raw_RV: torch.Tensor, token_ids: list[int], requests: Sequence[SampledRequest]
 ) -> dict[int, TokenLogprobs]:
     """By row, for the requests that asked for them; from the logits before any processing."""
     wanted = {

@@ -1,5 +1,8 @@
 """TokenCounts: which tokens a growing sequence has, and how often; knows no request."""
 
+from collections.abc import Iterable
+from typing import Self
+
 import numpy as np
 
 from engine.request_table import IntArray
@@ -31,6 +34,14 @@ class TokenCounts:
         else:
             for token_id in new:
                 self._add(token_id)
+
+    def and_these(self, token_ids: Iterable[int]) -> Self:
+        """A copy that counts more tokens."""
+        more = type(self)()
+        more.tokens, more.counts = self.tokens, self.counts.copy()
+        for token_id in token_ids:
+            more._add(np.int64(token_id))
+        return more
 
     def _count(self, new: IntArray) -> None:
         tokens, inverse = np.unique(np.concatenate([self.tokens, new]), return_inverse=True)

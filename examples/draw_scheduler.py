@@ -11,7 +11,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,17 +22,23 @@ from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 
 WORD = "one "
+LIST = "apple: red\nlemon: yellow\ncherry: red\nsky: blue\n" * 2
+"""A text that repeats itself for a while, and then goes on otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt of so many words, asked when question `after` has been answered with `num_tokens` tokens."""
+    """A prompt of so many words, asked when question `after` has been answered with `num_tokens` tokens.
+
+    The prompt is one word again and again, unless `text` says otherwise.
+    """
 
     num_words: int
     max_tokens: int
     mode: Literal["disaggregated", "local"] = "local"
     after: int | None = None
     num_tokens: int = 1
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Picture:
     scheduler: dict[str, Any]
     questions: tuple[Question, ...]
     workers: tuple[str, ...] = ("w0",)
+    speculation: dict[str, Any] = field(default_factory=dict)
 
 
 PICTURES = (
@@ -71,6 +78,15 @@ PICTURES = (
             Question(40, 8, "disaggregated", after=0, num_tokens=4),
         ),
         ("w0", "w1"),
+    ),
+    Picture(
+        "speculation",
+        {"max_num_batched_tokens": 128},
+        (
+            Question(0, 28, text=LIST),
+            Question(30, 12, after=0, num_tokens=4),
+        ),
+        speculation={"method": "ngram"},
     ),
     Picture(
         "two-phases",
@@ -104,7 +120,7 @@ async def ask_all(target: str, questions: tuple[Question, ...]) -> None:
         if (after := question.after) is not None:
             async with progress[after]:
                 await progress[after].wait_for(lambda: num_answered[after] >= question.num_tokens)
-        prompt = f"{number} " + WORD * (question.num_words - 2)
+        prompt = question.text or f"{number} " + WORD * (question.num_words - 2)
         sampling = {"max_tokens": question.max_tokens, "temperature": 0.0, "ignore_eos": True}
         async for event in client.generate(text=prompt, sampling=sampling, mode=question.mode):
             num_answered[number] += len(event.token_ids)
@@ -122,6 +138,7 @@ async def play(picture: Picture, model: Path, trace_dir: str) -> None:
         {
             "engine": {"trace_dir": trace_dir, "kv_cache_memory_mib": 64},
             "scheduler": picture.scheduler,
+            "speculation": picture.speculation,
             "gateway": {"grpc_port": 0, "http_port": None},
             "cluster": {"prefill": len(picture.workers) - 1},
         }

@@ -96,6 +96,7 @@ class Preemption:
     def _take_blocks(self, victim: Request, num_kept_tokens: int) -> None:
         self._kv.free(victim)
         victim.num_computed_tokens = num_kept_tokens
+        victim.spec_token_ids = ()
         victim.move_to(RequestStatus.PREEMPTED)
         victim.count_preemption()
         self._counters["preemptions"] += 1

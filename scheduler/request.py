@@ -106,6 +106,7 @@ class Request:
         "request_id",
         "sampling_params",
         "skip_reading_prefix_cache",
+        "spec_token_ids",
         "status",
         "stop_token_ids",
         "swapped_block_ids",
@@ -157,6 +158,8 @@ class Request:
         """Tokens whose KV is in its blocks, or will be when all planned steps are done."""
         self.num_output_placeholders = 0
         """Tokens that current steps will sample: they have a position, but no id yet."""
+        self.spec_token_ids: tuple[int, ...] = ()
+        """Drafts: guesses of its next tokens, for its next step to verify; see Speculation."""
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_preemptions = 0

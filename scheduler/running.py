@@ -8,6 +8,7 @@ from scheduler.kv_cache import KVCache
 from scheduler.order import Order
 from scheduler.preemption import Preemption
 from scheduler.request import Request, RequestStatus
+from scheduler.speculation import Speculation
 from scheduler.step import StepPlan
 
 
@@ -20,6 +21,7 @@ class Running:
         order: Order,
         kv: KVCache,
         preemption: Preemption,
+        speculation: Speculation,
         *,
         joins_parts: bool,
     ) -> None:
@@ -29,6 +31,7 @@ class Running:
         self._order = order
         self._kv = kv
         self._preemption = preemption
+        self._speculation = speculation
         self.requests: list[Request] = []
 
     def go_on(self, step: StepPlan) -> None:
@@ -40,8 +43,9 @@ class Running:
         """
         victims: Iterator[Request] | None = None
         requests, scheduled = self._not_in(step), step.num_scheduled_tokens
+        extend_table, max_num_seqs = self._kv.extend_table, self._max_num_seqs
         for request in requests:
-            if step.token_budget == 0 or len(scheduled) == self._max_num_seqs:
+            if step.token_budget == 0 or len(scheduled) == max_num_seqs:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted in this step
@@ -50,13 +54,15 @@ class Running:
                 num_tokens = self.num_tokens_of_part(request, step)
             if num_tokens == 0:
                 continue
-            new_blocks = self._kv.extend_table(request, request.num_computed_tokens + num_tokens)
+            new_blocks = extend_table(request, request.num_computed_tokens + num_tokens)
             if new_blocks is None:
                 victims = victims or self._order.victims(requests)
                 new_blocks = self._make_room(request, num_tokens, victims, step)
                 if new_blocks is None:
                     break
             step.proceed(request, num_tokens, new_blocks)
+            if request.spec_token_ids:
+                self._speculation.schedule(request, num_tokens, step)
         if victims is not None:
             self.drop_gone()
 
@@ -112,13 +118,17 @@ class Running:
         return 0 if any(_is_prompt_that_ends(other, step) for other in step.requests) else step.token_budget
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens the request lacks, limited to one step's share; 0 if a token in flight will surely end it."""
+        """Tokens the request lacks and its drafts, limited to one step's share; 0 if a token in flight will surely end
+        it.
+        """
         num_tokens = len(request.all_token_ids)
         if request.num_output_placeholders:
             num_tokens += request.num_output_placeholders
             if num_tokens >= request.max_num_tokens:
                 return 0
         num_wanted = num_tokens - num_computed_tokens
+        if request.spec_token_ids:
+            num_wanted = self._speculation.num_wanted_tokens(request, num_wanted, num_computed_tokens)
         return self._threshold if 0 < self._threshold < num_wanted else num_wanted
 
     def _not_in(self, step: StepPlan) -> list[Request]:

@@ -8,6 +8,7 @@ a step hands out a budget of tokens. Each part has a file of its own:
     admission   requests that wait                remote      prompts that come from, or go, elsewhere
     kv_cache    blocks and prefixes               swap        host memory
     ending      requests that end                 trial       the search for the one that breaks its steps
+    speculation drafts of the next tokens
 """
 
 import secrets
@@ -36,6 +37,7 @@ from scheduler.queue import WaitingQueue
 from scheduler.remote import RemotePrompts
 from scheduler.request import Request, RequestStatus
 from scheduler.running import Running
+from scheduler.speculation import Speculation
 from scheduler.step import StepPlan
 from scheduler.stop import check_stop
 from scheduler.swap import SwapSpace, num_swap_blocks
@@ -52,6 +54,7 @@ class Scheduler:
     `config.num_blocks` and `config.max_model_len` must be set. `hash_key` (16 to 64 bytes) makes block hashes
     comparable between processes that share it; by default it is random. `joins_parts`: a step takes about as long with
     few tokens as with many, as on a GPU, so a part of a long prompt may join prompts that end in the step.
+    `num_speculative_tokens`: the most drafts that a step verifies for a request.
     """
 
     def __init__(
@@ -61,42 +64,32 @@ class Scheduler:
         hash_key: bytes | None = None,
         *,
         joins_parts: bool = False,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self._config = config
         self._limits = ContextLimits(config)
         self._connector = connector
         assert config.num_blocks is not None, "ContextLimits refuses such a config"
-        self._counters: Counter[str] = Counter()
+        self._counters = counters = Counter[str]()
         hash_key = hash_key if hash_key is not None else secrets.token_bytes(32)
-        self._kv = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, hash_key)
-        self._swap = SwapSpace(num_swap_blocks(config))
-        self._remote = RemotePrompts(connector, self._kv, self._counters)
+        self._kv = kv = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, hash_key)
+        self._swap = swap = SwapSpace(num_swap_blocks(config))
+        self._remote = RemotePrompts(connector, kv, counters)
         self._trial = Trial()
         waiting, order = WaitingQueue(), make_order(config)
         self._order = order
-        self._preemption = Preemption(config, order, waiting, self._kv, self._swap, self._counters)
-        self._running = Running(config, order, self._kv, self._preemption, joins_parts=joins_parts)
-        self._admission = Admission(
-            config,
-            order,
-            waiting,
-            self._running,
-            self._kv,
-            self._remote,
-            self._swap,
-            self._counters,
-            self._trial,
+        self._preemption = Preemption(config, order, waiting, kv, swap, counters)
+        self._speculation = Speculation(config, num_speculative_tokens, self._limits)
+        self._running = Running(
+            config, order, kv, self._preemption, self._speculation, joins_parts=joins_parts
         )
-        self._batching = make_batching(config, self._running, self._admission, self._kv)
+        self._admission = Admission(
+            config, order, waiting, self._running, kv, self._remote, swap, counters, self._trial
+        )
+        self._batching = make_batching(config, self._running, self._admission, kv)
         self._requests: dict[str, Request] = {}
         self._ending = Ending(
-            self._requests,
-            self._admission,
-            self._running,
-            self._remote,
-            self._swap,
-            self._preemption,
-            self._counters,
+            self._requests, self._admission, self._running, self._remote, swap, self._preemption, counters
         )
         self._num_steps = 0
         self._under_way: dict[int, list[Request]] = {}
@@ -134,6 +127,7 @@ class Scheduler:
         outputs = OutputsByClient()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
         requests = self._under_way.pop(scheduler_output.step, [])
+        self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
         for request in requests:
             token_ids = sampled.get(request.request_id)
             if not token_ids or request.is_finished:
@@ -143,6 +137,7 @@ class Scheduler:
             if self._must_sample_again(request):
                 continue
             self._take_tokens(request, token_ids, logprobs.get(request.request_id), outputs)
+        self._speculation.propose(requests, model_runner_output.draft_token_ids)
         if failed := model_runner_output.failed:
             self._ending.fail(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
         if wrong := dict.fromkeys(model_runner_output.non_finite, NON_FINITE):
@@ -319,7 +314,7 @@ class Scheduler:
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts since the start."""
-        return dict(self._counters)
+        return {**self._counters, **self._speculation.counters()}
 
     def check_integrity(self) -> None:
         """Asserts that queues, requests and blocks are consistent; cheap enough for an idle moment."""

@@ -16,6 +16,8 @@ class StepPlan:
         self.requests: list[Request] = []
         """The step's requests, in the order of scheduling."""
         self.num_scheduled_tokens: dict[str, int] = {}
+        self.spec_token_ids: dict[str, tuple[int, ...]] = {}
+        """Drafts among them."""
         self.num_reused_tokens = 0
         """Tokens of admitted requests that the step need not compute."""
         self.preempted: set[str] = set()
@@ -52,11 +54,14 @@ class StepPlan:
         assert request.block_table is not None
         self._resumed[request.request_id] = request.num_tokens
         self.num_reused_tokens += request.num_computed_tokens
-        self._continue(request, num_tokens, request.block_table.block_ids)
+        self.proceed(request, num_tokens, request.block_table.blocks)
 
     def proceed(self, request: Request, num_tokens: int, new_blocks: Sequence[Block]) -> None:
         """Adds a running request."""
-        self._continue(request, num_tokens, tuple([b.block_id for b in new_blocks]) if new_blocks else ())
+        self._continued.append(request.request_id)
+        self._new_block_ids.append(tuple([b.block_id for b in new_blocks]) if new_blocks else ())
+        self._num_computed_tokens.append(request.num_computed_tokens)
+        self._spend(request, num_tokens)
 
     def preempt(self, request: Request) -> None:
         """The request lost its blocks. If it was part of this step, its tokens return to the budget."""
@@ -64,6 +69,7 @@ class StepPlan:
         num_tokens = self.num_scheduled_tokens.pop(request.request_id, None)
         if num_tokens is not None:
             self.token_budget += num_tokens
+            self.spec_token_ids.pop(request.request_id, None)
             self._has_withdrawn = True
 
     def finish(self, preempted: set[str], finished: set[str]) -> SchedulerOutput:
@@ -85,6 +91,7 @@ class StepPlan:
             swap_out=tuple(self.swap_out),
             swap_in=tuple(self.swap_in),
             step=self._number,
+            scheduled_spec_decode_tokens=self.spec_token_ids,
         )
 
     def _drop_withdrawn(self) -> None:
@@ -96,12 +103,6 @@ class StepPlan:
         self._continued = list(compress(self._continued, is_kept))
         self._new_block_ids = list(compress(self._new_block_ids, is_kept))
         self._num_computed_tokens = list(compress(self._num_computed_tokens, is_kept))
-
-    def _continue(self, request: Request, num_tokens: int, block_ids: tuple[int, ...]) -> None:
-        self._continued.append(request.request_id)
-        self._new_block_ids.append(block_ids)
-        self._num_computed_tokens.append(request.num_computed_tokens)
-        self._spend(request, num_tokens)
 
     def _spend(self, request: Request, num_tokens: int) -> None:
         assert 0 < num_tokens <= self.token_budget, f"{num_tokens} tokens of a budget of {self.token_budget}"

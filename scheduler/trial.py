@@ -67,7 +67,11 @@ class Trial:
 
 
 def ends_of(plan: SchedulerOutput) -> Ends:
-    cached = plan.scheduled_cached_reqs
+    """Drafts do not count: a request that computes anew has none."""
+    cached, drafts = plan.scheduled_cached_reqs, plan.scheduled_spec_decode_tokens
     starts = {new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
     starts |= zip(cached.request_ids, cached.num_computed_tokens, strict=True)
-    return {name: starts[name] + num_tokens for name, num_tokens in plan.num_scheduled_tokens.items()}
+    return {
+        name: starts[name] + num_tokens - len(drafts.get(name, ()))
+        for name, num_tokens in plan.num_scheduled_tokens.items()
+    }

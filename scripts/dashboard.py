@@ -160,6 +160,15 @@ ROWS: dict[str, list[Panel]] = {
                 "sum by (worker) (rate(baton_prefix_cache_queries_total[$__rate_interval]))"
             },
         ),
+        Panel(
+            "Drafts, share that was right",
+            "percentunit",
+            {
+                "{{worker}}": "sum by (worker) (rate(baton_spec_decode_num_accepted_tokens_total[$__rate_interval])) / "
+                "sum by (worker) (rate(baton_spec_decode_num_draft_tokens_total[$__rate_interval]))"
+            },
+            "Of speculative decoding",
+        ),
         Panel("Preemptions", "reqps", rate("baton_num_preemptions_total", "worker")),
         Panel("Time of a step", "s", quantiles("baton_step_seconds", "kind")),
         Panel("Tokens of a step", "none", quantiles("baton_iteration_tokens_total")),

@@ -56,6 +56,17 @@ def answer(prompt: tuple[int, ...], max_tokens: int, max_len: int) -> tuple[int,
     return tuple(tokens)
 
 
+def guesses(prompt: tuple[int, ...], position: int, most: int) -> tuple[int, ...]:
+    """Up to `most` drafts from an output position on, half of which are right; a function, as the model is."""
+    drafts = []
+    for at in range(position, position + most):
+        draw = xxhash.xxh32_intdigest(f"{hash(prompt)}@{position} guesses {at}".encode())
+        if draw % 5 == 0:
+            break
+        drafts.append(next_token(prompt, at) + (draw % 2))
+    return tuple(drafts)
+
+
 def kv_of(token_ids: Sequence[int], previous: bytes = b"") -> bytearray:
     """SLOT_BYTES for each token; each depends on all tokens before it."""
     kv = bytearray()
@@ -80,7 +91,13 @@ class SimRunner:
     """Computes plans in a pool: uint8 [blocks, planes, heads, tokens, bytes of a cell]."""
 
     def __init__(
-        self, world: World, name: str, pool_NPHTB: Bytes, num_host_blocks: int, step_s: Callable[[], float]
+        self,
+        world: World,
+        name: str,
+        pool_NPHTB: Bytes,
+        num_host_blocks: int,
+        step_s: Callable[[], float],
+        num_drafts: int = 0,
     ) -> None:
         self._world = world
         self._name = name
@@ -88,6 +105,7 @@ class SimRunner:
         self._host = np.zeros((num_host_blocks, *pool_NPHTB.shape[1:]), np.uint8)
         self._block_size = pool_NPHTB.shape[3]
         self._known: dict[str, KnownRequest] = {}
+        self._num_drafts = num_drafts
         self.step_s = step_s
         self.must_fail = False
         """The next step that computes anything raises DeviceFailure."""
@@ -115,22 +133,29 @@ class SimRunner:
             raise DeviceFailure("the device has failed")
         self._suffer({self._known[request_id].prompt[0] for request_id in starts})
         ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
-        for request_id, end in ends.items():
-            self._write(self._known[request_id], starts[request_id], end)
-        sampled, non_finite = {}, set()
+        drafts = {request_id: plan.scheduled_spec_decode_tokens.get(request_id, ()) for request_id in ends}
         for request_id, end in ends.items():
             known = self._known[request_id]
-            if end > known.num_tokens:
+            known.kv += kv_of(drafts[request_id], bytes(known.kv[-SLOT_BYTES:]))
+            self._write(known, starts[request_id], end)
+        sampled, non_finite, guessed = {}, set(), {}
+        for request_id, end in ends.items():
+            known = self._known[request_id]
+            num_missing = known.num_tokens + len(drafts[request_id]) - end
+            if num_missing < 0 or (num_missing and drafts[request_id]):
                 self._world.violate("plans", f"{self._name}: {request_id} is scheduled past its known tokens")
-            if self._spoils(known, starts[request_id], end, request_id):
-                if end == known.num_tokens:
+            samples = num_missing == 0
+            if self._spoils(known, starts[request_id], end, request_id, samples=samples):
+                if samples:
                     self._sample(known, is_right=False)
                     non_finite.add(request_id)
                 continue
             is_right = self._is_right(known, end, request_id)
-            if end == known.num_tokens:
-                sampled[request_id] = [self._sample(known, is_right)]
-        return ModelRunnerOutput(sampled, non_finite=non_finite)
+            if samples:
+                sampled[request_id] = self._verified(known, drafts[request_id], is_right)
+                position = known.num_tokens - len(known.prompt)
+                guessed[request_id] = guesses(known.prompt, position, self._num_drafts)
+        return ModelRunnerOutput(sampled, non_finite=non_finite, draft_token_ids=guessed)
 
     def _suffer(self, first_tokens: set[int]) -> None:
         if KILLS_WORKERS in first_tokens:
@@ -175,9 +200,9 @@ class SimRunner:
         blocks, offsets = self._slots(known, start, end)
         self._pool[blocks, :, :, offsets] = self._content(known, start, end)
 
-    def _spoils(self, known: KnownRequest, start: int, end: int, request_id: str) -> bool:
+    def _spoils(self, known: KnownRequest, start: int, end: int, request_id: str, *, samples: bool) -> bool:
         """Whether this step computes NaN for the request: by a fault, or since it reads what such a step wrote."""
-        if self.num_spoiled_steps and end == known.num_tokens:
+        if self.num_spoiled_steps and samples:
             self.num_spoiled_steps -= 1
             self._has_spoiled = True
             self._spoiled.add(request_id)
@@ -204,7 +229,17 @@ class SimRunner:
         )
         return False
 
+    def _verified(self, known: KnownRequest, drafts: Sequence[int], is_right: bool) -> list[int]:
+        """The drafts that are right, and the token after them."""
+        token_ids = [self._sample(known, is_right)]
+        for draft in drafts:
+            if draft != token_ids[-1]:
+                break
+            token_ids.append(self._sample(known, is_right))
+        return token_ids
+
     def _sample(self, known: KnownRequest, is_right: bool) -> int:
+        del known.kv[known.num_tokens * SLOT_BYTES :]  # drafts
         token_id = next_token(known.prompt, known.num_tokens - len(known.prompt)) if is_right else WRONG
         known.kv += kv_of([token_id], bytes(known.kv[-SLOT_BYTES:]))
         known.num_tokens += 1

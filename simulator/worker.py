@@ -61,6 +61,8 @@ class WorkerSpec:
     max_waiting: int
     clock_offset_s: float
     reads_at_once: bool
+    num_drafts: int = 0
+    """The most drafts of a request in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,12 @@ class Worker(Process):
         # Memory that was never written holds no KV.
         self._pool: Bytes = np.full(shape, world.rng.randrange(256), np.uint8)
         self.runner = SimRunner(
-            world, self.incarnation, self._pool, config.num_swap_blocks or 0, self._step_duration_s
+            world,
+            self.incarnation,
+            self._pool,
+            config.num_swap_blocks or 0,
+            self._step_duration_s,
+            spec.num_drafts,
         )
         self.connector = SimConnector(world, self, self.clock, self.wake)
         self.connector.max_command_delay_s = spec.max_command_delay_s
@@ -114,7 +121,12 @@ class Worker(Process):
         self.readers = self._make_readers(site)
         self._attach_endpoint(site)
         self.connector_scheduler = KVConnectorScheduler(config.block_size)
-        self.scheduler = Scheduler(config, self.connector_scheduler, hash_key=b"simulated" + b"-" * 16)
+        self.scheduler = Scheduler(
+            config,
+            self.connector_scheduler,
+            hash_key=b"simulated" + b"-" * 16,
+            num_speculative_tokens=spec.num_drafts,
+        )
         self.core = EngineCore(
             self.scheduler,
             self._make_pipeline(),

@@ -257,9 +257,11 @@ class EngineCore:
             logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
 
     def _measure(self, step: StepUnderWay) -> None:
-        counts = step.plan.num_scheduled_tokens
-        is_decoding = step.plan.total_num_scheduled_tokens == len(counts)
-        num_prompt_tokens = 0 if is_decoding else sum(count for count in counts.values() if count > 1)
+        counts, drafts = step.plan.num_scheduled_tokens, step.plan.scheduled_spec_decode_tokens
+        num_drafts = sum(map(len, drafts.values()))
+        is_decoding = step.plan.total_num_scheduled_tokens - num_drafts == len(counts)
+        chunks = (count for name, count in counts.items() if count > 1 and name not in drafts)
+        num_prompt_tokens = 0 if is_decoding else sum(chunks)
         time_s = self._meter.step_done(num_prompt_tokens, len(counts), step.submitted_at, self._clock.now())
         if num_tokens := step.plan.total_num_scheduled_tokens:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)

@@ -20,8 +20,14 @@ COUNTERS = {
     "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache"),
     "non_finite_steps": ("non_finite_steps", "Steps whose logits were not all finite"),
     "requests_given_back": ("requests_given_back", "Requests given back, to continue on other workers"),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Steps of a request that verified drafts"),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Drafts verified"),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Drafts that were right"),
 }
 """Scheduler counters with metrics of their own. All others are exported by name."""
+
+ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos"
+"""Begins the names of the scheduler's counters of right drafts by their place: 0, 1 ..."""
 
 DENIED = {"request_denied_peers": "request", "kv_denied_peers": "kv"}
 """Refused connections of either plane."""
@@ -144,7 +150,15 @@ def _counters(worker: str, counts: Mapping[str, int]) -> Iterator[Metric]:
         yield counter(name, meaning, ["worker"], {(worker,): counts.get(key, 0)})
     denied: Labelled = {(worker, plane): counts.get(key, 0) for key, plane in DENIED.items()}
     yield counter("denied_peers", "Refused connections", ["worker", "plane"], denied)
-    others = sorted(counts.keys() - COUNTERS.keys() - DENIED.keys())
+    accepted: Labelled = {
+        (worker, key.removeprefix(f"{ACCEPTED_AT}_")): count
+        for key, count in counts.items()
+        if key.startswith(ACCEPTED_AT)
+    }
+    yield counter(ACCEPTED_AT, "Right drafts, by their place in a step", ["worker", "position"], accepted)
+    others = sorted(
+        key for key in counts.keys() - COUNTERS.keys() - DENIED.keys() if not key.startswith(ACCEPTED_AT)
+    )
     events: Labelled = {(worker, name): counts[name] for name in others}
     yield counter("worker_events", "All other counters of a worker", ["worker", "event"], events)
 

@@ -69,6 +69,8 @@ class StepTrace:
     """When its result was processed; None if the worker stopped before."""
     scheduled: Mapping[str, Share] = field(default_factory=dict)
     """By request, in the order of scheduling."""
+    num_drafts: Mapping[str, int] = field(default_factory=dict)
+    """Drafts among the tokens of a request; all of its samples but one are drafts that were right."""
     num_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     """For requests that compute for the first time."""
     num_cached_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -143,6 +143,7 @@ class StepTraceWriter:
             planned_s=planned.planned_s,
             done_s=done_s,
             scheduled=_shares(plan, sampled),
+            num_drafts={name: len(drafts) for name, drafts in plan.scheduled_spec_decode_tokens.items()},
             num_prompt_tokens={new.request_id: len(new.prompt_token_ids) for new in plan.scheduled_new_reqs},
             num_cached_tokens=_num_cached_tokens(plan, self._block_size),
             resumed=tuple(cached.resumed_request_ids),

@@ -11,6 +11,7 @@ from baton.config.logging import LoggingConfig
 from baton.config.network import NetworkConfig
 from baton.config.scheduler import SchedulerConfig
 from baton.config.section import Section, describe
+from baton.config.speculation import SpeculationConfig
 
 __all__ = [
     "ANONYMOUS",
@@ -26,6 +27,7 @@ __all__ = [
     "NetworkConfig",
     "SchedulerConfig",
     "Section",
+    "SpeculationConfig",
     "Tls",
     "contradiction_among",
     "describe",

@@ -19,6 +19,7 @@ from baton.config.logging import LoggingConfig
 from baton.config.network import NetworkConfig
 from baton.config.scheduler import SchedulerConfig
 from baton.config.section import Section, describe
+from baton.config.speculation import SpeculationConfig
 from baton.errors import ConfigError
 from baton.worker import WorkerRole
 
@@ -29,6 +30,7 @@ class BatonConfig(Section):
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     kv_transfer: KVTransferConfig = KVTransferConfig()
     gateway: GatewayConfig = GatewayConfig()
     network: NetworkConfig = NetworkConfig()
@@ -53,6 +55,12 @@ class BatonConfig(Section):
                 f"prefill workers of {prefill} ranks cannot hand KV over to decode workers of {decode}; "
                 "one of cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a "
                 "multiple of the other"
+            )
+        ahead = "async_scheduling" in self.scheduler.model_fields_set and self.scheduler.async_scheduling
+        if self.speculation.method == "ngram" and ahead:
+            raise ValueError(
+                "scheduler.async_scheduling (true) contradicts speculation.method 'ngram', whose drafts need the last "
+                "step's tokens; remove one of the two keys"
             )
         if self.autoscaling.mode != "off":
             self._check_bounds()

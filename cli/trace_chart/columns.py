@@ -7,7 +7,7 @@ long step of one worker spans several short ones of the other.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.step_trace import StepTrace, Trace
+from worker.step_trace import Share, StepTrace, Trace
 
 MIN_FOLD = 4
 """Fewer equal steps are not worth folding."""
@@ -61,9 +61,11 @@ def prompt_lengths(trace: Trace) -> dict[str, int]:
     }
 
 
-def is_decode(num_tokens: int, num_computed_tokens: int, num_prompt_tokens: int | None) -> bool:
-    """One token that belongs to no prompt; if the prompt's length is unknown, a single token counts as output."""
-    return num_tokens == 1 and num_computed_tokens >= (num_prompt_tokens or 0)
+def is_decode(share: Share, num_drafts: int, num_prompt_tokens: int | None) -> bool:
+    """One token, besides drafts, that belongs to no prompt; if the prompt's length is unknown, a single token counts as
+    output.
+    """
+    return share.num_tokens - num_drafts == 1 and share.num_computed_tokens >= (num_prompt_tokens or 0)
 
 
 def _zero(traces: Sequence[Trace]) -> float:
@@ -130,7 +132,12 @@ def _look(column: Column, prompts: Sequence[dict[str, int]]) -> tuple[object, ..
     if is_alone or step.num_swapped_in or step.num_swapped_out:
         return (column.owner, step.step)
     cells = tuple(
-        (request_id, share.num_tokens, is_decode(*share[:2], prompts[column.owner].get(request_id)))
+        (
+            request_id,
+            share.num_tokens,
+            share.num_sampled if request_id in step.num_drafts else None,
+            is_decode(share, step.num_drafts.get(request_id, 0), prompts[column.owner].get(request_id)),
+        )
         for request_id, share in step.scheduled.items()
     )
     return (column.owner, cells, step.loading, step.waiting, step.num_waiting)

@@ -46,6 +46,8 @@ class Piece:
     num_steps: int = 1
     num_tokens: int = 0
     """Tokens computed in each step."""
+    num_sampled: int | None = None
+    """With drafts: how many of these tokens' samples count. The other drafts were wrong."""
     num_cached_tokens: int = 0
     """Tokens just found in the prefix cache."""
     num_swapped_in_tokens: int = 0
@@ -227,7 +229,8 @@ class _Plot:
         if index is None:
             return
         num_cached = step.num_cached_tokens.get(request_id, 0)
-        decodes = is_decode(share.num_tokens, share.num_computed_tokens, request.num_prompt_tokens)
+        num_drafts = step.num_drafts.get(request_id, 0)
+        decodes = is_decode(share, num_drafts, request.num_prompt_tokens)
         request.pieces.append(
             Piece(
                 kind=PieceKind.DECODE if decodes else PieceKind.PREFILL,
@@ -236,6 +239,7 @@ class _Plot:
                 step=step.step,
                 num_steps=len(self._columns[index].steps),
                 num_tokens=share.num_tokens,
+                num_sampled=share.num_sampled if num_drafts else None,
                 num_cached_tokens=num_cached,
                 num_swapped_in_tokens=share.num_computed_tokens - num_cached if is_resumed else 0,
                 is_resumed=is_resumed,

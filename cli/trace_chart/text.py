@@ -226,9 +226,10 @@ def _cell(piece: Piece) -> tuple[str, str, str]:
         lead += f"{piece.num_cached_tokens}+"
     if piece.num_swapped_in_tokens:
         lead += f"{piece.num_swapped_in_tokens}^"
-    body = f"[{piece.num_tokens}]" if piece.kind is PieceKind.PREFILL else str(piece.num_tokens)
+    tokens = f"{piece.num_tokens}" if piece.num_sampled is None else f"{piece.num_sampled}/{piece.num_tokens}"
+    body = f"[{tokens}]" if piece.kind is PieceKind.PREFILL else tokens
     if piece.is_in_vain:
-        body = f"({piece.num_tokens})"
+        body = f"({tokens})"
     return lead, body, f"x{piece.num_steps}" if piece.num_steps > 1 else ""
 
 
@@ -275,6 +276,7 @@ def _legend(chart: Chart, width: int) -> list[Text]:
 _SAMPLES = {
     Sign.PREFILL: "[n]",
     Sign.DECODE: "1",
+    Sign.DRAFTS: "m/n",
     Sign.IN_VAIN: "(1)",
     Sign.FOLD: "xn",
     Sign.CACHED: "n+",

@@ -29,6 +29,7 @@ class Sign(Enum):
 
     PREFILL = "prompt tokens"
     DECODE = "output token"
+    DRAFTS = "output tokens, of n computed with drafts"
     IN_VAIN = "computed in vain"
     FOLD = "so many equal steps"
     CACHED = "from the prefix cache"
@@ -46,7 +47,8 @@ def signs_of(chart: Chart) -> list[Sign]:
     kinds = {piece.kind for piece in pieces}
     occurs = {
         Sign.PREFILL: PieceKind.PREFILL in kinds,
-        Sign.DECODE: PieceKind.DECODE in kinds,
+        Sign.DECODE: any(p.kind is PieceKind.DECODE and p.num_sampled is None for p in pieces),
+        Sign.DRAFTS: any(piece.num_sampled is not None for piece in pieces),
         Sign.IN_VAIN: any(piece.is_in_vain for piece in pieces),
         Sign.FOLD: any(piece.num_steps > 1 for piece in pieces),
         Sign.CACHED: any(piece.num_cached_tokens for piece in pieces),

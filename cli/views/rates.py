@@ -66,20 +66,26 @@ def path_rates(
 
 
 def hit_rate(previous: dict[str, Any] | None, worker: dict[str, Any]) -> float | None:
-    """The share of requested tokens found in the worker's prefix cache, recently or, without recent requests, since
-    its start.
-    """
+    """The share of requested tokens found in the worker's prefix cache."""
+    return _share("prefix_cache_hits", "prefix_cache_queries", previous, worker)
+
+
+def acceptance_rate(previous: dict[str, Any] | None, worker: dict[str, Any]) -> float | None:
+    """The share of the worker's drafts that were right."""
+    return _share("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", previous, worker)
+
+
+def _share(part: str, whole: str, previous: dict[str, Any] | None, worker: dict[str, Any]) -> float | None:
+    """Of two counters, recently or, if nothing was counted recently, since the worker's start."""
     now = worker["counters"]
     former = {}
     for known in previous["workers"] if previous else ():
         if (known["name"], known["incarnation"]) == (worker["name"], worker["incarnation"]):
             former = known["counters"]
     for before in (former, {}):
-        asked, hits = (
-            now.get(key, 0) - before.get(key, 0) for key in ("prefix_cache_queries", "prefix_cache_hits")
-        )
-        if asked > 0:
-            return float(hits / asked)
+        of_all, of_part = (now.get(key, 0) - before.get(key, 0) for key in (whole, part))
+        if of_all > 0:
+            return float(of_part / of_all)
     return None
 
 

@@ -80,7 +80,9 @@ class TopView:
         table = words.plain_table("worker", "role", "state", *(["node"] if is_wide else []), expand=True)
         table.add_column("blocks", ratio=1, no_wrap=True, min_width=8)
         numbers = ["used", "run", "wait", "load", "step ms", "tok/s"]
-        for heading in numbers + (["queued tok", "oldest s", "hits", "host", "starts"] if is_wide else []):
+        for heading in numbers + (
+            ["queued tok", "oldest s", "hits", "drafts", "host", "starts"] if is_wide else []
+        ):
             table.add_column(heading, justify="right", no_wrap=True)
         for worker in workers:
             table.add_row(*self._row(worker, is_wide))
@@ -96,7 +98,7 @@ class TopView:
         if is_wide:
             head.append(Text(words.node_of(worker)))
         if not blocks["total"]:  # only its starts are known
-            return [*head, *[""] * 11, words.starts_of(worker)] if is_wide else head
+            return [*head, *[""] * 12, words.starts_of(worker)] if is_wide else head
         used = 1 - blocks["free"] / blocks["total"]
         step_ms, prefill_rate = load["decode_step_s"] * 1e3, load["prefill_tokens_per_s"]
         row: list[RenderableType] = [
@@ -111,10 +113,12 @@ class TopView:
         ]
         if is_wide:
             hits = rates.hit_rate(self.previous, worker)
+            accepted = rates.acceptance_rate(self.previous, worker)
             row += [
                 words.amount(load["queued_prompt_tokens"]),
                 f"{load['oldest_waiting_s']:.1f}",
                 "-" if hits is None else f"{hits:.0%}",
+                "-" if accepted is None else f"{accepted:.0%}",
                 f"{blocks['host_used']}/{blocks['host_total']}" if blocks["host_total"] else "-",
                 words.starts_of(worker),
             ]

@@ -13,6 +13,7 @@ from baton.sampling import MAX_LOGPROBS, SamplingParams
 from baton.step import NewRequestData
 from engine.batch import RunnerRequest, StepLimits
 from engine.device import mark
+from engine.drafts import Drafter
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.graphs import Recorder, decode_sizes, mixed_sizes
 from engine.gpu.product_timer import GpuTimer
@@ -103,6 +104,7 @@ class DeviceParts:
         pool: KVPool,
         num_swap_blocks: int = 0,
         grammars: GrammarCompiler | None = None,
+        drafter: Drafter | None = None,
         *,
         samples: bool = True,
     ) -> ModelRunner:
@@ -118,6 +120,7 @@ class DeviceParts:
             host_blocks,
             pool.shape.block_size,
             grammars,
+            drafter=drafter,
             samples=samples,
             mark=lambda: mark(device),
         )

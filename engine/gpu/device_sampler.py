@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from baton.request import TokenLogprobs
-from engine.batch import RunnerRequest
+from engine.batch import SampledRequest
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.counter_rng import keys_at, seed_states
 from engine.device import mark
@@ -68,7 +68,7 @@ class DeviceSampler:
         self._batch = _Batch([], vocab_size, device)
 
     def __call__(
-        self, logits_RV: torch.Tensor | None, requests: Sequence[RunnerRequest]
+        self, logits_RV: torch.Tensor | None, requests: Sequence[SampledRequest]
     ) -> "DeviceSampledTokens":
         """Rank 0 draws and broadcasts the tokens; log-probabilities stay on rank 0, which reports them.
 
@@ -89,7 +89,7 @@ class DeviceSampler:
         )
 
     def _sample(
-        self, logits_RV: torch.Tensor, requests: Sequence[RunnerRequest], tokens_R: torch.Tensor
+        self, logits_RV: torch.Tensor, requests: Sequence[SampledRequest], tokens_R: torch.Tensor
     ) -> "_Logprobs | None":
         """Writes `tokens_R`."""
         assert len(requests) == len(logits_RV), f"{len(requests)} requests for {len(logits_RV)} rows"
@@ -107,7 +107,7 @@ class DeviceSampler:
         return _logprobs(logits_RV, tokens_R, batch) if batch.num_top_tokens else None
 
     def _processed(
-        self, logits_RV: torch.Tensor, requests: Sequence[RunnerRequest], rows: list[int]
+        self, logits_RV: torch.Tensor, requests: Sequence[SampledRequest], rows: list[int]
     ) -> torch.Tensor:
         """P x V float32."""
         edits = list_edits(requests, rows, self._vocab_size)
@@ -130,7 +130,7 @@ class DeviceSampler:
 class _Batch:
     """What stays the same while the same requests sample in the same rows."""
 
-    def __init__(self, requests: list[RunnerRequest], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, requests: list[SampledRequest], vocab_size: int, device: torch.device) -> None:
         all_params = [request.sampling_params for request in requests]
         self.requests = requests
         self.is_greedy = all(p.is_greedy for p in all_params)

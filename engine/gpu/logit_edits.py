@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import RunnerRequest
+from engine.batch import SampledRequest
 from engine.kernels.process_logits import NUM_EDIT_FIELDS
 from engine.request_table import IntArray
 
@@ -27,7 +27,7 @@ class LogitEdits:
     masks_GW: Int32Array
 
 
-def list_edits(requests: Sequence[RunnerRequest], rows: Sequence[int], vocab_size: int) -> LogitEdits:
+def list_edits(requests: Sequence[SampledRequest], rows: Sequence[int], vocab_size: int) -> LogitEdits:
     """For these rows of the step, which all need processing. All their tokens must be known."""
     num_words = -(-vocab_size // 32)
     mask_rows: list[int] = []
@@ -38,7 +38,7 @@ def list_edits(requests: Sequence[RunnerRequest], rows: Sequence[int], vocab_siz
         matcher = requests[row].matcher
         mask_rows.append(-1 if matcher is None else len(masks))
         if matcher is not None:
-            masks.append(matcher.allowed_words())
+            masks.append(matcher.allowed_words(requests[row].drafts))
     return LogitEdits(
         rows_P=np.array(rows, dtype=np.int32),
         mask_rows_P=np.array(mask_rows, dtype=np.int32),
@@ -47,17 +47,16 @@ def list_edits(requests: Sequence[RunnerRequest], rows: Sequence[int], vocab_siz
     )
 
 
-def _edits(request: RunnerRequest, processed_row: int, vocab_size: int) -> Int32Array:
+def _edits(request: SampledRequest, processed_row: int, vocab_size: int) -> Int32Array:
     """E x F, each token once. Token ids outside the vocabulary are ignored."""
     p = request.sampling_params
     bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
     seen, outputs, counts = _NO_TOKENS, _NO_TOKENS, _NO_TOKENS
     if p.repetition_penalty != 1.0:
-        request.token_counts.follow(request.token_ids)
-        seen = request.token_counts.tokens
+        seen = request.count_tokens().tokens
     if p.presence_penalty or p.frequency_penalty:
-        request.output_counts.follow(request.token_ids[request.num_prompt_tokens :])
-        outputs, counts = request.output_counts.tokens, request.output_counts.counts
+        counted = request.count_outputs()
+        outputs, counts = counted.tokens, counted.counts
     forbidden = _NO_TOKENS
     if request.num_output_tokens < p.min_tokens:
         forbidden = np.array([t for t in request.stop_token_ids if t < vocab_size], dtype=np.int64)

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,15 +60,26 @@ class Matcher:
                 self._note(error)
         return f"the structured output cannot continue: {self._defect}"
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        """[vocab_size]: which tokens may come next. Once the grammar is complete, only end-of-sequence."""
-        mask = np.frombuffer(self._mask(), np.uint8)
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens could come next, one after another."""
+        if self._defect is None:
+            try:
+                return int(self._matcher.validate_tokens(list(token_ids)))
+            except BaseException as error:  # a panic, too
+                self._note(error)
+        return 0
+
+    def allowed(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
+        """[vocab_size]: which tokens may come next, or after these drafts. Once the grammar is complete, only
+        end-of-sequence. What may follow a draft that is not allowed itself has no meaning.
+        """
+        mask = np.frombuffer(self._mask(drafts), np.uint8)
         allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
         return np.pad(allowed, (0, self._vocab_size - len(allowed)))
 
-    def allowed_words(self) -> npt.NDArray[np.int32]:
+    def allowed_words(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.int32]:
         """The same as bits: bit b of word w is token 32 w + b. Bits beyond the vocabulary have no meaning."""
-        mask = np.frombuffer(self._mask(), np.uint8)
+        mask = np.frombuffer(self._mask(drafts), np.uint8)
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         num_bytes = min(len(mask), words.nbytes)
         words.view(np.uint8)[:num_bytes] = mask[:num_bytes]
@@ -80,11 +91,15 @@ class Matcher:
             self._matcher.rollback(self._num_consumed - num_tokens)
             self._num_consumed = num_tokens
 
-    def _mask(self) -> bytes:
+    def _mask(self, drafts: Sequence[int]) -> bytes:
         """Allows all tokens after a defect: the next one fails the request."""
         if self._defect is None:
             try:
-                return bytes(self._matcher.compute_bitmask())
+                num_consumed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
+                mask = bytes(self._matcher.compute_bitmask())
+                if num_consumed:
+                    self._matcher.rollback(num_consumed)
+                return mask
             except BaseException as error:  # a panic, too
                 self._note(error)
         return b"\xff" * -(-self._vocab_size // 8)

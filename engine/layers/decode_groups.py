@@ -27,12 +27,12 @@ class DecodeGroup:
 
 
 def decode_groups(batch: StepBatch, device: torch.device) -> Iterator[DecodeGroup]:
-    """Longest first, in the batch's order. A group ends at the first context of half its longest, so that at most half
-    of a table is padding."""
+    """Longest first, in the batch's order. A group ends at the first context of half its longest, so that about half of
+    a table is padding at most."""
     num_blocks = batch.num_blocks_B.tolist()
     start = 0
     while start < batch.num_decodes:
-        most = num_blocks[start]
+        most = max(num_blocks[start : batch.num_decodes])  # a request's drafts, behind it, are longer
         limit = 0 if most <= MIN_GROUP_BLOCKS else most // 2
         end = start + 1
         while end < batch.num_decodes and num_blocks[end] > limit:

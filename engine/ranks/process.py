@@ -113,6 +113,7 @@ def build(
         config.model,
         config.engine,
         config.scheduler,
+        config.speculation,
         Path(setup.model_path),
         collectives,
         clock,

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 NUM_NEW_TOKENS = 4
 NUM_TO_PREEMPT = 36
 """More tokens than a block has, so that every request needs a block beyond its prompt's."""
+NUM_TO_REPEAT = 80
+"""Tokens after which every answer has repeated some of its own."""
 MAX_TURNS = 20
 ALONE_EVERY = 4
 """Every fourth of the prompts that are asked together is asked alone, too."""
@@ -35,12 +37,13 @@ Mode = Literal["disaggregated", "local"]
 MODES: tuple[Mode, ...] = ("disaggregated", "local")
 
 
-def make_config(**scheduler: object) -> BatonConfig:
+def make_config(speculation: str = "off", **scheduler: object) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
             "model": {"dtype": "float32", "quantization": "none"},
             "engine": {"num_threads": 1, "kv_cache_memory_mib": 256},
             "scheduler": {"max_num_batched_tokens": 128, **scheduler},
+            "speculation": {"method": speculation},
             "gateway": HANDING_OVER,
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
             "kv_transfer": {"peer_timeout_s": 60.0, "lease_s": 60.0},
@@ -191,5 +194,23 @@ def test_other_architectures_answer_as_transformers_does(
         config = make_config(max_num_batched_tokens=48)
         async with local_cluster(config, folder) as cluster:
             await check_same_tokens(cluster, prompts, expected)
+
+    asyncio.run(run())
+
+
+def test_c62_workers_that_guess_tokens_answer_as_transformers_does(tmp_path: Path) -> None:
+    folder = make_model_dir(tmp_path / "model")
+    prompts = random_prompts([5, 16, 33, 80])
+    expected = reference(folder, prompts, NUM_TO_REPEAT)
+
+    async def run() -> None:
+        async with local_cluster(make_config("ngram"), folder) as cluster:
+            for mode in MODES:
+                answers = await ask_all(cluster, prompts, mode, mode, 2, max_tokens=NUM_TO_REPEAT)
+                assert answers == expected, mode
+            await cluster.at_rest()
+            prefill, decode = [await cluster.counters(name) for name in ("w0", "w1")]
+            assert 0 < decode["spec_decode_num_accepted_tokens"] < decode["spec_decode_num_draft_tokens"]
+            assert "spec_decode_num_drafts" not in prefill
 
     asyncio.run(run())

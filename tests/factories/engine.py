@@ -95,12 +95,16 @@ def make_core(
     trace: StepTraceWriter | None = None,
     progress: Progress | None = None,
     pipeline: Pipeline | None = None,
+    num_speculative_tokens: int = 0,
     **overrides: Any,
 ) -> EngineCore:
     """`pipeline`: in place of one around a `runner`."""
     config = make_config(**overrides)
+    scheduler = Scheduler(
+        config, KVConnectorScheduler(16), hash_key=b"k" * 16, num_speculative_tokens=num_speculative_tokens
+    )
     return EngineCore(
-        Scheduler(config, KVConnectorScheduler(16), hash_key=b"k" * 16),
+        scheduler,
         pipeline or make_pipeline(runner or FakeRunner(), async_scheduling=config.async_scheduling),
         connector or FakeConnectorWorker(),
         make_grammars(),

@@ -38,7 +38,16 @@ def make_config(**overrides: Any) -> SchedulerConfig:
 
 
 def make_scheduler(connector: "FakeConnector | None" = None, /, **overrides: Any) -> Scheduler:
-    return Scheduler(make_config(**overrides), connector, hash_key=b"test" * 8)
+    """`num_speculative_tokens`: with drafts, and no step planned ahead."""
+    num_speculative_tokens = overrides.pop("num_speculative_tokens", 0)
+    if num_speculative_tokens:
+        overrides["async_scheduling"] = False
+    return Scheduler(
+        make_config(**overrides),
+        connector,
+        hash_key=b"test" * 8,
+        num_speculative_tokens=num_speculative_tokens,
+    )
 
 
 def make_request(
@@ -79,6 +88,25 @@ def make_request(
 def token_at(request_id: str, position: int) -> int:
     """What the fake model says: a pure function, so that every schedule must lead to the same text."""
     return 100 + crc32(f"{request_id}@{position}".encode()) % 50_000
+
+
+Guess = Callable[[str, int], tuple[int, ...]]
+"""Drafts of a request for the positions from one on."""
+
+
+def guess_nothing(_request_id: str, _position: int) -> tuple[int, ...]:
+    return ()
+
+
+def guesses(num_drafts: int, next_token: Callable[[str, int], int] = token_at) -> Guess:
+    """Up to so many drafts, three of four of which are right: a pure function, too."""
+
+    def guess(request_id: str, position: int) -> tuple[int, ...]:
+        draws = [crc32(f"draft {request_id}@{position}+{ahead}".encode()) for ahead in range(num_drafts)]
+        drafts = [next_token(request_id, position + i) + (draw % 4 == 0) for i, draw in enumerate(draws)]
+        return tuple(drafts[: crc32(f"drafts {request_id}@{position}".encode()) % (num_drafts + 1)])
+
+    return guess
 
 
 class PagedMemory:
@@ -124,16 +152,20 @@ class KnownRequest:
 
 
 class FakeRunner:
-    """Samples for every request whose known tokens are all computed.
+    """Samples for every request whose known tokens are all computed, and verifies drafts.
 
     It writes into slots and reads them back as attention would, so a block that is lost, shared by mistake, hit before
     it was filled or reused too early fails the test.
     """
 
     def __init__(
-        self, next_token: Callable[[str, int], int] = token_at, memory: PagedMemory | None = None
+        self,
+        next_token: Callable[[str, int], int] = token_at,
+        memory: PagedMemory | None = None,
+        guess: Guess = guess_nothing,
     ) -> None:
         self._next_token = next_token
+        self._guess = guess
         self._known: dict[str, KnownRequest] = {}
         self.memory = memory or PagedMemory(16)
 
@@ -146,15 +178,24 @@ class FakeRunner:
             self.memory.copy_in(host_block_id, block_id)
         starts = self._learn(plan)
         ends = {request_id: starts[request_id] + num for request_id, num in plan.num_scheduled_tokens.items()}
+        drafts = {request_id: plan.scheduled_spec_decode_tokens.get(request_id, ()) for request_id in ends}
+        kv = {request_id: self._kv_with(request_id, drafts[request_id]) for request_id in ends}
         for request_id, end in ends.items():
             known, start = self._known[request_id], starts[request_id]
-            assert end <= len(known.kv), f"{request_id} is scheduled past its known tokens"
-            self.memory.write(known.block_ids, known.kv[start:end], start)
+            assert end <= len(kv[request_id]), f"{request_id} is scheduled past its known tokens"
+            assert not drafts[request_id] or end == len(kv[request_id]), (
+                "drafts come after the last known token"
+            )
+            self.memory.write(known.block_ids, kv[request_id][start:end], start)
         for request_id, end in ends.items():  # each layer writes every token's KV before it attends to any
-            known = self._known[request_id]
-            assert self.memory.read(known.block_ids, end) == known.kv[:end], f"{request_id} reads foreign KV"
-        complete = [request_id for request_id, end in ends.items() if end == len(self._known[request_id].kv)]
-        return ModelRunnerOutput({request_id: [self._sample(request_id)] for request_id in complete})
+            block_ids = self._known[request_id].block_ids
+            assert self.memory.read(block_ids, end) == kv[request_id][:end], f"{request_id} reads foreign KV"
+        complete = [request_id for request_id, end in ends.items() if end == len(kv[request_id])]
+        sampled = {request_id: self._verified(request_id, drafts[request_id]) for request_id in complete}
+        guessed = {
+            request_id: self._guess(request_id, self._num_outputs(request_id)) for request_id in complete
+        }
+        return ModelRunnerOutput(sampled, draft_token_ids=guessed)
 
     def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
         """Takes in new requests and new blocks; returns where each scheduled request's step starts."""
@@ -177,11 +218,27 @@ class FakeRunner:
             starts[request_id] = num_computed_tokens
         return starts
 
+    def _kv_with(self, request_id: str, drafts: Sequence[int]) -> list[int]:
+        kv = self._known[request_id].kv
+        return kv + kv_of(drafts, kv[-1]) if drafts else kv
+
+    def _verified(self, request_id: str, drafts: Sequence[int]) -> list[int]:
+        """The drafts that are right, and the token after them."""
+        token_ids = [self._sample(request_id)]
+        for draft in drafts:
+            if draft != token_ids[-1]:
+                break
+            token_ids.append(self._sample(request_id))
+        return token_ids
+
     def _sample(self, request_id: str) -> int:
         known = self._known[request_id]
-        token_id = self._next_token(request_id, len(known.kv) - known.num_prompt_tokens)
+        token_id = self._next_token(request_id, self._num_outputs(request_id))
         known.kv += kv_of([token_id], known.kv[-1])
         return token_id
+
+    def _num_outputs(self, request_id: str) -> int:
+        return len(self._known[request_id].kv) - self._known[request_id].num_prompt_tokens
 
 
 @dataclass

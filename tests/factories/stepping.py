@@ -1,8 +1,8 @@
 """A model runner driven by hand-written plans: the smallest possible scheduler, with blocks in shuffled order."""
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
@@ -12,6 +12,7 @@ from engine.loading.loader import LoadedModel
 from engine.runner_parts import make_runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
+NO_DRAFTS: Mapping[str, tuple[int, ...]] = {}
 
 
 def make_request_data(
@@ -99,13 +100,17 @@ class StepDriver:
         request.block_ids, request.num_computed, request.is_preempted = [], 0, True
         self._preempted.add(request_id)
 
-    def step(self, num_scheduled_tokens: dict[str, int]) -> ModelRunnerOutput:
-        """One plan through the runner, and its outcome written down."""
-        output = self.runner.execute(self.plan(num_scheduled_tokens))
+    def step(
+        self, num_scheduled_tokens: dict[str, int], drafts: Mapping[str, tuple[int, ...]] = NO_DRAFTS
+    ) -> ModelRunnerOutput:
+        """One plan through the runner, and its outcome written down. `drafts` come on top of the scheduled tokens."""
+        plan = self.plan({name: n + len(drafts.get(name, ())) for name, n in num_scheduled_tokens.items()})
+        output = self.runner.execute(replace(plan, scheduled_spec_decode_tokens=drafts))
         for request_id, n in num_scheduled_tokens.items():
             request = self.requests[request_id]
-            request.num_computed += n
-            request.outputs.extend(output.sampled_token_ids.get(request_id, []))
+            sampled = output.sampled_token_ids.get(request_id, [])
+            request.num_computed += n + len(sampled[1:])
+            request.outputs.extend(sampled)
             request.logprobs.extend(output.logprobs.get(request_id, []))
         return output
 

@@ -22,8 +22,12 @@ def make_header(worker: str = "w0", **overrides: Any) -> TraceHeader:
     return TraceHeader(**values | overrides)
 
 
-def make_step(step: int, scheduled: Mapping[str, tuple[int, int]] | None = None, **values: Any) -> StepTrace:
-    """`scheduled`: tokens and tokens computed before, by request. Each step takes 10 ms, one after the other."""
+def make_step(
+    step: int, scheduled: Mapping[str, tuple[int, int] | tuple[int, int, int]] | None = None, **values: Any
+) -> StepTrace:
+    """`scheduled`: tokens, tokens computed before and, perhaps, sampled ones, by request. Each step takes 10 ms, one
+    after the other.
+    """
     shares = {request_id: Share(*counts) for request_id, counts in (scheduled or {}).items()}
     defaults: dict[str, Any] = {
         "planned_s": (step - 1) / 100,

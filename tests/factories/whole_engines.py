@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,13 @@ class WholeEngine:
     """All of a worker but its loop, its role and its request plane."""
 
     def __init__(
-        self, folder: Path, name: str, news: threading.Event, num_ranks: int = 1, **scheduler: Any
+        self,
+        folder: Path,
+        name: str,
+        news: threading.Event,
+        num_ranks: int = 1,
+        speculation: Mapping[str, object] | None = None,
+        **scheduler: Any,
     ) -> None:
         settings = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "max_model_len": 256, "num_blocks": 64}
         config = BatonConfig.from_mapping(
@@ -55,6 +62,7 @@ class WholeEngine:
                 "model": {"dtype": "float32"},
                 "engine": {"num_threads": 1},
                 "scheduler": settings | scheduler,
+                "speculation": dict(speculation or {}),
                 "kv_transfer": {"peer_timeout_s": PATIENCE_S},
             }
         )
@@ -72,7 +80,11 @@ class WholeEngine:
         model, scheduler_config = self.executor.device_engine.model, self.executor.scheduler_config
         self.model = model
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, news.set, SystemClock())
-        self.scheduler = Scheduler(scheduler_config, KVConnectorScheduler(scheduler_config.block_size))
+        self.scheduler = Scheduler(
+            scheduler_config,
+            KVConnectorScheduler(scheduler_config.block_size),
+            num_speculative_tokens=config.speculation.num_drafts,
+        )
         self.core = EngineCore(
             self.scheduler,
             self.executor.make_pipeline(grammars),
@@ -120,10 +132,15 @@ class EnginesOf:
             engine.stop()
 
     def start(
-        self, name: str, num_ranks: int = 1, folder: Path | None = None, **scheduler: Any
+        self,
+        name: str,
+        num_ranks: int = 1,
+        folder: Path | None = None,
+        speculation: Mapping[str, object] | None = None,
+        **scheduler: Any,
     ) -> WholeEngine:
-        """`folder`: of another model than that of the others."""
-        engine = WholeEngine(folder or self._folder, name, self._news, num_ranks, **scheduler)
+        """`folder`: of another model than that of the others. `speculation`: that section of the configuration."""
+        engine = WholeEngine(folder or self._folder, name, self._news, num_ranks, speculation, **scheduler)
         self._engines.append(engine)
         return engine
 

@@ -129,7 +129,7 @@ def test_a_rank_gets_no_runner_of_wrong_kernels(
     unused: Any = None
     rank = DeviceEngine(
         model,
-        Capacity(scheduler, 32),
+        Capacity(scheduler, StepLimits(2, 32, 64)),
         pool,
         unused,
         unused,

@@ -16,6 +16,8 @@ from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.batch import StepLimits
+from engine.capacity import largest_steps
+from engine.drafts import Drafter, NGramProposer
 from engine.gpu.device_parts import make_device_parts
 from engine.gpu.graphs import CudaGraphs, Repeats, decode_sizes, mixed_sizes
 from engine.kernels.switches import ALL_OFF, KernelSwitches, switched
@@ -23,6 +25,7 @@ from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
+from engine.request_table import IntArray
 from engine.runner_parts import make_runner
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
@@ -58,10 +61,12 @@ def make_config(block_size: int, num_blocks: int, **settings: Any) -> SchedulerC
     return SchedulerConfig(**steps | settings, num_blocks=num_blocks, block_size=block_size)
 
 
-def answers_of(pipeline: Pipeline, config: SchedulerConfig, given: Answers | None = None) -> Answers:
+def answers_of(
+    pipeline: Pipeline, config: SchedulerConfig, given: Answers | None = None, num_drafts: int = 0
+) -> Answers:
     """`given`: the output that every request already has, which is part of the answer."""
     core = EngineCore(
-        Scheduler(config, KVConnectorScheduler(config.block_size)),
+        Scheduler(config, KVConnectorScheduler(config.block_size), num_speculative_tokens=num_drafts),
         pipeline,
         FakeConnectorWorker(),
         make_grammars(),
@@ -86,8 +91,12 @@ def answers_of(pipeline: Pipeline, config: SchedulerConfig, given: Answers | Non
             assert output.first_position == len(token_ids)
             token_ids += output.token_ids
             logprobs += output.logprobs or ()
+    counters = core.counters()
     if "preemption" in config.model_fields_set:
-        assert core.counters().get("preemptions", 0) > 0
+        assert counters.get("preemptions", 0) > 0
+    if num_drafts:
+        num_accepted = counters["spec_decode_num_accepted_tokens"]
+        assert 0 < num_accepted < counters["spec_decode_num_draft_tokens"]
     core.close()
     return answers
 
@@ -118,6 +127,40 @@ def on_device(
     runner = parts.runner(pool, config.num_swap_blocks or 0)
     is_async = config.async_scheduling
     return answers_of(StreamPipeline(runner) if is_async else InlinePipeline(runner), config, given)
+
+
+class HalfRight(NGramProposer):
+    """Guesses from the answers; every other guess is wrong from its third token on."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__(2, 4)
+        self._wholes = [[*prompt, *answers[str(i)][0]] for i, prompt in enumerate(PROMPTS)]
+        self._num_asked = 0
+
+    def propose(self, token_ids: IntArray, num_tokens: int) -> list[int]:
+        self._num_asked += 1
+        known = token_ids.tolist()
+        # A step may sample beyond the end, which only the scheduler knows.
+        (whole,) = [whole for whole in self._wholes if whole[: len(known)] == known[: len(whole)]]
+        guess = whole[len(known) :][:num_tokens]
+        return guess if self._num_asked % 2 else [*guess[:1], *[(each + 1) % VOCAB for each in guess[1:]]]
+
+
+def with_drafts(
+    path: Path, device: torch.device, config: SchedulerConfig, expected: Answers, *, uses_graphs: bool
+) -> Answers:
+    """On the device; a step has as many sequences as its requests have tokens and drafts."""
+    num_drafts = 3
+    model = load_model(FLOAT32, path, device, TritonBackend())
+    assert config.num_blocks is not None
+    limits = largest_steps(config, model, num_drafts)
+    pool = KVPool(config.num_blocks, model.kv_block_shape(config.block_size), device)
+    parts = make_device_parts(model, pool, limits, num_multiprocessors=2)
+    if uses_graphs:
+        parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
+    drafter = Drafter(HalfRight(expected), num_drafts, 32, num_equal_rows=200.0)
+    runner = parts.runner(pool, config.num_swap_blocks or 0, drafter=drafter)
+    return answers_of(InlinePipeline(runner), config, num_drafts=num_drafts)
 
 
 def assert_same(device: Answers, cpu: Answers) -> None:
@@ -178,6 +221,29 @@ def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device)
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16, async_scheduling=False)
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "block_size", "uses_graphs", "settings"),
+    [
+        ({}, 16, True, {}),
+        ({"architecture": "mistral", "sliding_window": 7}, 16, False, {}),
+        ({}, 4, False, {"num_blocks": 6, "preemption": "swap", "num_swap_blocks": 8}),
+    ],
+    ids=["graphs", "window", "swap"],
+)
+def test_c62_drafts_change_no_token_on_a_device(
+    tmp_path: Path,
+    device: torch.device,
+    overrides: dict[str, Any],
+    block_size: int,
+    uses_graphs: bool,
+    settings: dict[str, Any],
+) -> None:
+    path = make_model_dir(tmp_path / "model", **(SMALL | overrides))
+    config = make_config(block_size, **({"num_blocks": 16} | settings), async_scheduling=False)
+    expected = on_cpu(path, config)
+    assert_same(with_drafts(path, device, config, expected, uses_graphs=uses_graphs), expected)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from engine.batch import RunnerRequest
+from engine.batch import DraftedRequest, RunnerRequest, SampledRequest
 from engine.counter_rng import keys_at, row_keys, seed_states
 from engine.gpu.device_sampler import DeviceSampler
 from engine.gpu.logit_edits import list_edits
@@ -23,13 +24,17 @@ VOCAB = 90
 
 
 class AllowsSome:
-    """A matcher that allows every third token."""
+    """A matcher that allows every third token, which ones depends on how many it has taken."""
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        return np.array([token_id % 3 == 0 for token_id in range(VOCAB)])
+    def __init__(self, num_taken: int) -> None:
+        self._num_taken = num_taken
 
-    def allowed_words(self) -> npt.NDArray[np.int32]:
-        bits = np.packbits(self.allowed(), bitorder="little")
+    def allowed(self, drafts: Sequence[int]) -> npt.NDArray[np.bool_]:
+        remainder = (self._num_taken + len(drafts)) % 3
+        return np.array([token_id % 3 == remainder for token_id in range(VOCAB)])
+
+    def allowed_words(self, drafts: Sequence[int]) -> npt.NDArray[np.int32]:
+        bits = np.packbits(self.allowed(drafts), bitorder="little")
         return np.pad(bits, (0, -len(bits) % 4)).view(np.int32)
 
 
@@ -41,7 +46,7 @@ def request(
         make_request_data(prompt, outputs, SamplingParams(**params), stop_token_ids=(7, 8, 5_000))
     )
     if params.get("structured_output"):
-        state.matcher = cast("Matcher", AllowsSome())
+        state.matcher = cast("Matcher", AllowsSome(len(outputs)))
     return state
 
 
@@ -96,6 +101,23 @@ def test_equal_logits_give_equal_tokens(seed: int, device: torch.device) -> None
         assert [i for i, _ in token.logprobs.top] == [i for i, _ in reference.logprobs.top]
         for (_, value), (_, wanted) in zip(token.logprobs.top, reference.logprobs.top, strict=True):
             assert math.isclose(value, wanted, abs_tol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_c62_after_drafts_the_same_is_sampled_as_after_those_tokens(seed: int, device: torch.device) -> None:
+    """Rows of one request, as of its own tokens and as of each draft, beside requests that have these tokens."""
+    rng, drafts = random.Random(seed), (6, 9, 6, 11)
+    logits_RV = 3 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)).repeat(5, 1)
+    for _ in range(6):
+        params = random_params(rng)
+        own = request(**params)
+        rows: list[SampledRequest] = [own, *(DraftedRequest(own, drafts[: i + 1]) for i in range(4))]
+        confirmed = [request(outputs=(5, 6, 5, *drafts[:i]), **params) for i in range(5)]
+        expected = sample(logits_RV, confirmed)
+        assert sample(logits_RV, rows) == expected
+        found = device_sampler(device)(logits_RV.to(device), rows).wait()
+        assert [token.token_id for token in found] == [token.token_id for token in expected]
+        assert own.num_output_tokens == 3
 
 
 def test_steps_of_one_batch_draw_anew_and_tokens_may_be_read_late(device: torch.device) -> None:

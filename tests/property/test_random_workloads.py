@@ -12,7 +12,6 @@ from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
 from tests.factories.scheduling import (
     FakeConnector,
-    FakeRunner,
     failed,
     flatten,
     make_request,
@@ -28,6 +27,7 @@ from tests.property.workloads import (
     make_workload,
     next_token,
     play,
+    runner_for,
     settings_for,
 )
 
@@ -41,6 +41,8 @@ def test_every_mode_leads_to_the_same_tokens() -> None:
     for seed in range(NUM_WORKLOADS):
         happened += check(seed)
     assert all(happened[what] > 100 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits"))
+    num_accepted = happened["spec_decode_num_accepted_tokens"]
+    assert 1_000 < num_accepted < happened["spec_decode_num_draft_tokens"] - 1_000
 
 
 class RandomTransfers:
@@ -69,7 +71,7 @@ class RandomTransfers:
         return received(request, next_token(request.request_id, request.num_output_tokens))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.batching}-{mode.num_ahead}")
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_with_transfers_that_fail_and_clients_that_leave_nothing_leaks(mode: Mode) -> None:
     for seed in range(NUM_WORKLOADS_WITH_TRANSFERS):
         run_with_transfers(seed, mode)
@@ -79,7 +81,7 @@ def run_with_transfers(seed: int, mode: Mode) -> None:
     rng, workload = random.Random(seed), make_workload(seed)
     connector = FakeConnector(holds=True)
     scheduler = make_scheduler(connector, **settings_for(workload, mode))
-    driver = Driver(scheduler, FakeRunner(next_token, connector.memory), mode.num_ahead, connector)
+    driver = Driver(scheduler, runner_for(mode, connector.memory), mode.num_ahead, connector)
     roles = {
         options["request_id"]: rng.choice([None, TransferRole.CONSUMER]) for options in workload.requests
     }
@@ -126,7 +128,7 @@ def test_a_workload_can_be_replayed() -> None:
     assert run() == run()
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode.batching}-{mode.num_ahead}")
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_c36_requests_that_small_pools_give_back_go_on_elsewhere_and_lose_no_token(mode: Mode) -> None:
     num_given_back = sum(give_back_and_go_on(seed, mode) for seed in range(NUM_WORKLOADS_THAT_MOVE))
     assert num_given_back > NUM_WORKLOADS_THAT_MOVE / 5
@@ -139,7 +141,7 @@ def give_back_and_go_on(seed: int, mode: Mode) -> int:
     drivers = [
         Driver(
             make_scheduler(**settings),
-            FakeRunner(lambda name, position: next_token(name.partition("#")[0], position)),
+            runner_for(mode, next_token=lambda name, position: next_token(name.partition("#")[0], position)),
             mode.num_ahead,
         )
         for _ in range(2)

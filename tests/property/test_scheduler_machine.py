@@ -15,6 +15,7 @@ from tests.factories.scheduling import (
     FakeRunner,
     failed,
     flatten,
+    guesses,
     make_request,
     make_scheduler,
     received,
@@ -54,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 9, 50]),
         is_caching=st.booleans(),
         num_ahead=st.integers(0, 2),
+        num_drafts=st.sampled_from([0, 0, 3]),
     )
     def build(
         self,
@@ -61,12 +63,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         batching: str,
         preemption: dict[str, object],
         num_ahead: int,
+        num_drafts: int,
         budget: int,
         threshold: int,
         is_caching: bool,
         **settings: object,
     ) -> None:
         self.splits_prompts = batching == "unified"
+        num_ahead = 0 if num_drafts else num_ahead
         if batching == "unchunked":
             settings |= {"enable_chunked_prefill": False, "max_model_len": 200}
         elif batching == "mini_vllm":
@@ -82,11 +86,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=self.budget,
             enable_prefix_caching=is_caching,
             async_scheduling=num_ahead > 0,
+            num_speculative_tokens=num_drafts,
             **order,
             **preemption,
             **settings,
         )
-        runner = FakeRunner(memory=self.connector.memory)
+        runner = FakeRunner(memory=self.connector.memory, guess=guesses(num_drafts))
         self.driver = Driver(self.scheduler, runner, num_ahead, self.connector)
         self.requests: dict[str, Request] = {}
 

@@ -10,13 +10,23 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from baton.request import FinishReason
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
-from tests.factories.scheduling import EOS, FakeRunner, flatten, make_request, make_scheduler, token_at
+from tests.factories.scheduling import (
+    EOS,
+    FakeRunner,
+    PagedMemory,
+    flatten,
+    guesses,
+    make_request,
+    make_scheduler,
+    token_at,
+)
 
 Options = dict[str, Any]
 """A request as keyword arguments, so that every scheduler gets requests of its own."""
@@ -39,10 +49,15 @@ class Mode:
 
     batching: str
     num_ahead: int
+    num_drafts: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.batching}-{self.num_ahead}-{self.num_drafts}"
 
 
 BATCHINGS = ("unified", "prefill_first", "mixed")
 MODES = [Mode(batching, num_ahead) for batching in BATCHINGS for num_ahead in (0, 1)]
+MODES += [Mode(batching, 0, num_drafts=3) for batching in BATCHINGS]
 
 
 def make_workload(seed: int) -> Workload:
@@ -92,6 +107,7 @@ def make_settings(rng: random.Random) -> dict[str, Any]:
 def settings_for(workload: Workload, mode: Mode) -> dict[str, Any]:
     """The classical schedulers never split a prompt, so their budget holds the longest request."""
     settings = workload.settings | {"batching": mode.batching, "async_scheduling": mode.num_ahead > 0}
+    settings["num_speculative_tokens"] = mode.num_drafts
     if mode.batching != "unified":
         settings |= {"max_num_batched_tokens": 200, "long_prefill_token_threshold": 0}
     if mode.batching != "prefill_first":
@@ -115,10 +131,18 @@ def expected_tokens(options: Options) -> list[int]:
     return tokens
 
 
+def runner_for(
+    mode: Mode,
+    memory: PagedMemory | None = None,
+    next_token: Callable[[str, int], int] = next_token,
+) -> FakeRunner:
+    return FakeRunner(next_token, memory, guesses(mode.num_drafts, next_token))
+
+
 def play(workload: Workload, mode: Mode) -> Driver:
     """Runs a workload to its end with every check of the driver; the driver, at rest."""
     scheduler = make_scheduler(**settings_for(workload, mode))
-    driver = Driver(scheduler, FakeRunner(next_token), mode.num_ahead)
+    driver = Driver(scheduler, runner_for(mode), mode.num_ahead)
     arrivals: list[Request] = [make_request(**options) for options in workload.requests]
     num_steps = 0
 

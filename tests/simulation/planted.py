@@ -36,6 +36,7 @@ from kv_transfer.protocol.outgoing import OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
+from scheduler.speculation import Speculation
 from simulator.connector import SimConnector
 from tests.simulation.run import Result, results
 from worker.kv_connector import KVConnectorScheduler
@@ -158,6 +159,17 @@ def hand_over_another_token(
 def hit_blocks_before_they_arrive(original: Any, *args: Any, **options: Any) -> bool:
     """The prefix cache offers blocks whose load has only begun."""
     return bool(original(*args, **{**options, "cache_up_to": None}))
+
+
+@planted(Speculation, "verified")
+def keep_rejected_drafts_in_the_prefix_cache(
+    original: Any, self: Speculation, request: Request, num_drafts: int, num_sampled: int
+) -> None:
+    """A request that ends with the step that rejects its drafts counts their places as computed."""
+    num_computed_tokens = request.num_computed_tokens
+    original(self, request, num_drafts, num_sampled)
+    if request.num_tokens + num_sampled >= request.max_num_tokens:
+        request.num_computed_tokens = num_computed_tokens
 
 
 @planted(KVCache, "end_hold")

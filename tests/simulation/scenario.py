@@ -15,6 +15,7 @@ from simulator.gateway import RequestSpec
 from simulator.network import NetworkFaults
 from simulator.pools import ReadFaults
 from simulator.worker import WorkerSpec
+from tests.simulation.drafts import has_drafts, with_drafts
 
 MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
@@ -87,6 +88,9 @@ def make_scenario(seed: int) -> Scenario:
     """
     reports_exits = random.Random(f"kernel of {seed}").random() < 0.5
     scenario = replace(_with_one_gateway(seed), reports_exits=reports_exits)
+    if has_drafts(seed):
+        workers, requests = with_drafts(seed, scenario.workers, scenario.requests, MAX_MODEL_LEN)
+        scenario = replace(scenario, workers=workers, requests=requests)
     is_apart = scenario.is_greedy or scenario.poison is not None
     if has_gray_faults(seed) and not is_apart:
         return replace(scenario, faults=scenario.faults + _gray_faults(seed))

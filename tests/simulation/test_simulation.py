@@ -36,7 +36,7 @@ COUNTERS = (
     "kv_loads_postponed", "kv_loads_received", "kv_pieces_resent", "kv_prompt_loads_failed",
     "kv_prompt_loads_not_needed", "kv_prompt_loads_postponed", "kv_sends_aborted", "kv_sends_cancelled",
     "kv_sends_done", "kv_sends_refused", "kv_unreachable_pools", "kv_unreadable_messages", "preemptions",
-    "swap_preemptions",
+    "spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens", "swap_preemptions",
 )  # fmt: skip
 
 
@@ -85,6 +85,7 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 
 
 QUICK = (
+    "keep rejected drafts in the prefix cache",
     "free producers blocks at the end",
     "skip the checksum",
     "let no lease end",

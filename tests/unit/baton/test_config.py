@@ -39,6 +39,23 @@ from baton.worker import WorkerRole
         ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port: got 70000"),
         ({"gateway": {"isolate_prefix_cache": True}}, "gateway: isolate_prefix_cache needs API keys"),
         ({"kv_transfer": None}, "kv_transfer: got None"),
+        ({"speculation": {"method": "draft_model"}}, "speculation.method: got 'draft_model'"),
+        (
+            {"speculation": {"num_speculative_tokens": 2}},
+            r"speculation: num_speculative_tokens \(2\) has no effect with method 'off'; set method to 'ngram'",
+        ),
+        (
+            {"speculation": {"method": "ngram", "num_speculative_tokens": 17}},
+            "speculation.num_speculative_tokens: got 17",
+        ),
+        (
+            {"speculation": {"method": "ngram", "prompt_lookup_min": 5}},
+            r"speculation: prompt_lookup_min \(5\) must not be above prompt_lookup_max \(4\)",
+        ),
+        (
+            {"speculation": {"method": "ngram"}, "scheduler": {"async_scheduling": True}},
+            r"scheduler.async_scheduling \(true\) contradicts speculation.method 'ngram'",
+        ),
         (
             {"scheduler": {"enable_chunked_prefill": False, "max_num_batched_tokens": 5, "max_model_len": 9}},
             r"max_num_batched_tokens \(5\) must be at least max_model_len \(9\)",
@@ -48,6 +65,12 @@ from baton.worker import WorkerRole
 def test_a_wrong_key_is_named_with_its_value(values: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         BatonConfig.from_mapping(values)
+
+
+@pytest.mark.parametrize(("written", "method"), [("off", "off"), ("'off'", "off"), ("ngram", "ngram")])
+def test_speculation_is_read_from_yaml(written: str, method: str, tmp_path: Path) -> None:
+    (tmp_path / "baton.yaml").write_text(f"speculation: {{method: {written}}}\n")
+    assert BatonConfig.from_yaml(tmp_path / "baton.yaml").speculation.method == method
 
 
 @pytest.mark.parametrize(

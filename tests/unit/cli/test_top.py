@@ -84,9 +84,9 @@ def test_eighty_columns_hold_what_matters_of_every_worker() -> None:
 def test_a_wide_terminal_adds_nodes_queues_and_starts() -> None:
     shown = screen(160)
     assert shown[5].split()[3:5] == ["node", "blocks"]
-    assert shown[5].split()[-7:] == ["queued", "tok", "oldest", "s", "hits", "host", "starts"]
+    assert shown[5].split()[-8:] == ["queued", "tok", "oldest", "s", "hits", "drafts", "host", "starts"]
     assert "decode > prefill" in "\n".join(shown)
-    assert row(shown, "w0").endswith("1.8k 4.4k 0.0 - - 1")
+    assert row(shown, "w0").endswith("1.8k 4.4k 0.0 - - - 1")
     assert row(shown, "w3") == "w3 decode backing off 4 s n1 4"
     assert row(shown, "w4") == "w4 decode placing - 0"
 
@@ -176,6 +176,17 @@ def test_hits_are_recent_ones_or_all_without_recent_requests() -> None:
     assert rates.hit_rate(before, asked(200, 100)) == 0.9
     assert rates.hit_rate(before, asked(100, 10)) == 0.1
     assert rates.hit_rate(None, worker("w0")) is None
+
+
+def test_c61_acceptance_is_the_share_of_recent_drafts_that_were_right() -> None:
+    def drafted(num_drafts: int, num_accepted: int) -> dict[str, Any]:
+        names = "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
+        return worker("w0", counters=dict(zip(names, (num_drafts, num_accepted), strict=True)))
+
+    before = description(drafted(100, 10))
+    assert rates.acceptance_rate(before, drafted(200, 80)) == 0.7
+    assert rates.acceptance_rate(before, drafted(100, 10)) == 0.1
+    assert rates.acceptance_rate(None, worker("w0")) is None
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def plan(
     cached: dict[str, tuple[tuple[int, ...], int]] | None = None,
     resumed: dict[str, int] | None = None,
     finished: tuple[str, ...] = (),
+    drafts: dict[str, tuple[int, ...]] | None = None,
 ) -> SchedulerOutput:
     cached = cached or {}
     return SchedulerOutput(
@@ -41,11 +42,19 @@ def plan(
         total_num_scheduled_tokens=sum(tokens.values()),
         preempted_req_ids=frozenset(),
         finished_req_ids=frozenset(finished),
+        scheduled_spec_decode_tokens=drafts or {},
     )
 
 
+def without_drafts(built: StepBatch) -> list[RunnerRequest]:
+    """The requests that sample, none of which has drafts."""
+    requests = [request for request in built.sampling_requests if isinstance(request, RunnerRequest)]
+    assert len(requests) == len(built.sampling_requests)
+    return requests
+
+
 def sample(batch: RequestBatch, built: StepBatch, *token_ids: int) -> None:
-    for row, (request, token_id) in enumerate(zip(built.sampling_requests, token_ids, strict=True)):
+    for row, (request, token_id) in enumerate(zip(without_drafts(built), token_ids, strict=True)):
         batch.settle(request, batch.append_unknown(request, row), token_id)
 
 
@@ -164,7 +173,7 @@ def test_a_token_that_only_the_device_knows_is_named_by_its_row() -> None:
     batch.update(first)
     built = batch.build(first)
     assert built.sources_T.tolist() == [-1, -1, -1]
-    b, a = built.sampling_requests
+    b, a = without_drafts(built)
     tokens_to_come = [batch.append_unknown(r, row) for row, r in enumerate((b, a))]
     second = plan({"a": 1, "b": 1}, cached={"a": ((), 2), "b": ((), 1)})
     batch.update(second)
@@ -189,7 +198,7 @@ def test_a_token_for_a_finished_request_changes_no_other_request() -> None:
     batch = RequestBatch(BLOCK_SIZE)
     first = plan({"a": 1}, new=(new("a", [1], [3]),))
     batch.update(first)
-    (gone,) = batch.build(first).sampling_requests
+    (gone,) = without_drafts(batch.build(first))
     index = batch.append_unknown(gone, 0)
     second = plan({"b": 1}, new=(new("b", [9], [4]),), finished=("a",))
     batch.update(second)
@@ -250,3 +259,82 @@ def test_counts_of_truncated_tokens_are_dropped() -> None:
     request.append_token(7)
     request.token_counts.follow(request.token_ids)
     assert request.token_counts.tokens.tolist() == [1, 2, 5, 7]
+
+
+def test_a_request_with_drafts_is_as_many_decodes_each_of_which_sees_those_before() -> None:
+    batch = RequestBatch(BLOCK_SIZE)
+    step = plan(
+        {"chunk": 2, "drafted": 3, "long": 1},
+        new=(
+            new("chunk", [10, 11, 12], [7]),
+            new("drafted", [20, 21, 22], [5, 6], computed=2),
+            new("long", [30, 31, 32, 33, 34, 35], [2, 9], computed=5),
+        ),
+        drafts={"drafted": (23, 24)},
+    )
+    batch.update(step)
+    built = batch.build(step)
+    assert built.input_ids_T.tolist() == [35, 22, 23, 24, 10, 11]
+    assert built.positions_T.tolist() == [5, 2, 3, 4, 0, 1]
+    assert built.slots_T.tolist() == [9 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 6 * 4, 28, 29]
+    assert built.num_decodes == 4
+    assert built.starts_B.tolist() == [0, 1, 2, 3, 4]
+    assert built.num_tokens_B.tolist() == [1, 1, 1, 1, 2]
+    assert built.context_lens_B.tolist() == [6, 3, 4, 5, 2]
+    assert built.block_ids_BM.tolist() == [[2, 9], [5, 0], [5, 0], [5, 6], [7, 0]]
+    assert built.sampling_rows_R.tolist() == [0, 1, 2, 3]
+    sampled = [(r.request_id, r.drafts, r.num_output_tokens) for r in built.sampling_requests]
+    assert sampled == [
+        ("long", (), 0),
+        ("drafted", (), 0),
+        ("drafted", (23,), 1),
+        ("drafted", (23, 24), 2),
+    ]
+    assert (6, 1) in built.new_tails
+
+
+def test_a_drafted_request_counts_its_drafts_and_leaves_the_requests_counts_alone() -> None:
+    batch = RequestBatch(BLOCK_SIZE)
+    step = plan({"a": 3}, new=(new("a", [1, 2], [3, 4], computed=2, outputs=(2,)),), drafts={"a": (2, 7)})
+    batch.update(step)
+    own, _, drafted = batch.build(step).sampling_requests
+    assert drafted.count_tokens().tokens.tolist() == [1, 2, 7]
+    assert drafted.count_tokens().counts.tolist() == [1, 3, 1]
+    assert drafted.count_outputs().counts.tolist() == [2, 1]
+    assert own.count_tokens().counts.tolist() == [1, 2]
+    assert own.count_outputs().counts.tolist() == [1]
+
+
+def test_drafts_before_other_tokens_or_behind_an_unknown_one_are_a_mistake_of_the_scheduler() -> None:
+    batch = RequestBatch(BLOCK_SIZE)
+    early = plan({"a": 3}, new=(new("a", [1, 2, 3, 4], [3]),), drafts={"a": (7,)})
+    batch.update(early)
+    with pytest.raises(AssertionError, match="1 tokens scheduled for a behind 1 drafts; it has 4 to compute"):
+        batch.build(early)
+    whole = plan({"a": 4}, cached={"a": ((), 0)})
+    batch.update(whole)
+    (request,) = without_drafts(batch.build(whole))
+    batch.append_unknown(request, 0)
+    ahead = plan({"a": 2}, cached={"a": ((4,), 4)}, drafts={"a": (7,)})
+    batch.update(ahead)
+    with pytest.raises(AssertionError, match="1 tokens scheduled for a behind 1 drafts"):
+        batch.build(ahead)
+
+
+def test_a_groups_table_holds_its_longest_context_even_if_that_is_a_draft() -> None:
+    batch = RequestBatch(1)
+    num_tokens = 2 * MIN_GROUP_BLOCKS + 3
+    step = plan(
+        {"long": 4, "short": 5},
+        new=(
+            new("long", [1] * num_tokens, list(range(1, num_tokens + 4)), computed=num_tokens - 1),
+            new("short", [1] * 9, list(range(40, 53)), computed=8),
+        ),
+        drafts={"long": (2, 3, 4), "short": (2, 3, 4, 5)},
+    )
+    batch.update(step)
+    built = batch.build(step)
+    groups = list(decode_groups(built, torch.device("cpu")))
+    assert sum(len(group.context_lens_B) for group in groups) == built.num_decodes
+    for group in groups:
+        assert group.block_ids_BM.shape[1] == int(group.context_lens_B.max())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError
 from engine.build import build_device_engine
 from engine.capacity import reckon
@@ -120,4 +120,14 @@ def test_where_no_attention_reads_it_it_says_what_is_possible(
     unused: Any = None
     config = ModelConfig(dtype="float32")
     with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'bfloat16' .*; with 'cuda' and 'float32'"):
-        build_device_engine(config, engine, SchedulerConfig(), tmp_path, SINGLE_RANK, unused, unused, unused)
+        build_device_engine(
+            config,
+            engine,
+            SchedulerConfig(),
+            SpeculationConfig(),
+            tmp_path,
+            SINGLE_RANK,
+            unused,
+            unused,
+            unused,
+        )

@@ -108,7 +108,7 @@ def test_c60_mixed_steps_on_a_cpu_are_limited_by_the_pool_alone_unless_a_budget_
     model: LoadedModel,
 ) -> None:
     found = capacity_of(model, scheduler={"batching": "mixed", "num_blocks": 101})
-    assert found.scheduler_config.max_num_batched_tokens == found.max_num_batched_tokens == 1600
+    assert found.scheduler_config.max_num_batched_tokens == found.limits.max_num_batched_tokens == 1600
     whole_pool = reckoned(model, scheduler={"batching": "mixed"})
     assert whole_pool.num_blocks is not None
     assert whole_pool.num_blocks == reckoned(model).num_blocks
@@ -133,6 +133,16 @@ def test_what_a_gpu_rehearses_is_known_before_its_model_is_loaded(tmp_path: Path
         largest_steps(SchedulerConfig(max_model_len=257), outline)
 
 
+@pytest.mark.parametrize(("budget", "num_sequences"), [(8192, 35), (20, 20), (5, 7)])
+def test_each_draft_is_a_sequence_of_its_step_if_the_budget_allows(
+    tmp_path: Path, budget: int, num_sequences: int
+) -> None:
+    path = make_model_dir(tmp_path / "model", max_position_embeddings=256)
+    outline = outline_model(ModelConfig(dtype="bfloat16"), path, TorchBackend())
+    scheduler = SchedulerConfig(max_num_seqs=7, max_num_batched_tokens=budget)
+    assert largest_steps(scheduler, outline, num_drafts=4) == StepLimits(num_sequences, budget, 256)
+
+
 @pytest.mark.parametrize(("chunk", "budget"), [(512, 1024), (2048, 2048), (8192, 8192)])
 def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
     model: LoadedModel,
@@ -148,7 +158,7 @@ def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
         found = capacity_of(replace(model, device=CUDA), scheduler={"max_num_seqs": 1024, "num_blocks": 9})
     assert found.scheduler_config.max_num_batched_tokens == budget
     assert f"scheduler.max_num_batched_tokens is {budget};" in caplog.text, "what to set, to have it again"
-    assert found.max_num_batched_tokens == 8192
+    assert found.limits.max_num_batched_tokens == 8192
 
 
 @pytest.mark.parametrize(

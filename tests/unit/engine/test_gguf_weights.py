@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError, ModelError
 from engine.batch import RequestBatch
 from engine.build import build_device_engine
@@ -186,7 +186,17 @@ def test_on_a_gpu_it_says_so_before_kernels_are_compiled(
     engine = EngineConfig(num_threads=torch.get_num_threads())
     unused: Any = None
     with pytest.raises(ConfigError, match=r"model.quantization: 'int8' "):
-        build_device_engine(config, engine, SchedulerConfig(), tmp_path, SINGLE_RANK, unused, unused, unused)
+        build_device_engine(
+            config,
+            engine,
+            SchedulerConfig(),
+            SpeculationConfig(),
+            tmp_path,
+            SINGLE_RANK,
+            unused,
+            unused,
+            unused,
+        )
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

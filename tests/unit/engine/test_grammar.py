@@ -87,6 +87,30 @@ def test_a_matcher_allows_what_can_still_match_and_at_the_end_only_the_end(compi
     assert {tokenizer.decode([int(i)]) for i in another.allowed().nonzero()[0]} == first, "each at its start"
 
 
+def test_what_may_follow_drafts_is_known_without_taking_them(compiler: Compiler) -> None:
+    abc = StructuredOutput(GrammarKind.REGEX, "abc|abd")
+    assert compiler.error_of(abc) is None
+    matcher, ahead = compiler.compiler.matcher(abc), compiler.compiler.matcher(abc)
+    assert matcher is not None
+    assert ahead is not None
+    a, b, c, d = (make_tokenizer().encode(letter).ids[0] for letter in "abcd")
+    at_first = matcher.allowed().tolist()
+    assert matcher.num_valid([a, b, d, EOS_TOKEN_ID]) == 4
+    assert matcher.num_valid([a, d, b]) == 1
+    assert matcher.num_valid([d]) == 0
+    for drafts in ([a], [a, b], [a, b, c], [a, b, c, EOS_TOKEN_ID]):
+        words = matcher.allowed_words(drafts)
+        assert ahead.consume(drafts[-1]) is None
+        if drafts[-1] != EOS_TOKEN_ID:
+            assert matcher.allowed(drafts).tolist() == ahead.allowed().tolist()
+            assert words.tolist() == ahead.allowed_words().tolist()
+        assert matcher.allowed().tolist() == at_first
+    matcher.allowed([a, d, b])  # has no meaning
+    assert matcher.allowed().tolist() == at_first
+    assert matcher.allowed().any()
+    assert [matcher.consume(each) for each in (a, b, d, EOS_TOKEN_ID)] == [None] * 4
+
+
 @pytest.mark.parametrize(
     ("output", "complaint"),
     [
@@ -155,12 +179,18 @@ class Panicking:
     def compute_bitmask(self) -> bytes:
         raise PanicError("index out of bounds")
 
+    def validate_tokens(self, token_ids: list[int]) -> int:
+        raise PanicError("index out of bounds")
+
 
 def test_c13_a_panic_of_the_library_fails_the_request_that_it_concerns() -> None:
     matcher = Matcher(Panicking(), 12)
     assert matcher.allowed().all()
     assert "cannot continue: index out of bounds" in (matcher.consume(1) or "")
     assert "cannot continue: index out of bounds" in (Matcher(Panicking(), 12).consume(1) or "")
+    guessing = Matcher(Panicking(), 12)
+    assert guessing.num_valid([1, 2]) == 0
+    assert "cannot continue: index out of bounds" in (guessing.consume(1) or "")
 
 
 def test_c13_a_panic_of_the_library_ends_one_grammar_and_not_the_thread(

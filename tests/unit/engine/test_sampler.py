@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -273,7 +274,8 @@ class AllowsFew:
     def __init__(self, *token_ids: int) -> None:
         self._token_ids = token_ids
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
+    def allowed(self, drafts: Sequence[int]) -> npt.NDArray[np.bool_]:
+        assert not drafts
         return np.isin(np.arange(VOCAB), self._token_ids)
 
 

@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 
 from benchmarks.baton_side import BatonSide
+from benchmarks.draft_workloads import BY_HAND
 from benchmarks.scheduler_play import play
 from benchmarks.scheduler_workloads import Workload
 from benchmarks.v1_decisions import KINDS, Recorded, first_difference, read_recorded
+from scheduler import Request
+from scheduler.speculation import Speculation
+from scheduler.step import StepPlan
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "v1_decisions"
 
@@ -30,8 +34,21 @@ def decide(workload: Workload, *, is_async: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "drafts"])
 def test_every_step_is_what_v1_decided(kind: str, is_async: bool) -> None:
+    check(kind, is_async=is_async)
+
+
+def test_c61_every_step_with_drafts_is_what_v1_decided() -> None:
+    check("drafts", is_async=False)
+
+
+def test_workloads_made_by_hand_are_recorded_as_they_are() -> None:
+    made = [workload for workload, _ in recorded("drafts") if workload.seed < 0]
+    assert made == list(BY_HAND.values())
+
+
+def check(kind: str, *, is_async: bool) -> None:
     for workload, expected in recorded(kind):
         difference = first_difference(expected, decide(workload, is_async=is_async))
         assert difference is None, f"workload {workload.seed}, {workload.settings}\n{difference}"
@@ -42,9 +59,8 @@ def test_the_recordings_are_full_of_what_schedulers_get_wrong() -> None:
     for kind in KINDS:
         for _, steps in recorded(kind):
             words.update(_sort_of(word) for step in steps for word in step.split())
-    assert all(words[sort] >= 100 for sort in ("decode", "chunk", "hit", "preempted", "stop", "length")), (
-        words
-    )
+    sorts = ("decode", "chunk", "hit", "preempted", "stop", "length", "drafts")
+    assert all(words[sort] >= 100 for sort in sorts), words
 
 
 def _sort_of(word: str) -> str:
@@ -52,6 +68,8 @@ def _sort_of(word: str) -> str:
         return "preempted"
     if "=" in word:
         return word.partition("=")[2]
+    if "~" in word:
+        return "drafts"
     if "@" in word:
         return "miss" if word.endswith("@0") else "hit"
     return "decode" if word.endswith(":1") else "chunk"
@@ -79,6 +97,45 @@ def test_a_scheduler_that_mistakes_a_setting_is_found_out(name: str, change: Cal
             got = decide(replace(workload, settings=changed))
             num_found += first_difference(expected, got) is not None
     assert num_found >= 5
+
+
+def forget_to_step_back(original: Any, self: Speculation, request: Request, *counts: int) -> None:
+    num_computed_tokens = request.num_computed_tokens
+    original(self, request, *counts)
+    request.num_computed_tokens = min(num_computed_tokens, request.num_computed_tokens + 1)
+
+
+def go_past_the_context(
+    _original: Any, _self: Speculation, request: Request, num_wanted: int, _num_computed: int
+) -> int:
+    return num_wanted + len(request.spec_token_ids)
+
+
+def drop_a_draft(original: Any, self: Speculation, request: Request, num_tokens: int, step: StepPlan) -> None:
+    original(self, request, num_tokens, step)
+    if len(drafts := step.spec_token_ids.get(request.request_id, ())) > 2:
+        step.spec_token_ids[request.request_id] = drafts[:-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("verified", forget_to_step_back),
+        ("num_wanted_tokens", go_past_the_context),
+        ("schedule", drop_a_draft),
+    ],
+)
+def test_c61_a_scheduler_that_mistakes_drafts_is_found_out(
+    name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, num_found = getattr(Speculation, name), 0
+    monkeypatch.setattr(Speculation, name, lambda *args: broken(original, *args))
+    for workload, expected in recorded("drafts")[:30]:
+        try:
+            num_found += first_difference(expected, decide(workload)) is not None
+        except AssertionError:
+            num_found += 1
+    assert num_found >= 3
 
 
 def test_a_planted_difference_is_shown_with_the_steps_before_it() -> None:

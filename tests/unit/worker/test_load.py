@@ -1,15 +1,17 @@
 """How busy a worker says it is: averages over its last steps, and what waits."""
 
 import threading
+from typing import Any
 
 import pytest
 
+from baton.clock import VirtualClock
 from baton.kv import TransferRole
-from baton.step import SchedulerOutput
+from baton.step import ModelRunnerOutput, SchedulerOutput
 from scheduler.load import waiting_load
 from scheduler.request import RequestStatus
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
-from tests.factories.scheduling import make_request
+from tests.factories.scheduling import FakeRunner, make_request, token_at
 from worker.load import LoadMeter
 
 
@@ -62,6 +64,38 @@ def test_what_waits_is_what_is_to_be_computed_here() -> None:
     elsewhere.may_load = False  # its prompt did not come: it is computed here
     assert waiting_load([elsewhere]).num_prompt_tokens == 100
     assert waiting_load([]).oldest_arrival is None
+
+
+def test_c61_drafts_are_no_prompt_tokens() -> None:
+    clock = VirtualClock()
+
+    def guess(request_id: str, position: int) -> tuple[int, ...]:
+        return tuple(token_at(request_id, position + ahead) for ahead in range(3))
+
+    class Slow(FakeRunner):
+        def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+            clock.advance(0.5)
+            return super().execute(plan)
+
+    settings: dict[str, Any] = {
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+        "num_speculative_tokens": 3,
+    }
+    core = make_core(Slow(guess=guess), clock=clock, **settings)
+    core.add_request(make_engine_request(num_tokens=10, max_tokens=5), "gateway")
+    core.step()
+    core.step()
+    assert (core.steps.num_prompt_tokens, core.steps.num_decode_tokens) == (10, 4)
+    core.add_request(make_engine_request("other", num_tokens=20, max_tokens=5), "gateway")
+    core.add_request(make_engine_request("third", num_tokens=30, max_tokens=5), "gateway")
+    core.step()
+    core.add_request(make_engine_request("last", num_tokens=40, max_tokens=5), "gateway")
+    core.step()  # its prompt beside the drafts of two requests
+    assert (core.steps.num_prompt_tokens, core.steps.num_decode_tokens) == (100, 12)
+    load, _ = core.load()
+    assert load.prefill_tokens_per_s == pytest.approx(66.7, abs=5)
+    assert load.decode_step_s == 0.5
 
 
 def test_an_engine_measures_itself() -> None:

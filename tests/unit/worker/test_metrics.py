@@ -36,7 +36,17 @@ STATUS = WorkerStatus(
     WorkerState.READY,
     KVBlockCounts(total=100, free=60, leased=10, quarantined=5, host_total=8, host_used=3),
     RequestCounts(running=4, waiting=3, waiting_for_remote_kvs=2),
-    {"preemptions": 7, "prefix_cache_hits": 32, "kv_denied_peers": 1, "kv_checksum_failures": 9},
+    {
+        "preemptions": 7,
+        "prefix_cache_hits": 32,
+        "kv_denied_peers": 1,
+        "kv_checksum_failures": 9,
+        "spec_decode_num_drafts": 6,
+        "spec_decode_num_draft_tokens": 24,
+        "spec_decode_num_accepted_tokens": 8,
+        "spec_decode_num_accepted_tokens_per_pos_0": 5,
+        "spec_decode_num_accepted_tokens_per_pos_1": 3,
+    },
     (KVPeerCounts(TransferRole.CONSUMER, "w1", "shared_memory", 5, 1, 0, 4096, 0.5, 0.25, 0.0),),
     load=WorkerLoad(700, 0.5, 1500.0, 0.03),
 )
@@ -75,6 +85,9 @@ def test_a_worker_exports_its_state_and_its_counters() -> None:
             ("kv_peer_bytes", 4096),
         ),
         ("worker_queued_prompt_tokens", 700),
+        ("spec_decode_num_drafts", 6),
+        ("spec_decode_num_draft_tokens", 24),
+        ("spec_decode_num_accepted_tokens", 8),
     ):
         assert value(exported[f"baton_{name}"]) == expected, name
     assert value(exported["baton_kv_cache_usage_perc"], role="decode") == pytest.approx(0.4)
@@ -82,6 +95,9 @@ def test_a_worker_exports_its_state_and_its_counters() -> None:
     assert value(exported["baton_host_kv_blocks"], state="free") == 5
     assert value(exported["baton_denied_peers"], plane="kv") == 1
     assert value(exported["baton_worker_events"], event="kv_checksum_failures") == 9
+    assert len(exported["baton_worker_events"].samples) == 1
+    per_place = exported["baton_spec_decode_num_accepted_tokens_per_pos"]
+    assert [value(per_place, position=str(place)) for place in (0, 1)] == [5, 3]
     assert value(exported["baton_kv_peer_handovers"], outcome="failed", peer="w1") == 1
     assert value(exported["baton_kv_peer_seconds"], phase="moving", transport="shared_memory") == 0.25
     assert value(exported["baton_worker_computed_tokens"], kind="prompt") == 100

@@ -102,6 +102,18 @@ def standing_of(scheduler: Scheduler) -> QueueSnapshot:
     )
 
 
+def test_c61_drafts_are_traced_with_what_became_of_them(start: Start) -> None:
+    def half_right(request_id: str, position: int) -> tuple[int, ...]:
+        return token_at(request_id, position), 7
+
+    engine = start(make_scheduler(num_speculative_tokens=2), FakeRunner(guess=half_right))
+    engine.scheduler.add_request(make_request(10, request_id="r", max_tokens=4))
+    prompt, first, second = engine.run()
+    assert (prompt.num_drafts, prompt.scheduled["r"].num_sampled) == ({}, 1)
+    assert (first.num_drafts, first.scheduled["r"]) == ({"r": 2}, (3, 10, 2))
+    assert (second.num_drafts, second.scheduled["r"]) == ({"r": 2}, (3, 12, 2))
+
+
 def make_plan(step: int) -> SchedulerOutput:
     """The prompt of a new request."""
     scheduler = make_scheduler()

@@ -1,0 +1,191 @@
+"""How fast one request decodes with drafts and without, on this machine's CPU; answers must be equal.
+
+    python -m benchmarks.speculation [--model smollm2] [--dtype float32] [--quantization none] [--threads N]
+        [--rounds 5] [--num-drafts 4] [--json PATH]
+
+Workloads: a text to be given back with a few changes, where prompt lookup guesses well, and free texts, where it must
+not cost much. Sides alternate, answer by answer, and each side's fastest answer counts: what else runs on the machine
+only slows. Compare ratios, not numbers of different runs.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from baton.clock import SystemClock
+from baton.config import ModelConfig, SchedulerConfig
+from baton.request import EngineRequest
+from baton.sampling import SamplingParams
+from benchmarks.gpu.loop import InstantLoads
+from engine.allocator import keep_freed_memory
+from engine.build import EQUAL_ROWS
+from engine.drafts import Drafter, NGramProposer
+from engine.grammars.compiler import GrammarCompiler
+from engine.kv_cache import KVPool
+from engine.loading.loader import LoadedModel, load_model
+from engine.loading.pretrained import default_cache_dir, resolve
+from engine.pipeline import make_pipeline
+from engine.runner_parts import make_runner
+from scheduler import Scheduler
+from worker.core import EngineCore
+from worker.kv_connector import KVConnectorScheduler
+
+NUM_TOKENS = 200
+CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128, max_model_len=2048, num_blocks=400)
+SOURCE = Path(__file__).parents[1] / "engine" / "request_table.py"
+EDITED = f"Repeat this code, with RequestTable renamed to Table:\n```python\n{SOURCE.read_text()[:1500]}\n```"
+_ids = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    prompt: str
+    temperature: float
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+WORKLOADS = (
+    Workload("edit a text, greedy", EDITED, 0.0),
+    Workload("edit a text, sampled", EDITED, 0.7),
+    Workload("free text, greedy", "Write a story about a lighthouse keeper and his dog.", 0.0),
+    Workload("free text, sampled", "Explain how rain forms, and why some clouds bring none.", 1.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The fastest answer of each side, in tokens a second after the first token."""
+
+    workload: str
+    plain_tokens_per_s: float
+    drafted_tokens_per_s: float
+    ratio: float
+    num_drafts: int
+    num_accepted: int
+
+
+class Side:
+    """A worker's engine without its planes, with a drafter or without."""
+
+    def __init__(self, model: LoadedModel, folder: Path, num_drafts: int) -> None:
+        config = CONFIG.with_values("benchmark", async_scheduling=num_drafts == 0)
+        pool = KVPool(CONFIG.num_blocks or 0, model.kv_block_shape(config.block_size), model.device)
+        drafter = None
+        if num_drafts:
+            proposer = NGramProposer(2, 4)
+            drafter = Drafter(proposer, num_drafts, config.max_num_batched_tokens, EQUAL_ROWS["cpu"])
+        self.core = EngineCore(
+            Scheduler(config, KVConnectorScheduler(config.block_size), num_speculative_tokens=num_drafts),
+            make_pipeline(
+                make_runner(model, pool, drafter=drafter), async_scheduling=config.async_scheduling
+            ),
+            InstantLoads(),
+            GrammarCompiler(folder, model.vocab_size, (), lambda: None, SystemClock()),
+            (),
+            SystemClock(),
+        )
+
+    def answer(self, prompt: Sequence[int], params: SamplingParams) -> tuple[float, list[int]]:
+        """Tokens a second after the first token, and the tokens."""
+        request = EngineRequest(
+            request_id=str(next(_ids)), prompt_token_ids=tuple(prompt), sampling_params=params
+        )
+        self.core.add_request(request, "benchmark")
+        tokens: list[int] = []
+        began, num_at_first = 0.0, 0
+        while len(tokens) < params.max_tokens:
+            for output in self.core.step().get("benchmark", ()):
+                tokens += output.token_ids
+            if tokens and not began:
+                began, num_at_first = time.perf_counter(), len(tokens)
+        return (len(tokens) - num_at_first) / (time.perf_counter() - began), tokens
+
+    def num_drafts(self) -> tuple[int, int]:
+        """Verified, and accepted."""
+        counters = self.core.counters()
+        return counters.get("spec_decode_num_draft_tokens", 0), counters.get(
+            "spec_decode_num_accepted_tokens", 0
+        )
+
+
+def measure(plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int], rounds: int) -> Cell:
+    """One round to warm up, then alternating ones."""
+    speeds: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):
+        before = drafted.num_drafts()
+        (plain_speed, expected), (speed, tokens) = (
+            side.answer(prompt, workload.params) for side in (plain, drafted)
+        )
+        assert tokens == expected, f"{workload.name}: drafts changed a token"
+        speeds.append((plain_speed, speed))
+    fastest, drafted_fastest = (max(column) for column in zip(*speeds[1:], strict=True))
+    num_verified, num_accepted = (b - a for a, b in zip(before, drafted.num_drafts(), strict=True))
+    return Cell(
+        workload.name, fastest, drafted_fastest, drafted_fastest / fastest, num_verified, num_accepted
+    )
+
+
+def main() -> None:
+    """Measures, prints a table, and writes JSON if asked to."""
+    arguments = _arguments()
+    keep_freed_memory()  # as a worker does
+    torch.set_num_threads(arguments.threads)
+    folder = resolve(arguments.model, default_cache_dir(os.environ))
+    config = {"dtype": arguments.dtype, "quantization": arguments.quantization}
+    model = load_model(ModelConfig.model_validate(config), folder, torch.device("cpu"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain, drafted = (Side(model, folder, num_drafts) for num_drafts in (0, arguments.num_drafts))
+    cells = []
+    for workload in WORKLOADS:
+        messages = [{"role": "user", "content": workload.prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text)["input_ids"]
+        cells.append(measure(plain, drafted, workload, prompt, arguments.rounds))
+    for side in (plain, drafted):
+        side.core.close()
+    table = Table(title=f"tokens/s of one request; {arguments.threads} threads, {config}")
+    for title in ("workload", "without", "with drafts", "ratio", "verified", "right"):
+        table.add_column(title, justify="right")
+    for cell in cells:
+        speeds = (cell.plain_tokens_per_s, cell.drafted_tokens_per_s)
+        counts = (str(cell.num_drafts), str(cell.num_accepted))
+        table.add_row(cell.workload, *(f"{each:.1f}" for each in speeds), f"{cell.ratio:.2f}", *counts)
+    Console(width=120).print(table)
+    if arguments.json is not None:
+        result = {key: value for key, value in vars(arguments).items() if key != "json"}
+        result["cells"] = [asdict(cell) for cell in cells]
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="smollm2", help="model folder, GGUF file or name (default: smollm2)"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4", "auto"), default="none")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-drafts", type=int, default=4, help="the most of a step")
+    parser.add_argument("--json", type=Path, help="write the result here, too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

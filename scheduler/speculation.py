@@ -1,0 +1,89 @@
+"""Speculation: what becomes of a request's drafts in the scheduler; knows neither who guesses nor who verifies them.
+
+    tokens        known | last known   draft   draft   draft
+    computed                 *           *       *       *      the step has slots for all of them
+    sampled                  a           b       c       d      if the second draft is not b, then a and b count
+
+The first draft was a. So a and b are new tokens, and b is computed by the next step, where the wrong draft was.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from baton.config import SchedulerConfig
+from baton.errors import ConfigError
+from scheduler.limits import ContextLimits
+from scheduler.request import Request, RequestStatus
+from scheduler.step import StepPlan
+
+
+class Speculation:
+    """Drafts are proposed after a step, scheduled with the next one, and verified by it."""
+
+    def __init__(self, config: SchedulerConfig, num_speculative_tokens: int, limits: ContextLimits) -> None:
+        """`num_speculative_tokens`: the most drafts of a request in one step; 0: none."""
+        if num_speculative_tokens and config.async_scheduling:
+            raise ConfigError(
+                f"scheduler: async_scheduling (true) contradicts {num_speculative_tokens} drafts of a request, which "
+                "are guessed from the last step's tokens"
+            )
+        self._num_speculative_tokens = num_speculative_tokens
+        self._max_num_computed_tokens = limits.max_model_len - 1
+        self._outcomes: Counter[tuple[int, int]] = Counter()
+        """How often so many drafts were verified, and so many of them were right."""
+
+    def num_wanted_tokens(self, request: Request, num_wanted: int, num_computed_tokens: int) -> int:
+        """With drafts, what the request wants. The last token of a full context is never computed."""
+        num_with_drafts = num_wanted + len(request.spec_token_ids)
+        return min(num_with_drafts, self._max_num_computed_tokens - num_computed_tokens)
+
+    def schedule(self, request: Request, num_tokens: int, step: StepPlan) -> None:
+        """Trims the drafts to the request's `num_tokens` tokens of this step; the others are dropped."""
+        num_drafts = request.num_computed_tokens + num_tokens - request.num_tokens
+        if num_drafts > 0:
+            step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
+        request.spec_token_ids = ()
+
+    def verify(
+        self,
+        requests: Iterable[Request],
+        drafts: Mapping[str, tuple[int, ...]],
+        sampled: Mapping[str, list[int]],
+    ) -> None:
+        """Before a step's samples are taken, since they may end their requests."""
+        if not drafts:
+            return
+        for request in requests:
+            token_ids = sampled.get(request.request_id)
+            if token_ids and request.request_id in drafts and not request.is_finished:
+                self.verified(request, len(drafts[request.request_id]), len(token_ids))
+
+    def verified(self, request: Request, num_drafts: int, num_sampled: int) -> None:
+        """The step sampled `num_sampled` tokens, of which all but the last were drafts: the other drafts were wrong, so
+        their places are not computed.
+        """
+        num_accepted = num_sampled - 1
+        if (
+            request.status is RequestStatus.RUNNING
+        ):  # else it has been preempted since, and computes all again
+            request.num_computed_tokens -= num_drafts - num_accepted
+        self._outcomes[num_drafts, num_accepted] += 1
+
+    def propose(self, requests: Iterable[Request], drafts: Mapping[str, tuple[int, ...]]) -> None:
+        """Keeps the drafts of a step's requests for the next one."""
+        if not drafts:
+            return
+        for request in requests:
+            if request.status is RequestStatus.RUNNING:
+                request.spec_token_ids = drafts.get(request.request_id, ())[: self._num_speculative_tokens]
+
+    def counters(self) -> Counter[str]:
+        """Since the start: requests' steps with drafts, their drafts, and the right ones, also by place from 0 on."""
+        counts: Counter[str] = Counter()
+        for (num_drafts, num_accepted), times in self._outcomes.items():
+            counts["spec_decode_num_drafts"] += times
+            counts["spec_decode_num_draft_tokens"] += num_drafts * times
+            counts["spec_decode_num_accepted_tokens"] += num_accepted * times
+            for place in range(num_accepted):
+                counts[f"spec_decode_num_accepted_tokens_per_pos_{place}"] += times
+        return counts

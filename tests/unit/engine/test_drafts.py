@@ -1,0 +1,115 @@
+"""Drafts: what prompt lookup guesses, how fast, and how many guesses a request gets."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+from engine.drafts import Acceptance, Drafter, NGramProposer
+from engine.request_table import IntArray
+
+
+def tokens(*token_ids: int) -> IntArray:
+    return np.array(token_ids, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "guess"),
+    [
+        ([1, 2, 3, 4, 9, 1, 2], [3, 4, 9]),
+        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),  # the latest occurrence
+        ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], [3, 8, 1]),  # of the longest match
+        ([1, 2, 5, 1, 2], [5, 1, 2]),
+        ([3, 4, 3, 4], [3, 4, 3]),  # an occurrence that overlaps goes on like this
+        ([6, 6, 6], [6, 6, 6]),
+        ([1, 2, 3, 9, 2], []),  # one token is too few
+        ([1, 2, 3, 4], []),
+        ([5, 5], []),
+        ([5], []),
+    ],
+)
+def test_prompt_lookup_guesses_what_followed(token_ids: list[int], guess: list[int]) -> None:
+    assert NGramProposer(2, 4).propose(tokens(*token_ids), 3) == guess
+
+
+def slow_guess(token_ids: list[int], shortest: int, longest: int, num_tokens: int) -> list[int]:
+    """By the definition: the longest of the last tokens that occurred before, and there the latest occurrence."""
+    for length in range(min(longest, len(token_ids) - 1), shortest - 1, -1):
+        for end in range(len(token_ids) - 1, length - 1, -1):
+            if token_ids[end - length : end] == token_ids[-length:]:
+                guess = list(token_ids)
+                for place in range(end, end + num_tokens):
+                    guess.append(guess[place])
+                return guess[len(token_ids) :]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_prompt_lookup_is_what_its_definition_says(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        token_ids = rng.choices(range(rng.choice((1, 2, 3, 9))), k=rng.randrange(1, 30))
+        shortest = rng.randrange(1, 4)
+        longest = rng.randrange(shortest, 6)
+        found = NGramProposer(shortest, longest).propose(tokens(*token_ids), 4)
+        assert found == slow_guess(token_ids, shortest, longest, 4), token_ids
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 50_000])
+def test_a_long_context_is_searched_in_bounded_time(kinds: int) -> None:
+    """Some 50 us alone; other tests share the core."""
+    proposer, rng = NGramProposer(2, 4), np.random.default_rng(0)
+    token_ids = rng.integers(0, kinds, 131_072)
+
+    def measure() -> float:
+        began = time.perf_counter()
+        proposer.propose(token_ids, 4)
+        return time.perf_counter() - began
+
+    assert min(measure() for _ in range(50)) < 1e-3
+
+
+def outcome(acceptance: Acceptance, right: list[bool], cost: float, most: int = 4) -> list[int]:
+    """How many drafts each step gets, where those of step i are all right or all wrong."""
+    counts = []
+    for is_right in right:
+        counts.append(min(most, acceptance.num_useful(cost)))
+        if counts[-1]:
+            acceptance.verified(counts[-1], counts[-1] if is_right else 0)
+    return counts
+
+
+def test_right_drafts_get_more_and_wrong_ones_fewer_until_there_is_a_probe_now_and_then() -> None:
+    acceptance = Acceptance()
+    assert outcome(acceptance, [True] * 3, 0.08) == [4, 4, 4]
+    counts = outcome(acceptance, [False] * 300, 0.08)
+    assert counts[:12] == sorted(counts[:12], reverse=True)
+    assert set(counts[20:]) == {0, 1}
+    assert 0 < sum(counts[20:]) * 0.08 <= 0.0101 * len(counts[20:]), "a draft costs 8 % of a token"
+    while not acceptance.num_useful(0.08):
+        pass
+    acceptance.verified(1, 1)
+    assert outcome(acceptance, [True] * 3, 0.08) == [4, 4, 4], "a probe that is right begins anew"
+
+
+def test_the_more_a_draft_costs_the_likelier_it_must_be() -> None:
+    counts = []
+    for cost in (0.1, 0.3, 0.5, 0.8):
+        acceptance = Acceptance()
+        acceptance.verified(4, 2)
+        counts.append(acceptance.num_useful(cost))
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 1
+    assert counts[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_drafts"), [(1, 4), (5, 4), (8, 3), (16, 1), (17, 0), (32, 0), (40, 0)]
+)
+def test_drafts_leave_half_of_a_step_to_prompts(num_requests: int, num_drafts: int) -> None:
+    acceptance = Acceptance()
+    for _ in range(50):
+        acceptance.verified(4, 4)
+    drafter = Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=64, num_equal_rows=1e6)
+    assert len(drafter.draft(tokens(*[1, 2, 3] * 4), acceptance, num_requests)) == num_drafts
