@@ -1,4 +1,4 @@
-"""Models in 8 and 4 bits, and KV of 16 bits beside float32, answer disaggregated as on D alone, token for token, also with ranks."""
+"""Models in 8 and 4 bits, and KV of 16 bits beside float32, are disaggregated as on D alone, token for token."""
 
 import asyncio
 from pathlib import Path

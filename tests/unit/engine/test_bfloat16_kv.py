@@ -40,7 +40,7 @@ def test_the_pool_holds_rounded_keys_and_values(
     path = make_model_dir(tmp_path)
     rows = []
     for kv_cache_dtype in ("bfloat16", "auto"):
-        driver = StepDriver(load(path, kv_cache_dtype=kv_cache_dtype))  # type: ignore[arg-type]
+        driver = StepDriver(load(path, kv_cache_dtype=kv_cache_dtype))
         block_ids = driver.free_blocks[: len(PROMPTS["a"]) // 4]  # the first request's
         driver.generate(PROMPTS, 3)
         rows.append(driver.pool.blocks_NLKHTD[block_ids, 0])
