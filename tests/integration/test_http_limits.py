@@ -120,7 +120,7 @@ async def test_a_body_that_is_malformed_at_once_has_one_answer(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The refusal of its type is under way when its first chunk turns out to have no size."""
-    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = HEAD.replace(b"application/json", b"text/plain") + b"transfer-encoding: chunked\r\n\r\n"
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         async with connection(under_test) as (reader, writer):
             writer.write(head + b"no size\r\n")
