@@ -255,12 +255,11 @@ class RequestBatch:
                 assert row is not None
                 self._table.extend_blocks(row, block_ids)
 
-    def append(self, request: RunnerRequest, token_id: int) -> None:
-        """Adds a token that is known at once: a draft was right."""
-        self.settle(request, self.append_unknown(request, NONE), token_id)
-
     def append_unknown(self, request: RunnerRequest, sampled_row: int) -> int:
-        """Adds the token that the step under way samples in its row `sampled_row`; returns its index for `settle`."""
+        """Adds the token that the step under way samples in its row `sampled_row`; returns its index for `settle`.
+
+        NONE: `settle` follows before the next step.
+        """
         request.append_token(0)
         if request.row is not None:
             self._table.num_tokens_S[request.row] += 1
@@ -281,7 +280,9 @@ class RequestBatch:
         requests, num_tokens = self._sequences(plan)
         rows_B = np.array([request.row for request in requests], np.int64)
         num_tokens_B = np.array(num_tokens, np.int64)
-        num_drafts_B = np.array([len(request.drafts) for request in requests], np.int64)
+        num_drafts_B = np.zeros_like(num_tokens_B)
+        if plan.scheduled_spec_decode_tokens:
+            num_drafts_B[:] = [len(request.drafts) for request in requests]
         self._check(requests, num_tokens_B, num_drafts_B, rows_B)
         is_prefill_B = num_tokens_B > 1
         order_B = np.lexsort((-t.num_computed_tokens_S[rows_B] * ~is_prefill_B, is_prefill_B))

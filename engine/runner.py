@@ -1,18 +1,19 @@
 """ModelRunner: a step's plan in, sampled tokens out; knows no scheduler, no transfer, no device and no clock."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice, takewhile
 from typing import Protocol
 
 import torch
 
+from baton.request import TokenLogprobs
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.batch import RequestBatch, RunnerRequest, SampledRequest
 from engine.drafts import Drafter
 from engine.forward import Forward
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import HostBlocks
+from engine.request_table import NONE
 from engine.sampler import SampledToken, SampledTokens, Sampler
 
 
@@ -80,7 +81,8 @@ class ModelRunner:
             logits_RV = self._forward(batch)
             self._settle_for(batch.sampling_requests)
             if batch.sampling_requests:
-                step.begin(batch.sampling_requests, self._sampler(logits_RV, batch.sampling_requests))
+                sampled = self._sampler(logits_RV, batch.sampling_requests)
+                step.begin(batch.sampling_requests, sampled, plan.scheduled_spec_decode_tokens)
         if not step.samples:  # nothing is sampled, so the step's end is marked here
             step.ends_at(self._mark())
         self._last_step = step
@@ -107,31 +109,15 @@ class ModelRunner:
                     step.match(request, token_id)
 
 
-@dataclass(slots=True)
-class _Sampling:
-    """What a step samples for one request."""
-
-    request: RunnerRequest
-    index: int
-    """Of the token that is sampled after the last known one."""
-    drafts: tuple[int, ...] = ()
-
-    def verified(self, sampled: Sequence[SampledToken]) -> Sequence[SampledToken]:
-        """The tokens that count, of those sampled at `index` and after each draft: up to the first that is not the
-        draft, and none after one that ends the request."""
-        for num_right, (token, draft) in enumerate(zip(sampled, self.drafts, strict=False)):
-            if token.token_id != draft or draft in self.request.stop_token_ids:
-                return sampled[: num_right + 1]
-        return sampled
-
-
 class LaunchedStep:
     """A step that the device computes, or has computed."""
 
     def __init__(self, batch: RequestBatch, drafter: Drafter | None) -> None:
         self._batch = batch
         self._drafter = drafter
-        self._sampling: list[_Sampling] = []
+        self._sampling: list[tuple[RunnerRequest, int]] = []
+        """Requests that sample, and the index of the first sampled token."""
+        self._drafts: Mapping[str, tuple[int, ...]] = {}
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
         """Requests whose grammar stopped matching in this step."""
@@ -142,14 +128,20 @@ class LaunchedStep:
     def samples(self) -> bool:
         return self._sampled is not None
 
-    def begin(self, requests: Sequence[SampledRequest], sampled: SampledTokens) -> None:
-        """Sets the requests that the step samples for, row by row."""
-        for row, request in enumerate(requests):
-            if isinstance(request, RunnerRequest):
-                self._sampling.append(_Sampling(request, self._batch.append_unknown(request, row)))
-            else:
-                self._sampling[-1].drafts = request.drafts
+    def begin(
+        self,
+        requests: Sequence[SampledRequest],
+        sampled: SampledTokens,
+        drafts: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Sets the requests that the step samples for, row by row; `drafts`: those that it verifies."""
+        self._sampling = [
+            (request, self._batch.append_unknown(request, row))
+            for row, request in enumerate(requests)
+            if isinstance(request, RunnerRequest)
+        ]
         self._sampled = sampled
+        self._drafts = drafts
 
     def ends_at(self, mark: Mark | None) -> None:
         """Sets the end of a step that samples nothing; None: it is computed already."""
@@ -176,38 +168,56 @@ class LaunchedStep:
             if self._end is not None:
                 self._end.synchronize()
             return ModelRunnerOutput({}, failed=self._failed)
-        token_ids, logprobs, non_finite = {}, {}, set()
-        rows = iter(self._sampled.wait())
-        for sampling in self._sampling:
-            request = sampling.request
-            tokens = sampling.verified(list(islice(rows, 1 + len(sampling.drafts))))
-            self._settle(sampling, tokens)
-            if request.request_id in self._failed:
-                continue  # its earlier output contradicts its grammar, so nothing can follow
-            if not all(token.is_finite for token in tokens):
-                non_finite.add(request.request_id)
+        token_ids: dict[str, list[int]] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        non_finite = set()
+        for request, index, token in self._verified(self._sampled.wait()):
+            self._batch.settle(request, index, token.token_id)
+            request_id = request.request_id
+            if request_id in self._failed or request_id in non_finite:
+                continue  # its earlier output contradicts its grammar, or means nothing, so nothing can follow
+            if not token.is_finite:
+                non_finite.add(request_id)
+                token_ids.pop(request_id, None)
+                logprobs.pop(request_id, None)
                 continue
-            for token in tokens:
-                self.match(request, token.token_id)
-            token_ids[request.request_id] = [token.token_id for token in tokens]
-            if asked := [token.logprobs for token in tokens if token.logprobs is not None]:
-                logprobs[request.request_id] = asked
+            self.match(request, token.token_id)
+            token_ids.setdefault(request_id, []).append(token.token_id)
+            if token.logprobs is not None:
+                logprobs.setdefault(request_id, []).append(token.logprobs)
         drafts = {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys()))
         return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, drafts)
 
-    def _settle(self, sampling: _Sampling, tokens: Sequence[SampledToken]) -> None:
-        """Adds what was sampled to the request's tokens."""
-        request = sampling.request
-        self._batch.settle(request, sampling.index, tokens[0].token_id)
-        for token in tokens[1:]:
-            self._batch.append(request, token.token_id)
-        if sampling.drafts:
-            request.acceptance.verified(len(sampling.drafts), len(tokens) - 1)
+    def _verified(self, sampled: Sequence[SampledToken]) -> Iterable[tuple[RunnerRequest, int, SampledToken]]:
+        """The sampled tokens that count, each with its index among the request's tokens: of a request with drafts, up
+        to the first token that is not the draft in its place, or that ends the request.
+        """
+        if not self._drafts:
+            return [
+                (request, index, token)
+                for (request, index), token in zip(self._sampling, sampled, strict=True)
+            ]
+        return self._verified_with_drafts(iter(sampled))
+
+    def _verified_with_drafts(
+        self, rows: Iterator[SampledToken]
+    ) -> Iterator[tuple[RunnerRequest, int, SampledToken]]:
+        for request, index in self._sampling:
+            drafts = self._drafts.get(request.request_id, ())
+            first, *others = islice(rows, 1 + len(drafts))
+            yield request, index, first
+            num_right, last = 0, first.token_id
+            for draft, token in zip(drafts, others, strict=True):
+                if last != draft or draft in request.stop_token_ids:
+                    break
+                num_right, last = num_right + 1, token.token_id
+                yield request, self._batch.append_unknown(request, NONE), token
+            if drafts:
+                request.acceptance.verified(len(drafts), num_right)
 
     def _draft(self, drafter: Drafter, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Guesses for these requests."""
-        for sampling in self._sampling:
-            request = sampling.request
+        for request, _ in self._sampling:
             if request.request_id in request_ids and request.request_id not in self._failed:
                 drafts = drafter.draft(request.token_ids, request.acceptance, len(request_ids))
                 if useful := _useful(drafts, request):

@@ -35,7 +35,7 @@ class Router:
         self._hash_key = hash_key
         self._costs = CostModel(scheduler_policy)
         self._policy = _make_policy(config, self._costs)
-        self._default_mode = None if config.routing_mode == "auto" else Mode(config.routing_mode)
+        self._default_mode = _default_mode(config)
         self._follows_kv = config.routing_policy == "kv_aware" or self._default_mode is None
         """Whether any decision depends on the content of prefix caches."""
         self._index = PrefixIndex()
@@ -194,9 +194,12 @@ class Router:
         if pair is None:
             return ""
         pair_s, local_s = costs.pair_s(*pair, need), costs.local_s(local, need)
-        if threshold is None and local_s <= pair_s - costs.order_s(pair[0], need):
-            return "short prompt"
-        return "busy prefill workers" if local_s <= pair_s else ""
+        queue_s = costs.order_s(pair[0], need)
+        if local_s > pair_s:
+            return ""
+        if threshold is None and local_s <= pair_s - queue_s:
+            return "short prompt" if local.num_requests else "idle decode worker"
+        return "busy prefill workers" if queue_s > 0.0 else ""
 
     def _local(self, need: Need, decode: WorkerEstimate, reason: str, is_fallback: bool = False) -> Placement:
         return Placement(
@@ -248,6 +251,13 @@ class Router:
         if worker.is_gone and not worker.sub_requests:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
+
+
+def _default_mode(config: GatewayConfig) -> Mode | None:
+    """The mode of requests that ask for none; None: the one that costs less."""
+    if config.routing_mode != "auto":
+        return Mode(config.routing_mode)
+    return Mode.DISAGGREGATED if config.require_disaggregated else None
 
 
 def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEstimate]:
