@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.block_hash import block_hashes
-from baton.config import GatewayConfig
+from baton.config import GatewayConfig, SchedulerConfig
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
@@ -56,17 +56,10 @@ def test_a_prefix_hit_on_a_prefill_worker_wins() -> None:
 
 
 def test_a_prefix_hit_does_not_win_over_a_long_queue() -> None:
-    router = pair_of(measured("p1", 10, num_queued_prompt_tokens=3000))
-    report_blocks(router, "p1", LONG, 1600)
-    assert chosen(router)[0] == {"p0"}
-    router.on_status(measured("p1", 10, num_queued_prompt_tokens=1000))
-    assert chosen(router)[0] == {"p1"}
-
-
-def test_a_prefix_hit_wins_over_one_long_prompt_which_lets_the_rest_go_first() -> None:
-    """400 of its tokens are missing: they delay a prompt of 3,000 by 400, and p0 would compute 2,000."""
     router = pair_of(measured("p1", 1, num_queued_prompt_tokens=3000))
     report_blocks(router, "p1", LONG, 1600)
+    assert chosen(router)[0] == {"p0"}
+    router.on_status(measured("p1", 1, num_queued_prompt_tokens=1000))
     assert chosen(router)[0] == {"p1"}
 
 
@@ -326,7 +319,7 @@ def test_a_short_prompt_does_not_wait_behind_one_long_prompt_and_so_stays_a_pair
     busy = [measured(name, 1, num_queued_prompt_tokens=30_000) for name in ("p0", "p1")]
     statuses = [*busy, measured("d0", 6), measured("d1", 6)]
     assert reason_for(auto(*statuses), ask(300)) == ("pair", False)
-    by_arrival = Router(GatewayConfig(routing_mode="auto"), KEY, "priority")
+    by_arrival = Router(GatewayConfig(routing_mode="auto"), KEY, SchedulerConfig(policy="priority"))
     for one in statuses:
         by_arrival.on_status(one)
     assert reason_for(by_arrival, ask(300)) == ("busy prefill workers", False)
