@@ -51,6 +51,7 @@ class BatonSide:
         from engine.loading.dtype import choose_dtype
         from engine.loading.loader import load_model
         from engine.runner_parts import make_runner
+        from kv_transfer import SharedMemory
         from scheduler import Scheduler
 
         keep_freed_memory()  # as a worker does
@@ -73,7 +74,10 @@ class BatonSide:
                 block_size=BLOCK_SIZE,
             )
         )
-        pool = KVPool(num_blocks, loaded.kv_block_shape(BLOCK_SIZE), loaded.device)
+        shape = loaded.kv_block_shape(BLOCK_SIZE)
+        # As a worker's: without page faults while it serves.
+        memory = SharedMemory(num_blocks * shape.size_bytes)
+        pool = KVPool(num_blocks, shape, loaded.device, memory.array)
         self._runner = make_runner(loaded, pool)
         self.vocab_size = loaded.vocab_size
         self.version = f"torch {torch.__version__}"

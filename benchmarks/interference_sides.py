@@ -26,7 +26,10 @@ STOP_TIMEOUT_S = 30.0
 MODEL_NAME = "benchmark"
 
 BATON_SIDES: dict[str, dict[str, dict[str, Any]]] = {
-    "Baton, 1 P + 1 D": {"cluster": {"prefill": 1, "decode": 1}},
+    "Baton, 1 P + 1 D": {
+        "cluster": {"prefill": 1, "decode": 1},
+        "gateway": {"routing_mode": "disaggregated"},
+    },
     "Baton, 1 P + 1 D, auto": {"cluster": {"prefill": 1, "decode": 1}, "gateway": {"routing_mode": "auto"}},
     "Baton, 1 colocated": {"cluster": {"prefill": 0, "decode": 1}},
     "Baton, 2 colocated": {"cluster": {"prefill": 0, "decode": 2}},

@@ -125,7 +125,7 @@ def fleets_part() -> list[dict[str, Any]]:
     )
     rows = []
     for case in cases:
-        rows += [_row(case, policy, play(case, policy)) for policy in POLICIES]
+        rows += [_row(case, policy, play(case, policy, routing_mode="disaggregated")) for policy in POLICIES]
         rows.append(_row(case, "kv_aware, auto", play(case, "kv_aware", routing_mode="auto")))
     return rows
 
@@ -165,7 +165,8 @@ def _row(case: Case, policy: str, result: Result) -> dict[str, Any]:
 
 def _warm_router(policy: str, num_workers: int) -> Router:
     """A router that knows every worker's status; every fourth has the first half of the prompt."""
-    router, rng = Router(GatewayConfig(routing_policy=policy), KEY), random.Random(1)  # type: ignore[arg-type]
+    config = GatewayConfig(routing_policy=policy, routing_mode="disaggregated")  # type: ignore[arg-type]
+    router, rng = Router(config, KEY), random.Random(1)
     stored = b"".join(each[:8] for each in block_hashes(_prompt()[: PROMPT // 2], 16, KEY))
     for number in range(num_workers):
         name = f"w{number}"

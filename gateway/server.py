@@ -7,7 +7,7 @@ from functools import partial
 from starlette.routing import Route
 
 from baton.clock import Clock
-from baton.config import GatewayConfig, NetworkConfig
+from baton.config import GatewayConfig, NetworkConfig, SchedulerConfig
 from baton.fleet import GatewayReport
 from baton.messages.control import ControlApi
 from baton.system.curve import PlaneKeys
@@ -40,7 +40,7 @@ from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.latency_window import MAX_WINDOW_S
 from gateway.requests.retry import LoadFailurePolicy
-from gateway.routing.cost import SchedulerPolicy
+from gateway.routing.cost import DEFAULT_SCHEDULER
 from gateway.telemetry.access_log import log_request
 from gateway.telemetry.call_log import CallError, log_call_error
 from gateway.telemetry.cluster_view import ClusterView
@@ -68,7 +68,7 @@ class Gateway:
         control: ControlApi | None = None,
         *,
         log_prompts: bool = False,
-        scheduler_policy: SchedulerPolicy = "fcfs",
+        scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
     ) -> None:
         """`keys`: those of the request plane, shared with the workers; None if `network.security` is `none`.
         `prefix_key`: the key with which workers hash prefixes. `control` carries operators' calls to the controller;
@@ -93,7 +93,7 @@ class Gateway:
             clock,
             on_end=[self._metrics.ended, log_request, *traced],
             on_first_token=self._metrics.first_token,
-            scheduler_policy=scheduler_policy,
+            scheduler=scheduler,
         )
         self._metrics.collect_too(GatewayScrape(self._driver, model.name).collect)
         authenticator = Authenticator(config, clock)

@@ -43,8 +43,9 @@ class Running:
         """
         victims: Iterator[Request] | None = None
         requests, scheduled = self._not_in(step), step.num_scheduled_tokens
+        extend_table, max_num_seqs = self._kv.extend_table, self._max_num_seqs
         for request in requests:
-            if step.token_budget == 0 or len(scheduled) == self._max_num_seqs:
+            if step.token_budget == 0 or len(scheduled) == max_num_seqs:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted in this step
@@ -53,7 +54,7 @@ class Running:
                 num_tokens = self.num_tokens_of_part(request, step)
             if num_tokens == 0:
                 continue
-            new_blocks = self._kv.extend_table(request, request.num_computed_tokens + num_tokens)
+            new_blocks = extend_table(request, request.num_computed_tokens + num_tokens)
             if new_blocks is None:
                 victims = victims or self._order.victims(requests)
                 new_blocks = self._make_room(request, num_tokens, victims, step)

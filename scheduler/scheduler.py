@@ -127,8 +127,9 @@ class Scheduler:
         """Processes a step's samples; returns the outputs by client, finished requests included."""
         outputs = OutputsByClient()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        drafts, forced = scheduler_output.scheduled_spec_decode_tokens, model_runner_output.forced_token_ids
+        forced = model_runner_output.forced_token_ids
         requests = self._under_way.pop(scheduler_output.step, [])
+        self._speculation.verify(requests, scheduler_output.scheduled_spec_decode_tokens, sampled)
         for request in requests:
             token_ids = sampled.get(request.request_id)
             if not token_ids or request.is_finished:
@@ -137,8 +138,6 @@ class Scheduler:
                 request.num_output_placeholders -= 1
             if self._must_sample_again(request):
                 continue
-            if drafts and request.request_id in drafts:
-                self._speculation.verified(request, len(drafts[request.request_id]), len(token_ids))
             behind = forced.get(request.request_id, ()) if forced else ()
             asked = logprobs.get(request.request_id)
             num_taken = self._take_tokens(request, [*token_ids, *behind], asked, outputs)

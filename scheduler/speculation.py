@@ -50,9 +50,23 @@ class Speculation:
             step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = ()
 
+    def verify(
+        self,
+        requests: Iterable[Request],
+        drafts: Mapping[str, tuple[int, ...]],
+        sampled: Mapping[str, list[int]],
+    ) -> None:
+        """Before a step's samples are taken, since they may end their requests."""
+        if not drafts:
+            return
+        for request in requests:
+            token_ids = sampled.get(request.request_id)
+            if token_ids and request.request_id in drafts and not request.is_finished:
+                self.verified(request, len(drafts[request.request_id]), len(token_ids))
+
     def verified(self, request: Request, num_drafts: int, num_sampled: int) -> None:
         """The step sampled `num_sampled` tokens, of which all but the last were drafts: the other drafts were wrong, so
-        their places are not computed. Call this before the tokens are taken, since they may end the request.
+        their places are not computed.
         """
         num_accepted = num_sampled - 1
         if (

@@ -102,7 +102,7 @@ class SimGateway:
         self._max_model_len = max_model_len
         self._num_ids = 0
         self._id_prefix = "e" if name == "gateway" else f"{name}-e"
-        config = GatewayConfig(routing_policy="round_robin")
+        config = GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated")
         self.router = Router(config, b"prefixes of the simulation")
         self.dispatcher = Dispatcher(
             self.router,

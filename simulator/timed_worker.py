@@ -17,6 +17,7 @@ from worker.load import LoadMeter
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 1024
 BYTES_PER_TOKEN = 131_072
 """KV of an 8B model in bfloat16."""
 LINK_BYTES_PER_S = 5e9
@@ -83,7 +84,7 @@ class TimedWorker:
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=1024,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             max_model_len=16_384,

@@ -42,15 +42,17 @@ class GatewayConfig(Section):
     routing_policy: Literal["round_robin", "least_loaded", "kv_aware"] = "kv_aware"
     """How workers are chosen. `round_robin`: in turn. `least_loaded`: those with the fewest requests. `kv_aware`:
     those that cost the least time, given their prefix caches, their load, and how fast KV moves between them."""
-    routing_mode: Literal["auto", "disaggregated", "local"] = "disaggregated"
-    """Mode of requests that ask for none. `auto`: a decode worker computes the prompt itself where that costs less
-    time, the delay of its running requests included. That applies to short prompts, and to any prompt while prefill
-    workers are busy."""
+    routing_mode: Literal["auto", "disaggregated", "local"] = "auto"
+    """Mode of requests that ask for none. `disaggregated`: a prefill worker computes the prompt, and a decode worker
+    generates the answer. `local`: a decode worker does both. `auto`: the mode that costs less time, the delay of other
+    requests included. That is `local` for short prompts, for any prompt on a decode worker without requests, and while
+    prefill workers are busy."""
     local_prefill_tokens: int | None = Field(None, ge=0)
     """With routing_mode `auto`: a prompt counts as short if a decode worker has at most this many tokens of it to
     compute. None: measured rates decide."""
     require_disaggregated: bool = False
-    """Fail requests that would run on a decode worker alone only because no prefill worker is available."""
+    """Every prompt is handed over, with routing_mode `auto` too, and a request for which no prefill worker is available
+    fails. A request that asks for `local` itself is not affected."""
     max_in_flight: int = Field(256, ge=1)
     """Requests that may be with workers at once; further ones wait."""
     max_queued: int = Field(1024, ge=0)
@@ -150,4 +152,9 @@ class GatewayConfig(Section):
             )
         if self.require_disaggregated and self.routing_mode == "local":
             raise ValueError("require_disaggregated contradicts routing_mode 'local'")
+        if self.require_disaggregated and self.local_prefill_tokens is not None:
+            raise ValueError(
+                f"require_disaggregated contradicts local_prefill_tokens ({self.local_prefill_tokens}): every prompt "
+                "is handed over, however short; remove one of the two"
+            )
         return self

@@ -78,7 +78,7 @@ def make_gateway(
         SystemClock(),
         control,
         log_prompts=config.logging.log_prompts,
-        scheduler_policy=config.scheduler.policy,
+        scheduler=config.scheduler,
     )
 
 

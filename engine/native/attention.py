@@ -2,8 +2,6 @@
 
 import ctypes
 
-import numpy as np
-
 from engine.request_table import IntArray
 
 MAX_HEAD_DIM = 256

@@ -116,10 +116,16 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
     const Stored *found[TILE_KEYS] = {};
     pool.find_keys(block_ids_M, item.kv_head, key, end, found);
     take_keys(found, padded_keys, D, keys);
+    const int64_t num_next = std::min(TILE_KEYS, item.end_key - end);  // of the next tile, which is asked for meanwhile
+    const Stored *next[TILE_KEYS];
+    pool.find_keys(block_ids_M, item.kv_head, end, end + num_next, next);
     for (int64_t r = begin; r < stop; r += ROW_PANEL)
-        for (int64_t k = 0; k < padded_keys; k += SCORE_KEYS)
+        for (int64_t k = 0; k < padded_keys; k += SCORE_KEYS) {
+            for (int64_t i = k; r == begin && i < std::min(k + SCORE_KEYS, num_next); ++i)
+                prefetch(next[i], D), prefetch(next[i] + pool.values, D);
             product<SCORE_KEYS, SCORE_COLS, false>(keys + k * depth, depth, 1, queries + r, TILE_ROWS,
                                                    scratch.scores + k * TILE_ROWS + r, TILE_ROWS, depth);
+        }
 
     float kept[TILE_ROWS];
     const bool all_see_all = key + padded_keys - 1 <= scratch.positions[begin] && key > scratch.positions[stop - 1] - window;

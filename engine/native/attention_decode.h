@@ -34,13 +34,6 @@ struct HeadTile {
     HeadTile moved(int64_t by) const { return {keys, offset + by}; }
 };
 
-// Asks for memory of the next tile. Blocks are scattered, so the processor does not foresee them; and it has few requests
-// under way at once, so that asking for a whole tile would make it wait. So each load asks for as much of the next tile.
-template <typename Stored>
-inline void prefetch(const Stored *at, int64_t i) {
-    if (i * sizeof(Stored) % 64 == 0) __builtin_prefetch(at + i);
-}
-
 // LANES units of a key, from unit `i` on. Pairs beyond `depth`, half a vector of them, are zeros.
 template <typename Stored>
 inline Floats key_units(const Stored *key, int64_t i, int64_t, float) { return load(key + i); }
@@ -64,7 +57,7 @@ void transpose_keys(HeadTile<Stored> keys, HeadTile<Stored> next, int64_t num_ke
             Floats units[LANES];
             for (int j = 0; j < LANES; ++j) {
                 units[j] = key_units(keys[k + j], i, depth, Unit{});
-                for (int64_t at = 0; at < PER_UNIT<Unit>; ++at) prefetch(next[k + j], (i + at * LANES / 2) * PER_UNIT<Unit>);
+                prefetch(next[k + j] + i * PER_UNIT<Unit>, LANES * PER_UNIT<Unit>);
             }
             transpose(units);
             for (int64_t j = 0; j < std::min<int64_t>(LANES, depth - i); ++j)
@@ -74,13 +67,9 @@ void transpose_keys(HeadTile<Stored> keys, HeadTile<Stored> next, int64_t num_ke
 
 // The values of key `k`, or of keys 2 k and 2 k + 1, from dimension `i` on.
 template <typename Stored>
-inline Floats value_units(HeadTile<Stored> values, HeadTile<Stored> next, int64_t k, int64_t i, float) {
-    prefetch(next[k], i);
-    return load(values[k] + i);
-}
+inline Floats value_units(HeadTile<Stored> values, int64_t k, int64_t i, float) { return load(values[k] + i); }
 template <typename Stored>
-inline Floats value_units(HeadTile<Stored> values, HeadTile<Stored> next, int64_t k, int64_t i, Pair) {
-    prefetch(next[2 * k], i), prefetch(next[2 * k + 1], i);
+inline Floats value_units(HeadTile<Stored> values, int64_t k, int64_t i, Pair) {
     return paired(load(values[2 * k] + i), load(values[2 * k + 1] + i));
 }
 
@@ -93,7 +82,8 @@ inline void weighted_sum(const Unit *weights, const float *kept, HeadTile<Stored
         for (int c = 0; c < cols; ++c) sums[h][c] = load(out + h * head_dim + i + c * LANES) * kept[h];
     for (int64_t k = 0; k < num_units; ++k) {
         Floats value[cols];
-        for (int c = 0; c < cols; ++c) value[c] = value_units(values, next, k, i + c * LANES, Unit{});
+        for (int64_t at = k * PER_UNIT<Unit>; at < (k + 1) * PER_UNIT<Unit>; ++at) prefetch(next[at] + i, cols * LANES);
+        for (int c = 0; c < cols; ++c) value[c] = value_units(values, k, i + c * LANES, Unit{});
         for (int h = 0; h < heads; ++h) {
             const Floats weight = broadcast(weights[h * TILE_KEYS / PER_UNIT<Unit> + k]);
             for (int c = 0; c < cols; ++c) sums[h][c] = multiply_add(weight, value[c], sums[h][c], Unit{});
@@ -161,7 +151,7 @@ void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, con
     const Unit *queries = reinterpret_cast<const Unit *>(scratch.queries);
     Unit *transposed = reinterpret_cast<Unit *>(scratch.keys);
     for (int64_t k = tile.count; k < next.count; ++k)  // what no load asks for
-        for (int64_t i = 0; i < D; i += LANES) prefetch(next.keys[k], i), prefetch(next.keys[k] + pool.values, i);
+        prefetch(next.keys[k], D), prefetch(next.keys[k] + pool.values, D);
     for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
         const HeadTile<Stored> keys{tile.keys, kv_head * pool.head_size};
         const HeadTile<Stored> after = kv_head + 1 < num_kv_heads ? keys.moved(pool.head_size) : HeadTile<Stored>{next.keys, 0};

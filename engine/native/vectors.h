@@ -51,7 +51,7 @@ inline Vector load_raw(const Element *from) {
     return v;
 }
 
-inline Floats all(float x) { return Floats{} + x; }
+inline Floats all(float x) { return x - Floats{}; }  // of a sum with 0 a compiler must not leave out the addition
 inline Bits all_bits(uint32_t x) { return Bits{} + x; }
 
 // Integers of other widths, one instruction each; of a conversion that is written as a vector's GCC 12 makes six.
@@ -182,25 +182,6 @@ inline Floats4 halved_to_4(Floats v, const Combine &combine) {
 
 inline Floats4 added_to_4(Floats v) {
     return halved_to_4(v, [](auto a, auto b) { return a + b; });
-}
-
-// Lanes 0 to 3 are those of a, and 4 to 7 those of b.
-template <int... lanes>
-inline Floats4 chosen(Floats4 a, Floats4 b) {
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, lanes...);
-#else  // GCC has that from version 12 on
-    typedef int32_t Ints4 __attribute__((vector_size(16)));
-    return __builtin_shuffle(a, b, Ints4{lanes...});
-#endif
-}
-
-// The sums of 4 vectors.
-inline Floats4 sums_of(Floats v0, Floats v1, Floats v2, Floats v3) {
-    const Floats4 a = added_to_4(v0), b = added_to_4(v1), c = added_to_4(v2), d = added_to_4(v3);
-    const Floats4 ab = chosen<0, 4, 1, 5>(a, b) + chosen<2, 6, 3, 7>(a, b);
-    const Floats4 cd = chosen<0, 4, 1, 5>(c, d) + chosen<2, 6, 3, 7>(c, d);
-    return chosen<0, 1, 4, 5>(ab, cd) + chosen<2, 3, 6, 7>(ab, cd);
 }
 
 inline float sum_of(Floats v) {

@@ -151,6 +151,9 @@ class BoundedH11(H11Protocol):
         ):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # the request's own answer would be a second one
+            self.cycle.message_event.set()
 
     def _should_upgrade(self) -> bool:
         """No other protocol is supported, so requests to upgrade are served unchanged (RFC 9110, 7.8)."""

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
-from baton.config import GatewayConfig, NetworkConfig
+from baton.config import GatewayConfig, NetworkConfig, SchedulerConfig
 from baton.errors import RequestAborted, SlowReader
 from baton.messages.request_plane import KVEvents
 from baton.request import RequestOutput, TokenLogprobs
@@ -39,7 +39,7 @@ from gateway.requests.events import (
 from gateway.requests.record import OnEnd
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
-from gateway.routing.cost import SchedulerPolicy
+from gateway.routing.cost import DEFAULT_SCHEDULER
 from gateway.routing.router import Router
 from gateway.workers.connections import WorkerConnections
 
@@ -57,7 +57,7 @@ class RequestDriver:
         clock: Clock,
         on_end: Sequence[OnEnd] = (),
         on_first_token: Callable[[float], None] | None = None,
-        scheduler_policy: SchedulerPolicy = "fcfs",
+        scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
     ) -> None:
         """Each of `on_end` gets every request's record, once, at the request's end. `on_first_token` gets each
         client's time to first token in seconds. None may raise."""
@@ -67,7 +67,7 @@ class RequestDriver:
         self._answers: dict[GatewayRequest, UnreadAnswer] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
-        self.router = Router(config, prefix_key, scheduler_policy)
+        self.router = Router(config, prefix_key, scheduler)
         self.workers = WorkerConnections(network, keys, self)
         self.dispatcher = Dispatcher(
             self.router,

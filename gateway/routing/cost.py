@@ -1,20 +1,24 @@
 """The cost of a placement, in seconds added to all answers; knows no policy. See docs/routing.md.
 
-pair   = order(P) + compute(P) + late(P, D) + HANDOVER_S + decode(D)
-local  = wait(D)  + compute(D) * (1 + running(D))         + decode(D)
+pair   = wait(P) + compute(P) + late(P, D) + HANDOVER_S + decode(D)
+local  = wait(D) + compute(D) * (1 + running(D))         + decode(D)
 
-order     the sum over prompts that wait there of its tokens or this one's, whichever are fewer / its prefill rate: the
-          shorter one of two is computed first, and delays the longer one (see scheduler/order.py)
-wait      prompt tokens that wait there / its prefill rate: prompts are computed in the order of arrival
+wait      prompt tokens that wait there / its prefill rate
 compute   prompt tokens that are not in its cache / its prefill rate
 late      how much longer the transfer of missing tokens takes than their computation
 decode    steps of the answer, each with one request more, plus the time this adds to the steps of requests
           that run there; plus the recomputation of what is evicted if blocks run short
+
+Where a pair is compared with a decode worker alone, `order` replaces wait(P): for each prompt that waits there, its
+tokens or this one's, whichever are fewer / the prefill rate. A prefill worker computes the shorter one of two prompts
+first (scheduler/order.py), so that is what the two cost each other; and a step, since the one in progress is not
+interrupted. Prefill workers are compared by all that waits, since later prompts may overtake this one, too: the load
+is even.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
+from baton.config import SchedulerConfig
 from baton.worker import WorkerStatus
 from gateway.routing.rates import PREFILL_TOKENS_PER_S, LinkRates, MovingAverage, StepTime
 from gateway.routing.worker_estimate import WorkerEstimate
@@ -25,8 +29,7 @@ HANDOVER_S = 0.005
 EXPECTED_NEW_TOKENS = 128
 """Assumed length of an answer that may be longer: its real length is unknown, and its limit is rarely reached."""
 
-SchedulerPolicy = Literal["fcfs", "priority"]
-"""The workers' order (`scheduler.policy`)."""
+DEFAULT_SCHEDULER = SchedulerConfig()
 
 ALIKE = 1.25
 """Rates that differ by less than this factor count as equal, so that equal workers share the load. Measurements differ
@@ -51,10 +54,11 @@ class Need:
 class CostModel:
     """The fleet's rates, and the terms that follow from them."""
 
-    def __init__(self, scheduler_policy: SchedulerPolicy = "fcfs") -> None:
-        """`scheduler_policy`: the workers' own. Under `priority`, prompts of prefill workers too wait for those that
-        came before."""
-        self._is_by_work = scheduler_policy == "fcfs"
+    def __init__(self, scheduler: SchedulerConfig = DEFAULT_SCHEDULER) -> None:
+        """`scheduler`: the workers' own. Under `priority`, prompts of prefill workers too wait for those that came
+        before."""
+        self._is_by_work = scheduler.policy == "fcfs"
+        self._step_tokens = scheduler.max_num_batched_tokens
         self.links = LinkRates()
         self._prefill_rate = MovingAverage()
         self._decode_step = StepTime()
@@ -70,8 +74,7 @@ class CostModel:
         prefill_s = self.compute_s(prefill, need)
         per_token_s = self.links.seconds_per_token(prefill.name, decode.name)
         late_s = self._late_s(decode, need, per_token_s, prefill_s)
-        order_s = self.order_s(prefill, need)
-        return order_s + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
+        return self.wait_s(prefill) + prefill_s + late_s + HANDOVER_S + self.decode_s(decode, need)
 
     def local_s(self, decode: WorkerEstimate, need: Need) -> float:
         damage = 1 + decode.num_requests
@@ -79,7 +82,7 @@ class CostModel:
 
     def prefill_s(self, prefill: WorkerEstimate, need: Need) -> float:
         """The part of `pair_s` that is the same for every decode worker."""
-        return self.order_s(prefill, need) + self.compute_s(prefill, need)
+        return self.wait_s(prefill) + self.compute_s(prefill, need)
 
     def receiver_s(self, decode: WorkerEstimate, need: Need) -> float:
         """Approximately the part of `pair_s` that is the same for every prefill worker, assuming a typical link."""
@@ -89,7 +92,9 @@ class CostModel:
     def order_s(self, prefill: WorkerEstimate, need: Need) -> float:
         if not self._is_by_work:
             return self.wait_s(prefill)
-        return self.prompt_s(prefill, prefill.num_tokens_in_order(need.num_missing(prefill.name)))
+        in_progress = min(self._step_tokens, prefill.num_waiting_tokens)
+        in_order = prefill.num_tokens_in_order(need.num_missing(prefill.name))
+        return self.prompt_s(prefill, in_progress + in_order)
 
     def wait_s(self, worker: WorkerEstimate) -> float:
         return self.prompt_s(worker, worker.num_waiting_tokens)

@@ -8,12 +8,12 @@ from collections.abc import Collection, Set
 from itertools import count
 
 from baton.block_hash import block_hashes
-from baton.config import GatewayConfig
+from baton.config import GatewayConfig, SchedulerConfig
 from baton.errors import WorkerUnavailable
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
-from gateway.routing.cost import EXPECTED_NEW_TOKENS, CostModel, Need, SchedulerPolicy
+from gateway.routing.cost import DEFAULT_SCHEDULER, EXPECTED_NEW_TOKENS, CostModel, Need
 from gateway.routing.placement import Mode, NoRoom, Pair, Placement, RouteQuery
 from gateway.routing.policies import KVAware, LeastLoaded, Policy, RoundRobin
 from gateway.routing.prefix_index import PrefixIndex, short_keys
@@ -22,20 +22,20 @@ from gateway.routing.worker_estimate import WorkerEstimate
 
 class Router:
     """Places requests according to the gateway's configuration. `hash_key` is the key with which workers hash
-    prefixes, `scheduler_policy` the order in which they compute.
+    prefixes, `scheduler` how they plan their steps.
     """
 
     def __init__(
         self,
         config: GatewayConfig,
         hash_key: bytes,
-        scheduler_policy: SchedulerPolicy = "fcfs",
+        scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
     ) -> None:
         self._config = config
         self._hash_key = hash_key
-        self._costs = CostModel(scheduler_policy)
+        self._costs = CostModel(scheduler)
         self._policy = _make_policy(config, self._costs)
-        self._default_mode = None if config.routing_mode == "auto" else Mode(config.routing_mode)
+        self._default_mode = _default_mode(config)
         self._follows_kv = config.routing_policy == "kv_aware" or self._default_mode is None
         """Whether any decision depends on the content of prefix caches."""
         self._index = PrefixIndex()
@@ -193,10 +193,11 @@ class Router:
         pair = self._policy.pair(need, prefills, decodes, avoided)
         if pair is None:
             return ""
-        pair_s, local_s = costs.pair_s(*pair, need), costs.local_s(local, need)
-        if threshold is None and local_s <= pair_s - costs.order_s(pair[0], need):
-            return "short prompt"
-        return "busy prefill workers" if local_s <= pair_s else ""
+        alone_s, local_s = costs.pair_s(*pair, need) - costs.wait_s(pair[0]), costs.local_s(local, need)
+        if threshold is None and local_s <= alone_s:
+            return "short prompt" if local.num_requests else "idle decode worker"
+        order_s = costs.order_s(pair[0], need)
+        return "busy prefill workers" if order_s > 0.0 and local_s <= alone_s + order_s else ""
 
     def _local(self, need: Need, decode: WorkerEstimate, reason: str, is_fallback: bool = False) -> Placement:
         return Placement(
@@ -248,6 +249,13 @@ class Router:
         if worker.is_gone and not worker.sub_requests:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
+
+
+def _default_mode(config: GatewayConfig) -> Mode | None:
+    """The mode of requests that ask for none; None: the one that costs less."""
+    if config.routing_mode != "auto":
+        return Mode(config.routing_mode)
+    return Mode.DISAGGREGATED if config.require_disaggregated else None
 
 
 def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEstimate]:

@@ -30,6 +30,7 @@ from gateway import GatewayError
 from gateway.requests.record import RequestRecord
 from tests.factories.counting_proxy import CountingProxy, proxy_to
 from tests.factories.fragile_cluster import FragileCluster, FragileWorker, fragile_cluster
+from tests.factories.local_cluster import HANDING_OVER
 from tests.factories.models import make_model_dir
 
 VICTIMS = {"P": "w0", "D": "w2"}
@@ -103,7 +104,7 @@ def make_config(*, is_proxied: bool) -> BatonConfig:
             "model": {"dtype": "float32"},
             "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
             "scheduler": {"max_num_batched_tokens": 64, "num_blocks": 256},
-            "gateway": {"grpc_port": 0, "http_port": None},
+            "gateway": HANDING_OVER,
             "network": {"advertise_host": PROXY_HOST if is_proxied else None},
             "cluster": {"prefill": 2, "decode": 2},
         }

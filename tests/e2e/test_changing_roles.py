@@ -10,7 +10,7 @@ from baton.config import BatonConfig
 from baton.messages.control import Drain, Drained, SetRole, WaitStatus
 from baton.worker import WorkerRole
 from cluster.processes.worker_process import WorkerProcess
-from tests.factories.local_cluster import local_cluster
+from tests.factories.local_cluster import HANDING_OVER, local_cluster
 from worker.control_channel import StdioControlClient
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def test_c50_roles_change_and_workers_drain_under_load_and_no_token_with_them(
             "engine": {"num_threads": 1},
             "scheduler": {"num_blocks": 400},
             "kv_transfer": {"lease_s": 3.0},
-            "gateway": {"grpc_port": 0, "http_port": None},
+            "gateway": HANDING_OVER,
             "network": {"secret_file": str(tmp_path / "secret")},
             "cluster": {"prefill": 1, "decode": 2},
         }

@@ -9,7 +9,7 @@ import pytest
 from baton.config import BatonConfig
 from baton.errors import FleetError
 from baton.messages.control import FlushCache, WaitStatus
-from tests.factories.local_cluster import LocalCluster, local_cluster
+from tests.factories.local_cluster import HANDING_OVER, LocalCluster, local_cluster
 from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def make_config(policy: str) -> BatonConfig:
         {
             "model": {"dtype": "float32"},
             "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
-            "gateway": {"grpc_port": 0, "http_port": None, "routing_policy": policy},
+            "gateway": {**HANDING_OVER, "routing_policy": policy},
             "network": {"heartbeat_interval_s": 0.05},
             "cluster": {"prefill": NUM_PREFILL, "decode": 1},
         }

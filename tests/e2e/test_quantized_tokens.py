@@ -1,4 +1,4 @@
-"""Models in 8 and 4 bits, and KV of 16 bits beside float32, answer disaggregated as on D alone, token for token, also with ranks."""
+"""Models in fewer bits, and KV of 16 bits beside float32, answer disaggregated as on D alone; also with ranks."""
 
 import asyncio
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from baton.config import BatonConfig
 from engine.loading.pretrained import resolve
+from engine.native.library import native_library
 from tests.factories.gguf_files import make_gguf
 from tests.factories.local_cluster import LocalCluster, local_cluster
 from tests.factories.models import make_model_dir
@@ -46,6 +47,10 @@ def check(path: Path, quantization: str, num_ranks: int, **engine: object) -> No
             assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
             counters = await cluster.counters("w1")
             assert counters["kv_prompt_loads_done"] == len(PROMPTS)
+            description = await cluster.client.describe()
+            named = {"none": "", "auto": "gguf" if native_library() is not None else ""}
+            kept = {worker["quantization"] for worker in description["workers"]}
+            assert kept == {named.get(quantization, quantization)}
 
     asyncio.run(run())
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from baton.config import BatonConfig
 from tests.factories.gguf_files import transformers_model
-from tests.factories.local_cluster import Answer, LocalCluster, local_cluster
+from tests.factories.local_cluster import HANDING_OVER, Answer, LocalCluster, local_cluster
 from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def make_config(speculation: str = "off", **scheduler: object) -> BatonConfig:
             "engine": {"num_threads": 1, "kv_cache_memory_mib": 256},
             "scheduler": {"max_num_batched_tokens": 128, **scheduler},
             "speculation": {"method": speculation},
-            "gateway": {"grpc_port": 0, "http_port": None},
+            "gateway": HANDING_OVER,
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
             "kv_transfer": {"peer_timeout_s": 60.0, "lease_s": 60.0},
         }

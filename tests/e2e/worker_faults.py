@@ -23,6 +23,7 @@ from baton.config import BatonConfig
 from baton.system.progress_watch import EXIT_HUNG
 from gateway import GatewayError
 from tests.factories.fragile_cluster import FragileCluster, fragile_cluster, unrest
+from tests.factories.local_cluster import HANDING_OVER
 from tests.factories.models import make_model_dir
 
 LEASE_S = 1.0
@@ -45,7 +46,7 @@ def make_config(transport: Transport) -> BatonConfig:
             "model": {"dtype": "float32"},
             "engine": {"kv_cache_memory_mib": 16, "num_threads": 1, "progress_timeout_s": HANG_S},
             "scheduler": {"max_num_batched_tokens": 64, "num_blocks": 64},
-            "gateway": {"grpc_port": 0, "http_port": None},
+            "gateway": HANDING_OVER,
             "network": {"heartbeat_interval_s": 0.1, "peer_timeout_s": 1.0},
             "kv_transfer": {"transport": transport, "lease_s": LEASE_S, "peer_timeout_s": 1.0},
             "cluster": {"prefill": 2, "decode": 2},

@@ -209,10 +209,14 @@ async def gateway_with(
     max_model_len: int = 256,
     **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
-    """A gateway whose workers follow scripts; at the end nothing may be in flight. `credentials` are the client's."""
+    """A gateway whose workers follow scripts; at the end nothing may be in flight. `credentials` are the client's.
+
+    Prompts are handed over unless a test asks otherwise: what `auto` does depends on times.
+    """
     tokenizer = Tokenizer(folder)
     model = ServedModel("tiny", str(folder), max_model_len, tokenizer.vocab_size, (2,), "float32")
-    settings = GatewayConfig(**{"grpc_port": 0, "http_port": 0, "placement_timeout_s": 20.0, **config})  # type: ignore[arg-type]
+    base = {"grpc_port": 0, "http_port": 0, "placement_timeout_s": 20.0, "routing_mode": "disaggregated"}
+    settings = GatewayConfig(**{**base, **config})  # type: ignore[arg-type]
     gateway = Gateway(
         settings,
         network,

@@ -14,6 +14,8 @@ from gateway import GatewayClient
 from gateway.client import GenerationEnd
 
 REST_TIMEOUT_S = 60.0
+HANDING_OVER = {"grpc_port": 0, "http_port": None, "routing_mode": "disaggregated"}
+"""A configuration's section `gateway`: every prompt is handed over, since what `auto` does depends on times."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ import httpx2
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
+from baton.config import GatewayConfig
 from baton.kv import TransferRole
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput, StageTimes
 from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
+from baton.worker import RequestCounts
 from gateway import GatewayError
 from tests.factories.gateway import (
     GatewayUnderTest,
@@ -69,6 +71,32 @@ async def test_a_finished_request_is_in_every_histogram(folder: Path) -> None:
         assert now("fleet_workers", role="prefill", state="ready") == now("fleet_workers", state="ready") / 2
         assert now("fleet_kv_blocks", worker="d0") == 999
         assert now("build_info", model_name="tiny") == 1
+
+
+async def test_c53_by_default_a_prompt_goes_where_it_costs_less_and_clients_and_operators_see_where(
+    folder: Path,
+) -> None:
+    """To an idle decode worker; then, while that one has six requests of another gateway, to both workers."""
+    workers = {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}
+    async with gateway_with(folder, *workers, routing_mode=GatewayConfig().routing_mode) as under_test:
+        prompt, sampling = [*range(5, 55)], {"max_tokens": 3}
+
+        async def mode() -> str:
+            events = [e async for e in under_test.client.generate(token_ids=prompt, sampling=sampling)]
+            assert events[-1].completion is not None
+            return str(events[-1].completion.placement["mode"])
+
+        assert await mode() == "local"
+        under_test.workers["d0"].requests = RequestCounts(6, 0, 0)
+        router = under_test.gateway._driver.router
+        await under_test.until(lambda: router.estimate("d0").num_requests == 6)
+        assert await mode() == "disaggregated"
+        now = await scrape(under_test)
+        assert now("request_paths_total", path="local", reason="idle decode worker") == 1
+        assert now("request_paths_total", path="disaggregated", reason="") == 1
+        assert now("request_paths_total", path="fallback") == 0
+        description = await under_test.client.describe()
+        assert description["gateway"]["paths"] == {"disaggregated": 1, "fallback": 0, "local": 1}
 
 
 async def test_tokens_are_counted_while_the_answer_goes_on(folder: Path) -> None:

@@ -20,7 +20,7 @@ from tests.factories.serving import ServeProcess, joining, serving
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 6, 7 + index] for index in range(3)]
-LONG, SHORT = 1000, 40
+LONG, SHORT = 3000, 40
 REST_TIMEOUT_S = 90.0
 
 

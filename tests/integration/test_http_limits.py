@@ -116,6 +116,21 @@ async def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder:
             assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200
 
 
+async def test_a_body_that_is_malformed_at_once_has_one_answer(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refusal of its type is under way when its first chunk turns out to have no size."""
+    head = HEAD.replace(b"application/json", b"text/plain") + b"transfer-encoding: chunked\r\n\r\n"
+    async with gateway_with(folder, {}, {"w0": silent}) as under_test:
+        async with connection(under_test) as (reader, writer):
+            writer.write(head + b"no size\r\n")
+            answered = (await reader.read()).decode()
+        assert answered.count("HTTP/1.1 4") == 1
+        assert answered.startswith("HTTP/1.1 400 ")
+        await asyncio.sleep(0)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def test_a_body_that_does_not_arrive_ends_its_request(folder: Path) -> None:
     limited = patch.object(RequestLimits.__init__, "__defaults__", (0.2,))
     with limited:

@@ -67,7 +67,11 @@ class Asked:
 class DispatcherMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["retry", "recompute", "fail"]), must_not_fall_back=st.booleans())
     def begin(self, policy: LoadFailurePolicy, must_not_fall_back: bool) -> None:
-        config = GatewayConfig(routing_policy="round_robin", require_disaggregated=must_not_fall_back)
+        config = GatewayConfig(
+            routing_policy="round_robin",
+            routing_mode="disaggregated",
+            require_disaggregated=must_not_fall_back,
+        )
         self.must_not_fall_back = must_not_fall_back
         self.ids = count()
         self.now = 0.0

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
@@ -23,11 +24,13 @@ def others() -> Iterator[Session]:
             yield session(rng, tenant, number, now, rng.randint(400, 800), rng.randint(10, 60))
 
 
-def flood(num_requests: int, num_prompt_tokens: int, num_answer_tokens: int) -> Iterator[Session]:
+def flood(num_requests: int, num_prompt_tokens: int, num_answer_tokens: int) -> list[Session]:
     """All at once, before the others come."""
     rng = random.Random(GREEDY)
-    for number in range(num_requests):
-        yield session(rng, GREEDY, number, 0.0, num_prompt_tokens, num_answer_tokens)
+    return [
+        session(rng, GREEDY, number, 0.0, num_prompt_tokens, num_answer_tokens)
+        for number in range(num_requests)
+    ]
 
 
 def session(
@@ -38,9 +41,9 @@ def session(
     return Session(f"{caller}-{number}", at, (), (turn,), caller)
 
 
-def p99_s(greedy: list[Session], num_blocks: int) -> float:
+def p99_s(greedy: list[Session], num_blocks: int, config: GatewayConfig) -> float:
     """The other tenants' time to first token."""
-    fleet = TimedFleet(GatewayConfig(), 1, 2, (40_000, num_blocks), seed=1)
+    fleet = TimedFleet(config, 1, 2, (40_000, num_blocks), seed=1)
     times_of = fleet.run([*others(), *greedy], until_s=END_S).ttft_s_of
     times = [time for tenant in TENANTS for time in times_of.get(tenant, ())]
     never = [END_S] * (len(TENANTS) * NUM_PER_TENANT - len(times))
@@ -54,15 +57,15 @@ FLOODS = {
 }
 
 
+@pytest.mark.parametrize("mode", ["auto", "disaggregated"])
 @pytest.mark.parametrize("name", FLOODS)
 def test_c57_the_others_first_tokens_come_within_twice_the_time_of_being_alone(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, mode: Literal["auto", "disaggregated"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flooding, num_blocks = FLOODS[name]
-    greedy = list(flooding)
-    alone_s, shared_s = p99_s([], num_blocks), p99_s(greedy, num_blocks)
+    (greedy, num_blocks), config = FLOODS[name], GatewayConfig(routing_mode=mode)
+    alone_s, shared_s = p99_s([], num_blocks, config), p99_s(greedy, num_blocks, config)
     monkeypatch.setattr(CallerShares, "_is_shared", lambda *_: False)
-    unshared_s = p99_s(greedy, num_blocks)
+    unshared_s = p99_s(greedy, num_blocks, config)
     print(f"{name}: alone {alone_s:.3f} s, beside it {shared_s:.3f} s, without shares {unshared_s:.3f} s")
     assert shared_s < 2 * alone_s
     assert unshared_s > 4 * alone_s

@@ -69,7 +69,7 @@ FLEET: dict[str, Any] = {
     "model": {"dtype": "float32"},
     "engine": {"num_threads": 1},
     "scheduler": {"num_blocks": 40},
-    "gateway": {"grpc_port": 0, "http_port": None},
+    "gateway": {"grpc_port": 0, "http_port": None, "routing_mode": "disaggregated"},
     "cluster": {
         "prefill": 1,
         "decode": 1,

@@ -42,8 +42,6 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         overrides["engine"]["device"] = "cuda"
     if key == "host":
         overrides["gateway"]["allow_anonymous"] = True
-    if key == "local_prefill_tokens":
-        overrides["gateway"]["routing_mode"] = "auto"
     if place == ("autoscaling", "mode"):
         overrides["autoscaling"]["max_decode"] = 2
     elif section == "autoscaling":

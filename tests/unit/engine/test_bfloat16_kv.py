@@ -39,8 +39,8 @@ def test_the_pool_holds_rounded_keys_and_values(
     kernels_of(monkeypatch, kernels)
     path = make_model_dir(tmp_path)
     rows = []
-    for kv_cache_dtype in ("bfloat16", "auto"):
-        driver = StepDriver(load(path, kv_cache_dtype=kv_cache_dtype))  # type: ignore[arg-type]
+    for model in (load(path), load(path, kv_cache_dtype="auto")):
+        driver = StepDriver(model)
         block_ids = driver.free_blocks[: len(PROMPTS["a"]) // 4]  # the first request's
         driver.generate(PROMPTS, 3)
         rows.append(driver.pool.blocks_NLKHTD[block_ids, 0])

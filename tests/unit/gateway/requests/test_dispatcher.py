@@ -40,7 +40,7 @@ def make_dispatcher(*workers: str, policy: LoadFailurePolicy = "retry") -> Dispa
     """Workers whose names begin with p prefill."""
     ids = count()
     dispatcher = Dispatcher(
-        Router(GatewayConfig(routing_policy="round_robin"), b"key"),
+        Router(GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated"), b"key"),
         policy,
         lambda _: str(next(ids)),
         max_in_flight=9,

@@ -21,7 +21,8 @@ class Fleet:
     """A router and a worker list with the same heartbeats."""
 
     def __init__(self, *names: str) -> None:
-        self.workers, self.router = WorkerList(), Router(GatewayConfig(routing_policy="round_robin"), b"")
+        config = GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated")
+        self.workers, self.router = WorkerList(), Router(config, b"")
         for name in names:
             self.hear(name)
 

@@ -37,7 +37,7 @@ class UnderTest:
     def __init__(self, *, places: int = 64, slots: int = 0, blocks: int = 10_000, rate: float = 1e9) -> None:
         ids, self.now, self.requests = count(), 0.0, dict[str, GatewayRequest]()
         self.slots, self.blocks, self.rate = slots, blocks, rate
-        router = Router(GatewayConfig(routing_policy="round_robin"), b"key")
+        router = Router(GatewayConfig(routing_policy="round_robin", routing_mode="disaggregated"), b"key")
         self.dispatcher = Dispatcher(
             router,
             "retry",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.block_hash import block_hashes
-from baton.config import GatewayConfig
+from baton.config import GatewayConfig, SchedulerConfig
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
@@ -56,17 +56,10 @@ def test_a_prefix_hit_on_a_prefill_worker_wins() -> None:
 
 
 def test_a_prefix_hit_does_not_win_over_a_long_queue() -> None:
-    router = pair_of(measured("p1", 10, num_queued_prompt_tokens=3000))
-    report_blocks(router, "p1", LONG, 1600)
-    assert chosen(router)[0] == {"p0"}
-    router.on_status(measured("p1", 10, num_queued_prompt_tokens=1000))
-    assert chosen(router)[0] == {"p1"}
-
-
-def test_a_prefix_hit_wins_over_one_long_prompt_which_lets_the_rest_go_first() -> None:
-    """400 of its tokens are missing: they delay a prompt of 3,000 by 400, and p0 would compute 2,000."""
     router = pair_of(measured("p1", 1, num_queued_prompt_tokens=3000))
     report_blocks(router, "p1", LONG, 1600)
+    assert chosen(router)[0] == {"p0"}
+    router.on_status(measured("p1", 1, num_queued_prompt_tokens=1000))
     assert chosen(router)[0] == {"p1"}
 
 
@@ -301,12 +294,32 @@ def test_a_prompt_goes_local_while_prefill_workers_are_busy() -> None:
     assert reason_for(router) == ("busy prefill workers", False)
 
 
+@pytest.mark.parametrize(("num_running", "longest"), [(1, 200), (4, 50), (20, 10)])
+def test_a_prompt_is_short_if_it_delays_all_answers_by_less_than_a_hand_over_costs(
+    num_running: int, longest: int
+) -> None:
+    """5 ms; at 40,000 tokens a second, a token delays each answer by 25 us."""
+    fast: dict[str, Any] = {"prefill_tokens_per_s": 40_000.0}
+    workers = [measured("p0", **fast), measured("d0", num_running, **fast)]
+    router = router_of("kv_aware", "auto", *workers)
+    assert reason_for(router, ask(longest - 1)) == ("short prompt", False)
+    assert reason_for(router, ask(longest + 1)) == ("pair", False)
+
+
+def test_a_decode_worker_without_requests_computes_any_prompt() -> None:
+    """It delays no answer, and is as fast as a prefill worker."""
+    router = router_of("kv_aware", "auto", measured("p0"), measured("d0"))
+    assert reason_for(router, ask(9_000)) == ("idle decode worker", False)
+    send(router, ask(1_000))
+    assert reason_for(router, ask(9_000)) == ("pair", False)
+
+
 def test_a_short_prompt_does_not_wait_behind_one_long_prompt_and_so_stays_a_pair() -> None:
     """The prefill worker computes it first. Only in the order of arrival does it wait, and is better off on D."""
     busy = [measured(name, 1, num_queued_prompt_tokens=30_000) for name in ("p0", "p1")]
     statuses = [*busy, measured("d0", 6), measured("d1", 6)]
     assert reason_for(auto(*statuses), ask(300)) == ("pair", False)
-    by_arrival = Router(GatewayConfig(routing_mode="auto"), KEY, "priority")
+    by_arrival = Router(GatewayConfig(routing_mode="auto"), KEY, SchedulerConfig(policy="priority"))
     for one in statuses:
         by_arrival.on_status(one)
     assert reason_for(by_arrival, ask(300)) == ("busy prefill workers", False)
@@ -326,6 +339,11 @@ def test_a_configured_length_replaces_what_was_measured(policy: str) -> None:
     router = router_of(policy, "auto", *workers, local_prefill_tokens=100)
     assert reason_for(router, ask(100)) == ("short prompt", False)
     assert reason_for(router, ask(101)) == ("pair", False)
+    idle = router_of(policy, "auto", measured("p0"), measured("d0"), local_prefill_tokens=100)
+    assert reason_for(idle, ask(100)) == ("short prompt", False)
+    assert reason_for(idle, ask(101)) == ("pair", False)
+    idle.on_status(measured("p0", 5, num_queued_prompt_tokens=100_000))
+    assert reason_for(idle, ask(101)) == ("busy prefill workers", False)
     none_alive = router_of(policy, "auto", measured("d0"), local_prefill_tokens=100)
     assert reason_for(none_alive, ask(100)) == ("short prompt", False)
     assert reason_for(none_alive, ask(101)) == ("no prefill worker", True)

@@ -215,14 +215,47 @@ def test_the_same_words_lead_to_the_same_choices() -> None:
 # configuration
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
-    for values in (
-        {"local_prefill_tokens": 9},
-        {"local_prefill_tokens": 9, "routing_mode": "local"},
-        {"require_disaggregated": True, "routing_mode": "local"},
-    ):
-        with pytest.raises(ConfigError, match=next(iter(values))):
-            GatewayConfig().with_values("test", **values)
+def test_by_default_the_router_chooses_the_mode() -> None:
+    assert GatewayConfig().routing_mode == "auto"
+    assert GatewayConfig(local_prefill_tokens=9).local_prefill_tokens == 9
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_c53_whoever_only_requires_disaggregation_gets_hand_overs_alone(policy: str) -> None:
+    """Also where `auto` would choose the decode worker: it is idle, and the prompt is one token."""
+    assert router_of(policy, "auto", *P, *D).route(ask(1)).reason == "idle decode worker"
+    config = GatewayConfig(routing_policy=policy, require_disaggregated=True)  # type: ignore[arg-type]
+    router = Router(config, KEY)
+    for one in (*P, *D):
+        router.on_status(one)
+    for num_tokens in (1, 50, 3_000):
+        assert send(router, ask(num_tokens)).mode is Mode.DISAGGREGATED
+    assert set(router.lacking(ask())) <= {"p0", "p1"}
+    with pytest.raises(WorkerUnavailable, match="requires one"):
+        router.route(ask(excluded={"p0", "p1"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"local_prefill_tokens": 9, "routing_mode": "disaggregated"},
+            "local_prefill_tokens .* needs routing_mode",
+        ),
+        ({"local_prefill_tokens": 9, "routing_mode": "local"}, "local_prefill_tokens .* needs routing_mode"),
+        (
+            {"require_disaggregated": True, "routing_mode": "local"},
+            "require_disaggregated contradicts routing_mode",
+        ),
+        (
+            {"require_disaggregated": True, "local_prefill_tokens": 9},
+            r"require_disaggregated contradicts local_prefill_tokens \(9\)",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GatewayConfig().with_values("test", **values)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from baton.worker import WorkerRole, WorkerState
 from cli.views import words
 from gateway.telemetry import scrape
 from gateway.telemetry.scrape import GatewayScrape
+from gateway.workers.worker_client import LossCause
 
 ROOT = Path(__file__).parents[4]
 STATES = {state.value for state in WorkerState}
@@ -29,7 +30,7 @@ def test_the_metric_has_a_series_for_every_state_and_counts_the_worker_in_its_ow
     status = SimpleNamespace(state=seen, role=WorkerRole.DECODE)
     client = SimpleNamespace(status=status, is_silent=False)
     clients = [] if seen is None else [client]
-    workers: Any = SimpleNamespace(clients=clients, statuses=[], losses=dict.fromkeys(scrape.LossCause, 0))
+    workers: Any = SimpleNamespace(clients=clients, statuses=[], losses=dict.fromkeys(LossCause, 0))
     driver: Any = SimpleNamespace(workers=workers)
     family = next(iter(GatewayScrape(driver, "tiny")._workers()))
     found = {(sample.labels["role"], sample.labels["state"]): sample.value for sample in family.samples}

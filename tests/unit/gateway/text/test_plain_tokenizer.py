@@ -86,7 +86,7 @@ def test_a_checkpoints_folder_may_be_plain_too(tmp_path: Path) -> None:
 
 
 def test_beginnings_and_ends_are_added_as_tokenizer_json_says(tmp_path: Path) -> None:
-    keys = {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__add_eos_token": True}
+    keys: dict[str, Any] = {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__add_eos_token": True}
     folder = gguf_folder(tmp_path, **keys)
     check_same(folder)
     assert Tokenizer(folder).encode("x")[0] == 1
