@@ -111,47 +111,6 @@ def test_what_may_follow_drafts_is_known_without_taking_them(compiler: Compiler)
     assert [matcher.consume(each) for each in (a, b, d, EOS_TOKEN_ID)] == [None] * 4
 
 
-def test_c64_forced_tokens_are_the_only_ones_allowed_in_their_places(compiler: Compiler) -> None:
-    text = "a block is one span. Its end: "
-    output = StructuredOutput(GrammarKind.REGEX, f"{text}(left|right) one")
-    assert compiler.error_of(output) is None
-    ahead, matcher = compiler.compiler.matcher(output), compiler.compiler.matcher(output)
-    assert ahead is not None
-    assert matcher is not None
-    tokenizer, stop = make_tokenizer(), frozenset({EOS_TOKEN_ID})
-    forced = ahead.take_forced(100, stop)
-    assert len(forced) > 5
-    assert text.startswith(tokenizer.decode(list(forced)))
-    assert list(forced) == tokenizer.encode(text).ids[: len(forced)]
-    for token_id in forced:
-        assert matcher.allowed().nonzero()[0].tolist() == [token_id]
-        assert matcher.consume(token_id) is None
-    assert len(matcher.allowed().nonzero()[0]) > 1
-    assert ahead.take_forced(100, stop) == (), "now there is a choice"
-    ahead.rewind(0)
-    assert ahead.take_forced(100, stop) == forced
-    rest = tokenizer.encode((text + "left")[len(tokenizer.decode(list(forced))) :]).ids
-    assert [ahead.consume(token_id) for token_id in rest] == [None] * len(rest)
-    end = (*tokenizer.encode(" one").ids, EOS_TOKEN_ID)
-    assert ahead.take_forced(len(end) - 1, stop) == end[:-1], "a limit"
-    assert ahead.take_forced(100, stop) == end[-1:]
-
-
-def test_c64_a_long_forced_text_is_taken_in_parts(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = StructuredOutput(GrammarKind.REGEX, "one worker computes the prompt")
-    assert compiler.error_of(output) is None
-    monkeypatch.setattr(module, "MAX_TOKENS_LOOKED_AT", 20)
-    matcher = compiler.compiler.matcher(output)
-    assert matcher is not None
-    parts = [matcher.take_forced(100, frozenset({EOS_TOKEN_ID}))]
-    while parts[-1] and parts[-1][-1] != EOS_TOKEN_ID:
-        parts.append(matcher.take_forced(100, frozenset({EOS_TOKEN_ID})))
-    assert len(parts) > 2
-    assert sum(parts, ()) == (*make_tokenizer().encode(output.source).ids, EOS_TOKEN_ID)
-
-
 @pytest.mark.parametrize(
     ("output", "complaint"),
     [

@@ -1,0 +1,53 @@
+"""Tokens that a grammar forces, as its matcher takes them."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.sampling import GrammarKind, StructuredOutput
+from engine.grammars import compiler as module
+from engine.grammars.compiler import Matcher
+from engine.grammars.library import GrammarLibrary
+from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
+
+
+def make_matcher(folder: Path, output: StructuredOutput) -> Matcher:
+    vocab_size = make_tokenizer().get_vocab_size()
+    library = GrammarLibrary(folder / "tokenizer.json", vocab_size, (EOS_TOKEN_ID,))
+    return Matcher(library.compile(output).matcher, vocab_size)
+
+
+def test_c64_forced_tokens_are_the_only_ones_allowed_in_their_places(folder: Path) -> None:
+    text = "a block is one span. Its end: "
+    output = StructuredOutput(GrammarKind.REGEX, f"{text}(left|right) one")
+    ahead, matcher = make_matcher(folder, output), make_matcher(folder, output)
+    tokenizer, stop = make_tokenizer(), frozenset({EOS_TOKEN_ID})
+    forced = ahead.take_forced(100, stop)
+    assert len(forced) > 5
+    assert text.startswith(tokenizer.decode(list(forced)))
+    assert list(forced) == tokenizer.encode(text).ids[: len(forced)]
+    for token_id in forced:
+        assert matcher.allowed().nonzero()[0].tolist() == [token_id]
+        assert matcher.consume(token_id) is None
+    assert len(matcher.allowed().nonzero()[0]) > 1
+    assert ahead.take_forced(100, stop) == (), "now there is a choice"
+    ahead.rewind(0)
+    assert ahead.take_forced(100, stop) == forced
+    rest = tokenizer.encode((text + "left")[len(tokenizer.decode(list(forced))) :]).ids
+    assert [ahead.consume(token_id) for token_id in rest] == [None] * len(rest)
+    end = (*tokenizer.encode(" one").ids, EOS_TOKEN_ID)
+    assert ahead.take_forced(len(end) - 1, stop) == end[:-1], "a limit"
+    assert ahead.take_forced(100, stop) == end[-1:]
+
+
+def test_c64_a_long_forced_text_is_taken_in_parts(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = StructuredOutput(GrammarKind.REGEX, "one worker computes the prompt")
+    monkeypatch.setattr(module, "MAX_TOKENS_LOOKED_AT", 20)
+    matcher = make_matcher(folder, output)
+    parts = [matcher.take_forced(100, frozenset({EOS_TOKEN_ID}))]
+    while parts[-1] and parts[-1][-1] != EOS_TOKEN_ID:
+        parts.append(matcher.take_forced(100, frozenset({EOS_TOKEN_ID})))
+    assert len(parts) > 2
+    assert sum(parts, ()) == (*make_tokenizer().encode(output.source).ids, EOS_TOKEN_ID)
