@@ -15,8 +15,8 @@ from tests.factories.whole_engines import Answer, EnginesOf, WholeEngine, hand_o
 
 FORCED, PLAIN = {"forced_tokens": True}, {"forced_tokens": False}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
-ROOMY = {"max_num_batched_tokens": 256, "num_blocks": 256}
-TIGHT = {**ROOMY, "num_blocks": 40}
+ROOMY: dict[str, Any] = {"max_num_batched_tokens": 256, "num_blocks": 256}
+TIGHT: dict[str, Any] = {**ROOMY, "num_blocks": 40}
 """Too few blocks for sixteen requests at once."""
 
 

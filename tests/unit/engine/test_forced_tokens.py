@@ -40,9 +40,7 @@ def test_c64_forced_tokens_are_the_only_ones_allowed_in_their_places(folder: Pat
     assert ahead.take_forced(100, stop) == end[-1:]
 
 
-def test_c64_a_long_forced_text_is_taken_in_parts(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c64_a_long_forced_text_is_taken_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = StructuredOutput(GrammarKind.REGEX, "one worker computes the prompt")
     monkeypatch.setattr(module, "MAX_TOKENS_LOOKED_AT", 20)
     matcher = make_matcher(folder, output)
