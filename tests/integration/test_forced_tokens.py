@@ -1,7 +1,7 @@
 """Tokens that a grammar forces are appended at once and change no answer: whole engines, every way of a request."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Said:
     token_ids: list[int]
     finish_reason: FinishReason | None
     ranks: list[int]
-    logprobs: Sequence[float]
+    logprobs: object
 
 
 def said(engine: WholeEngine) -> dict[str, Said]:
