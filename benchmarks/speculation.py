@@ -3,9 +3,10 @@
     python -m benchmarks.speculation [--model smollm2] [--dtype float32] [--quantization none] [--threads N]
         [--rounds 5] [--num-drafts 4] [--json PATH]
 
-Workloads: a text to be given back with a few changes, where prompt lookup guesses well, and free texts, where it must
-not cost much. Sides alternate, answer by answer, and each side's fastest answer counts: what else runs on the machine
-only slows. Compare ratios, not numbers of different runs.
+Workloads: a text to be given back with a few changes, where prompt lookup guesses well; free texts, where it must not
+cost much; and an object of a JSON schema with long names, with forced tokens and without. Sides alternate, answer by
+answer, and each side's fastest answer counts: what else runs on the machine only slows. Compare ratios, not numbers of
+different runs.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from transformers import AutoTokenizer
 from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
 from baton.request import EngineRequest
-from baton.sampling import SamplingParams
+from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from benchmarks.gpu.loop import InstantLoads
 from engine.allocator import keep_freed_memory
 from engine.build import EQUAL_ROWS
@@ -44,6 +45,19 @@ NUM_TOKENS = 200
 CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128, max_model_len=2048, num_blocks=400)
 SOURCE = Path(__file__).parents[1] / "engine" / "request_table.py"
 EDITED = f"Repeat this code, with RequestTable renamed to Table:\n```python\n{SOURCE.read_text()[:1500]}\n```"
+NAMES = (
+    "customer_identification_number",
+    "shipping_address_postal_code",
+    "number_of_items_in_order",
+    "preferred_day_of_delivery",
+    "total_amount_in_cents",
+)
+ORDER = {
+    "type": "object",
+    "properties": {name: {"type": "integer", "minimum": 0, "maximum": 9999} for name in NAMES},
+    "required": list(NAMES),
+    "additionalProperties": False,
+}
 _ids = count()
 
 
@@ -52,9 +66,14 @@ class Workload:
     name: str
     prompt: str
     temperature: float
+    schema: StructuredOutput | None = None
 
     @property
     def params(self) -> SamplingParams:
+        if self.schema is not None:
+            return SamplingParams(
+                temperature=self.temperature, seed=5, max_tokens=NUM_TOKENS, structured_output=self.schema
+            )
         return SamplingParams(temperature=self.temperature, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -63,6 +82,12 @@ WORKLOADS = (
     Workload("edit a text, sampled", EDITED, 0.7),
     Workload("free text, greedy", "Write a story about a lighthouse keeper and his dog.", 0.0),
     Workload("free text, sampled", "Explain how rain forms, and why some clouds bring none.", 1.0),
+    Workload(
+        "JSON with forced names",
+        "Invent an order, as JSON.",
+        0.0,
+        StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(ORDER)),
+    ),
 )
 
 
@@ -76,13 +101,18 @@ class Cell:
     ratio: float
     num_drafts: int
     num_accepted: int
+    num_forced: int
 
 
 class Side:
-    """A worker's engine without its planes, with a drafter or without."""
+    """A worker's engine without its planes; with a drafter, with forced tokens, or without either."""
 
-    def __init__(self, model: LoadedModel, folder: Path, num_drafts: int) -> None:
-        config = CONFIG.with_values("benchmark", async_scheduling=num_drafts == 0)
+    def __init__(
+        self, model: LoadedModel, folder: Path, num_drafts: int, *, takes_forced: bool = False
+    ) -> None:
+        is_plain = num_drafts == 0 and not takes_forced
+        config = CONFIG.with_values("benchmark", async_scheduling=is_plain)
+        grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, lambda: None, SystemClock())
         pool = KVPool(CONFIG.num_blocks or 0, model.kv_block_shape(config.block_size), model.device)
         drafter = None
         if num_drafts:
@@ -91,11 +121,12 @@ class Side:
         self.core = EngineCore(
             Scheduler(config, KVConnectorScheduler(config.block_size), num_speculative_tokens=num_drafts),
             make_pipeline(
-                make_runner(model, pool, drafter=drafter), async_scheduling=config.async_scheduling
+                make_runner(model, pool, None, grammars, drafter, takes_forced=takes_forced),
+                async_scheduling=config.async_scheduling,
             ),
             InstantLoads(),
-            GrammarCompiler(folder, model.vocab_size, (), lambda: None, SystemClock()),
-            (),
+            grammars,
+            model.eos_token_ids,
             SystemClock(),
         )
 
@@ -106,37 +137,38 @@ class Side:
         )
         self.core.add_request(request, "benchmark")
         tokens: list[int] = []
-        began, num_at_first = 0.0, 0
-        while len(tokens) < params.max_tokens:
+        began, num_at_first, has_ended = 0.0, 0, False
+        while not has_ended:
             for output in self.core.step().get("benchmark", ()):
                 tokens += output.token_ids
+                has_ended = output.finish_reason is not None
             if tokens and not began:
                 began, num_at_first = time.perf_counter(), len(tokens)
-        return (len(tokens) - num_at_first) / (time.perf_counter() - began), tokens
+        speed = (len(tokens) - num_at_first) / (time.perf_counter() - began)
+        while self.core.may_progress:  # a step planned ahead must not compute beside the other side
+            self.core.step()
+        return speed, tokens
 
-    def num_drafts(self) -> tuple[int, int]:
-        """Verified, and accepted."""
+    def counts(self) -> tuple[int, ...]:
+        """Drafts, accepted drafts, forced tokens."""
         counters = self.core.counters()
-        return counters.get("spec_decode_num_draft_tokens", 0), counters.get(
-            "spec_decode_num_accepted_tokens", 0
-        )
+        names = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "forced_tokens")
+        return tuple(counters.get(name, 0) for name in names)
 
 
 def measure(plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int], rounds: int) -> Cell:
     """One round to warm up, then alternating ones."""
     speeds: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
-        before = drafted.num_drafts()
+        before = drafted.counts()
         (plain_speed, expected), (speed, tokens) = (
             side.answer(prompt, workload.params) for side in (plain, drafted)
         )
         assert tokens == expected, f"{workload.name}: drafts changed a token"
         speeds.append((plain_speed, speed))
     fastest, drafted_fastest = (max(column) for column in zip(*speeds[1:], strict=True))
-    num_verified, num_accepted = (b - a for a, b in zip(before, drafted.num_drafts(), strict=True))
-    return Cell(
-        workload.name, fastest, drafted_fastest, drafted_fastest / fastest, num_verified, num_accepted
-    )
+    counts = (b - a for a, b in zip(before, drafted.counts(), strict=True))
+    return Cell(workload.name, fastest, drafted_fastest, drafted_fastest / fastest, *counts)
 
 
 def main() -> None:
@@ -149,20 +181,22 @@ def main() -> None:
     model = load_model(ModelConfig.model_validate(config), folder, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     plain, drafted = (Side(model, folder, num_drafts) for num_drafts in (0, arguments.num_drafts))
+    forced = Side(model, folder, 0, takes_forced=True)
     cells = []
     for workload in WORKLOADS:
         messages = [{"role": "user", "content": workload.prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text)["input_ids"]
-        cells.append(measure(plain, drafted, workload, prompt, arguments.rounds))
-    for side in (plain, drafted):
+        other = drafted if workload.schema is None else forced
+        cells.append(measure(plain, other, workload, prompt, arguments.rounds))
+    for side in (plain, drafted, forced):
         side.core.close()
     table = Table(title=f"tokens/s of one request; {arguments.threads} threads, {config}")
-    for title in ("workload", "without", "with drafts", "ratio", "verified", "right"):
+    for title in ("workload", "without", "with", "ratio", "drafts", "right", "forced"):
         table.add_column(title, justify="right")
     for cell in cells:
         speeds = (cell.plain_tokens_per_s, cell.drafted_tokens_per_s)
-        counts = (str(cell.num_drafts), str(cell.num_accepted))
+        counts = (str(cell.num_drafts), str(cell.num_accepted), str(cell.num_forced))
         table.add_row(cell.workload, *(f"{each:.1f}" for each in speeds), f"{cell.ratio:.2f}", *counts)
     Console(width=120).print(table)
     if arguments.json is not None:
