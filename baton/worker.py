@@ -161,6 +161,8 @@ class WorkerStatus:
     load: WorkerLoad = WorkerLoad()
     max_num_seqs: int = 0
     """How many requests a step can hold; 0: unknown."""
+    max_num_batched_tokens: int = 0
+    """How many tokens a step can hold; 0: unknown."""
 
     @property
     def num_decoding(self) -> int:

@@ -62,7 +62,7 @@ class Acceptance:
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the accepted drafts and the first wrong one; those behind it say nothing."""
         if self._is_probing and num_accepted == num_drafts:
-            self._likelihood = FIRST_LIKELIHOOD  # the text has changed
+            self._likelihood = max(self._likelihood, FIRST_LIKELIHOOD)  # the text has changed
         likelihood = 1.0 - (1.0 - self._likelihood) * (1.0 - WEIGHT) ** num_accepted
         if num_accepted < num_drafts:
             likelihood *= 1.0 - WEIGHT

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from baton.config import GatewayConfig, SchedulerConfig
+from baton.config import GatewayConfig
 from baton.kv import TransferRole
 from baton.messages.request_plane import KVEvents
 from baton.request import EngineRequest, FinishReason, StageTimes
@@ -30,7 +30,6 @@ from gateway.requests.events import (
 )
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.routing.router import Router
-from simulator import timed_worker
 from simulator.driver import SilentText, VirtualDriver
 from simulator.timed_worker import BYTES_PER_TOKEN, LINK_BYTES_PER_S, TimedOutputs, TimedRequest, TimedWorker
 from simulator.workloads import Session
@@ -109,8 +108,7 @@ class TimedFleet:
     ) -> None:
         self.result = Result()
         self._world = World(seed, max_events=math.inf, has_ticks=False)
-        scheduler = SchedulerConfig(max_num_batched_tokens=timed_worker.MAX_NUM_BATCHED_TOKENS)
-        self._router = Router(config, KEY, scheduler)
+        self._router = Router(config, KEY)
         numbers = count()
         self._dispatcher = Dispatcher(
             self._router,

@@ -178,6 +178,7 @@ class TimedWorker:
                 decode_step_s=self._meter.decode_step_s,
             ),
             max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         )
 
     def _work(self, plan: SchedulerOutput) -> tuple[int, int]:

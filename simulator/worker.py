@@ -155,8 +155,12 @@ class Worker(Process):
     def heartbeat(self, gateway: str) -> Heartbeat:
         blocks, requests = self.core.kv_block_counts(), self.core.request_counts()
         state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
-        num_seqs = self.spec.scheduler.max_num_seqs
-        status = WorkerStatus(self.ref, self.kind, state, blocks, requests, {}, max_num_seqs=num_seqs)
+        scheduler = self.spec.scheduler
+        status = WorkerStatus(
+            *(self.ref, self.kind, state, blocks, requests, {}),
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        )
         return self.sessions.heartbeat(gateway.encode(), status)
 
     def take(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:

@@ -257,6 +257,7 @@ class EngineHost:
             hang or ("" if failure is None else str(failure)),
             self._load(snapshot),
             self._config.scheduler.max_num_seqs,
+            self._config.scheduler.max_num_batched_tokens,
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:

@@ -11,9 +11,9 @@ decode    steps of the answer, each with one request more, plus the time this ad
 
 Where a pair is compared with a decode worker alone, `order` replaces wait(P): for each prompt that waits there, its
 tokens or this one's, whichever are fewer / the prefill rate. A prefill worker computes the shorter one of two prompts
-first (scheduler/order.py), so that is what the two cost each other; and a step, since the one in progress is not
-interrupted. Prefill workers are compared by all that waits, since later prompts may overtake this one, too: the load
-is even.
+first (scheduler/order.py), so that is what the two cost each other; and of the other tokens there at most a step,
+since the one in progress is not interrupted. Prefill workers are compared by all that waits, since later prompts may
+overtake this one, too: the load is even.
 """
 
 from dataclasses import dataclass
@@ -55,10 +55,9 @@ class CostModel:
     """The fleet's rates, and the terms that follow from them."""
 
     def __init__(self, scheduler: SchedulerConfig = DEFAULT_SCHEDULER) -> None:
-        """`scheduler`: the workers' own. Under `priority`, prompts of prefill workers too wait for those that came
+        """`scheduler`: as configured. Under `policy: priority`, prompts of prefill workers too wait for those that came
         before."""
         self._is_by_work = scheduler.policy == "fcfs"
-        self._step_tokens = scheduler.max_num_batched_tokens
         self.links = LinkRates()
         self._prefill_rate = MovingAverage()
         self._decode_step = StepTime()
@@ -92,9 +91,9 @@ class CostModel:
     def order_s(self, prefill: WorkerEstimate, need: Need) -> float:
         if not self._is_by_work:
             return self.wait_s(prefill)
-        in_progress = min(self._step_tokens, prefill.num_waiting_tokens)
         in_order = prefill.num_tokens_in_order(need.num_missing(prefill.name))
-        return self.prompt_s(prefill, in_progress + in_order)
+        in_progress = min(prefill.step_tokens, prefill.num_waiting_tokens - in_order)
+        return self.prompt_s(prefill, in_order + in_progress)
 
     def wait_s(self, worker: WorkerEstimate) -> float:
         return self.prompt_s(worker, worker.num_waiting_tokens)

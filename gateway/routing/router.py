@@ -195,7 +195,10 @@ class Router:
             return ""
         alone_s, local_s = costs.pair_s(*pair, need) - costs.wait_s(pair[0]), costs.local_s(local, need)
         if threshold is None and local_s <= alone_s:
-            return "short prompt" if local.num_requests else "idle decode worker"
+            if local.num_requests:
+                return "short prompt"
+            if need.num_missing(local.name) <= local.step_tokens:  # later requests wait for a step at most
+                return "idle decode worker"
         order_s = costs.order_s(pair[0], need)
         return "busy prefill workers" if order_s > 0.0 and local_s <= alone_s + order_s else ""
 

@@ -19,6 +19,9 @@ from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.routing.placement import Placement
 from gateway.routing.rates import MovingAverage, StepTime
 
+UNKNOWN_STEP_TOKENS = 128
+"""Assumed of a worker that has not said how many tokens a step of it may have."""
+
 
 class WorkerEstimate:
     """The worker of one name. What decisions read are attributes, which each call updates."""
@@ -36,6 +39,8 @@ class WorkerEstimate:
         self.block_size = 1
         self.room = 0
         """Free blocks, less those promised, and less one for each running request to grow."""
+        self.step_tokens = UNKNOWN_STEP_TOKENS
+        """The most tokens of one step."""
         self.prefill_rate = MovingAverage()
         self.decode_step = StepTime()
         self._status: WorkerStatus | None = None
@@ -62,6 +67,7 @@ class WorkerEstimate:
     def on_status(self, status: WorkerStatus) -> None:
         self._status = status
         self.block_size = status.ref.block_size
+        self.step_tokens = status.max_num_batched_tokens or UNKNOWN_STEP_TOKENS
         counts = status.requests
         self._num_reported = counts.running + counts.waiting + counts.waiting_for_remote_kvs
         self.is_gone = status.state.has_ended

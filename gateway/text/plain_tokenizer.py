@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
-"""With any of these, or with a vocabulary of another form, transformers changes what tokenizer.json says."""
+"""With any of these, transformers changes what tokenizer.json says."""
 CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Which take the tokenizer as it is ..."""
 MODEL_TYPES = ("llama", "qwen3")

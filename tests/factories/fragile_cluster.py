@@ -189,10 +189,10 @@ async def fragile_cluster(
     `on_begun`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        values = config.model_dump()
-        values["model"]["path"] = str(model_path)
+        values = config.model_dump(exclude_unset=True)
+        values.setdefault("model", {})["path"] = str(model_path)
         # A worker that is restarted listens where it did, and on no port more.
-        values["network"]["metrics_port"] = None
+        values.setdefault("network", {})["metrics_port"] = None
         (folder / "baton.json").write_text(json.dumps(values))  # JSON is YAML
         command = [executable, "-m", "tests.factories.warm_worker", "--config", str(folder / "baton.json")]
         gateway = make_gateway(config, KEYS, model_path, Tokenizer(model_path))

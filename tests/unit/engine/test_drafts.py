@@ -104,6 +104,16 @@ def test_the_more_a_draft_costs_the_likelier_it_must_be() -> None:
     assert counts[-1] == 0
 
 
+def test_a_request_whose_drafts_are_always_right_leaves_probing_where_drafts_cost_much() -> None:
+    acceptance, cost = Acceptance(), 50 / 62
+    numbers = []
+    for _ in range(2_000):
+        numbers.append(acceptance.num_useful(cost))
+        if numbers[-1]:
+            acceptance.verified(numbers[-1], numbers[-1])
+    assert all(numbers[-10:])
+
+
 @pytest.mark.parametrize(
     ("num_requests", "num_drafts"), [(1, 4), (5, 4), (8, 3), (16, 1), (17, 0), (32, 0), (40, 0)]
 )

@@ -10,6 +10,7 @@ from baton.config import GatewayConfig, SchedulerConfig
 from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
+from gateway.routing.cost import Need
 from gateway.routing.placement import Mode, Placement, RouteQuery
 from gateway.routing.policies import NUM_JOINT
 from gateway.routing.router import Router
@@ -306,12 +307,22 @@ def test_a_prompt_is_short_if_it_delays_all_answers_by_less_than_a_hand_over_cos
     assert reason_for(router, ask(longest + 1)) == ("pair", False)
 
 
-def test_a_decode_worker_without_requests_computes_any_prompt() -> None:
-    """It delays no answer, and is as fast as a prefill worker."""
-    router = router_of("kv_aware", "auto", measured("p0"), measured("d0"))
-    assert reason_for(router, ask(9_000)) == ("idle decode worker", False)
-    send(router, ask(1_000))
-    assert reason_for(router, ask(9_000)) == ("pair", False)
+@pytest.mark.parametrize(("told", "longest"), [(0, 128), (8192, 8192)])
+def test_a_decode_worker_without_requests_computes_a_prompt_of_one_step(told: int, longest: int) -> None:
+    """It delays no answer, is as fast as a prefill worker, and answers that come later wait for a step at most."""
+    workers = [replace(measured(name), max_num_batched_tokens=told) for name in ("p0", "d0")]
+    router = router_of("kv_aware", "auto", *workers)
+    assert reason_for(router, ask(longest)) == ("idle decode worker", False)
+    assert reason_for(router, ask(longest + 1)) == ("pair", False)
+    send(router, ask(100))
+    assert reason_for(router, ask(longest)) == ("pair", False)
+
+
+def test_a_step_in_progress_counts_once() -> None:
+    """What waits on P is shorter than the new prompt, and all that there is to wait for."""
+    router = auto(measured("p0", 1, num_queued_prompt_tokens=100), measured("d0", 6))
+    waiting, need = router._workers["p0"], Need(200, 1, {})
+    assert router._costs.order_s(waiting, need) == router._costs.wait_s(waiting) == pytest.approx(0.01)
 
 
 def test_a_short_prompt_does_not_wait_behind_one_long_prompt_and_so_stays_a_pair() -> None:

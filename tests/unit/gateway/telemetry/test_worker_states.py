@@ -46,13 +46,14 @@ def test_the_terminal_and_the_page_know_every_state() -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("path", "description"),
     [
-        "gateway/workers/worker_view.py",
-        "gateway/telemetry/snapshot.py",
-        "protos/baton/v1/cluster_service.proto",
+        ("gateway/workers/worker_view.py", r'state: str\n    """(.*?)"""'),
+        ("gateway/telemetry/snapshot.py", r'state: str\n    """(.*?)"""'),
+        ("protos/baton/v1/cluster_service.proto", r"((?:  //[^\n]*\n)+)  string state = 3;"),
     ],
 )
-def test_descriptions_of_a_state_name_all_of_them(path: str) -> None:
-    named = set(re.findall(r"`(\w+)`", (ROOT / path).read_text()))
-    assert named >= SHOWN
+def test_descriptions_of_a_state_name_all_of_them(path: str, description: str) -> None:
+    found = re.search(description, (ROOT / path).read_text(), re.DOTALL)
+    assert found is not None
+    assert set(re.findall(r"`(\w+)`", found[1])) >= SHOWN
