@@ -10,7 +10,7 @@ import numpy as np
 from engine.request_table import IntArray
 
 MAX_SEARCHED = 32_768
-"""Latest tokens of a request that are searched: takes some 50 us."""
+"""Latest tokens of a request that are searched."""
 MAX_CANDIDATES = 512
 """Latest occurrences of the last token that are compared: in a run of equal tokens there are as many as tokens."""
 WEIGHT = 0.2

@@ -22,8 +22,8 @@ class SpeculationConfig(Section):
     """`ngram`: the most of the last tokens that are searched for; the longest match wins."""
     forced_tokens: bool | None = None
     """Append the tokens that a structured output's grammar forces, without a step for each. It needs
-    `scheduler.async_scheduling` off, and turns it off where it is unset, and a CPU. None: on a CPU, where that is off
-    anyway."""
+    `scheduler.async_scheduling` off, and a CPU; `true` turns `async_scheduling` off where it is unset. None: only where
+    `async_scheduling` is off for another reason, on a CPU."""
 
     @field_validator("method", mode="before")
     @classmethod
