@@ -55,7 +55,10 @@ def check(path: Path, quantization: str, num_ranks: int, **engine: object) -> No
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2), ("fp8", 1), ("fp8", 2)])
+MORE = pytest.param("fp8", 2, marks=pytest.mark.by_hand)  # int4 has ranks in each run
+
+
+@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2), ("fp8", 1), MORE])
 def test_a_checkpoint_that_is_quantized_while_loading(
     folder: Path, quantization: str, num_ranks: int
 ) -> None:
@@ -73,6 +76,6 @@ def test_a_gguf_file_as_it_is(tmp_path: Path, num_ranks: int) -> None:
     check(resolve(str(gguf), tmp_path / "cache"), "auto", num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.by_hand)])
 def test_kv_of_16_bits_beside_float32(folder: Path, num_ranks: int) -> None:
     check(folder, "none", num_ranks, kv_cache_dtype="bfloat16")
