@@ -1,7 +1,7 @@
 """A model runner driven by hand-written plans: the smallest possible scheduler, with blocks in shuffled order."""
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.request import TokenLogprobs
@@ -10,6 +10,7 @@ from baton.step import CachedRequestData, ModelRunnerOutput, NewRequestData, Sch
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
 from engine.runner_parts import make_runner
+from tests.factories.kv_blocks import block_array
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 NO_DRAFTS: Mapping[str, tuple[int, ...]] = {}
@@ -174,3 +175,16 @@ class StepDriver:
         blocks = tuple(self.free_blocks.pop(0) for _ in range(needed))
         request.block_ids.extend(blocks)
         return blocks
+
+
+def generate_from_copied_blocks(model: LoadedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a hand-over does: block bytes from one pool into another, and token 0. Returns the answer."""
+    producer, consumer = StepDriver(model, seed=1), StepDriver(model, seed=2)
+    sent, received = (driver.add("a", prompt) for driver in (producer, consumer))
+    producer.step({"a": len(prompt)})
+    received.block_ids = [consumer.free_blocks.pop() for _ in sent.block_ids]
+    block_array(consumer.pool)[received.block_ids] = block_array(producer.pool)[sent.block_ids]
+    received.num_computed, received.outputs = sent.num_computed, list(sent.outputs)
+    while len(received.outputs) < num_tokens:
+        consumer.step({"a": 1})
+    return received.outputs

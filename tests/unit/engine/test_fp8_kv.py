@@ -13,7 +13,7 @@ from engine.layers.fp8 import FP8, saturate
 from engine.loading.loader import LoadedModel, load_model
 from tests.factories.kv_blocks import block_array
 from tests.factories.models import make_model_dir
-from tests.factories.stepping import StepDriver
+from tests.factories.stepping import StepDriver, generate_from_copied_blocks
 
 CPU = torch.device("cpu")
 PROMPTS = {"a": [(7 * i) % 300 for i in range(45)], "b": [(11 * i) % 300 for i in range(13)]}
@@ -82,18 +82,9 @@ def test_a_first_chunk_attends_to_what_is_stored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_prompt_whose_blocks_were_copied_continues_with_the_same_tokens(tmp_path: Path, dtype: str) -> None:
-    """What a hand-over does: block bytes from one pool into another, and token 0."""
     model = load(make_model_dir(tmp_path), dtype)
     expected = StepDriver(model).generate({"a": PROMPTS["a"]}, 10)["a"]
-    producer, consumer = StepDriver(model, seed=1), StepDriver(model, seed=2)
-    sent, received = (driver.add("a", PROMPTS["a"]) for driver in (producer, consumer))
-    producer.step({"a": len(PROMPTS["a"])})
-    received.block_ids = [consumer.free_blocks.pop() for _ in sent.block_ids]
-    block_array(consumer.pool)[received.block_ids] = block_array(producer.pool)[sent.block_ids]
-    received.num_computed, received.outputs = sent.num_computed, list(sent.outputs)
-    while len(received.outputs) < 10:
-        consumer.step({"a": 1})
-    assert received.outputs == expected
+    assert generate_from_copied_blocks(model, PROMPTS["a"], 10) == expected
 
 
 def test_fingerprints_differ_by_dtype(tmp_path: Path) -> None:
