@@ -32,6 +32,9 @@ MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
 MAX_WATCHES = 64
 """Each look asks the controller, and the fleet's description is some kilobytes."""
 
+_HEARD_WITHIN_S = 1.0
+"""A worker sends a heartbeat when its role has changed; whoever looks after the command finds the new one."""
+
 DRAIN_NODE_S, MAX_DRAIN_NODE_S = 60.0, 3600.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -83,6 +86,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     ) -> pb.SetWorkerRoleResponse:
         role = _role_from(request.role)
         await self._controller_api().call(SetWorkerRole(request.worker, role))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_HEARD_WITHIN_S):
+                await self._driver.workers.wait_for_role(request.worker, role)
         return pb.SetWorkerRoleResponse()
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:

@@ -11,11 +11,13 @@ import zmq.asyncio
 from baton.config import NetworkConfig
 from baton.errors import WorkerUnavailable
 from baton.system.curve import PlaneKeys
-from baton.worker import WorkerEndpoint, WorkerStatus
+from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.turn_budget import SharedTurns
 from gateway.workers.worker_client import LossCause, WorkerClient, WorkerListener
 
 logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.01
 
 
 class WorkerConnections:
@@ -97,6 +99,13 @@ class WorkerConnections:
                 raise WorkerUnavailable(
                     f"worker {name} at {client.endpoint.request_address}: {client.refusal}"
                 )
+
+    async def wait_for_role(self, name: str, role: WorkerRole) -> None:
+        """Returns once the worker says that it has this role, or is silent or gone."""
+        while (client := self.client(name)) and client.status and not client.is_silent:
+            if client.status.role is role:
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def stop(self) -> None:
         tasks = [*self._tasks.values(), *self._ending]

@@ -9,6 +9,7 @@ import pytest
 from baton.config import BatonConfig
 from baton.errors import FleetError
 from baton.messages.control import FlushCache, WaitStatus
+from tests.factories import sabotage
 from tests.factories.local_cluster import HANDING_OVER, LocalCluster, local_cluster
 from tests.factories.models import make_model_dir
 
@@ -39,8 +40,12 @@ def make_config(policy: str) -> BatonConfig:
     )
 
 
-def test_a_prompt_returns_to_the_prefill_worker_that_has_it(folder: Path) -> None:
+def test_a_prompt_returns_to_the_prefill_worker_that_has_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Turns would lead elsewhere each time: there are four prompts, and three workers."""
+    for variable, value in sabotage.obeying(tmp_path).items():
+        monkeypatch.setenv(variable, value)
 
     async def run() -> None:
         async with local_cluster(make_config("kv_aware"), folder) as cluster:
@@ -54,7 +59,7 @@ def test_a_prompt_returns_to_the_prefill_worker_that_has_it(folder: Path) -> Non
                         assert usage["cached_tokens"] == CACHED
                     await cluster.at_rest()
             await leave_caches_unread(cluster)
-            await flush(cluster)
+            await flush(cluster, tmp_path)
 
     asyncio.run(run())
 
@@ -77,16 +82,17 @@ async def leave_caches_unread(cluster: LocalCluster) -> None:
     assert (short.token_ids, short.completion.finish_reason) == (whole.token_ids[:7], "length")
 
 
-async def flush(cluster: LocalCluster) -> None:
+async def flush(cluster: LocalCluster, folder: Path) -> None:
     """A worker in use refuses. Forced, in the midst of hand-overs and answers, it costs no token."""
     workers = {name: worker.control() for name, worker in cluster.workers.items()}
 
     async def ask_all() -> list[tuple[int, ...]]:
-        options: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.0}
+        options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
         answers = await asyncio.gather(*[cluster.answer(prompt, **options) for prompt in PROMPTS])
         return [answer.token_ids for answer in answers]
 
     undisturbed = await ask_all()
+    await sabotage.carried_out(folder, cluster.workers[DECODE].pid, "pace")
     asking = asyncio.create_task(ask_all())
     while (await workers[DECODE].call(WaitStatus(0.0))).requests.running == 0:
         assert not asking.done()

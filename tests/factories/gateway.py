@@ -52,7 +52,7 @@ class ScriptedWorker:
     ) -> None:
         self._script = script
         self._ref = WorkerRef(name, f"{name}-life", ("tcp://127.0.0.1:1",), 16)
-        self._role = role
+        self.role = role
         self.state = WorkerState.READY
         self.blocks = KVBlockCounts(999, 999, 0, 0)
         self.requests = RequestCounts(0, 0, 0)
@@ -109,7 +109,7 @@ class ScriptedWorker:
         assert self.goes_on.wait(30)
         return WorkerStatus(
             self._ref,
-            self._role,
+            self.role,
             self.state,
             self.blocks,
             self.requests,

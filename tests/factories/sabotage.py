@@ -2,6 +2,7 @@
 as a GPU's.
 """
 
+import asyncio
 import math
 import os
 import threading
@@ -83,12 +84,18 @@ def order(folder: Path, pid: int, kind: str) -> None:
     (folder / "next").rename(folder / str(pid))
 
 
+async def carried_out(folder: Path, pid: int, kind: str) -> None:
+    """Returns once the process, which must look here, has changed in this way."""
+    order(folder, pid, kind)
+    while (folder / str(pid)).exists():
+        await asyncio.sleep(_LOOK_EVERY_S / 4)
+
+
 def obey(folder: Path) -> None:
     """Does what it is told, for ever. The thread of a process that may be broken."""
     told = folder / str(os.getpid())
     while True:
         if told.exists():
-            kind = told.read_text()
+            KINDS[told.read_text()]()
             told.unlink()
-            KINDS[kind]()
         time.sleep(_LOOK_EVERY_S)

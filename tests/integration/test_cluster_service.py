@@ -168,6 +168,15 @@ async def test_orders_reach_the_controller(folder: Path) -> None:
     ]
 
 
+async def test_after_a_change_of_role_the_gateway_describes_the_new_one(folder: Path) -> None:
+    control = FakeFleetControl(fleet_of(replica("w0")))
+    async with gateway_with(folder, {}, {"w0": silent}, control=control) as under_test:
+        under_test.workers["w0"].role = WorkerRole.PREFILL  # its next heartbeat says so
+        await under_test.client.set_role("w0", WorkerRole.PREFILL)
+        (worker,) = (await under_test.client.describe())["workers"]
+    assert worker["role"] == "prefill"
+
+
 async def test_c63_a_flush_answers_for_each_worker(folder: Path) -> None:
     control = FakeFleetControl(FLEET)
     control.in_use = {"w10": "blocks are in use (2 requests run); wait, or force it"}
