@@ -206,7 +206,7 @@ class KVCache:
         self._free(self._take_blocks(request))
 
     def lease(self, request: Request) -> None:
-        """The request ended, but a remote reader needs its blocks until `end_hold`, without those that left the window."""
+        """The request ended, but a remote reader needs its blocks until `end_hold`; not those that left the window."""
         if request.block_table is not None:
             self._give_back_left(request.block_table, request.num_computed_tokens)
         blocks = self._without_null(self._in_eviction_order(self._take_blocks(request)))
