@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from baton.errors import WireError
+from baton.kv_groups import ONE_GROUP, KVGroups
 
 PROTOCOL_VERSION = 4
 """Version of the KV plane; precedes every message, and increases whenever a message changes."""
@@ -88,10 +89,8 @@ class KVFingerprint:
     block_size: int
     """This and the next may differ between the pools: see kv_transfer/protocol/geometry.py."""
     num_ranks: int
-    num_full_groups: int = 1
-    """This and the next two: the layers' KV groups; see KVGroups."""
-    num_windowed_groups: int = 0
-    window: int = 0
+    groups: KVGroups = ONE_GROUP
+    """Of the layers."""
 
     def differences(self, other: "KVFingerprint") -> list[str]:
         """Each field that must be equal and differs, as `name: ours != theirs`."""

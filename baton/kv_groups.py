@@ -64,10 +64,9 @@ class KVGroups:
         ]
 
     def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Blocks of a request with so many computed tokens and the next one."""
-        num_rows = num_tokens // block_size + 1
-        num_left = self.num_left_rows(num_tokens, block_size)
-        return num_rows * self.num_groups - num_left * self.num_windowed
+        """Blocks of a request with room for so many tokens, of which all but the last are computed."""
+        num_left = self.num_left_rows(num_tokens - 1, block_size)
+        return -(-num_tokens // block_size) * self.num_groups - num_left * self.num_windowed
 
     def most_rows(self, num_blocks: int, block_size: int, most_per_step: int) -> int | None:
         """Rows that one request can get of `num_blocks` blocks if a step computes up to `most_per_step` of its tokens.

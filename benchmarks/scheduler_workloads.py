@@ -15,7 +15,7 @@ Piece = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The engine that a workload comes to. All names but the last four are those of `SchedulerConfig`, on both sides."""
+    """The engine that a workload comes to. All names but the last four are those of `SchedulerConfig`."""
 
     policy: str
     max_num_seqs: int

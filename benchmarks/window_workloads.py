@@ -1,4 +1,4 @@
-"""Workloads for models with sliding windows: any workload can get KV groups, some are made by hand; knows no scheduler."""
+"""Workloads with sliding windows: any workload can get KV groups, and some are made by hand; knows no scheduler."""
 
 import random
 from dataclasses import replace

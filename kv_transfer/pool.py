@@ -12,7 +12,6 @@ import numpy as np
 import xxhash
 
 from baton.kv import KVFingerprint
-from baton.kv_groups import KVGroups
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piece_shape
 from kv_transfer.transport.base import Bytes, Offsets, Runs
@@ -39,11 +38,10 @@ class _Pool:
     """What all pools share, in any memory."""
 
     def __init__(self, block_nbytes: int, fingerprint: KVFingerprint, rank: int) -> None:
-        groups = KVGroups(fingerprint.num_full_groups, fingerprint.num_windowed_groups, fingerprint.window)
-        self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank, groups)
+        self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank, fingerprint.groups)
         self.block_nbytes = block_nbytes
         self._num_kv_heads = fingerprint.num_kv_heads
-        num_planes = fingerprint.num_layers * 2 // groups.num_groups
+        num_planes = fingerprint.num_layers * 2 // fingerprint.groups.num_groups
         num_heads = fingerprint.num_kv_heads // fingerprint.num_ranks
         cell_nbytes = block_nbytes // (num_planes * num_heads * fingerprint.block_size)
         self._block = BlockShape(num_planes, num_heads, fingerprint.block_size, cell_nbytes)

@@ -165,6 +165,7 @@ class Worker(Process):
             *(self.ref, self.kind, state, blocks, requests, {}),
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            kv_groups=self.spec.groups,
         )
         return self.sessions.heartbeat(gateway.encode(), status)
 
@@ -338,9 +339,7 @@ class Worker(Process):
             head_dim=CELL_BYTES // 4,
             block_size=spec.scheduler.block_size,
             num_ranks=1,
-            num_full_groups=groups.num_full,
-            num_windowed_groups=groups.num_windowed,
-            window=groups.window,
+            groups=groups,
         )
         self.connector.attach(
             site.transfer,

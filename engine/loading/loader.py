@@ -9,6 +9,7 @@ import torch
 
 from baton.config import ModelConfig
 from baton.errors import ConfigError
+from baton.kv_groups import ONE_GROUP, KVGroups
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.kv_cache import KVBlockShape
 from engine.layers.backend import Backend
@@ -76,6 +77,11 @@ class LoadedModel:
     def num_heads(self) -> int:
         """This rank's query heads."""
         return self.architecture.num_heads // self.collectives.size
+
+    @property
+    def kv_groups(self) -> KVGroups:
+        """All layers form one group: attention masks what is outside a window, whose blocks stay."""
+        return ONE_GROUP
 
     def kv_block_shape(self, block_size: int) -> KVBlockShape:
         """The shape of `block_size` tokens in this rank's KV pool."""
