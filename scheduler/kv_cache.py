@@ -305,7 +305,7 @@ class KVCache:
 
     def _give_back_left(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Frees blocks that no later token's window reaches; the null block takes their places."""
-        num_left = self.groups.num_left_rows(num_computed_tokens, self.block_size)
+        num_left = max(table.num_left, self.groups.num_left_rows(num_computed_tokens, self.block_size))
         for group in range(self.groups.num_full, self._num_groups):
             for row in range(num_left - 1, table.num_left - 1, -1):
                 index = row * self._num_groups + group

@@ -1,9 +1,10 @@
-"""KV groups in the scheduler: windows give blocks back, hits need what the window reaches, and counts are by block."""
+"""Behaviour 27, KV groups in the scheduler: windows give blocks back, hits need what the window reaches, and counts are by block."""
 
 from typing import Any
 
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.kv import TransferRole
 from baton.kv_groups import NULL_BLOCK_ID, KVGroups
 from baton.step import KVConnectorOutput
@@ -64,7 +65,7 @@ def make_driver(groups: KVGroups = TWO, num_ahead: int = 0, **settings: Any) -> 
     return Driver(scheduler, FakeRunner(memory=connector.memory), num_ahead, connector)
 
 
-def test_blocks_that_left_the_window_are_free_and_the_others_stay() -> None:
+def test_c27_blocks_that_left_the_window_are_free_and_the_others_stay() -> None:
     kv = make_kv()
     request = compute(kv, range(80))
     assert kv.extend_table(request, 81) is not None  # token 80 attends to 49 to 80
@@ -78,21 +79,21 @@ def test_blocks_that_left_the_window_are_free_and_the_others_stay() -> None:
     kv.check_integrity()
 
 
-def test_a_prompt_in_parts_needs_no_more_than_its_windows() -> None:
+def test_c27_a_prompt_in_parts_needs_no_more_than_its_windows() -> None:
     kv = make_kv(num_blocks=1 + 20 + 4)
     request = compute(kv, range(320))
     assert kv.counts().free == 1, "20 rows, and a window of two rows beside the one that is computed"
     assert pattern(kv, request).endswith("#. ## ## ##")
 
 
-def test_a_conversation_goes_on_where_the_last_window_is_cached() -> None:
+def test_c27_a_conversation_goes_on_where_the_last_window_is_cached() -> None:
     kv = make_kv()
     kv.free(compute(kv, range(80)))
     assert hits(kv, range(90)) == "#. #. #. ## ##"
     assert hits(kv, range(80)) == "#. #. ## ##", "one token is computed: the last row does not count"
 
 
-def test_a_shared_text_hits_while_its_last_window_is_in_the_pool() -> None:
+def test_c27_a_shared_text_hits_while_its_last_window_is_in_the_pool() -> None:
     """64 shared tokens: the windowed group needs rows 2 and 3 of them, which have left the window but are cached."""
     kv = make_kv()
     first = compute(kv, range(160))
@@ -100,7 +101,7 @@ def test_a_shared_text_hits_while_its_last_window_is_in_the_pool() -> None:
     assert hits(kv, [*range(64), *[7] * 20]) == "#. #. ## ##"
 
 
-def test_a_shared_text_whose_last_window_was_evicted_hits_only_what_all_groups_have() -> None:
+def test_c27_a_shared_text_whose_last_window_was_evicted_hits_only_what_all_groups_have() -> None:
     kv = make_kv(num_blocks=1 + 10 + 3 + 6)
     compute(kv, range(160))
     fresh = arrive(kv, [5] * 33)
@@ -109,13 +110,13 @@ def test_a_shared_text_whose_last_window_was_evicted_hits_only_what_all_groups_h
     assert hits(kv, range(161)) != "", "the end of the prompt is still there"
 
 
-def test_hits_begin_with_what_there_is_of_a_short_prefix() -> None:
+def test_c27_hits_begin_with_what_there_is_of_a_short_prefix() -> None:
     kv = make_kv()
     kv.free(compute(kv, range(40)))
     assert hits(kv, [*range(16), *[7] * 20]) == "##", "one row, although a window would reach two"
 
 
-def test_a_load_needs_only_the_window_of_its_last_token() -> None:
+def test_c27_a_load_needs_only_the_window_of_its_last_token() -> None:
     kv = make_kv(num_blocks=1 + 10 + 3 + 6)
     compute(kv, range(160))
     fresh = arrive(kv, [5] * 33)
@@ -125,7 +126,7 @@ def test_a_load_needs_only_the_window_of_its_last_token() -> None:
     assert hits(kv, prompt, num_loaded=196) == "#. #. #. #. #. #.", "the rest comes, and its window with it"
 
 
-def test_swapped_out_are_only_the_blocks_that_are_needed() -> None:
+def test_c27_swapped_out_are_only_the_blocks_that_are_needed() -> None:
     driver = make_driver(
         preemption="swap",
         num_swap_blocks=40,
@@ -147,7 +148,7 @@ def test_swapped_out_are_only_the_blocks_that_are_needed() -> None:
     assert counters["swapped_in_blocks"] == counters["swapped_out_blocks"]
 
 
-def test_a_consumer_reserves_only_what_it_can_use() -> None:
+def test_c27_a_consumer_reserves_only_what_it_can_use() -> None:
     driver = make_driver()
     request = make_request(320, max_tokens=3, role=TransferRole.CONSUMER)
     driver.add(request)
@@ -159,13 +160,12 @@ def test_a_consumer_reserves_only_what_it_can_use() -> None:
     counts = driver.scheduler.kv_block_counts()
     assert counts.referenced == 21 + 3, "the first new token has its slot, too"
     token_id = token_at(request.request_id, 0)
-    driver.note(())
     outputs = driver.scheduler.update_connector_output(received(request, token_id))
     driver.note(output for news in outputs.values() for output in news.outputs)
     assert driver.run_to_end()[request.request_id] == [token_at(request.request_id, at) for at in range(3)]
 
 
-def test_a_producer_leases_only_what_its_consumer_can_use() -> None:
+def test_c27_a_producer_leases_only_what_its_consumer_can_use() -> None:
     driver = make_driver()
     request = make_request(320, role=TransferRole.PRODUCER)
     driver.add(request)
@@ -177,17 +177,19 @@ def test_a_producer_leases_only_what_its_consumer_can_use() -> None:
     assert driver.scheduler.kv_block_counts().free == 100
 
 
-@pytest.mark.parametrize(("budget", "num_tokens"), [(16, 1200), (1024, 799)])
-def test_the_longest_prompt_is_what_the_pool_has_room_for(budget: int, num_tokens: int) -> None:
+@pytest.mark.parametrize(("budget", "num_tokens"), [(16, 1535), (1024, 799)])
+def test_c27_the_longest_prompt_is_what_the_pool_has_room_for(budget: int, num_tokens: int) -> None:
     """100 blocks: with parts of 16 tokens a window has 4 rows at most, so 96 are left to the other group."""
     driver = make_driver(max_num_batched_tokens=budget)
+    with pytest.raises(InvalidRequest, match="slots of KV cache"):
+        driver.add(make_request(num_tokens + 1, max_tokens=1))
     request = make_request(num_tokens, max_tokens=1)
     driver.add(request)
     tokens = driver.run_to_end()
     assert tokens[request.request_id] == [token_at(request.request_id, 0)]
 
 
-def test_routers_are_told_of_the_first_group_only() -> None:
+def test_c27_routers_are_told_of_the_first_group_only() -> None:
     kv = make_kv()
     compute(kv, range(80))
     (stored,) = kv.take_events()

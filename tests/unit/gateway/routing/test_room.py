@@ -46,7 +46,7 @@ def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
 def test_a_request_takes_the_blocks_of_every_kv_group_but_not_those_that_left_a_window() -> None:
     """200 tokens and the next: 13 rows of two groups, of which 10 have left the window."""
     groups = KVGroups(1, 1, 32)
-    for num_free, has_room in ((16, True), (15, False)):
+    for num_free, has_room in ((17, True), (16, False)):
         windowed = replace(status("d0", free=num_free), kv_groups=groups)
         router = router_of("kv_aware", DISAGGREGATED, P[0])
         router.on_status(windowed)
