@@ -1,4 +1,4 @@
-"""Behaviour 27, KV groups in the scheduler: windows give blocks back, hits need what the window reaches, and counts are by block."""
+"""Behaviour 27 in the scheduler: windows give blocks back, hits need what a window reaches, and blocks are counted."""
 
 from typing import Any
 
