@@ -37,7 +37,7 @@ from tests.property.workloads import (
 NUM_WORKLOADS = 150
 NUM_WORKLOADS_WITH_TRANSFERS = 100
 NUM_WORKLOADS_THAT_MOVE = 50
-NUM_WORKLOADS_WITH_WINDOWS = 20
+NUM_WORKLOADS_WITH_WINDOWS = 6
 
 
 def test_every_mode_leads_to_the_same_tokens() -> None:

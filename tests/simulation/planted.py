@@ -36,7 +36,6 @@ from kv_transfer.protocol.incoming import IncomingTransfer
 from kv_transfer.protocol.messages import Ack, End, Open, TransferKey
 from kv_transfer.protocol.outgoing import OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
-from scheduler.block_pool import BlockPool
 from scheduler.kv_cache import KVCache
 from scheduler.request import Request
 from scheduler.speculation import Speculation
@@ -192,12 +191,13 @@ def give_back_rows_that_are_still_read(original: Any, *counts: Any) -> int:
     return num_left + (num_left > 0)
 
 
-@planted(BlockPool, "cache")
-def hit_the_kv_of_another_group(
-    original: Any, self: BlockPool, block: Any, block_hash: bytes, *_: int
-) -> None:
-    """The prefix cache knows no groups."""
-    original(self, block, block_hash)
+@planted(KVGroups, "needed_entries")
+def swap_too_little_of_the_window(original: Any, self: KVGroups, *counts: int) -> list[int]:
+    """The first block that a window still reaches is neither copied out nor copied back."""
+    entries: list[int] = original(self, *counts)
+    windowed = (entry for entry in entries if entry % self.num_groups >= self.num_full)
+    first = next(windowed, None)
+    return [entry for entry in entries if entry != first]
 
 
 @planted(KVConsumerScheduler, "update_state_after_alloc")

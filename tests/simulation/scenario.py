@@ -93,7 +93,8 @@ def make_scenario(seed: int) -> Scenario:
         workers, requests = with_drafts(seed, scenario.workers, scenario.requests, MAX_MODEL_LEN)
         scenario = replace(scenario, workers=workers, requests=requests)
     if has_windows(seed):
-        scenario = replace(scenario, workers=with_windows(seed, scenario.workers, MAX_MODEL_LEN))
+        workers, requests = with_windows(seed, scenario.workers, scenario.requests, MAX_MODEL_LEN)
+        scenario = replace(scenario, workers=workers, requests=requests)
     is_apart = scenario.is_greedy or scenario.poison is not None
     if has_gray_faults(seed) and not is_apart:
         return replace(scenario, faults=scenario.faults + _gray_faults(seed))

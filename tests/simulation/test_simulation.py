@@ -86,7 +86,6 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 
 QUICK = (
     "give back rows that are still read",
-    "load too little of the window",
     "keep rejected drafts in the prefix cache",
     "free producers blocks at the end",
     "skip the checksum",

@@ -7,26 +7,40 @@ from itertools import count
 
 from baton.config import SchedulerConfig
 from baton.kv_groups import KVGroups
+from gateway.routing.placement import Mode
+from simulator.gateway import RequestSpec
 from simulator.worker import WorkerSpec
 
-EVERY = 8
+AMONG_SIXTEEN = (0, 4, 12)
 GROUPS = [KVGroups(1, 1, 5), KVGroups(1, 1, 9), KVGroups(1, 2, 13), KVGroups(2, 1, 2), KVGroups(0, 1, 9)]
+SHORTEST_PROMPT = 24
 
 
 def has_windows(seed: int) -> bool:
-    """One seed in eight, none of which is crowded, greedy or poisoned."""
-    return seed % EVERY == 4
+    """Three seeds in sixteen, none of which is crowded, greedy, poisoned or has drafts."""
+    return seed % 16 in AMONG_SIXTEEN
 
 
-def with_windows(seed: int, workers: Iterable[WorkerSpec], max_model_len: int) -> tuple[WorkerSpec, ...]:
-    """All with one block size, as windows need it, and with pools that the longest request just fits in, or larger."""
+def with_windows(
+    seed: int, workers: Iterable[WorkerSpec], requests: Iterable[RequestSpec], max_model_len: int
+) -> tuple[tuple[WorkerSpec, ...], tuple[RequestSpec, ...]]:
+    """Workers have one block size, as windows need it, and pools that the longest request just fits in, or larger.
+    Prompts are long enough to leave a window behind, and most requests are handed over and go on.
+    """
     rng = random.Random(f"windows of {seed}")
     specs, groups = tuple(workers), rng.choice(GROUPS)
     block_size, is_small = specs[0].scheduler.block_size, rng.random() < 0.5
-    return tuple(
+    changed = tuple(
         replace(spec, groups=groups, scheduler=_scheduler(spec, block_size, groups, max_model_len, is_small))
         for spec in specs
     )
+    return changed, tuple(_asked(rng, spec) for spec in requests)
+
+
+def _asked(rng: random.Random, spec: RequestSpec) -> RequestSpec:
+    tail = [rng.randrange(1_000) for _ in range(SHORTEST_PROMPT - len(spec.prompt))]
+    mode = rng.choice([spec.mode, Mode.DISAGGREGATED, Mode.DISAGGREGATED])
+    return replace(spec, prompt=(*spec.prompt, *tail), max_tokens=max(6, spec.max_tokens), mode=mode)
 
 
 def _scheduler(
@@ -38,7 +52,6 @@ def _scheduler(
     num_usable = num_rows * groups.num_groups
     if is_small:
         longest, most = max_model_len // block_size, config.max_num_batched_tokens
-        num_usable = next(
-            n for n in count(1) if (groups.most_rows(n, block_size, most) or longest) >= longest
-        )
+        by_blocks = ((n, groups.most_rows(n, block_size, most)) for n in count(1))
+        num_usable = next(n for n, num_rows in by_blocks if num_rows is None or num_rows >= longest)
     return config.model_copy(update={"block_size": block_size, "num_blocks": 1 + num_usable})
