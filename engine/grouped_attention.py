@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class GroupedStepAttention:
 
 def _of_layers(architecture: ModelArchitecture, layers: Sequence[int]) -> ModelArchitecture:
     """A model of these layers. Every tuple of an architecture has a value for each layer."""
-    per_layer = {
+    per_layer: dict[str, Any] = {
         field.name: tuple(values[layer] for layer in layers)
         for field in fields(architecture)
         if isinstance(values := getattr(architecture, field.name), tuple)

@@ -42,7 +42,7 @@ def engines(folder: Path) -> Iterator[EnginesOf]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[int, list[int]]:
     """Transformers' greedy tokens, by the prompt's length."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = {}
     for length in LENGTHS:
         whole = model.generate(
