@@ -4,7 +4,7 @@ A free block keeps its content hash until it is handed out again. So the free li
 least recently freed first. Callers free the last block of a chain first: a prefix is more useful than its continuation.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from baton.kv_groups import NULL_BLOCK_ID
 from scheduler.block_events import BlockEvents
@@ -109,7 +109,7 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def touch(self, blocks: Sequence[Block]) -> None:
+    def touch(self, blocks: Iterable[Block]) -> None:
         """Adds a reference to each block, which removes it from the free list and so protects it from eviction."""
         for block in blocks:
             if block.ref_count == 0:

@@ -12,6 +12,7 @@ class BlockTable:
     __slots__ = (
         "_block_size",
         "_groups",
+        "_num_groups",
         "blocks",
         "cache_at",
         "due_at",
@@ -24,6 +25,7 @@ class BlockTable:
     def __init__(self, block_size: int, may_cache: bool, groups: KVGroups) -> None:
         self._block_size = block_size
         self._groups = groups
+        self._num_groups = groups.num_groups
         self.blocks: list[Block] = []
         self.num_slots = 0
         """Tokens that its blocks have room for."""
@@ -38,9 +40,10 @@ class BlockTable:
         """With fewer tokens than this, there is nothing to allocate, to cache or to give back."""
         self.set_left(0)
 
-    def append(self, blocks: list[Block], num_rows: int) -> None:
+    def append(self, blocks: list[Block]) -> None:
+        """Whole rows."""
         self.blocks += blocks
-        self.num_slots += num_rows * self._block_size
+        self.num_slots = len(self.blocks) // self._num_groups * self._block_size
         self._note_due()
 
     def set_cached(self, num_rows: int) -> None:

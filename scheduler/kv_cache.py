@@ -42,7 +42,7 @@ class KVCache:
         self.block_size = block_size
         self.is_caching = enable_caching
         self.groups = groups
-        self._num_groups = groups.num_groups
+        self._num_groups, self._has_windows = groups.num_groups, groups.num_windowed > 0
         self._events = BlockEvents(PENDING_EVENTS_PER_BLOCK * num_blocks, lambda: self._pool.cached_hashes)
         self._pool = BlockPool(num_blocks, self._events, self._num_groups)
         self._hash_key = hash_key if hash_key is not None else secrets.token_bytes(32)
@@ -64,6 +64,9 @@ class KVCache:
     def num_tables(self) -> int:
         """Unfinished requests that hold blocks."""
         return len(self._tables)
+
+    def num_rows_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Of all groups, those included that a windowed group no longer needs."""
@@ -110,10 +113,10 @@ class KVCache:
         num_held = len(request.block_table.blocks) if request.block_table else 0
         num_revived = [block.ref_count for block in hits].count(0)
         num_new = max(0, self.num_blocks_for(num_tokens) - num_held - len(hits))
-        if num_new and self.groups.num_windowed:
+        if num_ready and self._has_windows:
             num_left = self.groups.num_left_rows(num_ready, self.block_size)
             num_null = num_left - (num_held + len(hits)) // self._num_groups
-            num_new -= max(0, num_null) * self.groups.num_windowed
+            num_new = max(0, num_new - max(0, num_null) * self.groups.num_windowed)
         return num_new + num_revived
 
     def open_table(
@@ -133,19 +136,22 @@ class KVCache:
         than `num_spare` blocks would be left free, and nothing has changed.
         """
         assert request.block_table is None, f"{request.request_id} has blocks"
-        num_ready = max(num_ready, self.num_tokens_in(hits))
-        num_left = self.groups.num_left_rows(num_ready, self.block_size)
-        hits = [self._pool.null if self._has_left(i, num_left) else block for i, block in enumerate(hits)]
+        num_left = 0
+        if self._has_windows:
+            num_ready = max(num_ready, self.num_tokens_in(hits))
+            num_left = self.groups.num_left_rows(num_ready, self.block_size)
+            hits = [self._pool.null if self._has_left(i, num_left) else block for i, block in enumerate(hits)]
         if self.num_missing(request, num_tokens, hits, num_ready) + num_spare > self._pool.num_free:
             return False
         table = request.block_table = BlockTable(self.block_size, self.is_caching, self.groups)
         self._tables[request.request_id] = table
         self._pool.touch(self._without_null(hits))  # first: a request must not evict its own hits
         num_hit_rows = len(hits) // self._num_groups
-        table.append(hits, num_hit_rows)
+        table.append(
+            [*hits, *self._new_rows(self.num_rows_for(num_tokens) - num_hit_rows, num_left - num_hit_rows)]
+        )
         if hits:
             table.set_cached(num_hit_rows)
-        self._append_rows(table, num_tokens, num_left)
         if num_left:
             table.set_left(num_left)
         self._cache_full_blocks(request, table, num_tokens if cache_up_to is None else cache_up_to)
@@ -165,9 +171,11 @@ class KVCache:
             self._give_back_left(table, request.num_computed_tokens)
         new: Sequence[Block] = ()
         if num_tokens > table.num_slots:
-            if self.num_blocks_for(num_tokens) - len(table.blocks) > self._pool.num_free:
+            num_new = self.num_blocks_for(num_tokens) - len(table.blocks)
+            if num_new > self._pool.num_free:
                 return None
-            new = self._append_rows(table, num_tokens)
+            new = self._new_rows(num_new // self._num_groups)
+            table.append(new)
         if num_tokens >= table.cache_at:
             self._cache_full_blocks(request, table, num_tokens)
         return new
@@ -209,7 +217,7 @@ class KVCache:
         """The request ended, but a remote reader needs its blocks until `end_hold`; not those that left the window."""
         if request.block_table is not None:
             self._give_back_left(request.block_table, request.num_computed_tokens)
-        blocks = self._without_null(self._in_eviction_order(self._take_blocks(request)))
+        blocks = list(self._without_null(self._in_eviction_order(self._take_blocks(request))))
         self._leased[request.request_id] = blocks
         self._num_leases.update(block.block_id for block in blocks)
 
@@ -218,7 +226,7 @@ class KVCache:
         blocks = self._take_blocks(request)
         self._free(blocks[:num_kept])
         may_be_written = self._in_eviction_order(blocks[num_kept:])
-        self._quarantined[request.request_id] = self._without_null(may_be_written)
+        self._quarantined[request.request_id] = list(self._without_null(may_be_written))
 
     def end_hold(self, request_id: str) -> bool:
         """Frees what was leased or quarantined under this id; False if nothing was."""
@@ -287,21 +295,16 @@ class KVCache:
         del self._tables[request.request_id]
         return table.blocks
 
-    def _append_rows(self, table: BlockTable, num_tokens: int, num_left: int = 0) -> list[Block]:
-        """Blocks for the rows that `num_tokens` tokens lack; windowed groups get none before row `num_left`."""
-        num_rows = -(-num_tokens // self.block_size) - table.num_rows
-        num_null = min(num_rows, max(0, num_left - table.num_rows))
-        if self._num_groups == 1 and not num_null:
-            new = self._pool.allocate(num_rows)
-        else:
-            nulls = [
-                [] if g < self.groups.num_full else [self._pool.null] * num_null
-                for g in range(self._num_groups)
-            ]
-            columns = [start + self._pool.allocate(num_rows - len(start)) for start in nulls]
-            new = list(chain.from_iterable(zip(*columns, strict=True)))
-        table.append(new, num_rows)
-        return new
+    def _new_rows(self, num_rows: int, num_left: int = 0) -> list[Block]:
+        """Windowed groups get null blocks for the first `num_left` of them."""
+        if self._num_groups == 1 and num_left <= 0:
+            return self._pool.allocate(num_rows)
+        starts = [
+            [self._pool.null] * (num_left if group >= self.groups.num_full else 0)
+            for group in range(self._num_groups)
+        ]
+        columns = [start + self._pool.allocate(num_rows - len(start)) for start in starts]
+        return list(chain.from_iterable(zip(*columns, strict=True)))
 
     def _give_back_left(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Frees blocks that no later token's window reaches; the null block takes their places."""
@@ -328,7 +331,9 @@ class KVCache:
             return reversed(blocks)
         return chain.from_iterable(reversed(blocks[g :: self._num_groups]) for g in range(self._num_groups))
 
-    def _without_null(self, blocks: Iterable[Block]) -> list[Block]:
+    def _without_null(self, blocks: Iterable[Block]) -> Iterable[Block]:
+        if not self._has_windows:
+            return blocks
         null = self._pool.null
         return [block for block in blocks if block is not null]
 
@@ -336,12 +341,13 @@ class KVCache:
         num_full = min(num_tokens, request.num_tokens) // self.block_size
         if num_full <= table.num_cached or table.cache_at == NEVER:
             return
-        null, num_groups = self._pool.null, self._num_groups
-        for row in range(table.num_cached, num_full):
-            for group in range(num_groups):
-                block = table.blocks[row * num_groups + group]
+        null, num_groups, first = self._pool.null, self._num_groups, table.num_cached
+        block_hashes = request.block_hashes[first:num_full]
+        for group in range(num_groups):
+            blocks = table.blocks[first * num_groups + group : num_full * num_groups : num_groups]
+            for block, block_hash in zip(blocks, block_hashes, strict=True):
                 if block is not null:
-                    self._pool.cache(block, request.block_hashes[row], group)
+                    self._pool.cache(block, block_hash, group)
         table.set_cached(num_full)
 
     def _check_rows(self, table: BlockTable) -> None:
