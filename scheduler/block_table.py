@@ -25,7 +25,7 @@ class BlockTable:
     def __init__(self, block_size: int, may_cache: bool, groups: KVGroups) -> None:
         self._block_size = block_size
         self._groups = groups
-        self._num_groups = groups.num_groups
+        self._num_groups = groups.num_full + groups.num_windowed
         self.blocks: list[Block] = []
         self.num_slots = 0
         """Tokens that its blocks have room for."""
@@ -34,11 +34,10 @@ class BlockTable:
         """Rows that have left the window: their windowed groups have null blocks."""
         self.cache_at = block_size if may_cache else NEVER
         """The number of tokens at which the next row can be cached."""
-        self.leaves_at = NEVER
+        self.leaves_at = groups.leaves_at(0, block_size) if groups.num_windowed else NEVER
         """The number of computed tokens at which the next row leaves the window."""
         self.due_at = 0
         """With fewer tokens than this, there is nothing to allocate, to cache or to give back."""
-        self.set_left(0)
 
     def append(self, blocks: list[Block]) -> None:
         """Whole rows."""
@@ -73,4 +72,7 @@ class BlockTable:
         return tuple([block.block_id for block in self.blocks])
 
     def _note_due(self) -> None:
-        self.due_at = min(self.num_slots + 1, self.cache_at, self.leaves_at)
+        due_at = self.num_slots + 1
+        if self.cache_at < due_at:
+            due_at = self.cache_at
+        self.due_at = due_at if due_at < self.leaves_at else self.leaves_at

@@ -171,10 +171,11 @@ class KVCache:
             self._give_back_left(table, request.num_computed_tokens)
         new: Sequence[Block] = ()
         if num_tokens > table.num_slots:
-            num_new = self.num_blocks_for(num_tokens) - len(table.blocks)
+            num_new = -(-num_tokens // self.block_size) * self._num_groups - len(table.blocks)
             if num_new > self._pool.num_free:
                 return None
-            new = self._new_rows(num_new // self._num_groups)
+            is_single = self._num_groups == 1
+            new = self._pool.allocate(num_new) if is_single else self._new_rows(num_new // self._num_groups)
             table.append(new)
         if num_tokens >= table.cache_at:
             self._cache_full_blocks(request, table, num_tokens)
@@ -341,13 +342,13 @@ class KVCache:
         num_full = min(num_tokens, request.num_tokens) // self.block_size
         if num_full <= table.num_cached or table.cache_at == NEVER:
             return
-        null, num_groups, first = self._pool.null, self._num_groups, table.num_cached
-        block_hashes = request.block_hashes[first:num_full]
+        blocks, block_hashes, null = table.blocks, request.block_hashes, self._pool.null
+        num_groups, cache = self._num_groups, self._pool.cache
         for group in range(num_groups):
-            blocks = table.blocks[first * num_groups + group : num_full * num_groups : num_groups]
-            for block, block_hash in zip(blocks, block_hashes, strict=True):
+            for row in range(table.num_cached, num_full):
+                block = blocks[row * num_groups + group]
                 if block is not null:
-                    self._pool.cache(block, block_hash, group)
+                    cache(block, block_hashes[row], group)
         table.set_cached(num_full)
 
     def _check_rows(self, table: BlockTable) -> None:
