@@ -11,10 +11,10 @@ from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
-    PagedMemory,
     failed,
     flatten,
     guesses,

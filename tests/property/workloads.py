@@ -18,10 +18,10 @@ from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import FinishReason
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import (
     EOS,
     FakeRunner,
-    PagedMemory,
     flatten,
     guesses,
     make_request,

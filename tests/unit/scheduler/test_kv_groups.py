@@ -11,10 +11,10 @@ from baton.step import KVConnectorOutput
 from scheduler import Request
 from scheduler.kv_cache import KVCache
 from tests.factories.driving import Driver
+from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
-    PagedMemory,
     make_request,
     make_scheduler,
     received,

@@ -5,6 +5,7 @@ A difference from V1 that is wanted belongs into the list there, and its workloa
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.kv_groups import KVGroups
 from benchmarks.baton_side import BatonSide
 from benchmarks.draft_workloads import BY_HAND
@@ -159,8 +161,11 @@ def test_a_scheduler_that_mistakes_windows_is_found_out(
 ) -> None:
     num_found = 0
     for workload, expected in recorded("windows"):
-        got = decide(replace(workload, settings=change(workload.settings)))
-        num_found += first_difference(expected, got) is not None
+        with suppress(
+            InvalidRequest
+        ):  # with these groups its longest request does not fit, which proves nothing
+            got = decide(replace(workload, settings=change(workload.settings)))
+            num_found += first_difference(expected, got) is not None
     assert num_found >= 5, name
 
 

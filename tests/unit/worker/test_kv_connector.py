@@ -18,9 +18,9 @@ from kv_transfer.commands import (
     WithdrawBlocks,
 )
 from scheduler import RequestStatus, Scheduler
+from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import (
     FakeRunner,
-    PagedMemory,
     failed,
     make_config,
     make_request,
