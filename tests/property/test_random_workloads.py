@@ -37,7 +37,7 @@ from tests.property.workloads import (
 NUM_WORKLOADS = 150
 NUM_WORKLOADS_WITH_TRANSFERS = 100
 NUM_WORKLOADS_THAT_MOVE = 50
-NUM_WORKLOADS_WITH_WINDOWS = 6
+NUM_WORKLOADS_WITH_WINDOWS = 20
 
 
 def test_every_mode_leads_to_the_same_tokens() -> None:
@@ -49,12 +49,13 @@ def test_every_mode_leads_to_the_same_tokens() -> None:
     assert 1_000 < num_accepted < happened["spec_decode_num_draft_tokens"] - 1_000
 
 
-@pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_with_windows_every_mode_leads_to_the_same_tokens(groups: KVGroups) -> None:
+def test_c27_with_windows_every_mode_leads_to_the_same_tokens() -> None:
     happened: Counter[str] = Counter()
     for seed in range(NUM_WORKLOADS_WITH_WINDOWS):
-        happened += check(seed, groups)
-    assert all(happened[what] > 10 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits"))
+        happened += check(seed, GROUPS[seed % len(GROUPS)])
+    assert all(happened[what] > 10 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits")), (
+        happened
+    )
 
 
 class RandomTransfers:
