@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from baton.config import BatonConfig
-from cluster.serve.owned_fleet import most_ranks, with_dtype_of
+from cluster.serve.owned_fleet import most_ranks, with_choices_of
 from cluster.serve.screen import Screen
 from engine.loading import dtype
 from tests.factories.control_api import MODEL_PATH, StandingFleet, packed
@@ -36,7 +36,7 @@ async def test_the_data_type_is_that_of_the_fleet_and_said_if_it_is_not_the_one_
     fleet = StandingFleet(packed(BatonConfig.from_mapping({"model": {"dtype": there}})))
     ours = BatonConfig.from_mapping({"model": {"dtype": asked}, "gateway": {"max_in_flight": 7}})
     said = io.StringIO()
-    agreed = await with_dtype_of(fleet, ours, MODEL_PATH, Screen(Console(file=said, width=200)))
+    agreed = await with_choices_of(fleet, ours, MODEL_PATH, Screen(Console(file=said, width=200)))
     assert agreed.model.dtype == there
     assert agreed.gateway == ours.gateway
     assert said.getvalue().split() == (
