@@ -27,10 +27,6 @@ EXTRAS = {"s3": "s3fs", "gs": "gcsfs"}
 CHUNK_BYTES = 8 << 20
 
 
-def is_url(text: str) -> bool:
-    return "://" in text
-
-
 def fetch(url: str, cache_dir: Path, on_progress: OnProgress, *, weights: bool = True) -> Path:
     """The folder in the cache, or the GGUF file in it, downloaded as far as necessary. ModelError says what to do."""
     scheme = url.partition("://")[0]

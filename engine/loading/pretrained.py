@@ -26,7 +26,6 @@ from pathlib import Path
 from baton.errors import ModelError
 from baton.hub_name import HubName
 from baton.system.file_lock import exclusive
-from engine.loading import bucket
 from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe, hint_of_gguf
 from engine.loading.pretrained_source import download_wheel
 
@@ -129,7 +128,7 @@ def folder_here(
     That folder serves if it is here, too, unless it was downloaded: then it may lack what this machine needs.
     """
     name = HubName.parse(name_or_path)
-    is_fetched = bucket.is_url(name_or_path) or (name is not None and name.commit is not None)
+    is_fetched = _is_url(name_or_path) or (name is not None and name.commit is not None)
     return (
         there
         if there.is_dir() and not is_fetched
@@ -142,10 +141,12 @@ def _located(name_or_path: str, cache_dir: Path, progress: Progress, weights: bo
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
-    if bucket.is_url(name_or_path):
+    if _is_url(name_or_path):
+        from engine.loading import bucket  # not at the top: most models are folders
+
         return bucket.fetch(name_or_path, cache_dir, progress, weights=weights)
     if (name := HubName.parse(name_or_path)) is not None:
-        from engine.loading import hub  # not at the top: it takes a second, and most models are folders
+        from engine.loading import hub
 
         return hub.fetch(name, progress, weights=weights)
     known = ", ".join(PRETRAINED)
@@ -153,6 +154,10 @@ def _located(name_or_path: str, cache_dir: Path, progress: Progress, weights: bo
         f"model {name_or_path!r} is neither a folder, nor a GGUF file, nor a known name; known names: {known}, and "
         "ORG/NAME of the Hugging Face Hub"
     )
+
+
+def _is_url(text: str) -> bool:
+    return "://" in text
 
 
 def _folder_of(name: str, cache_dir: Path) -> Path:

@@ -128,7 +128,9 @@ def test_a_name_that_the_hub_does_not_know_says_what_to_check(
 ) -> None:
     with pytest.raises(ModelError) as error:
         resolve("acme/tinny", tmp_path)
-    said = f"model 'acme/tinny' is no folder or file here, and {hub.endpoint} has no model acme/tinny, or only a private"
+    said = (
+        f"model 'acme/tinny' is no folder or file here, and {hub.endpoint} has no model acme/tinny, or only a"
+    )
     assert str(error.value).startswith(said)
     assert "HF_TOKEN" in str(error.value)
 

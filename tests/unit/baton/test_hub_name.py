@@ -26,9 +26,24 @@ def test_a_name_is_read_and_written(text: str, name: HubName) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    "|smollm2|./a/b|/a/b|a/b/c|a//b|a/|../a|~/a|a/b@|a/b:|a/b@x:y:z|a/b@x@y|a/m.gguf|a /b|s3://bucket/folder".split(
-        "|"
-    ),
+    [
+        "",
+        "smollm2",
+        "./a/b",
+        "/a/b",
+        "a/b/c",
+        "a//b",
+        "a/",
+        "../a",
+        "~/a",
+        "a/b@",
+        "a/b:",
+        "a/b@x:y:z",
+        "a/b@x@y",
+        "a/m.gguf",
+        "a /b",
+        "s3://bucket/folder",
+    ],
 )
 def test_other_texts_are_no_names(text: str) -> None:
     assert HubName.parse(text) is None
