@@ -69,6 +69,8 @@ def download(
     partial.touch()
     fruitless = 0
     while (position := partial.stat().st_size) != file.size_bytes:
+        if stop.is_set():
+            raise Stopped
         if position > file.size_bytes:
             os.truncate(partial, 0)
         try:

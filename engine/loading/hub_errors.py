@@ -9,6 +9,7 @@ from huggingface_hub import constants, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -26,7 +27,7 @@ def explained(name: HubName) -> Iterator[None]:
     """Raises ModelError for whatever the Hub, the network or the disk refuses."""
     try:
         yield
-    except (httpx2.HTTPError, OSError) as error:
+    except (httpx2.HTTPError, OSError, ValueError) as error:
         raise ModelError(_explanation(name, error)) from error
 
 
@@ -70,6 +71,14 @@ def _explanation(name: HubName, error: Exception) -> str:
                 f"cannot reach {hub} ({_first_line(error.__cause__ or error)}), and model {str(name)!r} is not, or not "
                 f"whole, in the cache {cache}, nor is it a folder here. Check network and proxy (HTTPS_PROXY), or set "
                 f"HF_ENDPOINT to a mirror. {_LATER}"
+            )
+        case HFValidationError():
+            return (
+                f"model {str(name)!r} is no folder or file here, and no name of the Hub: {_first_line(error)}"
+            )
+        case ValueError():
+            return (
+                f"{hub} did not answer as a Hub does ({_first_line(error)}); check HF_ENDPOINT and the proxy"
             )
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return (

@@ -55,6 +55,8 @@ class StubHub:
         self.knows_ranges = True
         self.is_down = False
         """The Hub answers 503."""
+        self.page = b""
+        """What the Hub answers to everything, if set: as a portal in between does."""
         self.breaks_after: list[int] = []
         """The next answers of the content network end after so many bytes."""
         self.holds_after: int | None = None
@@ -97,8 +99,8 @@ class StubHub:
         path = unquote(urlsplit(http.path).path)
         with self._lock:
             self.requests.append(f"{http.command} {path}")
-        if self.is_down:
-            return http.answer(503)
+        if self.is_down or self.page:
+            return http.answer(503 if self.is_down else 200, content=self.page)
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         match = api or file

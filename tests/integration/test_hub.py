@@ -135,6 +135,18 @@ def test_a_name_that_the_hub_does_not_know_says_what_to_check(
     assert "HF_TOKEN" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["acme/a--b", "acme/tiny.git", "acme/a..b"])
+def test_what_cannot_be_a_name_is_refused_without_asking(hub: StubHub, home: Path, name: str) -> None:
+    assert refused(name).startswith(f"model '{name}' is no folder or file here, and no name of the Hub: ")
+    assert hub.requests == []
+
+
+def test_an_endpoint_that_is_no_hub_is_named(hub: StubHub, home: Path, folder: Path) -> None:
+    hub.add_folder(NAME, folder)
+    hub.page = b"<html>Please log in to this network</html>"
+    assert refused().startswith(f"{hub.endpoint} did not answer as a Hub does (")
+
+
 def test_a_wrong_revision_is_named(hub: StubHub, home: Path, folder: Path) -> None:
     hub.add_folder(NAME, folder)
     assert refused(f"{NAME}@v9").startswith(
