@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, CacheNotFound, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, CacheNotFound, constants, scan_cache_dir
 
 from baton.config import BatonConfig
 from baton.errors import ModelError
@@ -45,7 +45,7 @@ def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
     known = [name for name in PRETRAINED if is_cached(name, cache_dir)]
     found = [_examined(config, cache_dir, name, resolve(name, cache_dir)) for name in known]
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         repos = frozenset()
     for repo in sorted(repos, key=lambda repo: repo.repo_id):

@@ -1,8 +1,9 @@
 """Folders of object stores, by fsspec's own file system in memory."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -13,22 +14,33 @@ from engine.loading import bucket
 from engine.loading.bucket import fetch
 from engine.loading.pretrained import folder_here, resolve
 
+REGISTRY = sys.modules["fsspec.registry"]  # fsspec has another object of this name
 URL = "s3://bucket/models/tiny"
+
+
+class InMemory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
+    """Answers for s3:// as s3fs would."""
+
+    protocol = "s3"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("s3:/")))
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Any]:
     """A bucket that holds the tiny model, and what does not belong to it."""
-    monkeypatch.setitem(
-        fsspec.registry._registry, "s3", type("InMemory", (MemoryFileSystem,), {"protocol": "s3"})
-    )
+    monkeypatch.setitem(REGISTRY._registry, "s3", InMemory)
     files = fsspec.filesystem("s3")
     for path in folder.iterdir():
         files.pipe(f"/bucket/models/tiny/{path.name}", path.read_bytes())
     files.pipe("/bucket/models/tiny/pytorch_model.bin", b"pickle")
     files.pipe("/bucket/models/tiny/onnx/config.json", b"{}")
     yield files
-    MemoryFileSystem.store.clear()
+    InMemory.store.clear()
 
 
 def fetched(cache: Path, **options: bool) -> Path:
@@ -75,10 +87,8 @@ def test_another_file_in_its_place_is_another_folder(store: Any, tmp_path: Path)
 def test_without_its_package_a_store_is_refused_by_name(
     url: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        fsspec.registry.known_implementations, url[:2], {"class": "no_such_package.X", "err": "no"}
-    )
-    fsspec.registry._registry.pop(url[:2], None)
+    monkeypatch.setitem(REGISTRY.known_implementations, url[:2], {"class": "no_such_package.X", "err": "no"})
+    monkeypatch.delitem(REGISTRY._registry, url[:2], raising=False)
     with pytest.raises(
         ModelError, match=rf"'{url}' needs the package {package}: pip install 'baton\[{url[:2]}\]'"
     ):

@@ -35,7 +35,8 @@ def test_a_gguf_file_is_named_by_quantisation_file_or_pattern(wanted: str, path:
             None,
             r"a/b has several GGUF files; name one, such as a/b:Q4_K_M. There are m-Q4_K_M.gguf, .*sub/m-BF16",
         ),
-        (FILES, "Q4", r"a/b has no GGUF files that match 'Q4'; name one"),
+        (FILES, "Q4", r"a/b has 2 GGUF files that match 'Q4'; name one"),
+        (FILES, "Q5_K", r"a/b has no GGUF files that match 'Q5_K'; name one"),
         (FILES, "*Q4*", r"a/b has 2 GGUF files that match '\*Q4\*'; name one"),
         (FILES, "F16", r"no GGUF files that match 'F16'"),
         (
