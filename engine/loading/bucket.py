@@ -52,7 +52,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: OnProgress, weights: bool) ->
     files = {path.rpartition("/")[2]: info for path, info in found.items()}
     if not files:
         raise ModelError(f"{url} holds no file")
-    folder = cache_dir / "buckets" / _digest(url, files) / root.rstrip("/").rpartition("/")[2]
+    folder = cache_dir / "buckets" / _digest(url, files) / str(root).rstrip("/").rpartition("/")[2]
     with exclusive(
         folder.parent / ".lock", lambda: on_progress(f"waiting for another process that reads {url}", 0.0)
     ):

@@ -19,7 +19,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_url, snapshot_download
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils.tqdm import tqdm
 
 from baton.errors import ModelError
 from baton.hub_name import HubName
@@ -55,7 +55,7 @@ class _NoBar(tqdm):
     """huggingface_hub would draw bars into logs; `fetch` reports by itself."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "disable": True})
+        super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
 
 def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[str] | None = None) -> str:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, hf_raise_for_status
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined] # exported lazily
 
 from baton.errors import ModelError
 

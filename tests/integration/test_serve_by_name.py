@@ -92,8 +92,8 @@ def test_a_wrong_name_is_refused_before_anything_starts(tmp_path: Path) -> None:
 def test_a_model_without_room_is_refused_before_anything_starts(tmp_path: Path, folder: Path) -> None:
     with stub_hub() as hub:
         hub.add_folder(NAME, folder)
-        arguments = ["serve", "--ray-address", "none", "--model", NAME, "--kv-cache-memory-mib", str(2**40)]
-        done = run(*arguments, environment=environment_of(hub, tmp_path))
+        arguments = ["serve", "--ray-address", "none", "--dtype", "float32", "--model", NAME]
+        done = run(*arguments, "--kv-cache-memory-mib", str(2**40), environment=environment_of(hub, tmp_path))
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(

@@ -157,7 +157,12 @@ def test_a_name_of_the_hub_is_the_fleets_commit_without_its_weights(
             theirs = Path("/elsewhere/snapshots") / old
             return _load(config, JoinedFleet(Controller(), fleet, derive_keys(None), theirs))[0]  # type: ignore[arg-type]
 
-        names = ({}, {"path": "acme/tiny"}, {"path": "acme/tiny@v1"}, {"path": f"acme/tiny@{old}"})
+        names: tuple[dict[str, str], ...] = (
+            {},
+            {"path": "acme/tiny"},
+            {"path": "acme/tiny@v1"},
+            {"path": f"acme/tiny@{old}"},
+        )
         paths = {load(**ours) for ours in names}
         assert {path.name for path in paths} == {old}
         assert hub.content_bytes == 0
