@@ -42,7 +42,7 @@ def fetch(url: str, cache_dir: Path, on_progress: OnProgress, *, weights: bool =
     except ModelError:
         raise
     except Exception as error:  # each of these packages has errors of its own
-        raise ModelError(f"cannot read {url}: {type(error).__name__}: {error}") from error
+        raise ModelError(f"cannot copy {url} to {cache_dir}: {type(error).__name__}: {error}") from error
 
 
 def _fetch(url: str, cache_dir: Path, on_progress: OnProgress, weights: bool) -> Path:

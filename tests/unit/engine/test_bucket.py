@@ -110,7 +110,7 @@ def test_an_empty_folder_and_an_error_of_the_store_are_said(
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(type(store), "find", refuse)
-    with pytest.raises(ModelError, match=f"cannot read {URL}: PermissionError: Access Denied"):
+    with pytest.raises(ModelError, match=f"cannot copy {URL} to {tmp_path}: PermissionError: Access Denied"):
         resolve(URL, tmp_path)
 
 
