@@ -24,7 +24,7 @@ from cli.flags import (
     for_one_fleet,
     overrides_from,
 )
-from cli.operator_flags import add_operators_commands
+from cli.operator_flags import add_operators_commands, add_trace_flags
 from cli.target_flags import add_target_flags
 
 if TYPE_CHECKING:
@@ -151,8 +151,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="Why is the sky blue?")
 
-    trace = commands.add_parser("trace", help="draw the steps that workers recorded with --trace-dir")
-    _add_trace_flags(trace)
+    add_trace_flags(
+        commands.add_parser("trace", help="draw the steps that workers recorded with --trace-dir")
+    )
     return parser
 
 
@@ -169,31 +170,6 @@ def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
         return config
     trace_dir = str(here / config.engine.trace_dir)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"trace_dir": trace_dir})})
-
-
-def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="step trace of one worker; several share one time axis",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="A:B",
-        help="steps of the first file, both ends included; other files show the same period",
-    )
-    parser.add_argument(
-        "--requests", metavar="ID,...", help="only requests whose ids start with one of these"
-    )
-    parser.add_argument(
-        "--max-columns",
-        type=int,
-        default=200,
-        metavar="N",
-        help="most columns to draw; later ones are left out; default %(default)s",
-    )
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -4,16 +4,19 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.hub_name import HubName
+from cli.main import DONE, REFUSED, main
+from engine.loading.hub import fetch
 from gateway import GatewayClient
 from tests.factories.models import make_model_dir
-from tests.factories.serving import COMMAND, serving
-from tests.factories.stub_hub import environment_of, stub_hub
+from tests.factories.serving import serving
+from tests.factories.stub_hub import StubHub, environment_of, stub_hub, use_in_this_process
 from tests.integration.test_serve_without_ray import renewed, serving_workers
 
 pytestmark = pytest.mark.slow
@@ -24,12 +27,6 @@ engine: {kv_cache_memory_mib: 8, num_threads: 1}
 cluster: {ray_address: none, prefill: 1, decode: 1, drain_timeout_s: 0.2}
 """
 NAME = "acme/tiny"
-
-
-def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
-    )
 
 
 async def exercise(ready: dict[str, Any]) -> None:
@@ -62,40 +59,57 @@ def test_a_fleet_serves_one_commit_of_a_name_and_restarts_with_it(tmp_path: Path
         environment = environment_of(hub, tmp_path / "hf")
         with serving(str(config), "--model", NAME, environment=environment) as serve:
             ready = serve.wait_ready()
-            assert f"snapshots/{commit} in float32" in serve.stderr
-            assert "downloading acme/tiny: " in serve.stderr
-            assert (
-                " M parameters, 1 MiB of weights; 0.75 KiB of KV per token; 8 MiB of KV hold " in serve.stderr
-            )
+            serve.wait_for_text("downloading acme/tiny: ")
+            serve.wait_for_text(f"snapshots/{commit} in float32")
+            serve.wait_for_text("1 MiB of weights; 0.75 KiB of KV per token; 8 MiB of KV hold 10,896 tokens")
             hub.add_folder(NAME, make_model_dir(tmp_path / "newer", seed=1))  # main moves
             hub.requests.clear()
             asyncio.run(exercise(ready))
             assert hub.requests == [], "the commit is fixed: no worker asks the Hub"
             serve.interrupt()
             assert serve.wait_gone() == 0
-        listed = run("models", "--json", "--dtype", "float32", environment=environment)
-        (model,) = [model for model in json.loads(listed.stdout) if model["name"].startswith("acme")]
-        assert (model["loads"], model["problem"]) == (True, "")
-        assert (model["commit"], model["refs"], model["dtype"]) == (commit, ["main"], "float32")
-        table = run("models", "--dtype", "float32", environment=environment).stdout
-        assert f"acme/tiny {commit[:8]} LlamaForCausalLM" in " ".join(table.split())
 
 
-def test_a_wrong_name_is_refused_before_anything_starts(tmp_path: Path) -> None:
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
+    """For commands in this process."""
     with stub_hub() as hub:
-        done = run("serve", "--model", "acme/tinny", environment=environment_of(hub, tmp_path))
-    assert done.returncode == 1
-    assert done.stderr.startswith("baton serve: model 'acme/tinny' is no folder or file here, and ")
-    assert done.stderr.count("\n") == 1
+        use_in_this_process(hub, tmp_path / "hf", monkeypatch)
+        yield hub
 
 
-def test_a_model_without_room_is_refused_before_anything_starts(tmp_path: Path, folder: Path) -> None:
-    with stub_hub() as hub:
-        hub.add_folder(NAME, folder)
-        arguments = ["serve", "--ray-address", "none", "--dtype", "float32", "--model", NAME]
-        done = run(*arguments, "--kv-cache-memory-mib", str(2**40), environment=environment_of(hub, tmp_path))
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        "baton serve: acme/tiny does not fit: a worker needs 1 MiB of weights and 1,099,511,627,776 MiB"
-    )
+def test_a_wrong_name_is_refused_before_anything_starts(
+    hub: StubHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--ray-address", "none", "--model", "acme/tinny"]) == REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("baton serve: model 'acme/tinny' is no folder or file here, and ")
+
+
+def test_a_model_without_room_is_refused_before_anything_starts(
+    hub: StubHub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add_folder(NAME, folder)
+    much = ["--kv-cache-memory-mib", str(2**40)]
+    assert main(["serve", "--ray-address", "none", "--dtype", "float32", "--model", NAME, *much]) == REFUSED
+    *_, last = capsys.readouterr().err.splitlines()
+    said = "acme/tiny does not fit: a worker needs 1 MiB of weights and 1,099,511,627,776 MiB of KV, and this machine"
+    assert last.startswith(f"baton serve: {said}")
+
+
+def test_models_lists_what_is_cached_as_a_table_and_as_json(
+    hub: StubHub, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = hub.add_folder(NAME, folder)
+    fetch(HubName(NAME), lambda *_: None)
+    flags = ["--dtype", "float32", "--kv-cache-memory-mib", "8"]
+    assert main(["models", "--json", *flags]) == DONE
+    models = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
+    model = models[NAME]
+    assert (model["loads"], model["problem"], model["commit"]) == (True, "", commit)
+    assert (model["refs"], model["dtype"], model["kv_bytes_per_token"]) == (["main"], "float32", 768)
+    assert model["num_kv_tokens"] == 10_896
+    assert main(["models", *flags]) == DONE
+    table = " ".join(capsys.readouterr().out.split())
+    assert f"{NAME} {commit[:8]} LlamaForCausalLM float32" in table
+    assert "768 B 11k in float32" in table
