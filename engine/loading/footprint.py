@@ -49,16 +49,16 @@ class Footprint:
     """How many tokens of KV the pool holds."""
 
     def __str__(self) -> str:
-        parts = [f"{self.kv_bytes_per_token / 1024:,.4g} KiB of KV per token"]
+        parts = []
         if self.weights is not None:
-            parts.insert(
-                0,
-                f"{self.weights.num_parameters / 1e6:,.4g} M parameters, {_mib(self.weight_bytes)} of weights",
-            )
-        if self.kv_pool_bytes is not None:
             parts.append(
-                f"{_mib(self.kv_pool_bytes)} of KV hold {self.num_kv_tokens:,} tokens on each worker"
+                f"{_count(self.weights.num_parameters)} parameters, {_mib(self.weight_bytes)} of weights"
             )
+        kib = f"{self.kv_bytes_per_token / 1024:,.2f}".rstrip("0").rstrip(".")
+        parts.append(f"{kib} KiB of KV per token")
+        if self.kv_pool_bytes is not None:
+            pool = _mib(self.kv_pool_bytes)
+            parts.append(f"{pool} of KV hold {self.num_kv_tokens:,} tokens on each worker")
         return "; ".join(parts)
 
 
@@ -71,11 +71,10 @@ def footprint(config: BatonConfig, folder: Path) -> Footprint:
     per_token = (
         2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * BYTES[kv_dtype]
     )
-    block_bytes = per_token * _block_size(config)
-    pool = _pool_bytes(config, kept, block_bytes)
-    num_tokens = (
-        None if pool is None else max(pool // block_bytes - 1, 0) * _block_size(config)
-    )  # one is the null block
+    block_size = _block_size(config)
+    pool = _pool_bytes(config, kept, per_token * block_size)
+    num_blocks = None if pool is None else pool // (per_token * block_size)
+    num_tokens = None if num_blocks is None else max(num_blocks - 1, 0) * block_size  # one is the null block
     return Footprint(weights, kept, per_token, pool, num_tokens)
 
 
@@ -84,29 +83,24 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
 
     `name`: the model's, if it is not the configuration's.
     """
-    ranks = config.num_ranks(WorkerRole.DECODE)
+    needed, needs = takes.weight_bytes, f"{_mib(takes.weight_bytes)} of weights"
     if config.engine.device == "cuda":
         if (total := gpu_memory()) is None:
             return
+        ranks = config.num_ranks(WorkerRole.DECODE)
         room = int(total * config.engine.gpu_memory_utilization) * ranks
-        where, remedies = (
-            f"{ranks} GPU{'s' if ranks > 1 else ''} of {_mib(total)}",
-            "use more GPUs (--tensor-parallel)",
-        )
-        needed = takes.weight_bytes + (takes.kv_bytes_per_token * _block_size(config) * 2)
+        where = f"{ranks} GPU{'s' if ranks > 1 else ''} of {_mib(total)}"
+        remedies = "use more GPUs (--tensor-parallel)"
     else:
         room, where = available_memory(), "this machine's available memory"
         remedies = "use fewer bits (--quantization int8 or int4) or a smaller --kv-cache-memory-mib"
-        needed = takes.weight_bytes + (takes.kv_pool_bytes or 0)
+        assert takes.kv_pool_bytes is not None
+        needed += takes.kv_pool_bytes
+        needs += f" and {_mib(takes.kv_pool_bytes)} of KV"
     if needed > room:
-        pool = (
-            f" and {_mib(takes.kv_pool_bytes)} of KV"
-            if config.engine.device == "cpu" and takes.kv_pool_bytes
-            else ""
-        )
         raise ModelError(
-            f"{name or config.model.path} does not fit: a worker needs {_mib(takes.weight_bytes)} of weights{pool}, "
-            f"and {where} has room for {_mib(room)}; {remedies}, or a smaller model"
+            f"{name or config.model.path} does not fit: a worker needs {needs}, and {where} has room for {_mib(room)}; "
+            f"{remedies}, or a smaller model"
         )
 
 
@@ -168,5 +162,9 @@ def _pool_bytes(config: BatonConfig, weight_bytes: int, block_bytes: int) -> int
     )
 
 
-def _mib(num_bytes: int | None) -> str:
-    return f"{(num_bytes or 0) / 2**20:,.0f} MiB"
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:,.1f} B" if number >= 1e9 else f"{number / 1e6:,.1f} M"
