@@ -52,3 +52,9 @@ def leaves_open(asked: str, served: str) -> bool:
     """Whether `asked` is the Hub's name of `served` without a revision: the fleet's commit is the one that is meant."""
     name, other = HubName.parse(asked), HubName.parse(served)
     return name is not None and other is not None and name == replace(other, revision=None)
+
+
+def is_pinned(text: str) -> bool:
+    """Whether the text names a commit of the Hub, and so the same model on every machine, wherever its folder is."""
+    name = HubName.parse(text)
+    return name is not None and name.commit is not None

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError
-from baton.hub_name import leaves_open
+from baton.hub_name import is_pinned, leaves_open
 from baton.messages.control import EndFleet, GetConfiguration, WaitOwner
 from baton.messages.control_codec import failure, read_call
 from baton.system.logs import write_logs
@@ -175,7 +175,7 @@ async def _differences(
     their_config, their_path = unpack_configuration(there)
     is_open = leaves_open(config.model.path, their_config.model.path)
     found = differences(their_config, config if is_open else with_commit(config, model_path))
-    if model_path != their_path and not is_open:
+    if model_path != their_path and not is_pinned(their_config.model.path):
         found.append(f"the model's folder is {their_path} there, {model_path} here")
     if there.keys_digest != digest:
         found.append("its cluster secret differs")

