@@ -2,11 +2,12 @@
 
     python -m benchmarks.speculation [--model smollm2] [--dtype float32] [--quantization none] [--threads N]
         [--rounds 5] [--num-drafts 4] [--json PATH]
+        [--draft-layers K ...] [--draft-model PATH] [--draft-quantization int4]
 
 Workloads: a text to be given back with a few changes, where prompt lookup guesses well; free texts, where it must not
-cost much; and an object of a JSON schema with long names, with forced tokens and without. Sides alternate, answer by
-answer, and each side's fastest answer counts: what else runs on the machine only slows. Compare ratios, not numbers of
-different runs.
+cost much; and an object of a JSON schema with long names, with forced tokens and without. With draft models, each of
+them guesses instead of prompt lookup, and no token is forced. Sides alternate, answer by answer, and each side's
+fastest answer counts: what else runs on the machine only slows. Compare ratios, not numbers of different runs.
 """
 
 import argparse
@@ -24,13 +25,12 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from baton.clock import SystemClock
-from baton.config import ModelConfig, SchedulerConfig
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.request import EngineRequest
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from benchmarks.gpu.loop import InstantLoads
 from engine.allocator import keep_freed_memory
-from engine.build import EQUAL_ROWS
-from engine.drafts import Drafter, NGramProposer
+from engine.draft_parts import load_draft, make_drafter
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel, load_model
@@ -95,6 +95,7 @@ WORKLOADS = (
 class Cell:
     """The fastest answer of each side, in tokens a second after the first token."""
 
+    side: str
     workload: str
     plain_tokens_per_s: float
     drafted_tokens_per_s: float
@@ -105,23 +106,26 @@ class Cell:
 
 
 class Side:
-    """A worker's engine without its planes; with a drafter, with forced tokens, or without either."""
+    """A worker's engine without its planes; with drafts, with forced tokens, or without either."""
 
     def __init__(
-        self, model: LoadedModel, folder: Path, num_drafts: int, *, takes_forced: bool = False
+        self, name: str, model_config: ModelConfig, model: LoadedModel, folder: Path, **speculation: object
     ) -> None:
-        is_plain = num_drafts == 0 and not takes_forced
-        config = CONFIG.with_values("benchmark", async_scheduling=is_plain)
+        """`speculation`: that section of the configuration."""
+        self.name = name
+        asked = SpeculationConfig.model_validate({"forced_tokens": False, **speculation})
+        config = CONFIG.with_values("benchmark", async_scheduling=not asked.needs_last_step)
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, lambda: None, SystemClock())
-        pool = KVPool(CONFIG.num_blocks or 0, model.kv_block_shape(config.block_size), model.device)
-        drafter = None
-        if num_drafts:
-            proposer = NGramProposer(2, 4)
-            drafter = Drafter(proposer, num_drafts, config.max_num_batched_tokens, EQUAL_ROWS["cpu"])
+        draft = load_draft(asked, model_config, EngineConfig(), folder, model)
+        num_blocks = (CONFIG.num_blocks or 0) + (0 if draft is None else draft.num_spare_blocks(config))
+        pool = KVPool(num_blocks, model.kv_block_shape(config.block_size), model.device)
+        drafter = make_drafter(asked, config, model, pool, draft)
         self.core = EngineCore(
-            Scheduler(config, KVConnectorScheduler(config.block_size), num_speculative_tokens=num_drafts),
+            Scheduler(
+                config, KVConnectorScheduler(config.block_size), num_speculative_tokens=asked.num_drafts
+            ),
             make_pipeline(
-                make_runner(model, pool, None, grammars, drafter, takes_forced=takes_forced),
+                make_runner(model, pool, None, grammars, drafter, takes_forced=bool(asked.forced_tokens)),
                 async_scheduling=config.async_scheduling,
             ),
             InstantLoads(),
@@ -168,7 +172,7 @@ def measure(plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int
         speeds.append((plain_speed, speed))
     fastest, drafted_fastest = (max(column) for column in zip(*speeds[1:], strict=True))
     counts = (b - a for a, b in zip(before, drafted.counts(), strict=True))
-    return Cell(workload.name, fastest, drafted_fastest, drafted_fastest / fastest, *counts)
+    return Cell(drafted.name, workload.name, fastest, drafted_fastest, drafted_fastest / fastest, *counts)
 
 
 def main() -> None:
@@ -178,31 +182,47 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     folder = resolve(arguments.model, default_cache_dir(os.environ))
     config = {"dtype": arguments.dtype, "quantization": arguments.quantization}
-    model = load_model(ModelConfig.model_validate(config), folder, torch.device("cpu"))
+    model_config = ModelConfig.model_validate(config)
+    model = load_model(model_config, folder, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain, drafted = (Side(model, folder, num_drafts) for num_drafts in (0, arguments.num_drafts))
-    forced = Side(model, folder, 0, takes_forced=True)
+    plain = Side("plain", model_config, model, folder)
+    sides = [
+        Side(name, model_config, model, folder, **keys) for name, keys in _asked_sides(arguments).items()
+    ]
     cells = []
     for workload in WORKLOADS:
         messages = [{"role": "user", "content": workload.prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text)["input_ids"]
-        other = drafted if workload.schema is None else forced
-        cells.append(measure(plain, other, workload, prompt, arguments.rounds))
-    for side in (plain, drafted, forced):
+        has_grammar = workload.schema is not None
+        others = [side for side in sides if side.name != ("ngram" if has_grammar else "forced")]
+        cells += [measure(plain, side, workload, prompt, arguments.rounds) for side in others]
+    for side in (plain, *sides):
         side.core.close()
     table = Table(title=f"tokens/s of one request; {arguments.threads} threads, {config}")
-    for title in ("workload", "without", "with", "ratio", "drafts", "right", "forced"):
+    for title in ("workload", "side", "without", "with", "ratio", "drafts", "right", "forced"):
         table.add_column(title, justify="right")
     for cell in cells:
         speeds = (cell.plain_tokens_per_s, cell.drafted_tokens_per_s)
         counts = (str(cell.num_drafts), str(cell.num_accepted), str(cell.num_forced))
-        table.add_row(cell.workload, *(f"{each:.1f}" for each in speeds), f"{cell.ratio:.2f}", *counts)
+        row = (cell.workload, cell.side, *(f"{each:.1f}" for each in speeds), f"{cell.ratio:.2f}", *counts)
+        table.add_row(*row)
     Console(width=120).print(table)
     if arguments.json is not None:
         result = {key: value for key, value in vars(arguments).items() if key != "json"}
         result["cells"] = [asdict(cell) for cell in cells]
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _asked_sides(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
+    """Each side's section of the configuration, by its name."""
+    most = {"num_speculative_tokens": arguments.num_drafts}
+    drafting = {"method": "draft_model", **most}
+    sides = {f"{count} layers": {**drafting, "draft_layers": count} for count in arguments.draft_layers}
+    if arguments.draft_model is not None:
+        other = {"draft_model": arguments.draft_model, "draft_quantization": arguments.draft_quantization}
+        sides[f"{arguments.draft_model} {arguments.draft_quantization or ''}".strip()] = {**drafting, **other}
+    return sides or {"ngram": {"method": "ngram", **most}, "forced": {"forced_tokens": True}}
 
 
 def _arguments() -> argparse.Namespace:
@@ -217,6 +237,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-drafts", type=int, default=4, help="the most of a step")
+    parser.add_argument(
+        "--draft-layers", type=int, nargs="+", default=(), metavar="K", help="the model's first layers guess"
+    )
+    parser.add_argument("--draft-model", metavar="PATH", help="this model guesses")
+    parser.add_argument(
+        "--draft-quantization", choices=("none", "int8", "int4"), help="how --draft-model keeps its matrices"
+    )
     parser.add_argument("--json", type=Path, help="write the result here, too")
     return parser.parse_args()
 
