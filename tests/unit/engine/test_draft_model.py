@@ -1,6 +1,6 @@
 """A draft model: where it computes what the served model computes, every draft is right."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -89,7 +89,7 @@ class DraftingDriver(StepDriver):
         self.drafts: dict[str, tuple[int, ...]] = {}
         self.num_verified = self.num_accepted = 0
 
-    def draft(self, *names: str) -> dict[str, list[int]]:
+    def draft(self, *names: str) -> Mapping[str, list[int]]:
         """A step of these requests; returns what it sampled."""
         drafts = {name: self.drafts.pop(name) for name in names if name in self.drafts}
         lacking = {name: self.requests[name].num_tokens - self.requests[name].num_computed for name in names}
