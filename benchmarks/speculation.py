@@ -1,20 +1,21 @@
 """How fast one request decodes with drafts and without, on this machine's CPU; answers must be equal.
 
     python -m benchmarks.speculation [--model smollm2] [--dtype float32] [--quantization none] [--threads N]
-        [--rounds 5] [--num-drafts 4] [--json PATH]
+        [--rounds 5] [--num-tokens 200] [--num-drafts 4] [--cpu-time] [--json PATH]
         [--draft-layers K ...] [--draft-model PATH] [--draft-quantization int4]
 
 Workloads: a text to be given back with a few changes, where prompt lookup guesses well; free texts, where it must not
 cost much; and an object of a JSON schema with long names, with forced tokens and without. With draft models, each of
 them guesses instead of prompt lookup, and no token is forced. Sides alternate, answer by answer, and each side's
-fastest answer counts: what else runs on the machine only slows. Compare ratios, not numbers of different runs.
+fastest answer counts: what else runs on the machine only slows. With `--cpu-time` and one thread, only this process'
+time counts. Compare ratios, not numbers of different runs.
 """
 
 import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -41,7 +42,6 @@ from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 
-NUM_TOKENS = 200
 CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128, max_model_len=2048, num_blocks=400)
 SOURCE = Path(__file__).parents[1] / "engine" / "request_table.py"
 EDITED = f"Repeat this code, with RequestTable renamed to Table:\n```python\n{SOURCE.read_text()[:1500]}\n```"
@@ -68,13 +68,14 @@ class Workload:
     temperature: float
     schema: StructuredOutput | None = None
 
-    @property
-    def params(self) -> SamplingParams:
-        if self.schema is not None:
-            return SamplingParams(
-                temperature=self.temperature, seed=5, max_tokens=NUM_TOKENS, structured_output=self.schema
-            )
-        return SamplingParams(temperature=self.temperature, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
+    def params(self, num_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=5,
+            max_tokens=num_tokens,
+            structured_output=self.schema,
+            ignore_eos=self.schema is None,
+        )
 
 
 WORKLOADS = (
@@ -109,10 +110,17 @@ class Side:
     """A worker's engine without its planes; with drafts, with forced tokens, or without either."""
 
     def __init__(
-        self, name: str, model_config: ModelConfig, model: LoadedModel, folder: Path, **speculation: object
+        self,
+        name: str,
+        model_config: ModelConfig,
+        model: LoadedModel,
+        folder: Path,
+        clock: Callable[[], float],
+        **speculation: object,
     ) -> None:
         """`speculation`: that section of the configuration."""
         self.name = name
+        self._clock = clock
         asked = SpeculationConfig.model_validate({"forced_tokens": False, **speculation})
         config = CONFIG.with_values("benchmark", async_scheduling=not asked.needs_last_step)
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, lambda: None, SystemClock())
@@ -147,8 +155,8 @@ class Side:
                 tokens += output.token_ids
                 has_ended = output.finish_reason is not None
             if tokens and not began:
-                began, num_at_first = time.perf_counter(), len(tokens)
-        speed = (len(tokens) - num_at_first) / (time.perf_counter() - began)
+                began, num_at_first = self._clock(), len(tokens)
+        speed = (len(tokens) - num_at_first) / (self._clock() - began)
         while self.core.may_progress:  # a step planned ahead must not compute beside the other side
             self.core.step()
         return speed, tokens
@@ -160,14 +168,15 @@ class Side:
         return tuple(counters.get(name, 0) for name in names)
 
 
-def measure(plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int], rounds: int) -> Cell:
+def measure(
+    plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int], num_tokens: int, rounds: int
+) -> Cell:
     """One round to warm up, then alternating ones."""
+    params = workload.params(num_tokens)
     speeds: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
         before = drafted.counts()
-        (plain_speed, expected), (speed, tokens) = (
-            side.answer(prompt, workload.params) for side in (plain, drafted)
-        )
+        (plain_speed, expected), (speed, tokens) = (side.answer(prompt, params) for side in (plain, drafted))
         assert tokens == expected, f"{workload.name}: drafts changed a token"
         speeds.append((plain_speed, speed))
     fastest, drafted_fastest = (max(column) for column in zip(*speeds[1:], strict=True))
@@ -185,10 +194,10 @@ def main() -> None:
     model_config = ModelConfig.model_validate(config)
     model = load_model(model_config, folder, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain = Side("plain", model_config, model, folder)
-    sides = [
-        Side(name, model_config, model, folder, **keys) for name, keys in _asked_sides(arguments).items()
-    ]
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    given = (model_config, model, folder, clock)
+    plain = Side("plain", *given)
+    sides = [Side(name, *given, **keys) for name, keys in _asked_sides(arguments).items()]
     cells = []
     for workload in WORKLOADS:
         messages = [{"role": "user", "content": workload.prompt}]
@@ -196,7 +205,9 @@ def main() -> None:
         prompt = tokenizer(text)["input_ids"]
         has_grammar = workload.schema is not None
         others = [side for side in sides if side.name != ("ngram" if has_grammar else "forced")]
-        cells += [measure(plain, side, workload, prompt, arguments.rounds) for side in others]
+        cells += [
+            measure(plain, side, workload, prompt, arguments.num_tokens, arguments.rounds) for side in others
+        ]
     for side in (plain, *sides):
         side.core.close()
     table = Table(title=f"tokens/s of one request; {arguments.threads} threads, {config}")
@@ -236,6 +247,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "auto"), default="none")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-tokens", type=int, default=200, help="the most of an answer")
+    parser.add_argument("--cpu-time", action="store_true", help="measure this process' CPU time")
     parser.add_argument("--num-drafts", type=int, default=4, help="the most of a step")
     parser.add_argument(
         "--draft-layers", type=int, nargs="+", default=(), metavar="K", help="the model's first layers guess"
