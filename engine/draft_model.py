@@ -32,6 +32,9 @@ CATCH_UP = 64
 """Tokens that a step computes for requests which lack more in the small model's own pool. On a CPU they take one or two
 decode steps' time."""
 
+MOST_CAUGHT_UP = 8
+"""Such tokens for each token that the request may still get: more of them take longer than drafts save."""
+
 
 class DraftModel:
     """Satisfies `engine.drafts.Proposer`."""
@@ -92,7 +95,8 @@ class DraftModel:
         left, under_way = max(CATCH_UP, self._block_size), []
         for sequence in sequences:
             if sequence.num_tokens > CATCH_UP:
-                sequence.cut((sequence.start + left) // self._block_size * self._block_size)
+                pays = sequence.num_tokens <= MOST_CAUGHT_UP * sequence.wanted.request.num_tokens_left
+                sequence.cut((sequence.start + left) // self._block_size * self._block_size if pays else 0)
                 left -= sequence.num_tokens
             if sequence.num_tokens:
                 under_way.append(sequence)

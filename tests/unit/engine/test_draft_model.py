@@ -226,6 +226,18 @@ def test_a_pool_of_its_own_catches_up_in_parts(model: LoadedModel, block_size: i
     assert driver.num_accepted == driver.num_verified > 0
 
 
+@pytest.mark.parametrize(("max_tokens", "pays"), [(36, False), (50, True)])
+def test_nothing_catches_up_with_a_long_prompt_for_a_short_answer(
+    model: LoadedModel, max_tokens: int, pays: bool
+) -> None:
+    driver = DraftingDriver(model, drafter_of(model, 2, shares_kv=False))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    driver.add("long", [(5 * i) % 300 for i in range(300)], params)
+    for _ in range(4):
+        driver.draft("long")
+    assert (driver.runner._requests["long"].num_drafting_tokens > 0) == pays
+
+
 def test_a_request_that_lacks_much_does_not_delay_the_drafts_of_others(model: LoadedModel) -> None:
     num_layers = model.architecture.num_layers
     driver = DraftingDriver(model, drafter_of(model, num_layers, shares_kv=False))
