@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -116,7 +116,7 @@ class Side:
         model: LoadedModel,
         folder: Path,
         clock: Callable[[], float],
-        **speculation: object,
+        speculation: Mapping[str, object],
     ) -> None:
         """`speculation`: that section of the configuration."""
         self.name = name
@@ -196,8 +196,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     given = (model_config, model, folder, clock)
-    plain = Side("plain", *given)
-    sides = [Side(name, *given, **keys) for name, keys in _asked_sides(arguments).items()]
+    plain = Side("plain", *given, {})
+    sides = [Side(name, *given, keys) for name, keys in _asked_sides(arguments).items()]
     cells = []
     for workload in WORKLOADS:
         messages = [{"role": "user", "content": workload.prompt}]
