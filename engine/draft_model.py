@@ -96,7 +96,8 @@ class DraftModel:
         for sequence in sequences:
             if sequence.num_tokens > CATCH_UP:
                 pays = sequence.num_tokens <= MOST_CAUGHT_UP * sequence.wanted.request.num_tokens_left
-                sequence.cut((sequence.start + left) // self._block_size * self._block_size if pays else 0)
+                end = sequence.start + (left if pays else 0)
+                sequence.cut(end // self._block_size * self._block_size)
                 left -= sequence.num_tokens
             if sequence.num_tokens:
                 under_way.append(sequence)
