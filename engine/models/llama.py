@@ -7,6 +7,9 @@ Shape suffixes: T tokens of a step, R rows that sample, V vocabulary, E hidden s
 Q query heads, D head dimension, M = 2 x intermediate size, I intermediate size; heads, V, M and I are a rank's share.
 """
 
+from copy import copy
+from typing import Self
+
 import torch
 
 from engine.collectives import SINGLE_RANK, Collectives
@@ -53,6 +56,13 @@ class LlamaForCausalLM:
             else weights.take_matrix("lm_head.weight", a.vocab_size, a.hidden_size, shard=rows)
         )
         self._lm_head = backend.linear(lm_head_VE, None)
+
+    def first_layers(self, num_layers: int) -> Self:
+        """A model of only these layers, with this one's embeddings, final norm and projection to logits. It shares all
+        weights."""
+        first = copy(self)
+        first._layers = self._layers[:num_layers]
+        return first
 
     def forward(self, tokens: InputTokens, attention: Attention) -> torch.Tensor:
         """Hidden states of every token, before the final norm: T x E."""
