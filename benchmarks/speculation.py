@@ -110,19 +110,17 @@ class Side:
     def __init__(
         self, model: LoadedModel, folder: Path, num_drafts: int, *, takes_forced: bool = False
     ) -> None:
-        is_plain = num_drafts == 0 and not takes_forced
-        config = CONFIG.with_values("benchmark", async_scheduling=is_plain)
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, lambda: None, SystemClock())
-        pool = KVPool(CONFIG.num_blocks or 0, model.kv_block_shape(config.block_size), model.device)
+        pool = KVPool(CONFIG.num_blocks or 0, model.kv_block_shape(CONFIG.block_size), model.device)
         drafter = None
         if num_drafts:
             proposer = NGramProposer(2, 4)
-            drafter = Drafter(proposer, num_drafts, config.max_num_batched_tokens, EQUAL_ROWS["cpu"])
+            drafter = Drafter(proposer, num_drafts, CONFIG.max_num_batched_tokens, EQUAL_ROWS["cpu"])
         self.core = EngineCore(
-            Scheduler(config, KVConnectorScheduler(config.block_size), num_speculative_tokens=num_drafts),
+            Scheduler(CONFIG, KVConnectorScheduler(CONFIG.block_size), num_speculative_tokens=num_drafts),
             make_pipeline(
                 make_runner(model, pool, None, grammars, drafter, takes_forced=takes_forced),
-                async_scheduling=config.async_scheduling,
+                async_scheduling=CONFIG.async_scheduling,
             ),
             InstantLoads(),
             grammars,

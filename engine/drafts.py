@@ -50,18 +50,18 @@ class NGramProposer:
 class Acceptance:
     """How likely a request's next draft is to be right, from those that were verified."""
 
-    __slots__ = ("_is_probing", "_likelihood", "_num_skipped")
+    __slots__ = ("_likelihood", "_num_skipped", "is_probing")
 
     def __init__(self) -> None:
         self._likelihood = FIRST_LIKELIHOOD
         self._num_skipped = 0
         """Steps since a draft was verified."""
-        self._is_probing = False
+        self.is_probing = False
         """The next draft is a probe: it is not likely to be right."""
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the accepted drafts and the first wrong one; those behind it say nothing."""
-        if self._is_probing and num_accepted == num_drafts:
+        if self.is_probing and num_accepted == num_drafts:
             self._likelihood = max(self._likelihood, FIRST_LIKELIHOOD)  # the text has changed
         likelihood = 1.0 - (1.0 - self._likelihood) * (1.0 - WEIGHT) ** num_accepted
         if num_accepted < num_drafts:
@@ -75,8 +75,8 @@ class Acceptance:
         """
         least = LEAST_LIKELIHOOD + (1.0 - LEAST_LIKELIHOOD) * cost
         self._num_skipped += 1
-        self._is_probing = self._likelihood < least
-        if self._is_probing:
+        self.is_probing = self._likelihood < least
+        if self.is_probing:
             return int(self._num_skipped * PROBE_COST > cost)
         return int(math.log(least) / math.log(self._likelihood))
 
@@ -96,8 +96,8 @@ class Drafter:
         """Half of a step is left to prompts."""
         self._num_equal_rows = num_equal_rows
 
-    def draft(self, token_ids: IntArray, acceptance: Acceptance, num_requests: int) -> list[int]:
-        """Drafts of one of `num_requests` requests that share the next step."""
+    def draft(self, token_ids: IntArray, acceptance: Acceptance, num_requests: int) -> list[int] | None:
+        """Drafts of one of `num_requests` requests that share the next step; None if they would not pay."""
         num_useful = acceptance.num_useful(num_requests / (num_requests + self._num_equal_rows))
         num_drafts = min(num_useful, self._num_drafts, self._max_num_rows // num_requests - 1)
-        return self._proposer.propose(token_ids, num_drafts) if num_drafts > 0 else []
+        return self._proposer.propose(token_ids, num_drafts) if num_drafts > 0 else None

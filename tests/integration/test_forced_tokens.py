@@ -240,13 +240,10 @@ def test_c64_a_request_continues_in_the_middle_of_a_forced_run(
     assert num_forced(engine) > 100
 
 
-def test_forced_tokens_are_taken_where_the_engine_does_not_run_ahead(
-    engines: EnginesOf, expected: dict[str, Said]
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_c64_forced_tokens_are_taken_on_a_cpu_unless_the_configuration_says_otherwise(
+    engines: EnginesOf, expected: dict[str, Said], async_scheduling: bool
 ) -> None:
-    """If the configuration does not say."""
-    ahead = engines.start("ahead", async_scheduling=True, **ROOMY)
-    waiting = engines.start("waiting", async_scheduling=False, **ROOMY)
-    assert expected == run_all(engines, ahead)
-    assert expected == run_all(engines, waiting)
-    assert num_forced(ahead) == 0
-    assert num_forced(waiting) > 200
+    engine = engines.start("engine", async_scheduling=async_scheduling, **ROOMY)
+    assert run_all(engines, engine) == expected
+    assert num_forced(engine) > 200

@@ -15,6 +15,7 @@ from tests.factories.scheduling import (
     FakeRunner,
     failed,
     flatten,
+    forces,
     guesses,
     make_request,
     make_scheduler,
@@ -70,7 +71,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         **settings: object,
     ) -> None:
         self.splits_prompts = batching == "unified"
-        num_ahead = 0 if num_drafts else num_ahead
         if batching == "unchunked":
             settings |= {"enable_chunked_prefill": False, "max_model_len": 200}
         elif batching == "mini_vllm":
@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **preemption,
             **settings,
         )
-        runner = FakeRunner(memory=self.connector.memory, guess=guesses(num_drafts))
+        runner = FakeRunner(memory=self.connector.memory, guess=guesses(num_drafts), force=forces())
         self.driver = Driver(self.scheduler, runner, num_ahead, self.connector)
         self.requests: dict[str, Request] = {}
 

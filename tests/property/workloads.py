@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.request import FinishReason
+from baton.sampling import GrammarKind, StructuredOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
 from tests.factories.scheduling import (
@@ -22,6 +23,7 @@ from tests.factories.scheduling import (
     FakeRunner,
     PagedMemory,
     flatten,
+    forces,
     guesses,
     make_request,
     make_scheduler,
@@ -50,14 +52,23 @@ class Mode:
     batching: str
     num_ahead: int
     num_drafts: int = 0
+    has_grammars: bool = False
+    """Every second request has one, which forces tokens."""
 
     def __str__(self) -> str:
-        return f"{self.batching}-{self.num_ahead}-{self.num_drafts}"
+        return f"{self.batching}-{self.num_ahead}-{self.num_drafts}" + "-forced" * self.has_grammars
+
+    def request(self, options: "Options", **others: Any) -> Request:
+        is_second = int(options["request_id"].partition("#")[0].removeprefix("r")) % 2
+        grammar = GRAMMAR if self.has_grammars and is_second else None
+        return make_request(**options, structured_output=grammar, **others)
 
 
 BATCHINGS = ("unified", "prefill_first", "mixed")
 MODES = [Mode(batching, num_ahead) for batching in BATCHINGS for num_ahead in (0, 1)]
 MODES += [Mode(batching, 0, num_drafts=3) for batching in BATCHINGS]
+MODES += [Mode(batching, 1, num_drafts=3, has_grammars=True) for batching in BATCHINGS]
+GRAMMAR = StructuredOutput(GrammarKind.REGEX, "whatever the runner says")
 
 
 def make_workload(seed: int) -> Workload:
@@ -136,20 +147,27 @@ def runner_for(
     memory: PagedMemory | None = None,
     next_token: Callable[[str, int], int] = next_token,
 ) -> FakeRunner:
-    return FakeRunner(next_token, memory, guesses(mode.num_drafts, next_token))
+    return FakeRunner(next_token, memory, guesses(mode.num_drafts, next_token), forces(next_token))
+
+
+def add(driver: Driver, request: Request) -> None:
+    """Its grammar takes no time to compile."""
+    driver.add(request)
+    for grammar in driver.scheduler.wanted_grammars():
+        driver.note(flatten(driver.scheduler.grammar_compiled(grammar)))
 
 
 def play(workload: Workload, mode: Mode) -> Driver:
     """Runs a workload to its end with every check of the driver; the driver, at rest."""
     scheduler = make_scheduler(**settings_for(workload, mode))
     driver = Driver(scheduler, runner_for(mode), mode.num_ahead)
-    arrivals: list[Request] = [make_request(**options) for options in workload.requests]
+    arrivals: list[Request] = [mode.request(options) for options in workload.requests]
     num_steps = 0
 
     def before_step() -> None:
         nonlocal num_steps
         while arrivals and workload.arrivals[arrivals[0].request_id] <= num_steps:
-            driver.add(arrivals.pop(0))
+            add(driver, arrivals.pop(0))
         due = [i for i, at in workload.aborts.items() if at == num_steps]
         driver.note(flatten(scheduler.finish_requests(due, RequestStatus.FINISHED_ABORTED)))
         num_steps += 1

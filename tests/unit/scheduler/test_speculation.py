@@ -6,7 +6,6 @@ tests/property/test_random_workloads.py.
 
 import pytest
 
-from baton.errors import ConfigError
 from baton.kv import BlocksStored
 from baton.request import FinishReason
 from baton.step import ModelRunnerOutput, SchedulerOutput
@@ -18,7 +17,6 @@ from tests.factories.scheduling import (
     Guess,
     flatten,
     guesses,
-    make_config,
     make_request,
     make_scheduler,
     run_step,
@@ -335,11 +333,6 @@ def test_c16_a_request_that_fails_while_its_drafts_are_verified_ends_alone() -> 
     assert wrong.is_failed
     assert fine.num_output_tokens == 2 + NUM_DRAFTS
     scheduler.check_integrity()
-
-
-def test_drafts_and_steps_planned_ahead_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="async_scheduling"):
-        Scheduler(make_config(), num_speculative_tokens=2)
 
 
 def test_c64_forced_tokens_count_at_once_and_the_next_plan_names_them() -> None:
