@@ -70,9 +70,8 @@ def guesses(prompt: tuple[int, ...], position: int, most: int) -> tuple[int, ...
 def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
     """What a grammar forces behind an output position: nothing, or some tokens, up to one that ends the answer."""
     run: list[int] = []
-    for at in range(
-        position, position + xxhash.xxh32_intdigest(f"{hash(prompt)}@{position} forces") % 12 - 6
-    ):
+    draw = xxhash.xxh32_intdigest(f"{hash(prompt)}@{position} forces".encode())
+    for at in range(position, position + draw % 12 - 6):
         run.append(next_token(prompt, at))
         if run[-1] == EOS:
             break

@@ -53,21 +53,21 @@ class Mode:
     num_ahead: int
     num_drafts: int = 0
     has_grammars: bool = False
-    """Every second request has one, which forces tokens."""
+    """Every request that may have one has one, which forces tokens."""
 
     def __str__(self) -> str:
         return f"{self.batching}-{self.num_ahead}-{self.num_drafts}" + "-forced" * self.has_grammars
 
     def request(self, options: "Options", **others: Any) -> Request:
-        is_second = int(options["request_id"].partition("#")[0].removeprefix("r")) % 2
-        grammar = GRAMMAR if self.has_grammars and is_second else None
+        has_grammar = self.has_grammars and not (options["ignore_eos"] or options["min_tokens"])
+        grammar = GRAMMAR if has_grammar else None
         return make_request(**options, structured_output=grammar, **others)
 
 
 BATCHINGS = ("unified", "prefill_first", "mixed")
 MODES = [Mode(batching, num_ahead) for batching in BATCHINGS for num_ahead in (0, 1)]
 MODES += [Mode(batching, 0, num_drafts=3) for batching in BATCHINGS]
-MODES += [Mode(batching, 1, num_drafts=3, has_grammars=True) for batching in BATCHINGS]
+MODES.append(Mode("unified", 1, num_drafts=3, has_grammars=True))
 GRAMMAR = StructuredOutput(GrammarKind.REGEX, "whatever the runner says")
 
 
