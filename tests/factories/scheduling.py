@@ -96,28 +96,6 @@ def guess_nothing(_request_id: str, _position: int) -> None:
     """Never."""
 
 
-def guesses(num_drafts: int, next_token: Callable[[str, int], int] = token_at) -> Guess:
-    """Up to so many drafts, three of four of which are right: a pure function, too."""
-
-    def guess(request_id: str, position: int) -> tuple[int, ...] | None:
-        draws = [crc32(f"draft {request_id}@{position}+{ahead}".encode()) for ahead in range(num_drafts)]
-        drafts = [next_token(request_id, position + i) + (draw % 4 == 0) for i, draw in enumerate(draws)]
-        draw = crc32(f"drafts {request_id}@{position}".encode())
-        return tuple(drafts[: draw % (num_drafts + 1)]) or (None if draw % 3 else ())
-
-    return guess
-
-
-def forces(next_token: Callable[[str, int], int] = token_at) -> Guess:
-    """At every second position, up to seven tokens of a request with a grammar; a pure function, too."""
-
-    def force(request_id: str, position: int) -> tuple[int, ...]:
-        draw = crc32(f"forced {request_id}@{position}".encode())
-        return tuple(next_token(request_id, position + i) for i in range(draw % 16 - 8))
-
-    return force
-
-
 class PagedMemory:
     """What stands in every slot of the pool. A slot's KV depends on all tokens up to it, and so does its stand-in."""
 

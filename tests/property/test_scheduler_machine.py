@@ -10,13 +10,12 @@ from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.guesses import forces, guesses
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
     failed,
     flatten,
-    forces,
-    guesses,
     make_request,
     make_scheduler,
     received,

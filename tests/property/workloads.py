@@ -18,13 +18,12 @@ from baton.request import FinishReason
 from baton.sampling import GrammarKind, StructuredOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.guesses import forces, guesses
 from tests.factories.scheduling import (
     EOS,
     FakeRunner,
     PagedMemory,
     flatten,
-    forces,
-    guesses,
     make_request,
     make_scheduler,
     token_at,

@@ -4,6 +4,8 @@ That vLLM's scheduler decides the same is shown by test_v1_decisions.py, that no
 tests/property/test_random_workloads.py.
 """
 
+from collections.abc import Callable
+
 import pytest
 
 from baton.kv import BlocksStored
@@ -11,12 +13,12 @@ from baton.request import FinishReason
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from scheduler import Request, RequestStatus, Scheduler
 from tests.factories.driving import Driver
+from tests.factories.guesses import guesses
 from tests.factories.scheduling import (
     EOS,
     FakeRunner,
     Guess,
     flatten,
-    guesses,
     make_request,
     make_scheduler,
     run_step,
@@ -26,7 +28,7 @@ from tests.factories.scheduling import (
 NUM_DRAFTS = 3
 
 
-def right(num_right: int, num_drafts: int = NUM_DRAFTS) -> Guess:
+def right(num_right: int, num_drafts: int = NUM_DRAFTS) -> Callable[[str, int], tuple[int, ...]]:
     """Drafts of which the first so many are right."""
 
     def guess(request_id: str, position: int) -> tuple[int, ...]:
