@@ -228,10 +228,15 @@ def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device)
     ("overrides", "block_size", "uses_graphs", "settings"),
     [
         ({}, 16, True, {}),
-        ({"architecture": "mistral", "sliding_window": 7}, 16, False, {"async_scheduling": False}),
-        ({}, 4, False, {"num_blocks": 6, "preemption": "swap", "num_swap_blocks": 8}),
+        ({"architecture": "mistral", "sliding_window": 7}, 16, False, {}),
+        (
+            {},
+            4,
+            False,
+            {"num_blocks": 6, "preemption": "swap", "num_swap_blocks": 8, "async_scheduling": False},
+        ),
     ],
-    ids=["graphs", "window, in turn", "swap"],
+    ids=["graphs", "window", "swap, in turn"],
 )
 def test_c62_drafts_change_no_token_on_a_device(
     tmp_path: Path,
