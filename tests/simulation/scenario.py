@@ -16,6 +16,7 @@ from simulator.network import NetworkFaults
 from simulator.pools import ReadFaults
 from simulator.worker import WorkerSpec
 from tests.simulation.drafts import has_drafts, has_grammars, with_drafts, with_grammars
+from tests.simulation.windows import has_windows, with_windows
 
 MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
@@ -93,6 +94,9 @@ def make_scenario(seed: int) -> Scenario:
         scenario = replace(scenario, workers=workers, requests=requests)
     if has_grammars(seed):
         scenario = replace(scenario, requests=with_grammars(seed, scenario.requests))
+    if has_windows(seed):
+        workers, requests = with_windows(seed, scenario.workers, scenario.requests, MAX_MODEL_LEN)
+        scenario = replace(scenario, workers=workers, requests=requests)
     is_apart = scenario.is_greedy or scenario.poison is not None
     if has_gray_faults(seed) and not is_apart:
         return replace(scenario, faults=scenario.faults + _gray_faults(seed))
