@@ -96,11 +96,13 @@ def test_c62_a_hand_over_costs_no_right_draft(engines: EnginesOf, expected: Answ
         engines.start(name, speculation=NGRAM, **ROOMY) for name in ("producer", "consumer", "alone")
     )
     for request in make_requests():
+        first, *others = expected[request.request_id].token_ids
+        if not others:
+            continue
         hand_over(producer, consumer, request)
         engines.run()
         handed_over = consumer.take_answers()
-        first = tuple(expected[request.request_id].token_ids[:1])
-        here = ask(engines, alone, [replace(request, output_token_ids=first)])
+        here = ask(engines, alone, [replace(request, output_token_ids=(first,))])
         assert drafts_of(handed_over) == drafts_of(here), request.request_id
     assert num_drafts(consumer) == num_drafts(alone)
     assert num_drafts(consumer)[1] > 100
