@@ -1,4 +1,4 @@
-"""A worker's counters come from its scheduler and its connector: no name may mean two things. Outputs agree with them."""
+"""A worker's counters come from its scheduler and its connector: no name means two things, and outputs agree."""
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.request import FirstToken
