@@ -16,7 +16,7 @@ from tests.factories.speculation import FORCED, FORCING, NGRAM, PLAIN, REPEATING
 from tests.factories.whole_engines import Answer, EnginesOf
 from tests.unit.gateway.requests.test_request_state import make_state
 
-NUM_REQUESTS = 24
+NUM_REQUESTS = 36
 TOKENIZER = make_tokenizer()
 
 
