@@ -46,9 +46,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "forced tokens": {"forced_tokens": True},
 }
 """Sections `speculation` of the configuration."""
-NUM_PROMPTS = {"cpu": 200, "triton": 12}
+NUM_PROMPTS = {"cpu": 200, "triton": 10}
 """By engine."""
-NUM_TIGHT_BLOCKS = {"cpu": TIGHT["num_blocks"], "triton": 13}
+NUM_TIGHT_BLOCKS = {"cpu": TIGHT["num_blocks"], "triton": 10}
 """Too few for the requests that run at once."""
 SMALLER: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -58,9 +58,11 @@ SMALLER: dict[str, Any] = {
     "num_key_value_heads": 1,
 }
 """A model for an interpreter."""
-SHORT_PROMPT, SHORT_ANSWER = 24, 12
+SHORT_PROMPT, SHORT_ANSWER = 28, 8
 """Tokens, for an interpreter."""
 NUM_AT_ONCE = 16
+BEGIN = 1
+"""The token with which a text begins."""
 TOKENS_BEFORE_KILL = 5
 """On average of the requests."""
 PATIENCE_S = 3_600.0
@@ -215,11 +217,13 @@ def sampling_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def make_requests(number: int) -> list[EngineRequest]:
-    """In random order."""
-    forcing = FORCING.requests(number // 4)
-    requests = [*REPEATING.requests(number - len(forcing)), *forcing]
+    """Some of them, in random order. Their prompts begin with a token that does no worker harm (warm_worker.py)."""
+    requests = [*REPEATING.requests(150), *FORCING.requests(50)]
     random.Random(0).shuffle(requests)
-    return [replace(request, request_id=f"r{i}") for i, request in enumerate(requests)]
+    return [
+        replace(request, request_id=f"r{i}", prompt_token_ids=(BEGIN, *request.prompt_token_ids))
+        for i, request in enumerate(requests[:number])
+    ]
 
 
 def shortened(request: EngineRequest) -> EngineRequest:
@@ -227,7 +231,7 @@ def shortened(request: EngineRequest) -> EngineRequest:
     num_tokens, least = min(params.max_tokens, SHORT_ANSWER), min(params.min_tokens, SHORT_ANSWER)
     return replace(
         request,
-        prompt_token_ids=request.prompt_token_ids[-SHORT_PROMPT:],
+        prompt_token_ids=(BEGIN, *request.prompt_token_ids[-SHORT_PROMPT:]),
         sampling_params=replace(params, max_tokens=num_tokens, min_tokens=least),
     )
 
@@ -282,7 +286,9 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=NUM_PROMPTS, default=[*NUM_PROMPTS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
-    parser.add_argument("--prompts", type=int, help="default: 200 for cpu, 12 for triton")
+    parser.add_argument(
+        "--prompts", type=int, choices=range(1, 201), metavar="N", help="default: 200 for cpu, 10 for triton"
+    )
     options = parser.parse_args()
     # Rows that pad a step hold whatever was in memory; nothing comes of them.
     warnings.filterwarnings("ignore", "(overflow|invalid value) encountered", RuntimeWarning)
