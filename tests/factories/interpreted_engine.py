@@ -4,11 +4,16 @@ Import it before any kernel. Graphs, compilers and memory of a GPU are left out.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
 
+import pytest
+import torch
+
 import engine.build
+from baton.config import ModelConfig
 from engine.build import DeviceEngine
 from engine.gpu.device_parts import make_device_parts
 from engine.grammars.compiler import GrammarCompiler
@@ -19,12 +24,13 @@ from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline
 
 def interpret_kernels() -> None:
     """Engines made from now on compute by Triton's kernels."""
-    engine.build.load_model = _load_model  # type: ignore[assignment]
-    DeviceEngine.make_pipeline = _make_pipeline  # type: ignore[method-assign]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(engine.build, "load_model", _load_model)
+    patch.setattr(DeviceEngine, "make_pipeline", _make_pipeline)
 
 
-def _load_model(*model: Any, **options: Any) -> LoadedModel:
-    return load_model(*model, TritonBackend(), **options)
+def _load_model(config: ModelConfig, path: Path, device: torch.device, **options: Any) -> LoadedModel:
+    return load_model(config, path, device, TritonBackend(), **options)
 
 
 def _make_pipeline(built: DeviceEngine, grammars: GrammarCompiler | None = None) -> Pipeline:

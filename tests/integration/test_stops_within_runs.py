@@ -32,7 +32,7 @@ class Ended:
 
 def answer_to_client(outputs: Iterable[RequestOutput], stop: str) -> Ended:
     """As a gateway delivers it."""
-    state, text, token_ids = make_state(stop=(stop,)), "", []
+    state, text, token_ids = make_state(stop=(stop,)), "", list[int]()
     for output in outputs:
         delta = state.on_output("d0", output, 11.0)
         assert isinstance(delta, Delta)
