@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +163,12 @@ async def _killed(scene: Scene) -> Outcome:
     )
     options, outcome = ["--interpreted"] if scene.is_interpreted else [], Outcome()
     async with fragile_cluster(config, scene.folder, worker_options=options) as cluster:
-        for begin, victim in zip(
-            range(0, len(scene.requests), NUM_AT_ONCE), cycle(("w1", "w2")), strict=False
-        ):
-            await cluster.prepare_spares(1)
+        victim = None
+        for begin in range(0, len(scene.requests), NUM_AT_ONCE):
+            if victim is not None:
+                await cluster.replace(victim)
+            victim = "w2" if victim == "w1" else "w1"
             await _ask_and_kill(cluster, scene.requests[begin : begin + NUM_AT_ONCE], victim, outcome)
-            await cluster.replace(victim)
     return outcome
 
 
