@@ -260,7 +260,7 @@ def play(engine: str, methods: Iterable[str], ways: Iterable[str], num_prompts: 
             complaints += [f"{engine}, {method}, {way}: {each}" for each in found]
             num_tokens, counts = sum(map(len, outcome.token_ids.values())), outcome.counts
             numbers = (len(expected), num_tokens, len(found), counts["drafts"], counts["right"])
-            last = (counts["forced_tokens"], f"{time.monotonic() - begin:.0f}")
+            last = (counts.get("forced_tokens", "?"), f"{time.monotonic() - begin:.0f}")
             happened = f"{counts[must_happen]} {must_happen}" if must_happen else ""
             print(row.format(engine, method, way, *numbers, *last, happened), flush=True)
     return complaints
