@@ -173,6 +173,7 @@ def build_device_engine(
                 kv_cache_dtype=config.kv_cache_dtype,
                 collectives=collectives,
                 on_progress=lambda done, count: on_progress("loading weights", done, count),
+                max_model_len=scheduler.max_model_len,
             )
         )
     capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts))

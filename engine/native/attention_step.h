@@ -20,7 +20,6 @@ struct Step {
     int64_t activation_type, pool_type;
     int64_t num_layers, num_heads, num_kv_heads, head_dim, block_size;
     char *pool;                     // [blocks, layers, 2, H, block size, D]; see engine/kv_cache.py
-    const float *cos_sin_XD;        // of every position: the cosines of F frequencies, then the sines
     int64_t num_tokens, num_requests, num_decodes, max_blocks, num_threads;
     const int64_t *positions_T;
     const int64_t *slots_T;         // block x block size + offset
@@ -28,6 +27,7 @@ struct Step {
     const int64_t *num_tokens_B;
     const int64_t *context_lens_B;  // up to the request's last token of this step
     const int64_t *block_ids_BM;
+    float scale, cap;               // of scores; a cap of 0 is none, else a scaled score s becomes cap x tanh(s / cap)
 
     int64_t heads_per_kv_head() const { return num_heads / num_kv_heads; }
     int64_t token_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }

@@ -18,6 +18,9 @@ from gateway.text.tokenizer import ChatMessage, Tokenizer
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
 
+GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 40, "num_hidden_layers": 7}
+"""With a layer that has no window."""
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -32,6 +35,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mistral", {"sliding_window": 40}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 32}),
+        ("gemma3_text", GEMMA3),
+        ("gemma3_text", GEMMA3 | {"final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
     ],
     ids=str,
 )
@@ -191,8 +196,8 @@ SIZES = {
     ("metadata", "message"),
     [
         (
-            {"general__architecture": "gemma3"},
-            r"architecture 'gemma3' is not supported; supported are llama, qwen2",
+            {"general__architecture": "gemma2"},
+            r"architecture 'gemma2' is not supported; supported are llama, qwen2",
         ),
         ({"llama__expert_count": 8}, r"llama\.expert_count \(8\) is not supported"),
         ({"llama__logit_scale": 16.0}, r"llama\.logit_scale \(16\.0\) is not supported"),
