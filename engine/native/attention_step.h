@@ -14,6 +14,7 @@ constexpr int64_t RANGE_KEYS = 256;  // a multiple of TILE_KEYS
 constexpr int64_t TILE_ROWS = 96;  // of a chunk: queries x heads of a kv head that are computed together
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
+constexpr float LEAST_SCORE = -1e30f;  // finite, also times a scale: hidden scores (-inf) less this are -inf, not NaN
 
 // A step; the same for all layers. As in engine/native/attention.py.
 struct Step {
@@ -62,7 +63,7 @@ struct Softmax {
     }
 
     void clear() {
-        std::fill_n(largest, num_rows, -FLT_MAX);  // finite: hidden scores (-inf) less this are -inf, not NaN
+        std::fill_n(largest, num_rows, LEAST_SCORE);
         std::fill_n(sum, num_rows * (head_dim + 1), 0.0f);
     }
 

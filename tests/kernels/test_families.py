@@ -1,6 +1,7 @@
 """Every family gives the same tokens by the GPU's kernels as on a CPU.
 
-Without a GPU the kernels are interpreted. So a decoder of each kind is computed in CI, and the other options by hand.
+Without a GPU the kernels are interpreted. So CI computes those families that need something of a kernel, by hand one
+computes all.
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
-IN_CI = ("olmo2", "phi3, partial", "glm4", "gemma2", "gemma3, scaled, capped")
+IN_CI = ("olmo2", "gemma2", "gemma3, scaled, capped")
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,12 @@ IN_CI = ("olmo2", "phi3, partial", "glm4", "gemma2", "gemma3, scaled, capped")
 )
 def test_the_same_tokens_as_on_a_cpu(tmp_path: Path, device: torch.device, name: str) -> None:
     case = CASES[name]
-    is_uniform = case.family not in (Family.SMOLLM3, Family.GEMMA2, Family.GEMMA3)
-    shape = SMALL | {"num_hidden_layers": 1 if is_uniform else 3}
-    path = make_model_dir(tmp_path / "model", case.architecture, **(shape | case.overrides))
+    overrides = dict(case.overrides)
+    num_layers = 1 if case.family in (Family.PHI3, Family.OLMO2, Family.GRANITE, Family.GLM4) else 2
+    for key in ("layer_types", "no_rope_layers"):
+        if key in overrides:
+            overrides[key] = overrides[key][-num_layers:]
+    shape = SMALL | {"num_hidden_layers": num_layers}
+    path = make_model_dir(tmp_path / "model", case.architecture, **(shape | overrides))
     config = make_config(16, 16)
     assert_same(on_device(path, device, config, uses_graphs=False), on_cpu(path, config))

@@ -181,8 +181,11 @@ def test_a_mixed_step_equals_the_torch_path(dtype: torch.dtype, windows: tuple[i
         assert error < TOLERANCE[dtype], layer
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("scale", "cap"), [(0.5, None), (0.5, 3.0)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "scale", "cap"),
+    [*((dtype, 0.5, cap) for dtype in DTYPES for cap in (None, 3.0)), (torch.float32, 2.0, None)],
+    ids=str,
+)
 def test_scores_are_scaled_and_capped(dtype: torch.dtype, scale: float, cap: float | None) -> None:
     layout = make_layout(MIXED, Heads(6, 2, 64), dtype, windows=(None, 70))
     layout.architecture = replace(layout.architecture, attention_scale=scale, attention_cap=cap)
