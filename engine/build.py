@@ -165,6 +165,7 @@ def build_device_engine(
                 kv_cache_dtype=config.kv_cache_dtype,
                 collectives=collectives,
                 on_progress=lambda done, count: on_progress("loading weights", done, count),
+                max_model_len=scheduler.max_model_len,
             )
         )
     draft = load_draft(

@@ -133,8 +133,8 @@ def _first_layers(model: LoadedModel, num_layers: int) -> LoadedModel:
         raise ConfigError(
             f"speculation.draft_layers: got {num_layers}, but the served model has {a.num_layers} layers"
         )
-    windows = a.sliding_windows[:num_layers]
-    architecture = replace(a, num_layers=num_layers, sliding_windows=windows)
+    windows, ropes = a.sliding_windows[:num_layers], a.ropes[:num_layers]
+    architecture = replace(a, num_layers=num_layers, sliding_windows=windows, ropes=ropes)
     return replace(model, architecture=architecture, decoder=model.decoder.first_layers(num_layers))
 
 

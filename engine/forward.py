@@ -10,7 +10,7 @@ import torch
 from engine.batch import StepBatch
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
-from engine.models.llama import LlamaForCausalLM
+from engine.models.decoder import Decoder
 
 
 class Forward(Protocol):
@@ -35,7 +35,7 @@ class PagedAttentions(Protocol):
 class TorchForward:
     """Runs eagerly, one step at a time."""
 
-    def __init__(self, decoder: LlamaForCausalLM, attention: PagedAttentions, device: torch.device) -> None:
+    def __init__(self, decoder: Decoder, attention: PagedAttentions, device: torch.device) -> None:
         self._decoder = decoder
         self._attention = attention
         self._device = device

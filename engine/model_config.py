@@ -2,54 +2,35 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ModelError
+from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
+from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""`architectures[0]` of a config.json -> `model_type`. All four are one decoder with different options."""
-
-
-class RopeType(Enum):
-    """How rotary frequencies are stretched beyond the length a model was pretrained on."""
-
-    DEFAULT = "default"
-    LINEAR = "linear"
-    DYNAMIC = "dynamic"
-    LLAMA3 = "llama3"
-    YARN = "yarn"
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Of `layer_types`."""
+_WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.QWEN2, Family.PHI3)
+_WITH_MLP_BIAS = (Family.LLAMA, Family.SMOLLM3, Family.GRANITE)
+"""Whether transformers reads `attention_bias` and `mlp_bias`. Qwen2 always has biases on queries, keys and values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding; fields that a type does not use keep their defaults."""
+class Gate(Enum):
+    """The activation of a gated MLP."""
 
-    rope_type: RopeType = RopeType.DEFAULT
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    """GELU (2016), by its approximation with a tanh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelArchitecture:
-    """A decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, gated SiLU MLP."""
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP."""
 
+    family: Family = Family.LLAMA
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -59,9 +40,19 @@ class ModelArchitecture:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]
+    """Per layer; None: queries and keys are not rotated (NoPE)."""
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many tokens a token sees, itself included; None means all."""
+    attention_scale: float
+    """Of scores."""
+    attention_cap: float | None = None
+    """A scaled score s becomes cap x tanh(s / cap)."""
+    embedding_scale: float = 1.0
+    logits_divisor: float = 1.0
+    logits_cap: float | None = None
+    """As `attention_cap`."""
+    gate: Gate = Gate.SILU
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_o_bias: bool
@@ -69,11 +60,14 @@ class ModelArchitecture:
     has_qk_norm: bool
 
 
-def read_architecture(path: Path) -> ModelArchitecture:
-    """Reads `path/config.json`; ModelError names what is missing, or is unsupported and would change results."""
+def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArchitecture:
+    """Reads `path/config.json`; ModelError names what is missing, or is unsupported and would change results.
+
+    `max_model_len`: of the longest request; None: as long as the model allows. Only LongRoPE depends on it.
+    """
     config = read_json(path / "config.json")
     try:
-        return _architecture(config)
+        return _architecture(config, max_model_len)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
 
@@ -104,21 +98,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _architecture(config: Mapping[str, Any]) -> ModelArchitecture:
-    model_type = _model_type(config)
-    _refuse_unsupported(config)
+def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelArchitecture:
+    family = family_of(given)
+    refuse_unsupported(given, family)
+    config = {**DEFAULTS[family], **given}
     num_layers, num_heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
-    num_kv_heads = _count(config, "num_key_value_heads", 8 if model_type == "mistral" else num_heads)
-    hidden_size = _count(config, "hidden_size")
-    head_dim = _count(config, "head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads)
+    num_kv_heads = _count(config, "num_key_value_heads", num_heads)
+    hidden_size, max_length = _count(config, "hidden_size"), _count(config, "max_position_embeddings")
+    head_dim = _count(config, "head_dim", DEFAULTS[family].get("head_dim", hidden_size // num_heads))
     if head_dim % 2:
         raise ModelError(f"head_dim must be even, got {head_dim}")
     if num_heads % num_kv_heads != 0:
         raise ModelError(
             f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})"
         )
-    has_attention_bias = model_type in ("llama", "qwen3") and bool(config.get("attention_bias", False))
-    return ModelArchitecture(
+    has_bias = bool(config.get("attention_bias", False)) and family not in _WITHOUT_ATTENTION_BIAS
+    architecture = ModelArchitecture(
+        family=family,
         vocab_size=_count(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=_count(config, "intermediate_size"),
@@ -126,47 +122,51 @@ def _architecture(config: Mapping[str, Any]) -> ModelArchitecture:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_count(config, "max_position_embeddings"),
+        max_position_embeddings=max_length,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
-        sliding_windows=_sliding_windows(config, model_type, num_layers),
+        ropes=_ropes(config, family, num_layers, head_dim, max_length, max_model_len or max_length),
+        sliding_windows=_sliding_windows(config, family, num_layers),
+        attention_scale=head_dim**-0.5,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        has_qkv_bias=has_attention_bias or model_type == "qwen2",
-        has_o_bias=has_attention_bias,
-        has_mlp_bias=model_type == "llama" and bool(config.get("mlp_bias", False)),
-        has_qk_norm=model_type == "qwen3",
+        has_qkv_bias=has_bias or family is Family.QWEN2,
+        has_o_bias=has_bias and family is not Family.GLM4,
+        has_mlp_bias=bool(config.get("mlp_bias", False)) and family in _WITH_MLP_BIAS,
+        has_qk_norm=family in (Family.QWEN3, Family.GEMMA3),
+    )
+    if family is Family.GRANITE:
+        return _granite(architecture, config)
+    return _gemma(architecture, config) if family.is_gemma else architecture
+
+
+def _granite(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelArchitecture:
+    """A branch is multiplied by `residual_multiplier` before it is added.
+
+    The residual stream is kept divided by it instead, and the embedding with it: branches are then added as they are.
+    A norm of the smaller stream is the same with an epsilon divided by its square.
+    """
+    multiplier = _positive(config, "residual_multiplier", 1.0)
+    return replace(
+        architecture,
+        rms_norm_eps=architecture.rms_norm_eps / multiplier**2,
+        attention_scale=_positive(config, "attention_multiplier", 1.0),
+        embedding_scale=_positive(config, "embedding_multiplier", 1.0) / multiplier,
+        logits_divisor=_positive(config, "logits_scaling", 1.0),
     )
 
 
-def _model_type(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
-    name = names[0] if names else None
-    known = ARCHITECTURES.get(name) if name is not None else config.get("model_type")
-    if known not in ARCHITECTURES.values():
-        raise ModelError(
-            f"architecture {name or config.get('model_type')!r} is not supported; supported are "
-            + ", ".join(ARCHITECTURES)
-        )
-    return str(known)
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Refuses options that change what a model computes and that the decoder does not support.
-
-    All four families call the activation `hidden_act`. Other keys that seem to name one must name the same; numbers and
-    truth values, as of `activation_dropout`, name none. Apart from these, only keys of the four families are looked
-    at: another family's own keys are ignored.
-    """
-    if config.get("quantization_config") is not None:
-        raise ModelError("quantization_config is not supported; use the model's unquantized weights")
-    others = [
-        key
-        for key, value in config.items()
-        if {"act", "activation"} & set(key.split("_")) and value and not isinstance(value, int | float)
+def _gemma(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelArchitecture:
+    caps = [
+        None if config.get(key) is None else _positive(config, key)
+        for key in ("attn_logit_softcapping", "final_logit_softcapping")
     ]
-    for key in ("hidden_act", *others):
-        if (activation := config.get(key, "silu")) not in ("silu", "swish"):
-            raise ModelError(f"{key} {activation!r} is not supported; only 'silu' is")
+    return replace(
+        architecture,
+        attention_scale=_positive(config, "query_pre_attn_scalar") ** -0.5,
+        attention_cap=caps[0],
+        embedding_scale=architecture.hidden_size**0.5,
+        logits_cap=caps[1],
+        gate=Gate.GELU_TANH,
+    )
 
 
 def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -176,68 +176,74 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
     return value
 
 
-def _sliding_windows(config: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral uses windows on every layer; Qwen on those that `layer_types` or `max_window_layers` name."""
-    window = config.get("sliding_window", 4096)
-    is_used = model_type == "mistral" or (model_type != "llama" and config.get("use_sliding_window", False))
-    if not is_used or window is None:
+def _positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int | float) or not 0.0 < value < 1e30:
+        raise ModelError(f"{key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _ropes(
+    config: Mapping[str, Any],
+    family: Family,
+    num_layers: int,
+    head_dim: int,
+    max_length: int,
+    max_model_len: int,
+) -> tuple[RopeConfig | None, ...]:
+    if family is Family.GEMMA3:
+        by_kind = read_ropes_by_kind(config, family, head_dim, max_length)
+        return tuple(by_kind[kind] for kind in _kinds(config, family, num_layers))
+    rope = read_rope(config, family, head_dim, max_length, max_model_len)
+    if family is not Family.SMOLLM3:
+        return (rope,) * num_layers
+    return tuple(rope if rotates else None for rotates in _rotating_layers(config, num_layers))
+
+
+def _rotating_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """SmolLM3: 0 for a layer that does not rotate, else 1."""
+    interval = _count(config, "no_rope_layer_interval")
+    flags = config.get("no_rope_layers")
+    if flags is None:
+        return [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) < num_layers or not set(flags) <= {0, 1}:
+        raise ModelError(
+            f"no_rope_layers must list 0 or 1 for each of {num_layers} layers, got {flags!r:.80}"
+        )
+    return flags[:num_layers]
+
+
+def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window") if "sliding_window" in READ[family] else None
+    is_switched = family in (Family.QWEN2, Family.QWEN3, Family.SMOLLM3)
+    if window is None or (is_switched and not config.get("use_sliding_window", False)):
         return (None,) * num_layers
     if not isinstance(window, int) or window < 1:
         raise ModelError(f"sliding_window must be a positive integer or null, got {window!r}")
-    if model_type == "mistral":
+    if family in (Family.MISTRAL, Family.PHI3):
         return (window,) * num_layers
-    first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    ]
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown or len(kinds) != num_layers:
+    return tuple(window if kind == SLIDING else None for kind in _kinds(config, family, num_layers))
+
+
+def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
+    """`layer_types`, or the family's own pattern."""
+    kinds = config.get("layer_types") or _pattern(config, family, num_layers)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
         raise ModelError(
-            f"layer_types must list 'full_attention' or 'sliding_attention' for each of {num_layers} "
-            f"layers, got {kinds}"
+            f"layer_types must list {FULL!r} or {SLIDING!r} for each of {num_layers} layers, got {kinds}"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return kinds
 
 
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, dict) for value in values.values()):
-        raise ModelError("rope_parameters that differ between layers are not supported")
-    partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    if partial != 1.0:
-        raise ModelError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
-    name = values.get("rope_type") or values.get("type") or "default"
-    try:
-        rope_type = RopeType(name)
-    except ValueError:
-        supported = ", ".join(kind.value for kind in RopeType)
-        raise ModelError(f"rope type {name!r} is not supported; supported are {supported}") from None
-    return _rope_of_type(rope_type, values, config)
-
-
-def _rope_of_type(rope_type: RopeType, values: Mapping[str, Any], config: Mapping[str, Any]) -> RopeConfig:
-    theta = float(values.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    if rope_type is RopeType.DEFAULT:
-        return RopeConfig(theta=theta)
-    max_length = _count(config, "max_position_embeddings")
-    original = config.get("original_max_position_embeddings") or values.get(
-        "original_max_position_embeddings"
-    )
-    factor = values.get("factor")
-    if factor is None and rope_type is RopeType.YARN and original:
-        factor = max_length / original
-    keys = ["low_freq_factor", "high_freq_factor"] if rope_type is RopeType.LLAMA3 else []
-    missing = [key for key in keys if values.get(key) is None] + (["factor"] if factor is None else [])
-    if missing:
-        raise ModelError(f"rope type {rope_type.value!r} needs {', '.join(missing)}")
-    optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
-    given = {key: float(values[key]) for key in (*optional, "mscale_all_dim") if values.get(key) is not None}
-    return RopeConfig(
-        rope_type=rope_type,
-        theta=theta,
-        factor=float(factor or 1.0),
-        original_max_position_embeddings=int(original or max_length),
-        truncate=bool(values.get("truncate", True)),
-        **given,
-    )
+def _pattern(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
+    if family is Family.SMOLLM3:
+        slides = [not rotates for rotates in _rotating_layers(config, num_layers)]
+    elif family.is_gemma:
+        every = 2 if family is Family.GEMMA2 else _count(config, "sliding_window_pattern")
+        slides = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    else:
+        first = config["max_window_layers"]
+        if not isinstance(first, int):
+            raise ModelError(f"max_window_layers must be an integer, got {first!r}")
+        slides = [layer >= first for layer in range(num_layers)]
+    return [SLIDING if each else FULL for each in slides]

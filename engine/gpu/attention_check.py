@@ -114,7 +114,7 @@ def _trial(
     shape_TPD = (batch.num_tokens, num_heads + 2 * pool.shape.num_kv_heads, head_dim)
     qkv_TPD = torch.randn(shape_TPD, generator=generator, device=model.device).mul_(QUERY_SCALE)
     q_TQD = qkv_TPD.to(model.dtype)[:, :num_heads]
-    softmax = Softmax(head_dim**-0.5, window)
+    softmax = Softmax(model.architecture.attention_scale, window, model.architecture.attention_cap)
     num_blocks = int(batch.block_ids_BM.max())
 
     def expect() -> tuple[torch.Tensor, torch.Tensor]:

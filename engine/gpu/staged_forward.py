@@ -19,7 +19,7 @@ from engine.kv_cache import NULL_BLOCK
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.layers.triton_attention import TritonAttention, TritonStepAttention
-from engine.models.llama import LlamaForCausalLM
+from engine.models.decoder import Decoder
 from engine.request_table import IntArray
 
 NO_SLOT = -1
@@ -31,7 +31,7 @@ class StagedForward:
 
     def __init__(
         self,
-        decoder: LlamaForCausalLM,
+        decoder: Decoder,
         attention: TritonAttention,
         limits: StepLimits,
         sampled_R: torch.Tensor,

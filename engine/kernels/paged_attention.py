@@ -37,9 +37,12 @@ class Softmax:
     scale: float
     window: int | None = None
     """A query sees the last so many keys, itself included."""
+    cap: float | None = None
+    """A scaled score s becomes cap x tanh(s / cap)."""
 
     def __post_init__(self) -> None:
         assert self.scale > 0
+        assert self.cap is None or self.cap > 0
         assert self.window is None or self.window > 0
 
 
@@ -167,7 +170,7 @@ def paged_attention(
         kv.block_stride,
         block_ids_BM.stride(0),
         out_TQD.stride(0),
-        softmax.scale * _LOG2_E,
+        (softmax.scale if softmax.cap is None else softmax.cap) * _LOG2_E,
         softmax.window or 0,
         H=shape.num_kv_heads,
         G=shape.group_size,
@@ -182,6 +185,7 @@ def paged_attention(
         MERGED_PARTS=max(1, min(16, MAX_MERGED_ELEMENTS // (padded_group * shape.padded_head_dim))),
         USES_TMA=shape.uses_tma,
         HAS_WINDOW=softmax.window is not None,
+        TANH_SCALE=None if softmax.cap is None else 2 * _LOG2_E * softmax.scale / softmax.cap,
         # One instruction converts two 8-bit numbers to float16; bfloat16 takes several. float16, too, holds all of them
         # exactly.
         TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,
@@ -214,6 +218,8 @@ def paged_attention_reference(
         )
         scores_QTC = q_TQD[rows].to(torch.float64).transpose(0, 1) @ kv_KQCD[0].transpose(1, 2)
         scores_QTC *= softmax.scale
+        if softmax.cap is not None:
+            scores_QTC = softmax.cap * torch.tanh(scores_QTC / softmax.cap)
         keys_C = torch.arange(num_keys, device=q_TQD.device)
         positions_T1 = keys_C[num_keys - num_queries :, None]
         hidden_TC = keys_C > positions_T1
@@ -233,7 +239,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
     MERGE_FIELDS: tl.constexpr, PADDED_G: tl.constexpr, MERGED_PARTS: tl.constexpr,
-    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, TO_FLOAT16: tl.constexpr,
+    USES_TMA: tl.constexpr, HAS_WINDOW: tl.constexpr, TANH_SCALE: tl.constexpr, TO_FLOAT16: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
@@ -298,6 +304,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
                     k = tl.load(kv_ptrs, (dims < D)[None, :], other=0.0)
                     v = tl.load(kv_ptrs + H * BLOCK_SIZE * D, (dims < D)[None, :], other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+            if TANH_SCALE is not None:  # a score becomes its tanh: 1 - 2 / (e^2x + 1)
+                scores = 1.0 - 2.0 / (tl.exp2(scores * TANH_SCALE) + 1.0)
             is_masked = key + BLOCK_N > masked_from
             if HAS_WINDOW:
                 is_masked |= key < masked_before

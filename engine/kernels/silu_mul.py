@@ -1,4 +1,4 @@
-"""The activation of the gated MLP, silu(gate) * up, in one pass, optionally quantised for a W8A8 linear.
+"""The activation of the gated MLP, silu(gate) * up or gelu(gate) * up, optionally quantised for a W8A8 linear.
 
 Shape suffixes: T tokens, I intermediate size, M = 2 x I (the gates, then what they scale).
 """
@@ -14,20 +14,30 @@ from engine.kernels.row_launch import row_launch
 BLOCK_I = 1024
 
 
-def silu_mul(gate_up_TM: torch.Tensor) -> torch.Tensor:
-    """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous."""
+def silu_mul(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor:
+    """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous.
+
+    `is_gelu`: by GELU instead, in its approximation with a tanh.
+    """
     num_tokens, width = gate_up_TM.shape
     assert gate_up_TM.stride(1) == 1, "a row is one span"
     assert width % 2 == 0, f"{width} columns are not pairs"
     out_TI = torch.empty((num_tokens, width // 2), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
     grid = (num_tokens, triton.cdiv(width // 2, BLOCK_I))
     _silu_mul_kernel[grid](
-        gate_up_TM, out_TI, gate_up_TM.stride(0), width // 2, BLOCK_I=BLOCK_I, num_warps=4, **launch_options()
+        gate_up_TM,
+        out_TI,
+        gate_up_TM.stride(0),
+        width // 2,
+        IS_GELU=is_gelu,
+        BLOCK_I=BLOCK_I,
+        num_warps=4,
+        **launch_options(),
     )
     return out_TI
 
 
-def silu_mul_fp8(gate_up_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_fp8(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """q_TI in float8_e4m3fn and float32 scales_T1, as `quantize_fp8` makes them; not rounded in between.
 
     Rows may be strided; their elements are contiguous. I is at most 16,384, since a program holds a whole row.
@@ -45,6 +55,7 @@ def silu_mul_fp8(gate_up_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             scales_T1,
             gate_up_TM.stride(0),
             width // 2,
+            IS_GELU=is_gelu,
             PADDED_I=padded,
             num_warps=num_warps,
         )
@@ -53,7 +64,13 @@ def silu_mul_fp8(gate_up_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit
 def _silu_mul_kernel(  # type: ignore[no-untyped-def]
-    gate_up_ptr, out_ptr, row_stride, num_columns, BLOCK_I: tl.constexpr, PDL: tl.constexpr
+    gate_up_ptr,
+    out_ptr,
+    row_stride,
+    num_columns,
+    IS_GELU: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_former(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -61,18 +78,27 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     mask = columns < num_columns
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    out = _activated(gate, IS_GELU) * up
     tl.store(out_ptr + row * num_columns + columns, out.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def _silu_mul_fp8_kernel(  # type: ignore[no-untyped-def]
-    gate_up_ptr, q_ptr, scales_ptr, row_stride, num_columns, PADDED_I: tl.constexpr
+    gate_up_ptr, q_ptr, scales_ptr, row_stride, num_columns, IS_GELU: tl.constexpr, PADDED_I: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED_I)
     mask = columns < num_columns
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    out = _activated(gate, IS_GELU) * up
     store_quantized_row(out, q_ptr, scales_ptr, row, columns, num_columns)
+
+
+@triton.jit
+def _activated(gate, IS_GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """GELU is x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    if IS_GELU:
+        return gate / (1.0 + tl.exp(-gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)))
+    else:
+        return gate / (1.0 + tl.exp(-gate))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 class HeadNorm:
-    """RMSNorm of each head of queries and keys before the rotation (Qwen3)."""
+    """RMSNorm of each head of queries and keys before the rotation (Qwen3, Gemma 3)."""
 
     def __init__(
         self,
@@ -21,6 +21,7 @@ class HeadNorm:
         eps: float,
     ) -> None:
         self.q_weight_D, self.k_weight_D, self.eps = q_weight_D, k_weight_D, eps
+        self.q_float32_D, self.k_float32_D = (each.to(torch.float32) for each in (q_weight_D, k_weight_D))
         self._weight_RD = torch.cat([q_weight_D.expand(num_heads, -1), k_weight_D.expand(num_kv_heads, -1)])
 
     def apply_(self, qk_TRD: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from engine.layers.grouped_weight import GroupedWeight
+from engine.model_config import Gate
 
 Matrix = torch.Tensor | GroupedWeight
 """O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits."""
@@ -79,7 +80,9 @@ class Backend(Protocol):
         float32 if the matrix is in 4 or 8 bits."""
         ...
 
-    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations: ...
+    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations:
+        """Weights of this and of the other norms are in the activations' dtype, or in float32."""
+        ...
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
@@ -87,8 +90,14 @@ class Backend(Protocol):
         """Adds `x_TE` to the residual stream, in place, and returns its norm."""
         ...
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations) -> Activations:
-        """T x I: silu of the first I outputs of `gate_up`, times the other I."""
+    def add_normed(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> None:
+        """Adds the norm of `x_TE` to the residual stream, in place."""
+        ...
+
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> Activations:
+        """T x I: the activation of the first I outputs of `gate_up`, times the other I."""
         ...
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:

@@ -28,8 +28,17 @@ class FusedAttention:
     """torch's fused kernel: one call, scores kept in float32."""
 
     def __init__(
-        self, num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+        self,
+        num_queries: int,
+        num_keys: int,
+        window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        scale: float,
     ) -> None:
+        """`scale`: of scores."""
+        self._scale = scale
         is_plain = num_queries == num_keys and (window is None or window >= num_keys)
         self._mask_NS = None if is_plain else _mask(num_queries, 0, num_keys, window, dtype, device)
 
@@ -42,6 +51,7 @@ class FusedAttention:
             v_HSD.unsqueeze(0),
             attn_mask=self._mask_NS,
             is_causal=self._mask_NS is None,
+            scale=self._scale,
             enable_gqa=True,
         )
         out_NQD.copy_(out_1QND[0].transpose(0, 1))
@@ -73,8 +83,13 @@ class TiledAttention:
         weights: Workspace,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        scale: float,
+        cap: float | None = None,
     ) -> None:
+        """`scale`: of scores. `cap`: see `cap_`."""
         self._scores, self._weights = scores, weights
+        self._scale, self._cap = scale, cap
         self._tiles = [
             _tile(start, min(start + TILE, num_queries), num_keys - num_queries, window, dtype, device)
             for start in range(0, num_queries, TILE)
@@ -92,7 +107,9 @@ class TiledAttention:
             q_HXD = q_nHGD.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
             scores_HXs = self._scores.take(q_HXD.dtype, num_kv_heads, q_HXD.shape[1], num_keys)
             k_HDs = k_HSD[:, tile.keys].transpose(1, 2)
-            torch.baddbmm(scores_HXs, q_HXD, k_HDs, beta=0, alpha=head_dim**-0.5, out=scores_HXs)
+            torch.baddbmm(scores_HXs, q_HXD, k_HDs, beta=0, alpha=self._scale, out=scores_HXs)
+            if self._cap is not None:
+                cap_(scores_HXs, self._cap)
             scores_HGns = scores_HXs.view(num_kv_heads, per_kv_head, -1, num_keys)
             scores_HGns[..., tile.masked] += tile.mask_ns
             weights_HXs = torch.softmax(
@@ -100,6 +117,11 @@ class TiledAttention:
             )
             out_HGnD = torch.bmm(weights_HXs, v_HSD[:, tile.keys]).view(*scores_HGns.shape[:3], head_dim)
             out_NQD[tile.queries] = out_HGnD.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def cap_(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap x tanh(score / cap), in place."""
+    return scores.div_(cap).tanh_().mul_(cap)
 
 
 def _tile(

@@ -14,7 +14,7 @@ from engine.batch import StepBatch
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.layers.attention import HeadNorm
 from engine.layers.paged_attention import can_store
-from engine.layers.rope import RotaryEmbedding
+from engine.layers.rope import rope_tables
 from engine.layers.workspace import Workspace
 from engine.model_config import ModelArchitecture
 from engine.native.attention import (
@@ -69,15 +69,16 @@ class NativeAttention:
         self._num_heads = num_heads
         self._dtype = dtype
         self._windows = [min(window or UNLIMITED, UNLIMITED) for window in architecture.sliding_windows]
-        self._rope = RotaryEmbedding(architecture.rope, architecture.head_dim, CPU)
-        self._cos_sin_XD = self._rope.table(FIRST_POSITIONS)
+        self._architecture = architecture
+        self._cos_sin_XD = rope_tables(architecture.ropes, architecture.head_dim, FIRST_POSITIONS, CPU)
         self._out, self._partials = Workspace(CPU), Workspace(CPU)
 
     def prepare(self, batch: StepBatch) -> "NativeStepAttention":
         """Cuts a step's attention into items, once for all layers. One step at a time: they share memory."""
         last_position = int(batch.context_lens_B.max()) - 1
-        if last_position >= len(self._cos_sin_XD):
-            self._cos_sin_XD = self._rope.table(2 * last_position)
+        a = self._architecture
+        if last_position >= len(self._cos_sin_XD[0]):
+            self._cos_sin_XD = rope_tables(a.ropes, a.head_dim, 2 * last_position, CPU)
         block_ids_BM = np.ascontiguousarray(batch.block_ids_BM)
         shape = self._pool.shape
         step = Step(
@@ -89,7 +90,6 @@ class NativeAttention:
             head_dim=shape.head_dim,
             block_size=shape.block_size,
             pool=self._pool.blocks_NLKHTD.data_ptr(),
-            cos_sin_XD=self._cos_sin_XD.data_ptr(),
             num_tokens=len(batch.positions_T),
             num_requests=len(batch.starts_B),
             num_decodes=batch.num_decodes,
@@ -101,6 +101,8 @@ class NativeAttention:
             num_tokens_B=batch.num_tokens_B.ctypes.data,
             context_lens_B=batch.context_lens_B.ctypes.data,
             block_ids_BM=block_ids_BM.ctypes.data,
+            scale=a.attention_scale,
+            cap=a.attention_cap or 0.0,
         )
         most = most_items(batch.num_tokens_B, batch.context_lens_B, self._num_heads, shape.num_kv_heads)
         plans = {window: self._plan(step, window, most) for window in set(self._windows)}
@@ -108,7 +110,8 @@ class NativeAttention:
         return NativeStepAttention(
             self._kernels,
             step,
-            (batch, block_ids_BM, self._cos_sin_XD),
+            (batch, block_ids_BM),
+            self._cos_sin_XD,
             [plans[window] for window in self._windows],
             self._partials.take(torch.float32, num_floats),
             self._out.take(self._dtype, step.num_tokens, self._num_heads * shape.head_dim),
@@ -146,14 +149,15 @@ class NativeStepAttention:
         kernels: AttentionKernels,
         step: Step,
         kept: tuple[object, ...],
+        cos_sin_XD: list[torch.Tensor],
         plans: list[_Plan],
         partials: torch.Tensor,
         out_TX: torch.Tensor,
     ) -> None:
-        """`kept`: what `step` has the addresses of. `plans`: of every layer."""
+        """`kept`: what `step` has the addresses of. `cos_sin_XD` and `plans`: of every layer."""
         self._kernels = kernels
         self._step, self._kept = ctypes.byref(step), kept
-        self._plans = plans
+        self._cos_sin_XD, self._plans = cos_sin_XD, plans
         self._partials = partials.data_ptr()
         self._out_TX, self._out = out_TX, out_TX.data_ptr()
 
@@ -163,8 +167,8 @@ class NativeStepAttention:
         norm = (
             (None, None, 0.0)
             if head_norm is None
-            else (head_norm.q_weight_D.data_ptr(), head_norm.k_weight_D.data_ptr(), head_norm.eps)
+            else (head_norm.q_float32_D.data_ptr(), head_norm.k_float32_D.data_ptr(), head_norm.eps)
         )
-        self._kernels.rope_store(self._step, layer, qkv, *norm)
+        self._kernels.rope_store(self._step, layer, self._cos_sin_XD[layer].data_ptr(), qkv, *norm)
         self._kernels.attend(self._step, layer, plan.window, qkv, *plan.where, self._partials, self._out)
         return self._out_TX

@@ -13,6 +13,7 @@ from engine.layers.linear import Linear
 from engine.layers.native_linear import NativeLinear
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
+from engine.model_config import Gate
 from engine.native.elementwise import ElementwiseKernels
 from engine.native.instructions import cpu_flags
 from engine.native.products import Products
@@ -58,15 +59,20 @@ class NativeBackend(TorchBackend):
         self._kernels.add_rms_norm(x_TE, residual_TE, weight_E, eps, out_TE)
         return out_TE
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations) -> torch.Tensor:
-        if isinstance(gate_up, NativeLinear) and gate_up.can_gate:
+    def add_normed(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> None:
+        self._kernels.add_normed(x_TE, residual_TE, weight_E, eps)
+
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> torch.Tensor:
+        if gate is Gate.SILU and isinstance(gate_up, NativeLinear) and gate_up.can_gate:
             assert isinstance(x_TE, torch.Tensor)
             out_TI = self._gated.take(x_TE.dtype, len(x_TE), gate_up.num_outputs // 2)
             gate_up.gated(x_TE, out_TI)
             return out_TI
         gate_up_TM = gate_up(x_TE)
         out_TI = self._gated.take(gate_up_TM.dtype, len(gate_up_TM), gate_up_TM.shape[1] // 2)
-        self._kernels.silu_mul(gate_up_TM, out_TI)
+        self._kernels.gate_mul(gate_up_TM, gate, out_TI)
         return out_TI
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:

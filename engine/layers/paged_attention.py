@@ -13,7 +13,7 @@ import torch
 from engine.batch import StepBatch
 from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
-from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention
+from engine.layers.chunk_attention import ChunkAttention, FusedAttention, TiledAttention, cap_
 from engine.layers.decode_groups import DecodeGroup, decode_groups
 from engine.layers.fp8 import FP8, as_bytes, saturate
 from engine.layers.rope import RotaryEmbedding, rotate_
@@ -56,10 +56,14 @@ class PagedAttention:
         """
         self._pool = pool
         self._num_heads = num_heads
+        self._architecture = architecture
         self._windows = architecture.sliding_windows
         self._dtype, self._device = dtype or pool.shape.dtype, pool.blocks_NLKHTD.device
         assert can_store(pool.shape.dtype, self._dtype), f"{self._dtype} in a pool of {pool.shape.dtype}"
-        self._rope = RotaryEmbedding(architecture.rope, architecture.head_dim, self._device)
+        self._ropes = {
+            rope: RotaryEmbedding(rope, architecture.head_dim, self._device)
+            for rope in dict.fromkeys(architecture.ropes)
+        }
         self._gathered, self._scores, self._weights = (Workspace(self._device) for _ in range(3))
         self._stored = Workspace(self._device)
 
@@ -68,11 +72,12 @@ class PagedAttention:
         for block_id, offset in batch.new_tails:
             self._pool.clear_from(block_id, offset)
         positions_T = torch.from_numpy(batch.positions_T).to(self._device)
+        angles = {rope: each.angles(positions_T, self._dtype) for rope, each in self._ropes.items()}
         return TorchStepAttention(
             self._pool,
             self._num_heads,
-            self._windows,
-            self._rope.angles(positions_T, self._dtype),
+            self._architecture,
+            [angles[rope] for rope in self._architecture.ropes],
             self._pool.slot_rows(torch.from_numpy(batch.slots_T).to(self._device)),
             [self._decode_plan(group) for group in decode_groups(batch, self._device)],
             [self._prefill_plan(batch, index) for index in batch.prefills],
@@ -122,11 +127,20 @@ class PagedAttention:
         )
 
     def _chunk_attention(self, num_queries: int, num_keys: int, window: int | None) -> ChunkAttention:
-        if self._device.type == "cpu" and self._dtype is torch.bfloat16:
+        scale, cap = self._architecture.attention_scale, self._architecture.attention_cap
+        if cap is not None or (self._device.type == "cpu" and self._dtype is torch.bfloat16):
             return TiledAttention(
-                num_queries, num_keys, window, self._scores, self._weights, self._dtype, self._device
+                num_queries,
+                num_keys,
+                window,
+                self._scores,
+                self._weights,
+                self._dtype,
+                self._device,
+                scale=scale,
+                cap=cap,
             )
-        return FusedAttention(num_queries, num_keys, window, self._dtype, self._device)
+        return FusedAttention(num_queries, num_keys, window, self._dtype, self._device, scale=scale)
 
 
 class TorchStepAttention:
@@ -136,17 +150,19 @@ class TorchStepAttention:
         self,
         pool: KVPool,
         num_heads: int,
-        windows: tuple[int | None, ...],
-        angles: tuple[torch.Tensor, torch.Tensor],
+        architecture: ModelArchitecture,
+        angles: list[tuple[torch.Tensor, torch.Tensor]],
         slot_rows: torch.Tensor,
         decodes: list[_DecodePlan],
         prefills: list[_PrefillPlan],
         gathered: Workspace,
         stored: Workspace,
     ) -> None:
+        """`angles`: of every layer."""
         self._pool = pool
         self._num_heads = num_heads
-        self._windows = windows
+        self._windows = architecture.sliding_windows
+        self._scale, self._cap = architecture.attention_scale, architecture.attention_cap
         self._angles = angles
         self._slot_rows = slot_rows
         self._decodes = decodes
@@ -160,7 +176,7 @@ class TorchStepAttention:
         qk_TRD = qkv_TPD[:, :num_rotated]
         if head_norm is not None:
             head_norm.apply_(qk_TRD)
-        rotate_(qk_TRD, *self._angles)
+        rotate_(qk_TRD, *self._angles[layer])
         kv_TKD = self._store(layer, kv_TKD)
         out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
         for decode in self._decodes:
@@ -189,9 +205,11 @@ class TorchStepAttention:
         mask_XGS = plan.mask_XGS[self._windows[layer]]
         shape_XGD = (*mask_XGS.shape[:2], q_BQD.shape[-1])
         kv_2XSD = self._gather(layer, plan.block_rows).view(2, shape_XGD[0], mask_XGS.shape[2], shape_XGD[2])
-        scores_XGS = torch.baddbmm(
-            mask_XGS, q_BQD.reshape(shape_XGD), kv_2XSD[0].transpose(1, 2), alpha=shape_XGD[2] ** -0.5
-        )
+        q_XGD, k_XDS = q_BQD.reshape(shape_XGD), kv_2XSD[0].transpose(1, 2)
+        if self._cap is None:
+            scores_XGS = torch.baddbmm(mask_XGS, q_XGD, k_XDS, alpha=self._scale)
+        else:
+            scores_XGS = cap_(torch.bmm(q_XGD, k_XDS).mul_(self._scale), self._cap).add_(mask_XGS)
         torch.bmm(scores_XGS.softmax(-1), kv_2XSD[1], out=out_BQD.view(shape_XGD))
 
     def _chunk_kv(
@@ -207,7 +225,7 @@ class TorchStepAttention:
     def _gather(self, layer: int, block_rows: torch.Tensor) -> torch.Tensor:
         """Keys and values of whole blocks, copied together; valid until the next call."""
         source_RX = self._pool.layers[layer].block_rows_RX
-        gathered_RX = self._gathered.take(self._angles[0].dtype, len(block_rows), source_RX.shape[1])
+        gathered_RX = self._gathered.take(self._angles[layer][0].dtype, len(block_rows), source_RX.shape[1])
         if source_RX.dtype is gathered_RX.dtype:
             return torch.index_select(source_RX, 0, block_rows, out=gathered_RX)
         bits_RX = as_bytes(source_RX)

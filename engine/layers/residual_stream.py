@@ -1,4 +1,4 @@
-"""ResidualStream: the sum of a decoder's branches, each of which begins with a norm of it; knows no branch.
+"""ResidualStream: the sum of a decoder's branches, which begin or end with a norm; knows no branch.
 
 Shape suffixes: T tokens of a step, E hidden size, I input features of a projection.
 """
@@ -12,8 +12,8 @@ from engine.layers.backend import Activations, Backend, LinearLayer
 class ResidualStream:
     """The stream of one step.
 
-    A branch ends with a projection. Its result is added at once if the backend can do both in one launch and no other
-    rank has a part of it; otherwise it is added together with the next norm.
+    A branch ends with a projection. Its result is added at once if it is normed first, or if the backend can do both in
+    one launch and no other rank has a part of it; otherwise it is added together with the next norm.
     """
 
     def __init__(self, rows_TE: torch.Tensor, backend: Backend, collectives: Collectives, eps: float) -> None:
@@ -31,6 +31,18 @@ class ResidualStream:
         if branch_TE is None:
             return self._backend.rms_norm(self._rows_TE, weight_E, self._eps)
         return self._backend.add_rms_norm(branch_TE, self._rows_TE, weight_E, self._eps)
+
+    def rows(self) -> torch.Tensor:
+        """T x E: the sum so far, for a branch that begins without a norm; every branch before must have been normed."""
+        assert self._branch_TE is None, "this branch begins with a norm"
+        return self._rows_TE
+
+    def add_normed(self, linear: LinearLayer, x_TI: Activations, weight_E: torch.Tensor) -> None:
+        """Adds the RMSNorm of the sum of every rank's `linear(x_TI)`."""
+        assert self._branch_TE is None, "the branch before ends without a norm"
+        branch_TE = linear(x_TI)
+        self._collectives.all_reduce_(branch_TE)
+        self._backend.add_normed(branch_TE, self._rows_TE, weight_E, self._eps)
 
     def add(self, linear: LinearLayer, x_TI: Activations) -> None:
         """Adds the sum of every rank's `linear(x_TI)`."""

@@ -4,25 +4,36 @@ Shape suffixes: T tokens of a step, H heads, D head dimension, F = D / 2 frequen
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
-from engine.model_config import RopeConfig, RopeType
+from engine.rope_config import RopeConfig, RopeType
 
 
 class RotaryEmbedding:
-    """Rotates pairs (i, i + D/2) of every head by position x frequency i, as Hugging Face weights expect."""
+    """Rotates pairs (i, i + D/2) of every head by position x frequency i, as most Hugging Face weights expect.
 
-    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
-        frequencies_F, self._scale = rope_frequencies(config, head_dim)
-        self._frequencies_F = frequencies_F.to(device)
+    The last pairs have frequency 0 if fewer dimensions are rotated (see `head_order`), and all of them if none is.
+    """
+
+    def __init__(self, config: RopeConfig | None, head_dim: int, device: torch.device) -> None:
+        """`config` None: no dimension is rotated."""
+        if config is None:
+            frequencies_F, scale = torch.empty(0), 1.0
+        else:
+            frequencies_F, scale = rope_frequencies(config, config.rotary_dim or head_dim)
+        num_fixed = head_dim // 2 - len(frequencies_F)
+        self._frequencies_F = F.pad(frequencies_F, (0, num_fixed)).to(device)
+        self._scale_F = F.pad(torch.full_like(frequencies_F, scale), (0, num_fixed), value=1.0).to(device)
 
     def table(self, num_positions: int) -> torch.Tensor:
         """num_positions x D, float32: the cosines of every frequency, then the sines."""
         angles_PF = (
             torch.arange(num_positions, device=self._frequencies_F.device).unsqueeze(-1) * self._frequencies_F
         )
-        return torch.cat((angles_PF.cos() * self._scale, angles_PF.sin() * self._scale), -1)
+        return torch.cat((angles_PF.cos() * self._scale_F, angles_PF.sin() * self._scale_F), -1)
 
     def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos_T1D and sin_T1D of a step, shared by all its layers; computed in float32.
@@ -30,9 +41,31 @@ class RotaryEmbedding:
         The first half of the sines is negated, so that a rotation is `x * cos + roll(x, D/2) * sin`.
         """
         angles_TF = positions_T.to(torch.float32).unsqueeze(-1) * self._frequencies_F
-        cos_TF, sin_TF = angles_TF.cos() * self._scale, angles_TF.sin() * self._scale
+        cos_TF, sin_TF = angles_TF.cos() * self._scale_F, angles_TF.sin() * self._scale_F
         cos_TD, sin_TD = torch.cat((cos_TF, cos_TF), -1), torch.cat((-sin_TF, sin_TF), -1)
         return cos_TD.to(dtype).unsqueeze(1), sin_TD.to(dtype).unsqueeze(1)
+
+
+def rope_tables(
+    ropes: Sequence[RopeConfig | None], head_dim: int, num_positions: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Every layer's `RotaryEmbedding.table`; layers that rotate alike share one."""
+    tables = {rope: RotaryEmbedding(rope, head_dim, device).table(num_positions) for rope in set(ropes)}
+    return [tables[rope] for rope in ropes]
+
+
+def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool = False) -> torch.Tensor | None:
+    """Which of a checkpoint's outputs for a head come first, second and so on, so that pairs are half a head apart.
+
+    A checkpoint has the rotated dimensions first, with pairs half of them apart, or next to each other if they are
+    interleaved. Dimensions that are not rotated fill up both halves of the head. None: the order is right already.
+    Scores do not depend on the order, which is the same for queries and keys.
+    """
+    if rotary_dim == head_dim and not is_interleaved:
+        return None
+    rotated, fixed = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    pairs = rotated.view(-1, 2).T if is_interleaved else rotated.view(2, -1)
+    return torch.cat((pairs, fixed.view(2, -1)), -1).flatten()
 
 
 def rotate_(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> None:
@@ -41,13 +74,15 @@ def rotate_(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -
     x_THD.mul_(cos_T1D).addcmul_(swapped_THD, sin_T1D)
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Angle per position of each pair (float32, shape F), and the factor on all cosines and sines.
+def rope_frequencies(config: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
+    """Angle per position of each rotated pair (float32), and the factor on all their cosines and sines.
 
     `dynamic` scaling begins only beyond `max_position_embeddings`, which no request exceeds; up to there it equals the
     default.
     """
-    exponents_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents_F = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    if config.rope_type is RopeType.LONGROPE:
+        return 1.0 / (torch.tensor(config.divisors) * config.theta**exponents_F), _longrope_scale(config)
     frequencies_F = 1.0 / (config.theta**exponents_F)
     if config.rope_type is RopeType.LINEAR:
         return frequencies_F / config.factor, 1.0
@@ -92,6 +127,15 @@ def _yarn_scale(config: RopeConfig) -> float:
     if config.mscale and config.mscale_all_dim:
         return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
     return _mscale(config.factor, 1.0)
+
+
+def _longrope_scale(config: RopeConfig) -> float:
+    """LongRoPE's attention temperature, applied as YaRN's."""
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1.0 + math.log(config.factor) / math.log(config.original_max_position_embeddings))
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -11,6 +11,7 @@ from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.grouped_linear import GroupedLinear
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
+from engine.model_config import Gate
 
 
 class TorchBackend:
@@ -37,17 +38,24 @@ class TorchBackend:
         return x_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0)
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight_E.dtype is not x_TE.dtype:
+            return F.rms_norm(x_TE.to(weight_E.dtype), weight_E.shape, weight_E, eps).to(x_TE.dtype)
         return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        residual_TE.add_(x_TE)
-        return F.rms_norm(residual_TE, weight_E.shape, weight_E, eps)
+        return self.rms_norm(residual_TE.add_(x_TE), weight_E, eps)
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations) -> torch.Tensor:
+    def add_normed(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> None:
+        residual_TE.add_(self.rms_norm(x_TE, weight_E, eps))
+
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> torch.Tensor:
         gate_TI, up_TI = gate_up(x_TE).chunk(2, -1)
-        return F.silu(gate_TI).mul_(up_TI)
+        activated_TI = F.silu(gate_TI) if gate is Gate.SILU else F.gelu(gate_TI, approximate="tanh")
+        return activated_TI.mul_(up_TI)
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:  # noqa: ARG002
         return False

@@ -40,7 +40,7 @@ from engine.kernels.rope_store import rope_store
 from engine.kernels.switches import kernel_switches
 from engine.kv_cache import KVPool
 from engine.layers.attention import HeadNorm
-from engine.layers.rope import RotaryEmbedding
+from engine.layers.rope import rope_tables
 from engine.model_config import ModelArchitecture
 
 Window = int | None
@@ -88,17 +88,17 @@ class TritonAttention:
         decode, prefill = decode_tuning(self._shape), prefill_tuning(self._shape)
         self._decode = Launch(decode, decode.grid(self._shape, num_multiprocessors), merges)
         self._prefill = Launch(prefill, prefill.grid(self._shape, num_multiprocessors), merges=False)
-        scale = shape.head_dim**-0.5
+        a = architecture
+        tables = rope_tables(a.ropes, a.head_dim, limits.max_model_len, device)
         self._layers = [
             Layer(
                 LayerKV(pool.blocks_NLKHTD[:, index], self._shape),
-                Softmax(scale, window),
+                Softmax(a.attention_scale, window, a.attention_cap),
                 self.windows.index(window),
+                tables[index],
             )
-            for index, window in enumerate(architecture.sliding_windows)
+            for index, window in enumerate(a.sliding_windows)
         ]
-        rope = RotaryEmbedding(architecture.rope, architecture.head_dim, device)
-        self._cos_sin_PD = rope.table(limits.max_model_len)
         num_rows = max(self._bounds(launch).num_partial_rows for launch in (self._decode, self._prefill))
         self._partials = Partials.empty(num_rows, self._shape, device)
         merged = (self._bounds(self._decode).num_merges, shape.num_kv_heads)
@@ -158,7 +158,6 @@ class TritonAttention:
             self._layers,
             self._launch(has_chunks),
             self._shape,
-            self._cos_sin_PD,
             self._partials,
             self._num_arrived_RH,
             positions_T,
@@ -205,6 +204,8 @@ class Layer:
     softmax: Softmax
     plan: int
     """The index of its window's plan among the step's plans."""
+    cos_sin_PD: torch.Tensor
+    """How it rotates; layers that rotate alike share the tensor."""
 
 
 class TritonStepAttention:
@@ -215,7 +216,6 @@ class TritonStepAttention:
         layers: Sequence[Layer],
         launch: Launch,
         shape: AttentionShape,
-        cos_sin_PD: torch.Tensor,
         partials: Partials,
         num_arrived_RH: torch.Tensor,
         positions_T: torch.Tensor,
@@ -227,7 +227,6 @@ class TritonStepAttention:
         self._layers = layers
         self._launch = launch
         self._shape = shape
-        self._cos_sin_PD = cos_sin_PD
         self._partials = partials
         self._num_arrived_RH = num_arrived_RH
         self._positions_T, self._slots_T = positions_T, slots_T
@@ -240,7 +239,7 @@ class TritonStepAttention:
             qkv_TPD,
             self._positions_T,
             self._slots_T,
-            self._cos_sin_PD,
+            at.cos_sin_PD,
             at.kv.kv_NKHSD,
             q_norm_D=None if head_norm is None else head_norm.q_weight_D,
             k_norm_D=None if head_norm is None else head_norm.k_weight_D,

@@ -15,6 +15,7 @@ from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix,
 from engine.layers.few_rows import FewRows
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
+from engine.model_config import Gate
 
 
 class TritonBackend:
@@ -56,9 +57,15 @@ class TritonBackend:
             return QuantizedRows(*add_rms_norm_fp8_(x_TE, residual_TE, weight_E, eps), x_TE.dtype)
         return add_rms_norm_(x_TE, residual_TE, weight_E, eps)
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations) -> Activations:
-        few_rows = _few_rows(gate_up, x_TE) if kernel_switches().fused_silu else None
-        return self.silu_mul(gate_up(x_TE)) if few_rows is None else few_rows.gated(x_TE)
+    def add_normed(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> None:
+        residual_TE.add_(rms_norm(x_TE, weight_E, eps))
+
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> Activations:
+        is_fused = kernel_switches().fused_silu and gate is Gate.SILU
+        few_rows = _few_rows(gate_up, x_TE) if is_fused else None
+        return self.gate_mul(gate_up(x_TE), gate) if few_rows is None else few_rows.gated(x_TE)
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
         few_rows = _few_rows(linear, x_TI) if kernel_switches().fused_residual else None
@@ -66,11 +73,12 @@ class TritonBackend:
             few_rows.add_(residual_TE, x_TI)
         return few_rows is not None
 
-    def silu_mul(self, gate_up_TM: torch.Tensor) -> Activations:
-        """T x I: silu of the first I columns, times the others."""
+    def gate_mul(self, gate_up_TM: torch.Tensor, gate: Gate = Gate.SILU) -> Activations:
+        """T x I: the activation of the first I columns, times the others."""
+        is_gelu = gate is Gate.GELU_TANH
         if self._quantizes(gate_up_TM, gate_up_TM.shape[1] // 2):
-            return QuantizedRows(*silu_mul_fp8(gate_up_TM), gate_up_TM.dtype)
-        return silu_mul(gate_up_TM)
+            return QuantizedRows(*silu_mul_fp8(gate_up_TM, is_gelu=is_gelu), gate_up_TM.dtype)
+        return silu_mul(gate_up_TM, is_gelu=is_gelu)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
         """8-bit products exclude float32, and a program holds a whole row."""

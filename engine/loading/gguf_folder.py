@@ -19,7 +19,12 @@ MODEL_FILE = "model.gguf"
 LAYOUT = 2
 """Counts changes of what is written here, so that a folder of an older version is made anew."""
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 """`general.architecture` -> `architectures[0]` of a config.json."""
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
@@ -39,6 +44,11 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Keys that change what a model computes, and the values that do not. The decoder supports no other value."""
+READ = {"gemma3": ("final_logit_softcapping",)}
+"""Which of them an architecture has, with any value."""
+GEMMA3_PATTERN = 6
+"""Every so manieth layer has no window; files do not say so, and llama.cpp knows it."""
+GEMMA3_27B_LAYERS = 62
 
 
 def gguf_of(folder: Path) -> Path | None:
@@ -99,9 +109,9 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
                 f"{file.path}: {name}.{key} is {length}; supported is the heads' size, {head_dim}"
             )
     window = file.get(f"{name}.attention.sliding_window", int)
-    if window and name != "llama":
+    if window and name not in ("llama", "gemma3"):
         raise ModelError(f"{file.path}: {name}.attention.sliding_window ({window}) is not supported")
-    architecture = "MistralForCausalLM" if window else ARCHITECTURES[name]
+    architecture = "MistralForCausalLM" if window and name == "llama" else ARCHITECTURES[name]
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": architecture.removesuffix("ForCausalLM").lower(),
@@ -122,7 +132,31 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     }
     if window:
         config["sliding_window"] = window
-    return config
+    return _gemma3(file, config) if name == "gemma3" else config
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp knows what a file does not say: its pattern of windows, and by what scores are divided."""
+    key = "gemma3.attention.sliding_window_pattern"
+    if (pattern := file.metadata.get(key)) not in (None, GEMMA3_PATTERN):
+        raise ModelError(f"{file.path}: {key} ({pattern!r:.80}) is not supported")
+    is_27b = config["num_hidden_layers"] == GEMMA3_27B_LAYERS
+    local_base = _positive(file, "gemma3.rope.freq_base_swa", default=10_000.0)
+    del config["hidden_act"]
+    return config | {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_27b
+        else config["head_dim"],
+        "final_logit_softcapping": file.get("gemma3.final_logit_softcapping", float),
+        "sliding_window": _size(file, "gemma3.attention.sliding_window"),
+        "sliding_window_pattern": GEMMA3_PATTERN,
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
+        },
+    }
 
 
 def _refuse_unsupported(file: GgufFile, name: str) -> None:
@@ -132,7 +166,7 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
         )
     for key, harmless in WITHOUT_EFFECT.items():
         value = file.metadata.get(f"{name}.{key}")
-        if value is not None and value not in harmless:
+        if value is not None and value not in harmless and key not in READ.get(name, ()):
             raise ModelError(f"{file.path}: {name}.{key} ({value!r:.80}) is not supported")
 
 

@@ -36,18 +36,28 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 """A Hugging Face name, without the layer and without `.weight` or `.bias` -> its name in GGUF files."""
+_NAMES_OF = {
+    "gemma3": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+}
+"""By architecture: what has another name."""
+_NORMS_FROM_ZERO = ("gemma3",)
+"""The converter adds 1 to the weights of norms, which transformers adds when it computes."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
 _NO_WEIGHT = ("rope_freqs.weight",)
 """Part of the architecture; see `gguf_folder`."""
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
     stem, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(stem)
     prefix, stem = (f"blk.{match[1]}.", match[2]) if match else ("", stem)
-    return f"{prefix}{_NAMES[stem]}.{kind}"
+    return f"{prefix}{(_NAMES | _NAMES_OF.get(architecture, {}))[stem]}.{kind}"
 
 
 class GgufWeights(WeightSource):
@@ -69,12 +79,13 @@ class GgufWeights(WeightSource):
         `takes`: what will be asked for, as far as it is known; ModelError if one is missing or has another shape.
         """
         self._file = read_gguf(path)
+        self._architecture = self._file.need("general.architecture", str)
         names = {self._find(take).name for take in takes}
         self._bytes = _mapped(path)
         self._dtype = dtype
         self._device = device
         self._head_dim = head_dim
-        self._is_reordered = self._file.need("general.architecture", str) == "llama"
+        self._is_reordered = self._architecture == "llama"
         self._keeps_groups = keeps_groups
         self._taken: set[str] = set()
         self._on_progress = on_progress
@@ -117,6 +128,8 @@ class GgufWeights(WeightSource):
         vector = _floats(matrix_of(tensor.type, self._rows(tensor))).flatten()
         if self._is_reordered and _kind(tensor) in _REORDERED:
             vector = vector[self._order(len(vector))]
+        if self._architecture in _NORMS_FROM_ZERO and _kind(tensor).endswith("_norm"):
+            vector = vector - 1.0
         return vector if take.shard is None else vector[take.shard.slice_of(take.name, take.shape)]
 
     def _matrix(self, take: Take) -> Matrix:
@@ -156,7 +169,7 @@ class GgufWeights(WeightSource):
 
     def _find(self, take: Take) -> GgufTensor:
         """ModelError if the tensor is missing or has another shape."""
-        name = gguf_name(take.name)
+        name = gguf_name(take.name, self._architecture)
         tensor = self._file.tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self._file.path}: tensor {name} (shape {list(take.shape)}) is missing")

@@ -31,7 +31,7 @@ from engine.loading.weights import (
     model_digest,
 )
 from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
-from engine.models.llama import LlamaForCausalLM
+from engine.models.decoder import Decoder
 from engine.native.library import native_library
 
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
@@ -48,7 +48,7 @@ class LoadedModel:
     """A model ready to run."""
 
     architecture: ModelArchitecture
-    decoder: LlamaForCausalLM
+    decoder: Decoder
     backend: Backend
     """What it computes with."""
     collectives: Collectives
@@ -102,18 +102,19 @@ def load_model(
     kv_cache_dtype: KVCacheDtype = "auto",
     collectives: Collectives = SINGLE_RANK,
     on_progress: OnProgress | None = None,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Loads the folder at `path`; ModelError says what is missing, misshapen or not supported.
 
     `config` gives dtype, quantization and load format; its own `path` may be a mere name, which the caller has
     resolved. `backend` provides the kernels; None takes those of the device. `on_progress` is called for each tensor
-    of a checkpoint. If ranks share the model, this loads this rank's part.
+    of a checkpoint. If ranks share the model, this loads this rank's part. `max_model_len`: see `read_architecture`.
 
     Weights reach the device in the order in which the model is built: through memory-mapped files on CPU, and read
     ahead on a GPU. So only the current layer, and what was read ahead, is held twice.
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, device)
-    architecture = read_architecture(path)
+    architecture = read_architecture(path, max_model_len)
     check_quantization(config, device)
     _check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
@@ -138,9 +139,16 @@ def load_model(
             dummy_device=device if is_dummy else None,
             quantization=quantization,
             activations=None if kv_dtype is dtype else config.dtype,
+            rotation=_rotation(architecture),
         ),
         quantization=quantization,
     )
+
+
+def _rotation(architecture: ModelArchitecture) -> str | None:
+    """What of the rotation is not in config.json."""
+    keys = {rope.divisors_key for rope in architecture.ropes if rope is not None}
+    return "-".join(sorted(keys)) or None
 
 
 def outline_model(
@@ -183,7 +191,7 @@ def _make_backend(device: torch.device) -> Backend:
 def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_RANK) -> list[Take]:
     """The tensors that a rank's model of this architecture takes from its weight source, in order."""
     recorder = TakeRecorder()
-    LlamaForCausalLM(architecture, recorder, TorchBackend(), collectives=collectives)
+    Decoder(architecture, recorder, TorchBackend(), collectives=collectives)
     return recorder.takes
 
 
@@ -193,11 +201,11 @@ def _decoder(
     weights: WeightSource,
     backend: Backend,
     collectives: Collectives,
-) -> LlamaForCausalLM:
+) -> Decoder:
     bits = BITS.get(config.quantization)
     source = weights if bits is None else QuantizedWeights(weights, bits)
     linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
-    return LlamaForCausalLM(architecture, source, backend, linear, collectives)
+    return Decoder(architecture, source, backend, linear, collectives)
 
 
 def _load_decoder(
@@ -208,7 +216,7 @@ def _load_decoder(
     backend: Backend,
     collectives: Collectives,
     on_progress: OnProgress | None,
-) -> LlamaForCausalLM:
+) -> Decoder:
     takes = takes_of(architecture, collectives)
     with _open_weights(config, path, architecture, device, takes, on_progress) as weights:
         decoder = _decoder(config, architecture, weights, backend, collectives)

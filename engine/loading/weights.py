@@ -31,22 +31,28 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The `rank`-th of `num_ranks` equal slices of a tensor along `dim`."""
+    """The `rank`-th of `num_ranks` equal slices of a tensor along `dim`, or of a part of it."""
 
     dim: int
     rank: int
     num_ranks: int
+    first: int = 0
+    """Where the part begins that is divided."""
+    size: int | None = None
+    """Of the part; None: up to the end."""
 
     def slice_of(self, name: str, shape: Sequence[int]) -> slice:
         """The slice of dimension `dim` of a tensor of `shape`; ModelError if it cannot be divided equally."""
         assert 0 <= self.rank < self.num_ranks, f"rank {self.rank} of {self.num_ranks}"
-        size, rest = divmod(shape[self.dim], self.num_ranks)
+        whole = shape[self.dim] - self.first if self.size is None else self.size
+        size, rest = divmod(whole, self.num_ranks)
         if rest:
             raise ModelError(
-                f"tensor {name} (shape {list(shape)}): dimension {self.dim} of {shape[self.dim]} cannot "
+                f"tensor {name} (shape {list(shape)}): dimension {self.dim} of {whole} cannot "
                 f"be divided among {self.num_ranks} ranks"
             )
-        return slice(self.rank * size, (self.rank + 1) * size)
+        begin = self.first + self.rank * size
+        return slice(begin, begin + size)
 
 
 class WeightSource(Protocol):
@@ -188,6 +194,7 @@ def model_digest(
     dummy_device: torch.device | None = None,
     quantization: str | None = None,
     activations: str | None = None,
+    rotation: str | None = None,
 ) -> str:
     """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model, and for two
     commits of the Hub.
@@ -195,12 +202,14 @@ def model_digest(
     `dummy_device`: where dummy weights are made, for a model without others. GPUs of different names draw different
     numbers. `quantization`: how the weights are kept, if not as the folder has them; it changes the keys and values, so
     it changes the digest. `activations`: their data type, if the KV cache has another, which then does not tell it.
+    `rotation`: which of config.json's factors LongRoPE takes.
 
     SHA-256 over config.json and, for each weight file, its name, size, header and 64 windows of 4 KiB spread
     evenly over the content. Hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    suffix = "".join(f"-{part}" for part in (quantization, activations, commit_of(path)) if part is not None)
+    parts = (quantization, activations, rotation, commit_of(path))
+    suffix = "".join(f"-{part}" for part in parts if part is not None)
     if dummy_device is not None:
         return f"{digest.hexdigest()}-dummy{_kind_of(dummy_device)}{suffix}"
     gguf = gguf_of(path)

@@ -25,7 +25,8 @@ class LayerAttention {
     LayerAttention(const Step &step, int64_t layer, int64_t window, const void *qkv_TPD, void *out_TQD)
         : s(step), D(step.head_dim), G(step.heads_per_kv_head()), window(window), pool(step, layer),
           qkv_TPD(static_cast<const Activation *>(qkv_TPD)), out_TQD(static_cast<Activation *>(out_TQD)),
-          scale(LOG2_E / std::sqrt(static_cast<float>(step.head_dim))) {}
+          tanh_scale(step.cap > 0.0f ? step.scale / step.cap : 0.0f),
+          scale(LOG2_E * (step.cap > 0.0f ? step.cap : step.scale)) {}
 
     // Computes the item's final result, or its partial one. `next` is the item that this thread will compute next, as
     // far as it is known; or the same.
@@ -59,7 +60,8 @@ class LayerAttention {
     const LayerPool<Stored> pool;
     const Activation *qkv_TPD;
     Activation *out_TQD;
-    const float scale;  // of scores: weights are powers of 2
+    const float tanh_scale;  // of scores whose tanh is the score from then on; 0: of none
+    const float scale;       // of scores: weights are powers of 2
 
     static int64_t state_rows(const Item &item) { return item.is_decode ? item.num_rows : padded_rows(item.num_rows); }
 
@@ -88,7 +90,7 @@ class LayerAttention {
         const int64_t *block_ids_M = s.block_ids_BM + item.request * s.max_blocks;
         for (int64_t end; key < stop; key = end) {
             end = std::min(stop, end_of_tile(key));
-            chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, scale, state);
+            chunk_tile<Unit>(pool, block_ids_M, item, G, window, key, end, scratch, tanh_scale, scale, state);
         }
     }
 
@@ -99,7 +101,8 @@ class LayerAttention {
             if (end_of_tile(key) < item.end_key) find_tile(item, end_of_tile(key), next);
             else find_tile(next_item, next_item.first_key, next);
             const int64_t num_hidden = std::max<int64_t>(0, item.first_position - window + 1 - key);
-            decode_tile<Unit>(pool, tile, next, item.num_kv_heads, num_hidden, scratch, scale, state);
+            decode_tile<Unit>(pool, tile, next, item.num_kv_heads, num_hidden, scratch, tanh_scale, scale,
+                              state);
         }
     }
 
@@ -241,7 +244,7 @@ void with_types(const Step &s, const Call &call) {
 
 // Norms (if there are weights) and rotates a head of F pairs (i, i + F), in place.
 template <typename Activation>
-void rotate(Activation *x_D, const float *cos_sin_D, const Activation *norm_D, float eps, int64_t F) {
+void rotate(Activation *x_D, const float *cos_sin_D, const float *norm_D, float eps, int64_t F) {
     float scale = 1.0f;
     if (norm_D) {
         Floats squares = {};
@@ -272,9 +275,10 @@ void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *
     counts[0] = plan.num_items, counts[1] = plan.num_merges, counts[2] = plan.num_partials;
 }
 
-// Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool.
-void baton_rope_store(const Step *step, int64_t layer, void *qkv_TPD, const void *q_norm_D, const void *k_norm_D,
-                      float eps) {
+// Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool. `cos_sin_XD`
+// has the cosines of F frequencies for every position, and behind them the sines.
+void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_XD, void *qkv_TPD, const float *q_norm_D,
+                      const float *k_norm_D, float eps) {
     const Step &s = *step;
     with_types(s, [&](auto *activation, auto *stored) {
         using Activation = std::remove_pointer_t<decltype(activation)>;
@@ -284,10 +288,9 @@ void baton_rope_store(const Step *step, int64_t layer, void *qkv_TPD, const void
         parallel_for(s.num_tokens, ceil_div(4096, s.token_size()), s.num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; ++t) {
                 Activation *x_D = static_cast<Activation *>(qkv_TPD) + t * s.token_size();
-                const float *cos_sin_D = s.cos_sin_XD + s.positions_T[t] * D;
+                const float *cos_sin_D = cos_sin_XD + s.positions_T[t] * D;
                 for (int64_t head = 0; head < s.num_heads + s.num_kv_heads; ++head, x_D += D)
-                    rotate(x_D, cos_sin_D, static_cast<const Activation *>(head < s.num_heads ? q_norm_D : k_norm_D), eps,
-                           D / 2);
+                    rotate(x_D, cos_sin_D, head < s.num_heads ? q_norm_D : k_norm_D, eps, D / 2);
                 const Activation *keys = x_D - s.num_kv_heads * D, *values = x_D;
                 for (int64_t head = 0; head < s.num_kv_heads; ++head) {
                     Stored *key_D = pool.key(s.slots_T[t], head), *value_D = key_D + pool.values;

@@ -27,7 +27,6 @@ class Step(ctypes.Structure):
         ("head_dim", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("pool", ctypes.c_void_p),
-        ("cos_sin_XD", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int64),
         ("num_requests", ctypes.c_int64),
         ("num_decodes", ctypes.c_int64),
@@ -39,6 +38,8 @@ class Step(ctypes.Structure):
         ("num_tokens_B", ctypes.c_void_p),
         ("context_lens_B", ctypes.c_void_p),
         ("block_ids_BM", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
     )
 
 
@@ -50,7 +51,7 @@ class AttentionKernels:
         self.plan = library.baton_plan_attention
         self.plan.argtypes = (address, number, address, address, address)
         self.rope_store = library.baton_rope_store
-        self.rope_store.argtypes = (address, number, address, address, address, ctypes.c_float)
+        self.rope_store.argtypes = (address, number, *(address,) * 4, ctypes.c_float)
         self.attend = library.baton_attend
         self.attend.argtypes = (
             *(address, number, number, address),

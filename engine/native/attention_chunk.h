@@ -104,7 +104,8 @@ void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, Pair *
 // Adds keys `key` to `end`, at most a tile of them, to the rows that see any of them.
 template <typename Unit, typename Stored>
 void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const Item &item, int64_t heads_per_kv_head,
-                int64_t window, int64_t key, int64_t end, Scratch &scratch, float scale, const Softmax &state) {
+                int64_t window, int64_t key, int64_t end, Scratch &scratch, float tanh_scale, float scale,
+                const Softmax &state) {
     const int64_t D = state.head_dim, depth = D / PER_UNIT<Unit>, num_keys = end - key;
     const int64_t padded_keys = (num_keys + KEY_PANEL - 1) / KEY_PANEL * KEY_PANEL;
     const int64_t first_row = std::max<int64_t>(0, (key - item.first_position) * heads_per_kv_head);
@@ -125,6 +126,12 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
                 prefetch(next[i], D), prefetch(next[i] + pool.values, D);
             product<SCORE_KEYS, SCORE_COLS, false>(keys + k * depth, depth, 1, queries + r, TILE_ROWS,
                                                    scratch.scores + k * TILE_ROWS + r, TILE_ROWS, depth);
+        }
+
+    for (int64_t k = 0; tanh_scale != 0.0f && k < padded_keys; ++k)
+        for (int64_t r = begin; r < stop; r += LANES) {
+            float *score = scratch.scores + k * TILE_ROWS + r;
+            store(score, tanh_of(load(score), tanh_scale));
         }
 
     float kept[TILE_ROWS];

@@ -118,7 +118,7 @@ inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_k
 
 template <int heads, typename Unit, typename Stored>
 void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> values, HeadTile<Stored> next,
-                  int64_t num_hidden, int64_t end, float *scores, float scale, Softmax state) {
+                  int64_t num_hidden, int64_t end, float *scores, float tanh_scale, float scale, Softmax state) {
     const int64_t D = state.head_dim, depth = D / PER_UNIT<Unit>, num_keys = (end + LANES - 1) / LANES * LANES;
     const auto score = [&](auto cols, int64_t k) {
         product<heads, decltype(cols)::value, false>(queries, depth, 1, transposed + k, TILE_KEYS, scores + k, TILE_KEYS,
@@ -127,6 +127,10 @@ void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> 
     int64_t k = 0;
     for (; k + COLS * LANES <= num_keys; k += COLS * LANES) score(std::integral_constant<int, COLS>{}, k);
     for (; k < num_keys; k += LANES) score(std::integral_constant<int, 1>{}, k);
+
+    for (int h = 0; tanh_scale != 0.0f && h < heads; ++h)
+        for (k = h * TILE_KEYS; k < h * TILE_KEYS + num_keys; k += LANES)
+            store(scores + k, tanh_of(load(scores + k), tanh_scale));
 
     float kept[heads];
     Unit weights[heads * TILE_KEYS / PER_UNIT<Unit>];
@@ -146,7 +150,8 @@ void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> 
 // added next.
 template <typename Unit, typename Stored>
 void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, const KeyTile<Stored> &next,
-                 int64_t num_kv_heads, int64_t num_hidden, Scratch &scratch, float scale, const Softmax &state) {
+                 int64_t num_kv_heads, int64_t num_hidden, Scratch &scratch, float tanh_scale, float scale,
+                 const Softmax &state) {
     const int64_t G = state.num_rows / num_kv_heads, D = state.head_dim, depth = D / PER_UNIT<Unit>;
     const Unit *queries = reinterpret_cast<const Unit *>(scratch.queries);
     Unit *transposed = reinterpret_cast<Unit *>(scratch.keys);
@@ -160,7 +165,7 @@ void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, con
             const auto run = [&](auto heads) {
                 decode_heads<decltype(heads)::value>(queries + head * depth, transposed, keys.moved(pool.values),
                                                      after.moved(pool.values), num_hidden, tile.count, scratch.scores,
-                                                     scale, state.of_rows(head, heads));
+                                                     tanh_scale, scale, state.of_rows(head, heads));
             };
             switch ((kv_head + 1) * G - head) {
                 case 1: run(std::integral_constant<int, 1>{}); break;

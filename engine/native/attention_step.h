@@ -14,13 +14,13 @@ constexpr int64_t RANGE_KEYS = 256;  // a multiple of TILE_KEYS
 constexpr int64_t TILE_ROWS = 96;  // of a chunk: queries x heads of a kv head that are computed together
 constexpr int64_t MAX_HEAD_DIM = 256;
 constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
+constexpr float LEAST_SCORE = -1e30f;  // finite, also times a scale: hidden scores (-inf) less this are -inf, not NaN
 
 // A step; the same for all layers. As in engine/native/attention.py.
 struct Step {
     int64_t activation_type, pool_type;
     int64_t num_layers, num_heads, num_kv_heads, head_dim, block_size;
     char *pool;                     // [blocks, layers, 2, H, block size, D]; see engine/kv_cache.py
-    const float *cos_sin_XD;        // of every position: the cosines of F frequencies, then the sines
     int64_t num_tokens, num_requests, num_decodes, max_blocks, num_threads;
     const int64_t *positions_T;
     const int64_t *slots_T;         // block x block size + offset
@@ -28,6 +28,7 @@ struct Step {
     const int64_t *num_tokens_B;
     const int64_t *context_lens_B;  // up to the request's last token of this step
     const int64_t *block_ids_BM;
+    float scale, cap;               // of scores; a cap of 0 is none, else a scaled score s becomes cap x tanh(s / cap)
 
     int64_t heads_per_kv_head() const { return num_heads / num_kv_heads; }
     int64_t token_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
@@ -62,7 +63,7 @@ struct Softmax {
     }
 
     void clear() {
-        std::fill_n(largest, num_rows, -FLT_MAX);  // finite: hidden scores (-inf) less this are -inf, not NaN
+        std::fill_n(largest, num_rows, LEAST_SCORE);
         std::fill_n(sum, num_rows * (head_dim + 1), 0.0f);
     }
 

@@ -63,6 +63,11 @@ inline Floats rounded_to_bfloat16(Floats v) {  // to nearest, ties to even; NaN 
     return (Floats)((x + 0x7fff + (x >> 16 & 1)) & 0xffff0000);
 }
 
+// tanh(scores x scale): 1 - 2 / (e^2x + 1).
+inline Floats tanh_of(Floats scores, float scale) {
+    return 1.0f - 2.0f / (exp2(scores * (2.0f * LOG2_E * scale)) + 1.0f);
+}
+
 // The weight of scores, to powers of 2, beside that of the largest one.
 inline Floats weight_of(Floats scores, float scale, Floats most_scaled) {
     return exp2(fused(scores, all(scale), -most_scaled));

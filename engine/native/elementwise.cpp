@@ -20,9 +20,18 @@ void with_type(int64_t type, const Call &call) {
     if (type == FLOAT16) call(static_cast<Float16 *>(nullptr));
 }
 
+// Calls `call` with null pointers of the types of activations and of a norm's weights: theirs, or float32.
+template <typename Call>
+void with_types(int64_t type, int64_t weight_type, const Call &call) {
+    with_type(type, [&](auto *element) {
+        if (weight_type == FLOAT32) call(element, static_cast<float *>(nullptr));
+        else call(element, element);
+    });
+}
+
 // residual += branch if there is a branch; out = residual / rms(residual) x weight.
-template <typename Element>
-void norm_row(const Element *branch_E, Element *residual_E, const Element *weight_E, Element *out_E, int64_t width,
+template <typename Element, typename Weight>
+void norm_row(const Element *branch_E, Element *residual_E, const Weight *weight_E, Element *out_E, int64_t width,
               float eps) {
     Floats squares = {};
     for (int64_t i = 0; i < width; i += LANES) {
@@ -38,28 +47,26 @@ void norm_row(const Element *branch_E, Element *residual_E, const Element *weigh
     }
 }
 
-}  // namespace
-
-extern "C" {
-
-// out_TE = RMSNorm of residual_TE, to which branch_TE is added first; branch_TE may be null.
-void baton_add_rms_norm(int64_t type, const void *branch_TE, void *residual_TE, const void *weight_E, void *out_TE,
-                        int64_t num_tokens, int64_t width, float eps, int num_threads) {
-    with_type(type, [&](auto *element) {
-        using Element = std::remove_pointer_t<decltype(element)>;
-        const auto *branch = static_cast<const Element *>(branch_TE);
-        auto *residual = static_cast<Element *>(residual_TE), *out = static_cast<Element *>(out_TE);
-        parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
-            for (int64_t t = begin; t < end; ++t)
-                norm_row(branch ? branch + t * width : nullptr, residual + t * width,
-                         static_cast<const Element *>(weight_E), out + t * width, width, eps);
-        });
-    });
+// residual += x / rms(x) x weight.
+template <typename Element, typename Weight>
+void add_normed_row(const Element *x_E, Element *residual_E, const Weight *weight_E, int64_t width, float eps) {
+    Floats squares = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+        const Floats x = load_some(x_E + i, width - i);
+        squares += x * x;
+    }
+    const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        const Floats normed = load_some(x_E + i, left) * scale * load_some(weight_E + i, left);
+        store_some(residual_E + i, load_some(residual_E + i, left) + normed, left);
+    }
 }
 
-// out_TI = silu(gate) x up, where gate_up_TM has T rows of I gates and then I ups.
-void baton_silu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
-                    int num_threads) {
+// out_TI = activation(gate) x up, where gate_up_TM has T rows of I gates and then I ups.
+template <typename Activation>
+void gate_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width, int num_threads,
+              const Activation &activation) {
     with_type(type, [&](auto *element) {
         using Element = std::remove_pointer_t<decltype(element)>;
         parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
@@ -68,12 +75,61 @@ void baton_silu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t 
                 Element *out = static_cast<Element *>(out_TI) + t * width;
                 for (int64_t i = 0; i < width; i += LANES) {
                     const int64_t left = width - i;
-                    const Floats x = load_some(gate + i, left);
-                    store_some(out + i, x / (1.0f + exp2(x * -LOG2_E)) * load_some(up + i, left), left);
+                    store_some(out + i, activation(load_some(gate + i, left)) * load_some(up + i, left), left);
                 }
             }
         });
     });
+}
+
+}  // namespace
+
+extern "C" {
+
+// out_TE = RMSNorm of residual_TE, to which branch_TE is added first; branch_TE may be null.
+void baton_add_rms_norm(int64_t type, int64_t weight_type, const void *branch_TE, void *residual_TE,
+                        const void *weight_E, void *out_TE, int64_t num_tokens, int64_t width, float eps,
+                        int num_threads) {
+    with_types(type, weight_type, [&](auto *element, auto *weight) {
+        using Element = std::remove_pointer_t<decltype(element)>;
+        using Weight = std::remove_pointer_t<decltype(weight)>;
+        const auto *branch = static_cast<const Element *>(branch_TE);
+        auto *residual = static_cast<Element *>(residual_TE), *out = static_cast<Element *>(out_TE);
+        parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t)
+                norm_row(branch ? branch + t * width : nullptr, residual + t * width,
+                         static_cast<const Weight *>(weight_E), out + t * width, width, eps);
+        });
+    });
+}
+
+// residual_TE += RMSNorm of x_TE.
+void baton_add_normed(int64_t type, int64_t weight_type, const void *x_TE, void *residual_TE, const void *weight_E,
+                      int64_t num_tokens, int64_t width, float eps, int num_threads) {
+    with_types(type, weight_type, [&](auto *element, auto *weight) {
+        using Element = std::remove_pointer_t<decltype(element)>;
+        using Weight = std::remove_pointer_t<decltype(weight)>;
+        const auto *x = static_cast<const Element *>(x_TE);
+        auto *residual = static_cast<Element *>(residual_TE);
+        parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
+            for (int64_t t = begin; t < end; ++t)
+                add_normed_row(x + t * width, residual + t * width, static_cast<const Weight *>(weight_E), width, eps);
+        });
+    });
+}
+
+void baton_silu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
+                    int num_threads) {
+    gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads,
+             [](Floats x) { return x / (1.0f + exp2(x * -LOG2_E)); });
+}
+
+// GELU by its approximation: x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3).
+void baton_gelu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
+                    int num_threads) {
+    constexpr float FIRST = 1.5957691216f, THIRD = 0.0713548163f;  // of 2u, for x and for x^3
+    gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads,
+             [](Floats x) { return x / (1.0f + exp2(x * (x * x * -(LOG2_E * THIRD) - LOG2_E * FIRST))); });
 }
 
 // out_TE = rows of weight_VE, whose first row is token `first_token`'s; zeros for tokens of other ranks.

@@ -7,24 +7,32 @@ import ctypes
 
 import torch
 
+from engine.model_config import Gate
 from engine.native.types import TYPE_CODES
 
 
 class ElementwiseKernels:
-    """Results are written to tensors of the caller. All tensors of a call have one dtype."""
+    """Results are written to tensors of the caller. All tensors of a call have one dtype; a norm's weights may be
+    float32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         self._add_rms_norm = library.baton_add_rms_norm
         self._add_rms_norm.argtypes = (
-            *(number, address, address, address, address),
+            *(number, number, address, address, address, address),
             *(number, number, ctypes.c_float, ctypes.c_int),
         )
-        self._silu_mul = library.baton_silu_mul
-        self._silu_mul.argtypes = (number, address, address, number, number, ctypes.c_int)
+        self._add_normed = library.baton_add_normed
+        self._add_normed.argtypes = (
+            *(number, number, address, address, address),
+            *(number, number, ctypes.c_float, ctypes.c_int),
+        )
+        self._gate_mul = {Gate.SILU: library.baton_silu_mul, Gate.GELU_TANH: library.baton_gelu_mul}
+        for function in self._gate_mul.values():
+            function.argtypes = (number, address, address, number, number, ctypes.c_int)
         self._embed = library.baton_embed
         self._embed.argtypes = (number, *(address,) * 3, *(number,) * 4, ctypes.c_int)
-        for function in (self._add_rms_norm, self._silu_mul, self._embed):
+        for function in (self._add_rms_norm, self._add_normed, *self._gate_mul.values(), self._embed):
             function.restype = None
 
     def add_rms_norm(
@@ -40,6 +48,7 @@ class ElementwiseKernels:
         assert branch_TE is None or branch_TE.is_contiguous()
         self._add_rms_norm(
             TYPE_CODES[residual_TE.dtype],
+            TYPE_CODES[weight_E.dtype],
             None if branch_TE is None else branch_TE.data_ptr(),
             residual_TE.data_ptr(),
             weight_E.data_ptr(),
@@ -49,10 +58,27 @@ class ElementwiseKernels:
             torch.get_num_threads(),
         )
 
-    def silu_mul(self, gate_up_TM: torch.Tensor, out_TI: torch.Tensor) -> None:
-        """Writes silu of the first I columns, times the others."""
+    def add_normed(
+        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> None:
+        """Adds the norm of `x_TE` to the residual stream, in place."""
+        assert residual_TE.is_contiguous()
+        assert x_TE.is_contiguous()
+        self._add_normed(
+            TYPE_CODES[residual_TE.dtype],
+            TYPE_CODES[weight_E.dtype],
+            x_TE.data_ptr(),
+            residual_TE.data_ptr(),
+            weight_E.data_ptr(),
+            *residual_TE.shape,
+            eps,
+            torch.get_num_threads(),
+        )
+
+    def gate_mul(self, gate_up_TM: torch.Tensor, gate: Gate, out_TI: torch.Tensor) -> None:
+        """Writes the activation of the first I columns, times the others."""
         assert gate_up_TM.is_contiguous()
-        self._silu_mul(
+        self._gate_mul[gate](
             TYPE_CODES[gate_up_TM.dtype],
             gate_up_TM.data_ptr(),
             out_TI.data_ptr(),

@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>

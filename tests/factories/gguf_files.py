@@ -13,7 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 Kind = Callable[[str], str]
 """A tensor's GGUF name -> how it is stored."""
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+}
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block has its float16 numbers."""
 
@@ -41,6 +47,8 @@ def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
             tensor = _permuted(
                 tensor, config["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"]
             )
+        if architecture == "gemma3" and stem.endswith("norm"):
+            tensor = tensor + 1.0
         wanted = "F32" if tensor.dim() == 1 else kind if isinstance(kind, str) else kind(gguf_name)
         quantization = gguf.GGMLQuantizationType[wanted]
         numbers = tensor.float().numpy()
@@ -87,6 +95,8 @@ def transformers_model(folder: Path) -> Any:
             numbers = _restored(
                 numbers, config.num_attention_heads if "attn_q" in stem else config.num_key_value_heads
             )
+        if architecture == "gemma3" and stem.endswith("norm"):
+            numbers = numbers - 1.0
         state[f"{hugging_face[stem]}.{suffix}"] = numbers
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -96,6 +106,7 @@ def transformers_model(folder: Path) -> Any:
 
 
 def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[str, Any]:
+    rope = config["rope_parameters"]
     sizes = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -107,7 +118,8 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         "attention.value_length": config.get("head_dim"),
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "attention.sliding_window": config.get("sliding_window"),
-        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
     }
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -152,7 +164,10 @@ def _stems(num_layers: int) -> list[str]:
     """The names of all modules of a model, as Hugging Face has them."""
     attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    parts = ["input_layernorm", "post_attention_layernorm", *attention, *mlp]
+    norms = [
+        f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    ]
+    parts = [*norms, *attention, *mlp]
     layers = [f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts]
     return ["model.embed_tokens", "model.norm", "lm_head", *layers]
 

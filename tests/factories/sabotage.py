@@ -35,16 +35,16 @@ def spoil() -> None:
     """A weight of the first layer becomes NaN, and with it all KV and all logits."""
     import torch
 
-    from engine.models.llama import LlamaForCausalLM
+    from engine.models.decoder import Decoder
 
-    original = LlamaForCausalLM.forward
+    original = Decoder.forward
 
-    def forward(model: LlamaForCausalLM, tokens: Any, attention: Any) -> torch.Tensor:
-        first = model._layers[0]
+    def forward(model: Decoder, tokens: Any, attention: Any) -> torch.Tensor:
+        first: Any = model._layers[0]
         first._input_norm_E = torch.full_like(first._input_norm_E, math.nan)
         return original(model, tokens, attention)
 
-    LlamaForCausalLM.forward = forward  # type: ignore[method-assign, assignment]
+    Decoder.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def pace() -> None:

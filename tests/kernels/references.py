@@ -76,16 +76,21 @@ def _normed_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) ->
     return x_TE * torch.rsqrt(x_TE.square().mean(-1, keepdim=True) + eps) * weight_E.to(torch.float32)
 
 
-def silu_mul_reference(gate_up_TM: torch.Tensor) -> torch.Tensor:
+def silu_mul_reference(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor:
     """`silu_mul` in torch, rounded once at the end."""
-    gate_TI, up_TI = gate_up_TM.to(torch.float32).chunk(2, -1)
-    return (F.silu(gate_TI) * up_TI).to(gate_up_TM.dtype)
+    return _gated_reference(gate_up_TM, is_gelu).to(gate_up_TM.dtype)
 
 
-def silu_mul_fp8_reference(gate_up_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_fp8_reference(
+    gate_up_TM: torch.Tensor, *, is_gelu: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`silu_mul_fp8` in torch."""
+    return quantize_rows(_gated_reference(gate_up_TM, is_gelu))
+
+
+def _gated_reference(gate_up_TM: torch.Tensor, is_gelu: bool) -> torch.Tensor:
     gate_TI, up_TI = gate_up_TM.to(torch.float32).chunk(2, -1)
-    return quantize_rows(F.silu(gate_TI) * up_TI)
+    return (F.gelu(gate_TI, approximate="tanh") if is_gelu else F.silu(gate_TI)) * up_TI
 
 
 def skinny_linear_reference(

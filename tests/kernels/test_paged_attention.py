@@ -32,6 +32,7 @@ def _launch(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     window: int | None = None,
+    cap: float | None = None,
     merges: bool | None = None,
 ) -> Callable[[], None]:
     """With the strides of a model that keeps its queries within the qkv projection's output."""
@@ -55,7 +56,7 @@ def _launch(
             torch.zeros(1, dtype=torch.int32),
             Partials.empty(1, shape, torch.device("cpu")),
             torch.empty(1, num_query_heads, head_dim, dtype=dtype),
-            Softmax(head_dim**-0.5, window),
+            Softmax(head_dim**-0.5, window, cap),
             tuning_of(shape),
             132,
             _merging(1, num_kv_heads, torch.device("cpu")) if merges else None,
@@ -92,6 +93,7 @@ LAUNCHES = {
     "decode, heads of 64": _launch(decode_tuning, head_dim=64),
     "decode, heads of 256": _launch(decode_tuning, head_dim=256),
     "decode, heads of 96": _launch(decode_tuning, head_dim=96),
+    "decode, capped": _launch(decode_tuning, head_dim=256, cap=50.0),
     "decode, float32": _launch(decode_tuning, dtype=torch.float32, head_dim=64, block_size=16),
     "decode, float32, heads of 64 by the copy engine": _launch(
         decode_tuning, dtype=torch.float32, head_dim=64
@@ -105,6 +107,7 @@ LAUNCHES = {
     "prefill, heads of 64": _launch(prefill_tuning, head_dim=64),
     "prefill, heads of 256": _launch(prefill_tuning, head_dim=256),
     "prefill, heads of 96": _launch(prefill_tuning, head_dim=96),
+    "prefill, capped": _launch(prefill_tuning, head_dim=256, cap=50.0),
     "prefill, float32": _launch(prefill_tuning, dtype=torch.float32, head_dim=64, block_size=16),
     "prefill, float32, heads of 64 by the copy engine": _launch(
         prefill_tuning, dtype=torch.float32, head_dim=64
@@ -141,6 +144,8 @@ CASES = {
     "prefill and decode mixed": Case([9, 1, 20], [9, 50, 41], SHAPE, SMALL, PLAIN),
     "window": Case([1, 10], [150, 70], SHAPE, SMALL, replace(PLAIN, window=33)),
     "window of the query itself": Case([1, 9], [70, 40], GATHERED, SMALL, replace(PLAIN, window=1)),
+    "capped": Case([1, 9], [70, 40], SHAPE, SMALL, Softmax(0.5, None, 2.0)),
+    "capped, split, in a window": Case([1], [600], GATHERED, SMALL, Softmax(0.5, 520, 2.0), num_programs=8),
     "window that is split": Case([1], [600], SHAPE, SMALL, replace(PLAIN, window=520), num_programs=8),
     "groups that do not fill a tile": Case([7], [20], replace(SHAPE, num_query_heads=6), SMALL, PLAIN),
     "half-precision": Case(

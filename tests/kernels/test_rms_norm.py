@@ -51,6 +51,13 @@ def test_quantises_in_the_same_pass(
     assert_same_float8(q_TE, expected_TE, max_share=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_may_be_float32(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    x_TE, _, weight_E = random_inputs(generator, 3, 96, dtype, device)
+    weight_E = weight_E.to(torch.float32) / 3 + 1.0
+    torch.testing.assert_close(rms_norm(x_TE, weight_E, EPS), rms_norm_reference(x_TE, weight_E, EPS))
+
+
 def test_is_torchs_own_norm(device: torch.device, generator: torch.Generator) -> None:
     x_TE, _, weight_E = random_inputs(generator, 2, 64, torch.float32, device)
     torch.testing.assert_close(

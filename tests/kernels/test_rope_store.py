@@ -10,7 +10,7 @@ import torch
 from engine.kernels.rope_store import rope_store
 from engine.kv_cache import KVBlockShape, KVPool
 from engine.layers.rope import RotaryEmbedding, rotate_
-from engine.model_config import RopeConfig
+from engine.rope_config import RopeConfig
 from tests.kernels.float8 import assert_same_float8
 from tests.kernels.references import rope_store_reference
 
@@ -84,6 +84,7 @@ def inputs(
     num_kv_heads: int = 2,
     head_dim: int = 16,
     has_norm: bool = False,
+    norm_dtype: torch.dtype | None = None,
 ) -> Inputs:
     slots_T = torch.tensor([5, 22, -1, 23, 4], dtype=torch.int32)
     shape = KVBlockShape(3, num_kv_heads, 4, head_dim, pool_dtype or dtype)
@@ -94,7 +95,8 @@ def inputs(
     options: dict[str, Any] = {}
     if has_norm:
         q_norm_D, k_norm_D = 1 + 0.3 * torch.randn(2, head_dim, generator=generator)
-        options |= {"q_norm_D": q_norm_D.to(dtype).to(device), "k_norm_D": k_norm_D.to(dtype).to(device)}
+        norms = {"q_norm_D": q_norm_D, "k_norm_D": k_norm_D}
+        options |= {name: norm_D.to(norm_dtype or dtype).to(device) for name, norm_D in norms.items()}
         options |= {"eps": 1e-2}
     if pool_dtype is torch.float8_e4m3fn:
         qkv_TXD *= 200  # large values saturate
@@ -129,6 +131,15 @@ def test_is_what_torch_computes(
         head_dim=head_dim,
         has_norm=has_norm,
     )
+    actual = expected.copy()
+    rope_store(*actual.arguments(1), **actual.options)
+    rope_store_reference(*expected.arguments(1), **expected.options)
+    torch.testing.assert_close(actual.qkv_TXD, expected.qkv_TXD)
+    torch.testing.assert_close(actual.pool.blocks_NLKHTD, expected.pool.blocks_NLKHTD)
+
+
+def test_norms_may_have_float32_weights(device: torch.device, generator: torch.Generator) -> None:
+    expected = inputs(generator, device, torch.bfloat16, has_norm=True, norm_dtype=torch.float32)
     actual = expected.copy()
     rope_store(*actual.arguments(1), **actual.options)
     rope_store_reference(*expected.arguments(1), **expected.options)

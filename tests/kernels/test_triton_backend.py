@@ -33,7 +33,7 @@ def test_many_tokens_are_quantized_by_the_kernel_before_the_product(
     assert off.norm() < 0.06 * (expected_TE.float() @ weight_OI.float().T).norm(), "more than 8 bits explain"
 
     gate_up_TM = random(generator, device, num_tokens, 2 * WIDTH)
-    gated = backend.silu_mul(gate_up_TM)
+    gated = backend.gate_mul(gate_up_TM)
     assert isinstance(gated, QuantizedRows) == (num_tokens > MAX_TOKENS)
     expected_TO = silu_mul_reference(gate_up_TM).float() @ weight_OI.float().T
     assert (linear(gated).float() - expected_TO).norm() < 0.06 * expected_TO.norm()
@@ -47,4 +47,4 @@ def test_without_8_bit_products_nothing_is_quantized(
     x_TE = random(generator, device, MAX_TOKENS + 1, WIDTH)
     weight_E = random(generator, device, WIDTH)
     assert isinstance(backend.add_rms_norm(x_TE, x_TE.clone(), weight_E, EPS), torch.Tensor)
-    assert isinstance(backend.silu_mul(x_TE), torch.Tensor)
+    assert isinstance(backend.gate_mul(x_TE), torch.Tensor)

@@ -13,10 +13,14 @@ from baton.errors import ModelError
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
 from engine.loading.gguf_tokenizer import special_token_ids
-from engine.model_config import RopeType, read_architecture, read_eos_token_ids
+from engine.model_config import read_architecture, read_eos_token_ids
+from engine.rope_config import RopeType
 from gateway.text.tokenizer import ChatMessage, Tokenizer
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
+
+GEMMA3 = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 40, "num_hidden_layers": 7}
+"""With a layer that has no window."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +36,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mistral", {"sliding_window": 40}),
         ("qwen2", {}),
         ("qwen3", {"head_dim": 32}),
+        ("gemma3_text", GEMMA3),
+        ("gemma3_text", GEMMA3 | {"final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
     ],
     ids=str,
 )
@@ -107,14 +113,16 @@ def test_ends_that_chat_templates_write_end_an_answer_though_no_key_names_them(
 def test_rope(tmp_path: Path, source: Path, metadata: dict[str, Any], expected: dict[str, Any]) -> None:
     keys = {f"llama__rope__scaling__{key}": value for key, value in metadata.items()}
     describe(make_gguf(tmp_path / "m.gguf", source, llama__rope__freq_base=5e5, **keys), tmp_path / "folder")
-    rope = read_architecture(tmp_path / "folder").rope
+    rope = read_architecture(tmp_path / "folder").ropes[0]
+    assert rope is not None
     assert rope.theta == 5e5
     assert {key: getattr(rope, key) for key in expected} == expected
 
 
 def test_the_older_name_of_a_linear_factor(tmp_path: Path, source: Path) -> None:
     describe(make_gguf(tmp_path / "m.gguf", source, llama__rope__scale_linear=8.0), tmp_path / "folder")
-    rope = read_architecture(tmp_path / "folder").rope
+    rope = read_architecture(tmp_path / "folder").ropes[0]
+    assert rope is not None
     assert (rope.rope_type, rope.factor) == (RopeType.LINEAR, 8.0)
 
 
@@ -191,8 +199,8 @@ SIZES = {
     ("metadata", "message"),
     [
         (
-            {"general__architecture": "gemma3"},
-            r"architecture 'gemma3' is not supported; supported are llama, qwen2",
+            {"general__architecture": "gemma2"},
+            r"architecture 'gemma2' is not supported; supported are llama, qwen2",
         ),
         ({"llama__expert_count": 8}, r"llama\.expert_count \(8\) is not supported"),
         ({"llama__logit_scale": 16.0}, r"llama\.logit_scale \(16\.0\) is not supported"),

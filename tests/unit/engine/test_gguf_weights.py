@@ -62,6 +62,10 @@ def expected_tokens(folder: Path) -> list[int]:
         ("mistral", {"sliding_window": 4}),
         ("qwen2", {}),
         ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+        (
+            "gemma3_text",
+            {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4, "num_hidden_layers": 7},
+        ),
     ],
     ids=str,
 )
@@ -289,5 +293,5 @@ def test_progress_reaches_the_whole(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert gguf_name("model.layers.12.self_attn.q_norm.weight") == "blk.12.attn_q_norm.weight"
-    assert gguf_name("lm_head.weight") == "output.weight"
+    assert gguf_name("model.layers.12.self_attn.q_norm.weight", "qwen3") == "blk.12.attn_q_norm.weight"
+    assert gguf_name("lm_head.weight", "llama") == "output.weight"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ModelError
-from engine.model_config import ModelArchitecture, RopeConfig, RopeType, read_architecture, read_eos_token_ids
+from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
+from engine.rope_config import RopeConfig, RopeType
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,7 +32,7 @@ def read(path: Path, **overrides: Any) -> ModelArchitecture:
 def test_a_sparse_config_gets_the_architecture_s_defaults(tmp_path: Path) -> None:
     llama = read(tmp_path)
     assert (llama.num_kv_heads, llama.head_dim, llama.rms_norm_eps) == (4, 16, 1e-6)
-    assert llama.rope == RopeConfig()
+    assert llama.ropes == (RopeConfig(),) * 3
     assert llama.sliding_windows == (None, None, None)
     options = (llama.has_qkv_bias, llama.has_o_bias, llama.has_mlp_bias, llama.has_qk_norm)
     assert not any(options)
@@ -75,7 +76,6 @@ def test_model_type_serves_where_architectures_is_absent(tmp_path: Path) -> None
             },
             (9, None, 9),
         ),
-        ({"sliding_window": 9}, (None,) * 3),
     ],
 )
 def test_sliding_windows(tmp_path: Path, overrides: dict[str, Any], windows: tuple[int | None, ...]) -> None:
@@ -120,7 +120,7 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
     old = read(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
     oldest = read(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
     assert new == old == oldest
-    assert new.rope == RopeConfig(
+    rope = RopeConfig(
         rope_type=RopeType.LLAMA3,
         theta=5e5,
         factor=8.0,
@@ -128,6 +128,7 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
         high_freq_factor=4.0,
         original_max_position_embeddings=128,
     )
+    assert new.ropes == (rope,) * 3
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are Llama"),
         ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
+        ({"sliding_window": 9}, "sliding_window 9 is not supported for model_type 'llama'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu' is"),
         (

@@ -2,7 +2,7 @@
 
 import ctypes
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from engine.layers.attention import HeadNorm
 from engine.layers.fp8 import FP8
 from engine.layers.native_attention import NativeAttention, is_supported
 from engine.layers.paged_attention import PagedAttention
-from engine.model_config import ModelArchitecture, RopeConfig
+from engine.model_config import ModelArchitecture
 from engine.native.library import native_library
+from engine.rope_config import RopeConfig
 from tests.factories.kv_blocks import block_array
 
 CPU = torch.device("cpu")
@@ -123,8 +124,9 @@ def make_architecture(heads: Heads, windows: tuple[int | None, ...]) -> ModelArc
         head_dim=heads.head_dim,
         max_position_embeddings=100_000,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(),
+        ropes=(RopeConfig(),) * len(windows),
         sliding_windows=windows,
+        attention_scale=heads.head_dim**-0.5,
         tie_word_embeddings=True,
         has_qkv_bias=False,
         has_o_bias=False,
@@ -177,6 +179,29 @@ def test_a_mixed_step_equals_the_torch_path(dtype: torch.dtype, windows: tuple[i
         out, _ = layout.native_out(layer)
         error = (out.float() - layout.torch_out(layer).float()).abs().max().item()
         assert error < TOLERANCE[dtype], layer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "cap"),
+    [*((dtype, 0.5, cap) for dtype in DTYPES for cap in (None, 3.0)), (torch.float32, 2.0, None)],
+    ids=str,
+)
+def test_scores_are_scaled_and_capped(dtype: torch.dtype, scale: float, cap: float | None) -> None:
+    layout = make_layout(MIXED, Heads(6, 2, 64), dtype, windows=(None, 70))
+    layout.architecture = replace(layout.architecture, attention_scale=scale, attention_cap=cap)
+    for layer in range(2):
+        out, _ = layout.native_out(layer)
+        error = (out.float() - layout.torch_out(layer).float()).abs().max().item()
+        assert error < 4 * TOLERANCE[dtype], layer  # larger scores are rounded in larger steps
+
+
+def test_layers_rotate_by_their_own_tables() -> None:
+    layout = make_layout(MIXED, Heads(6, 2, 64), torch.float32, windows=(None,) * 4)
+    ropes = (RopeConfig(), None, RopeConfig(theta=100.0), RopeConfig(rotary_dim=24))
+    layout.architecture = replace(layout.architecture, ropes=ropes)
+    outs = [layout.native_out(layer)[0] for layer in range(4)]
+    for layer, out in enumerate(outs):
+        torch.testing.assert_close(out, layout.torch_out(layer), rtol=0, atol=2e-5)
 
 
 def test_a_window_larger_than_any_context_is_none() -> None:

@@ -8,6 +8,7 @@ from engine.layers.fp8 import FP8, saturate
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
+from engine.model_config import Gate
 from engine.native.library import native_library
 from tests.unit.engine.test_native_attention import Heads, make_layout
 
@@ -46,6 +47,27 @@ def test_norms(backend: NativeBackend, num_tokens: int, width: int, dtype: torch
     assert torch.equal(ours, theirs)
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_tokens", "width"), SIZES)
+def test_norms_that_are_added(
+    backend: NativeBackend,
+    num_tokens: int,
+    width: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+) -> None:
+    """And weights in float32, beside which activations may have 16 bits."""
+    x, residual = (torch.randn(num_tokens, width).to(dtype) for _ in range(2))
+    weight = torch.rand(width).add(1.0).to(weight_dtype or dtype)
+    ours, theirs = residual.clone(), residual.clone()
+    backend.add_normed(x, ours, weight, 1e-5)
+    TorchBackend().add_normed(x, theirs, weight, 1e-5)
+    assert_close(ours, theirs)
+    assert_close(backend.rms_norm(x, weight, 1e-5), TorchBackend().rms_norm(x, weight, 1e-5))
+
+
 class Same:
     """A projection that returns its input."""
 
@@ -57,13 +79,17 @@ class Same:
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "width"), SIZES)
-def test_gates(backend: NativeBackend, num_tokens: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gate_by", Gate)
+def test_gates(
+    backend: NativeBackend, num_tokens: int, width: int, dtype: torch.dtype, gate_by: Gate
+) -> None:
     gate_up = (20 * torch.randn(num_tokens, 2 * width)).to(dtype)
     gate_up[0, 0] = -200.0  # whose exponential overflows
     gate, up = gate_up.double().chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up
+    silu, gelu = torch.nn.functional.silu(gate), torch.nn.functional.gelu(gate, approximate="tanh")
+    expected = (silu if gate_by is Gate.SILU else gelu) * up
     torch.testing.assert_close(
-        backend.gated(Same(), gate_up).double(),
+        backend.gated(Same(), gate_up, gate_by).double(),
         expected,
         rtol=8e-3 if dtype != torch.float32 else 3e-6,
         atol=1e-5,

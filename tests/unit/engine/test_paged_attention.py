@@ -13,7 +13,8 @@ from engine.layers.chunk_attention import TILE, ChunkAttention, FusedAttention, 
 from engine.layers.paged_attention import PagedAttention
 from engine.layers.rope import RotaryEmbedding, rotate_
 from engine.layers.workspace import Workspace
-from engine.model_config import ModelArchitecture, RopeConfig
+from engine.model_config import ModelArchitecture
+from engine.rope_config import RopeConfig
 
 CPU = torch.device("cpu")
 KV_HEADS, PER_KV_HEAD, HEAD_DIM, BLOCK_SIZE = 2, 3, 8, 4
@@ -65,9 +66,7 @@ def test_a_mixed_step_equals_attention_written_out(
     attention = PagedAttention(pool, architecture, KV_HEADS * PER_KV_HEAD)
     batch = step_batch(contexts, tables)
     step = attention.prepare(batch)
-    angles = RotaryEmbedding(architecture.rope, HEAD_DIM, CPU).angles(
-        torch.from_numpy(batch.positions_T), dtype
-    )
+    angles = RotaryEmbedding(RopeConfig(), HEAD_DIM, CPU).angles(torch.from_numpy(batch.positions_T), dtype)
     for layer, window in enumerate(windows):
         new_kv = torch.cat(
             [v[layer, :, :, length - n :] for v, (length, n) in zip(kv, contexts, strict=True)], dim=2
@@ -97,8 +96,9 @@ def make_architecture(windows: tuple[int | None, ...]) -> ModelArchitecture:
         head_dim=HEAD_DIM,
         max_position_embeddings=1000,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(),
+        ropes=(RopeConfig(),) * len(windows),
         sliding_windows=windows,
+        attention_scale=HEAD_DIM**-0.5,
         tie_word_embeddings=True,
         has_qkv_bias=False,
         has_o_bias=False,
@@ -139,33 +139,57 @@ def step_batch(contexts: list[tuple[int, int]], tables: list[list[int]]) -> Step
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 40, TILE + 1, 10_000])
+@pytest.mark.parametrize("scale", [HEAD_DIM**-0.5, 0.7])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(2, 2), (5, 30), (TILE, TILE), (TILE + 3, TILE + 50)])
 def test_both_chunk_kernels_equal_attention_written_out(
-    num_queries: int, num_keys: int, window: int | None
+    num_queries: int, num_keys: int, window: int | None, scale: float
 ) -> None:
     torch.manual_seed(1)
     q = torch.randn(num_queries, KV_HEADS * PER_KV_HEAD, HEAD_DIM)
     k, v = torch.randn(2, KV_HEADS, num_keys, HEAD_DIM)
     scores, weights = Workspace(CPU), Workspace(CPU)
     kernels: list[ChunkAttention] = [
-        FusedAttention(num_queries, num_keys, window, torch.float32, CPU),
-        TiledAttention(num_queries, num_keys, window, scores, weights, torch.float32, CPU),
+        FusedAttention(num_queries, num_keys, window, torch.float32, CPU, scale=scale),
+        TiledAttention(num_queries, num_keys, window, scores, weights, torch.float32, CPU, scale=scale),
     ]
-    expected = fast_reference(q, k, v, window)
+    expected = fast_reference(q, k, v, window, scale)
     for kernel in kernels:
         out = torch.full_like(q, torch.nan)
         kernel(q, k, v, out)
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
 
 
-def fast_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+@pytest.mark.parametrize("window", [None, 7])
+def test_scores_of_a_chunk_are_capped(window: int | None) -> None:
+    torch.manual_seed(1)
+    q, (k, v) = 4 * torch.randn(9, KV_HEADS * PER_KV_HEAD, HEAD_DIM), torch.randn(2, KV_HEADS, 30, HEAD_DIM)
+    kernel = TiledAttention(
+        9, 30, window, Workspace(CPU), Workspace(CPU), torch.float32, CPU, scale=0.7, cap=2.0
+    )
+    out = torch.full_like(q, torch.nan)
+    kernel(q, k, v, out)
+    expected = fast_reference(q, k, v, window, 0.7, cap=2.0)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    assert (expected - fast_reference(q, k, v, window, 0.7)).abs().max() > 0.1
+
+
+def fast_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    scale: float,
+    cap: float = math.inf,
+) -> torch.Tensor:
     num_queries, num_keys = q.shape[0], k.shape[1]
     positions = torch.arange(num_keys - num_queries, num_keys).unsqueeze(1)
     hidden = torch.arange(num_keys) > positions
     if window is not None:
         hidden |= torch.arange(num_keys) <= positions - window
     k, v = (x.double().repeat_interleave(PER_KV_HEAD, 0) for x in (k, v))
-    scores = torch.einsum("nqd,qsd->qns", q.double(), k) / math.sqrt(HEAD_DIM)
+    scores = torch.einsum("nqd,qsd->qns", q.double(), k) * scale
+    if cap < math.inf:
+        scores = cap * torch.tanh(scores / cap)
     return torch.einsum("qns,qsd->nqd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
@@ -173,7 +197,7 @@ def fast_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: in
 def test_what_the_workspace_held_before_does_not_matter(dtype: torch.dtype) -> None:
     q, (k, v) = torch.randn(9, 6, HEAD_DIM).to(dtype), torch.randn(2, KV_HEADS, 20, HEAD_DIM).to(dtype)
     scores, weights = Workspace(CPU), Workspace(CPU)
-    kernel = TiledAttention(9, 20, None, scores, weights, dtype, CPU)
+    kernel = TiledAttention(9, 20, None, scores, weights, dtype, CPU, scale=1.0)
     outs = []
     for garbage in (0.0, torch.nan, torch.inf):
         for workspace in (scores, weights):

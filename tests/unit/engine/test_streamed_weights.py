@@ -13,7 +13,7 @@ from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weight_stream import CudaCopies
 from engine.loading.weights import CheckpointWeights, Shard, Take, WeightSource
 from engine.model_config import read_architecture
-from engine.models.llama import LlamaForCausalLM
+from engine.models.decoder import Decoder
 from tests.factories.models import make_model_dir
 from tests.unit.engine.test_weight_stream import HostCopies
 
@@ -38,13 +38,13 @@ def test_a_model_gets_the_same_tensors_as_from_mapped_files(tmp_path: Path, arch
     progress: list[tuple[int, int]] = []
     with CheckpointWeights(path, torch.bfloat16) as mapped:
         expected = Kept(mapped)
-        LlamaForCausalLM(facts, expected, TorchBackend())
+        Decoder(facts, expected, TorchBackend())
         mapped.check_all_taken()
     with StreamedWeights(
         path, torch.bfloat16, takes, HostCopies(), lambda *seen: progress.append(seen)
     ) as streamed:
         found = Kept(streamed)
-        LlamaForCausalLM(facts, found, TorchBackend())
+        Decoder(facts, found, TorchBackend())
         streamed.check_all_taken()
     assert list(found.tensors) == list(expected.tensors) == [take.name for take in takes]
     for name, tensor in expected.tensors.items():

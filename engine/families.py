@@ -1,0 +1,201 @@
+"""Families of models: their names, what transformers takes where a config.json is silent, and what is refused.
+
+Imports no torch: the command that starts a fleet reads config.json files, too.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from baton.errors import ModelError
+
+
+class Family(Enum):
+    """A family, by the `model_type` of its config.json."""
+
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    SMOLLM3 = "smollm3"
+    GRANITE = "granite"
+    PHI3 = "phi3"
+    OLMO2 = "olmo2"
+    GLM4 = "glm4"
+    GEMMA2 = "gemma2"
+    GEMMA3 = "gemma3_text"
+
+    @property
+    def is_gemma(self) -> bool:
+        """Whether norms multiply by 1 + weight, and the MLP's gate is a GELU."""
+        return self in (Family.GEMMA2, Family.GEMMA3)
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Family.LLAMA,
+    "MistralForCausalLM": Family.MISTRAL,
+    "Qwen2ForCausalLM": Family.QWEN2,
+    "Qwen3ForCausalLM": Family.QWEN3,
+    "SmolLM3ForCausalLM": Family.SMOLLM3,
+    "GraniteForCausalLM": Family.GRANITE,
+    "Phi3ForCausalLM": Family.PHI3,
+    "Olmo2ForCausalLM": Family.OLMO2,
+    "Glm4ForCausalLM": Family.GLM4,
+    "Gemma2ForCausalLM": Family.GEMMA2,
+    "Gemma3ForCausalLM": Family.GEMMA3,
+}
+"""`architectures[0]` of a config.json -> its family."""
+
+_GEMMA: dict[str, object] = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
+    Family.LLAMA: {},
+    Family.MISTRAL: {"num_key_value_heads": 8, "sliding_window": 4096},
+    Family.QWEN2: {"sliding_window": 4096, "max_window_layers": 28},
+    Family.QWEN3: {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    Family.SMOLLM3: {
+        "num_key_value_heads": 4,
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    Family.GRANITE: {},
+    Family.PHI3: {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    Family.OLMO2: {"rms_norm_eps": 1e-5},
+    Family.GLM4: {
+        "attention_bias": True,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+    },
+    Family.GEMMA2: {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    Family.GEMMA3: {
+        **_GEMMA,
+        "rope_local_base_freq": 10_000.0,
+        "rope_theta": 1_000_000.0,
+        "sliding_window_pattern": 6,
+    },
+}
+"""Values that transformers takes for keys that a config.json does not have."""
+
+WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+    "alibi": (False,),
+    "attention_chunk_size": (),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "attn_temperature_tuning": (False,),
+    "clip_qkv": (),
+    "embedding_multiplier": (1.0,),
+    "final_logit_softcapping": (),
+    "layer_types": ("full_attention",),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "n_routed_experts": (0,),
+    "no_rope_layer_interval": (),
+    "no_rope_layers": (1,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "partial_rotary_factor": (1.0,),
+    "qk_layernorm": (False,),
+    "quantization_config": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1.0,),
+    "rope_local_base_freq": (),
+    "rotary_pct": (1.0,),
+    "sliding_window": (),
+    "sliding_window_pattern": (),
+    "use_bidirectional_attention": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
+"""Keys that change what a model computes, and the values, beside null, that do not; of a list, the elements."""
+
+_WINDOWS_ON_SOME = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
+READ: Mapping[Family, frozenset[str]] = {
+    Family.LLAMA: frozenset(),
+    Family.MISTRAL: frozenset({"sliding_window"}),
+    Family.QWEN2: _WINDOWS_ON_SOME,
+    Family.QWEN3: _WINDOWS_ON_SOME,
+    Family.SMOLLM3: _WINDOWS_ON_SOME | {"no_rope_layers", "no_rope_layer_interval"},
+    Family.GRANITE: frozenset(
+        {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}
+    ),
+    Family.PHI3: frozenset({"partial_rotary_factor", "sliding_window"}),
+    Family.OLMO2: frozenset(),
+    Family.GLM4: frozenset({"partial_rotary_factor"}),
+    Family.GEMMA2: frozenset(
+        {
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "layer_types",
+            "query_pre_attn_scalar",
+            "sliding_window",
+        }
+    ),
+    Family.GEMMA3: frozenset(
+        {
+            "final_logit_softcapping",
+            "layer_types",
+            "query_pre_attn_scalar",
+            "rope_local_base_freq",
+            "sliding_window",
+            "sliding_window_pattern",
+        }
+    ),
+}
+"""Which of `WITHOUT_EFFECT` a family reads. Any other value of the others is refused."""
+
+_SILU = ("silu", "swish")
+_GELU = ("gelu_pytorch_tanh",)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """By `architectures`, else by `model_type`; ModelError names what is supported."""
+    names = config.get("architectures") or []
+    name = names[0] if names else None
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    model_type = config.get("model_type")
+    if name is None and model_type in {family.value for family in Family}:
+        return Family(model_type)
+    raise ModelError(
+        f"architecture {name or model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+    )
+
+
+def refused_keys(family: Family) -> list[str]:
+    """Keys of which a config.json of this family may only have values without effect."""
+    return sorted(WITHOUT_EFFECT.keys() - READ[family])
+
+
+def refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
+    """Refuses options that change what a model computes and that the family's decoder does not support.
+
+    Families call the activation `hidden_act` or `hidden_activation`. Other keys that seem to name one must name the
+    same; numbers and truth values, as of `activation_dropout`, name none.
+    """
+    for key in refused_keys(family):
+        if key == "sliding_window" and config.get("use_sliding_window") is False:
+            continue
+        if not is_without_effect(config.get(key), WITHOUT_EFFECT[key]):
+            hint = "; use the model's unquantized weights" if key == "quantization_config" else ""
+            value = "" if key == "quantization_config" else f" {config[key]!r:.80}"
+            raise ModelError(f"{key}{value} is not supported for model_type {family.value!r}{hint}")
+    supported = _GELU if family.is_gemma else _SILU
+    for key, value in config.items():
+        names_activation = {"act", "activation"} & set(key.split("_"))
+        if names_activation and value and not isinstance(value, int | float) and value not in supported:
+            raise ModelError(f"{key} {value!r} is not supported; only {supported[0]!r} is")
+
+
+def is_without_effect(value: object, harmless: tuple[object, ...]) -> bool:
+    """Whether a value, or each element of a list, is null or one of these."""
+    if isinstance(value, list):
+        return all(each in harmless for each in value)
+    return value is None or value in harmless

@@ -1,0 +1,122 @@
+"""Decoder: token ids to logits, by layers of any family; knows no request and no block table.
+
+With tensor parallelism (Megatron-LM, 2019) every rank has its share of the heads, of the MLP's columns and of the
+vocabulary; the residual stream is whole on each, and summed up twice a layer.
+
+Shape suffixes: T tokens of a step, R rows that sample, V vocabulary (a rank's share), E hidden size.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Protocol, Self
+
+import torch
+
+from engine.collectives import SINGLE_RANK, Collectives
+from engine.families import Family
+from engine.layers.attention import Attention
+from engine.layers.backend import Backend, InputTokens, MakeLinear
+from engine.layers.chunk_attention import cap_
+from engine.layers.residual_stream import ResidualStream
+from engine.loading.weights import WeightSource
+from engine.model_config import ModelArchitecture
+from engine.models.gemma import GemmaLayer
+from engine.models.glm4 import Glm4Layer
+from engine.models.llama import LlamaLayer
+from engine.models.olmo2 import Olmo2Layer
+from engine.models.phi3 import Phi3Layer
+from engine.models.projections import Projections, shard_of
+
+
+class Layer(Protocol):
+    """One of a decoder's layers."""
+
+    def forward(self, stream: ResidualStream, attention: Attention) -> None:
+        """Adds its branches to the stream."""
+        ...
+
+
+LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] = {
+    Family.LLAMA: LlamaLayer,
+    Family.MISTRAL: LlamaLayer,
+    Family.QWEN2: LlamaLayer,
+    Family.QWEN3: LlamaLayer,
+    Family.SMOLLM3: LlamaLayer,
+    Family.GRANITE: LlamaLayer,
+    Family.PHI3: Phi3Layer,
+    Family.OLMO2: Olmo2Layer,
+    Family.GLM4: Glm4Layer,
+    Family.GEMMA2: GemmaLayer,
+    Family.GEMMA3: GemmaLayer,
+}
+
+
+class Decoder:
+    """Two calls, since most rows of a step need no logits."""
+
+    def __init__(
+        self,
+        architecture: ModelArchitecture,
+        weights: WeightSource,
+        backend: Backend,
+        linear: MakeLinear | None = None,
+        collectives: Collectives = SINGLE_RANK,
+    ) -> None:
+        """`linear` makes the layers' projections; None: `backend.linear`, which always makes the projection to logits.
+
+        ModelError if the ranks cannot share the weights equally.
+        """
+        a = architecture
+        self._architecture = a
+        self._backend = backend
+        self._collectives = collectives
+        rows = shard_of(0, collectives)
+        parts = Projections(weights, backend, linear or backend.linear, collectives)
+        self._embed_tokens_VE = weights.take_matrix(
+            "model.embed_tokens.weight", a.vocab_size, a.hidden_size, shard=rows
+        )
+        self._first_token = collectives.rank * self._embed_tokens_VE.shape[0]
+        layer = LAYERS[a.family]
+        self._layers = [layer(a, index, parts) for index in range(a.num_layers)]
+        norm_E = parts.norm("model.norm", a.hidden_size)
+        self._dtype = norm_E.dtype
+        self._norm_E = norm_E.to(torch.float32) + 1.0 if a.family.is_gemma else norm_E
+        self._embedding_scale = a.embedding_scale
+        if a.family.is_gemma:  # which was trained with a scale of the activations' dtype
+            self._embedding_scale = torch.tensor(a.embedding_scale, dtype=self._dtype).item()
+        lm_head_VE = (
+            self._embed_tokens_VE
+            if a.tie_word_embeddings
+            else weights.take_matrix("lm_head.weight", a.vocab_size, a.hidden_size, shard=rows)
+        )
+        self._lm_head = backend.linear(lm_head_VE, None)
+
+    def first_layers(self, num_layers: int) -> Self:
+        """A model of only these layers, with this one's embeddings, final norm and projection to logits. It shares all
+        weights."""
+        first = copy(self)
+        first._layers = self._layers[:num_layers]
+        return first
+
+    def forward(self, tokens: InputTokens, attention: Attention) -> torch.Tensor:
+        """Hidden states of every token, before the final norm: T x E."""
+        residual_TE = self._backend.embed(tokens, self._embed_tokens_VE, self._first_token)
+        residual_TE = residual_TE.to(self._dtype)
+        self._collectives.all_reduce_(residual_TE)
+        if self._embedding_scale != 1.0:
+            residual_TE.mul_(self._embedding_scale)
+        stream = ResidualStream(
+            residual_TE, self._backend, self._collectives, self._architecture.rms_norm_eps
+        )
+        for layer in self._layers:
+            layer.forward(stream, attention)
+        return stream.total()
+
+    def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
+        """R x the whole vocabulary, in the model's dtype; the same on every rank."""
+        a = self._architecture
+        logits_RV = self._lm_head(self._backend.rms_norm(hidden_RE, self._norm_E, a.rms_norm_eps))
+        logits_RV = self._collectives.all_gather(logits_RV, -1)
+        if a.logits_divisor != 1.0:
+            logits_RV = logits_RV.div_(a.logits_divisor)
+        return logits_RV if a.logits_cap is None else cap_(logits_RV, a.logits_cap)

@@ -1,0 +1,158 @@
+"""Projections: a checkpoint's tensors become one rank's share of a decoder layer; knows no layer.
+
+Shape suffixes: E hidden size, I input and O output features, D head dimension.
+"""
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.collectives import Collectives
+from engine.layers.attention import HeadNorm
+from engine.layers.backend import Backend, LinearLayer, MakeLinear, Matrix
+from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.merged_linear import merged_linear
+from engine.layers.rope import head_order
+from engine.loading.weights import Shard, WeightSource
+from engine.model_config import ModelArchitecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Output features of a checkpoint's projection."""
+
+    name: str
+    size: int
+    first: int = 0
+    num_outputs: int | None = None
+    """Of the whole projection, of which these are `size` from `first` on; None: these are all."""
+    order_D: torch.Tensor | None = None
+    """How the outputs of each head are reordered; see `head_order`."""
+
+
+class Projections:
+    """Makes one rank's share of a layer's parts."""
+
+    def __init__(
+        self, weights: WeightSource, backend: Backend, linear: MakeLinear, collectives: Collectives
+    ) -> None:
+        self.weights = weights
+        self.backend = backend
+        self.collectives = collectives
+        self._linear = linear
+
+    def columns(self, parts: Sequence[Columns], num_inputs: int, *, has_bias: bool = False) -> LinearLayer:
+        """Projections of one input, as one product. Every rank computes its share of each."""
+        matrices = [self._matrix(part, num_inputs) for part in parts]
+        if not has_bias:
+            return merged_linear(self._linear, matrices, None)
+        return merged_linear(self._linear, matrices, [self._bias(part) for part in parts])
+
+    def rows(self, name: str, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> LinearLayer:
+        """A projection of inputs that the ranks share: the caller sums the ranks' results."""
+        shard = shard_of(1, self.collectives)
+        weight_OI = self.weights.take_matrix(f"{name}.weight", num_outputs, num_inputs, shard=shard)
+        bias_O = self.weights.take(f"{name}.bias", num_outputs) if has_bias else None
+        return self._linear(weight_OI, bias_O if self.collectives.rank == 0 else None)
+
+    def norm(self, name: str, size: int, *, from_one: bool = False) -> torch.Tensor:
+        """A norm's weights. `from_one`: the checkpoint has them less 1 (Gemma); their sum with 1 needs float32."""
+        weight = self.weights.take(f"{name}.weight", size)
+        return weight.to(torch.float32) + 1.0 if from_one else weight
+
+    def head_norm(self, a: ModelArchitecture, heads: str, *, from_one: bool = False) -> HeadNorm | None:
+        """The norm of each head of queries and keys, if the architecture has it."""
+        if not a.has_qk_norm:
+            return None
+        q_weight_D = self.norm(f"{heads}.q_norm", a.head_dim, from_one=from_one)
+        k_weight_D = self.norm(f"{heads}.k_norm", a.head_dim, from_one=from_one)
+        num_ranks = self.collectives.size
+        return HeadNorm(
+            q_weight_D, k_weight_D, a.num_heads // num_ranks, a.num_kv_heads // num_ranks, a.rms_norm_eps
+        )
+
+    def _matrix(self, part: Columns, num_inputs: int) -> Matrix:
+        num_outputs = part.num_outputs or part.size
+        name, shard = f"{part.name}.weight", self._shard_of(part)
+        matrix = self.weights.take_matrix(name, num_outputs, num_inputs, shard=shard)
+        if part.order_D is None:
+            return matrix
+        index_O = _of_every_head(part.order_D, matrix.shape[0])
+        return matrix.outputs(index_O) if isinstance(matrix, GroupedWeight) else _reordered(matrix, index_O)
+
+    def _bias(self, part: Columns) -> torch.Tensor:
+        bias_O = self.weights.take(
+            f"{part.name}.bias", part.num_outputs or part.size, shard=self._shard_of(part)
+        )
+        if part.order_D is None:
+            return bias_O
+        return _reordered(bias_O, _of_every_head(part.order_D, len(bias_O)))
+
+    def _shard_of(self, part: Columns) -> Shard | None:
+        if part.num_outputs is None:
+            return shard_of(0, self.collectives)
+        return Shard(0, self.collectives.rank, self.collectives.size, part.first, part.size)
+
+
+def shard_of(dim: int, collectives: Collectives) -> Shard | None:
+    """This rank's share of a whole dimension."""
+    return Shard(dim, collectives.rank, collectives.size) if collectives.size > 1 else None
+
+
+def qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -> list[Columns]:
+    """The projections to queries, keys and values. `order_D`: how queries and keys are reordered."""
+    q_size, kv_size = _sizes(a)
+    return [
+        Columns(name=f"{heads}.q_proj", size=q_size, order_D=order_D),
+        Columns(name=f"{heads}.k_proj", size=kv_size, order_D=order_D),
+        Columns(name=f"{heads}.v_proj", size=kv_size),
+    ]
+
+
+def merged_qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -> list[Columns]:
+    """The same of a checkpoint that has them as one projection."""
+    name, (q_size, kv_size) = f"{heads}.qkv_proj", _sizes(a)
+    total = q_size + 2 * kv_size
+    return [
+        Columns(name=name, size=q_size, num_outputs=total, order_D=order_D),
+        Columns(name=name, size=kv_size, first=q_size, num_outputs=total, order_D=order_D),
+        Columns(name=name, size=kv_size, first=q_size + kv_size, num_outputs=total),
+    ]
+
+
+def gate_up(a: ModelArchitecture, mlp: str) -> list[Columns]:
+    """The MLP's projections to gates, and to what they multiply."""
+    return [Columns(name=f"{mlp}.{name}_proj", size=a.intermediate_size) for name in ("gate", "up")]
+
+
+def merged_gate_up(a: ModelArchitecture, mlp: str) -> list[Columns]:
+    """The same of a checkpoint that has them as one projection."""
+    size = a.intermediate_size
+    return [
+        Columns(name=f"{mlp}.gate_up_proj", size=size, first=first, num_outputs=2 * size)
+        for first in (0, size)
+    ]
+
+
+def order_of(a: ModelArchitecture, index: int, *, is_interleaved: bool = False) -> torch.Tensor | None:
+    """How the outputs for a head are reordered in this layer."""
+    rope = a.ropes[index]
+    rotary_dim = a.head_dim if rope is None else rope.rotary_dim or a.head_dim
+    return head_order(a.head_dim, rotary_dim, is_interleaved=is_interleaved)
+
+
+def _sizes(a: ModelArchitecture) -> tuple[int, int]:
+    """Output features of the projection to queries, and of that to keys or values."""
+    return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+
+
+def _of_every_head(order_D: torch.Tensor, num_outputs: int) -> torch.Tensor:
+    firsts_H1 = torch.arange(0, num_outputs, len(order_D)).unsqueeze(1)
+    return (firsts_H1 + order_D).flatten()
+
+
+def _reordered(tensor: torch.Tensor, index_O: torch.Tensor) -> torch.Tensor:
+    """An outline's tensors have no numbers."""
+    return tensor if tensor.is_meta else tensor[index_O.to(tensor.device)]

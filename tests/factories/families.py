@@ -1,0 +1,152 @@
+"""Tiny models of every family and option that is served, and the tables of docs/models.md.
+
+python -m tests.factories.families           writes the tables anew
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.families import ARCHITECTURES, READ, WITHOUT_EFFECT, Family
+from engine.loading.gguf_folder import ARCHITECTURES as GGUF_ARCHITECTURES
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model by `make_model_dir`."""
+
+    family: Family
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def architecture(self) -> str:
+        return self.family.value
+
+
+def longrope(short: float, long: float, **parameters: Any) -> dict[str, Any]:
+    """For heads of 16 dimensions: the first frequency keeps its own divisor."""
+    divisors = {"short_factor": [1.0] + [short] * 7, "long_factor": [1.0] + [long] * 7}
+    return {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **divisors, **parameters}}
+
+
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
+GRANITE = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.3,
+}
+CASES: dict[str, Case] = {
+    "olmo2": Case(Family.OLMO2),
+    "olmo2, biased": Case(Family.OLMO2, {"attention_bias": True}),
+    "granite": Case(Family.GRANITE, GRANITE),
+    "granite, tied, biased": Case(
+        Family.GRANITE, {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+    ),
+    "smollm3": Case(Family.SMOLLM3, {"no_rope_layer_interval": 2}),
+    "smollm3, windows where it does not rotate": Case(
+        Family.SMOLLM3, {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 9}
+    ),
+    "phi3": Case(Family.PHI3),
+    "phi3, window": Case(Family.PHI3, {"sliding_window": 9}),
+    "phi3, partial": Case(
+        Family.PHI3,
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}},
+    ),
+    "phi3, longrope, short": Case(
+        Family.PHI3,
+        {"original_max_position_embeddings": 1024, **longrope(1.5, 30.0)},
+    ),
+    "phi3, longrope, long": Case(
+        Family.PHI3,
+        {"original_max_position_embeddings": 4, **longrope(1.5, 30.0)},
+    ),
+    "glm4": Case(Family.GLM4, {"head_dim": 16}),
+    "glm4, all of a head rotated": Case(
+        Family.GLM4,
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    ),
+    "gemma2": Case(Family.GEMMA2, {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2, uncapped": Case(
+        Family.GEMMA2, {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    ),
+    "gemma3": Case(
+        Family.GEMMA3,
+        {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3, scaled, capped": Case(
+        Family.GEMMA3,
+        {
+            **GEMMA,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+}
+"""Beside those of tests/e2e/test_model_parity.py."""
+
+NAMES = {
+    Family.LLAMA: ("Llama 2 and 3, SmolLM2", ""),
+    Family.MISTRAL: ("Mistral", "a window on every layer"),
+    Family.QWEN2: ("Qwen2, Qwen2.5", "windows on some layers"),
+    Family.QWEN3: ("Qwen3, dense", "norms of heads; windows on some layers"),
+    Family.SMOLLM3: ("SmolLM3", "layers that do not rotate"),
+    Family.GRANITE: ("Granite 3, dense", "scales of embedding, branches, scores and logits"),
+    Family.PHI3: ("Phi-3, Phi-3.5, Phi-4", "a part of a head rotated; LongRoPE; a window on every layer"),
+    Family.OLMO2: ("OLMo 2", "norms of whole projections, and behind branches"),
+    Family.GLM4: (
+        "GLM-4 (GLM-4-0414)",
+        "half of a head rotated, in neighbouring pairs; norms behind branches",
+    ),
+    Family.GEMMA2: ("Gemma 2", "every other layer with a window; soft caps"),
+    Family.GEMMA3: ("Gemma 3, text", "five of six layers with a window, and a rotation of their own"),
+}
+
+
+def families_table() -> str:
+    """What each family may be served with."""
+    in_gguf = {name: kind for kind, name in GGUF_ARCHITECTURES.items()}
+    rows = [
+        "| models | `architectures` | what is special | CPU | GPU | ranks | GGUF |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for architecture, family in ARCHITECTURES.items():
+        name, special = NAMES[family]
+        kind = "llama" if family is Family.MISTRAL else in_gguf.get(architecture)
+        gguf = "no" if kind is None else f"`{kind}`"
+        rows.append(f"| {name} | `{architecture}` | {special} | yes | yes | yes | {gguf} |")
+    return "\n".join(rows)
+
+
+def keys_table() -> str:
+    """What is refused, by its key."""
+    rows = ["| key | without effect, beside null | read for |", "|---|---|---|"]
+    for key, harmless in WITHOUT_EFFECT.items():
+        values = ", ".join(f"`{str(value).lower()}`" for value in harmless)
+        readers = ", ".join(f"`{family.value}`" for family in Family if key in READ[family])
+        rows.append(f"| `{key}` | {values} | {readers} |")
+    return "\n".join(rows)
+
+
+def renewed(page: str) -> str:
+    """The page with its tables as they should be."""
+    for name, table in (("families", families_table()), ("keys", keys_table())):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        assert after, f"{PAGE} has no place for the table of {name}"
+        page = f"{before}{begin}{table}\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text()))

@@ -1,0 +1,40 @@
+"""Every family gives the same tokens by the GPU's kernels as on a CPU.
+
+Without a GPU the kernels are interpreted. So CI computes those families that need something of a kernel, by hand one
+computes all.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.families import Family
+from tests.factories.families import CASES
+from tests.factories.models import make_model_dir
+from tests.kernels.device_parts import SMALL
+from tests.kernels.test_device_engine import assert_same, make_config, on_cpu, on_device
+
+# Rows that pad a step hold whatever was in memory; nothing comes of them.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+IN_CI = ("olmo2", "gemma2", "gemma3, scaled, capped")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.by_hand]) for name in CASES]
+)
+def test_the_same_tokens_as_on_a_cpu(tmp_path: Path, device: torch.device, name: str) -> None:
+    case = CASES[name]
+    overrides = dict(case.overrides)
+    num_layers = 1 if case.family in (Family.PHI3, Family.OLMO2, Family.GRANITE, Family.GLM4) else 2
+    for key in ("layer_types", "no_rope_layers"):
+        if key in overrides:
+            overrides[key] = overrides[key][-num_layers:]
+    shape = SMALL | {"num_hidden_layers": num_layers}
+    path = make_model_dir(tmp_path / "model", case.architecture, **(shape | overrides))
+    config = make_config(16, 16)
+    assert_same(on_device(path, device, config, uses_graphs=False), on_cpu(path, config))

@@ -1,0 +1,200 @@
+"""A key of a config.json that changes what a model computes is read or refused, never ignored."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import ModelError
+from engine.families import ARCHITECTURES, READ, WITHOUT_EFFECT, Family, refused_keys
+from engine.model_config import ModelArchitecture, read_architecture
+from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT
+
+BASE: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+WITH_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+OF_FAMILY: dict[Family, dict[str, Any]] = {
+    Family.QWEN2: WITH_WINDOWS,
+    Family.QWEN3: WITH_WINDOWS,
+    Family.SMOLLM3: WITH_WINDOWS | {"no_rope_layers": [1, 1, 0]},
+    Family.GEMMA3: {"sliding_window_pattern": 3},
+}
+EFFECTIVE: dict[str, Any] = {
+    "alibi": True,
+    "attention_chunk_size": 8192,
+    "attention_multiplier": 0.3,
+    "attn_logit_softcapping": 20.0,
+    "attn_temperature_tuning": True,
+    "clip_qkv": 8.0,
+    "embedding_multiplier": 3.0,
+    "final_logit_softcapping": 5.0,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "logit_scale": 0.0625,
+    "logits_scaling": 2.0,
+    "n_routed_experts": 8,
+    "no_rope_layer_interval": 2,
+    "no_rope_layers": [1, 0, 1],
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "partial_rotary_factor": 0.25,
+    "qk_layernorm": True,
+    "quantization_config": {"quant_method": "awq"},
+    "query_pre_attn_scalar": 24,
+    "residual_multiplier": 0.5,
+    "rope_local_base_freq": 123.0,
+    "rotary_pct": 0.5,
+    "sliding_window": 7,
+    "sliding_window_pattern": 2,
+    "use_bidirectional_attention": True,
+    "use_qk_norm": True,
+    "use_sliding_window": True,
+}
+"""For each key a value that changes what a model computes."""
+
+
+def read(path: Path, family: Family, **overrides: Any) -> ModelArchitecture:
+    (architecture,) = [name for name, each in ARCHITECTURES.items() if each is family]
+    values = BASE | OF_FAMILY.get(family, {}) | {"architectures": [architecture]} | overrides
+    (path / "config.json").write_text(json.dumps(values))
+    return read_architecture(path)
+
+
+def test_every_key_has_a_value_with_effect() -> None:
+    assert set(EFFECTIVE) == set(WITHOUT_EFFECT)
+    assert set(READ) == set(Family)
+
+
+@pytest.mark.parametrize("family", Family)
+def test_what_a_family_does_not_read_is_refused_by_its_key(tmp_path: Path, family: Family) -> None:
+    plain = read(tmp_path, family)
+    for key in refused_keys(family):
+        with pytest.raises(ModelError, match=rf"config\.json: {key}.* is not supported for model_type"):
+            read(tmp_path, family, **{key: EFFECTIVE[key]})
+        for harmless in (None, *WITHOUT_EFFECT[key]):
+            assert read(tmp_path, family, **{key: harmless}) == plain
+    for harmless_list in ({"layer_types": ["full_attention"] * 3}, {"no_rope_layers": [1] * 3}):
+        if not set(harmless_list) & READ[family]:
+            assert read(tmp_path, family, **harmless_list) == plain
+
+
+@pytest.mark.parametrize("family", Family)
+def test_what_a_family_reads_changes_its_architecture(tmp_path: Path, family: Family) -> None:
+    plain = read(tmp_path, family)
+    for key in READ[family]:
+        base: dict[str, Any] = {"no_rope_layers": None} if key == "no_rope_layer_interval" else {}
+        value = not OF_FAMILY[family][key] if key == "use_sliding_window" else EFFECTIVE[key]
+        assert read(tmp_path, family, **base, **{key: value}) != (
+            read(tmp_path, family, **base) if base else plain
+        ), key
+
+
+@pytest.mark.parametrize("key", ROPE_KEYS_WITHOUT_EFFECT)
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_what_is_not_honoured_of_a_rotation_is_refused_by_its_key(
+    tmp_path: Path, name: str, key: str
+) -> None:
+    for value in (None, *ROPE_KEYS_WITHOUT_EFFECT[key]):
+        assert read(tmp_path, Family.LLAMA, **{name: {key: value}}) == read(tmp_path, Family.LLAMA)
+    for value in (0.7, [16, 24, 24]):
+        with pytest.raises(ModelError, match=rf"{key} .* of a rotation is not supported"):
+            read(tmp_path, Family.LLAMA, **{name: {key: value}})
+
+
+def test_a_window_that_is_switched_off_is_no_window(tmp_path: Path) -> None:
+    plain = read(tmp_path, Family.LLAMA)
+    assert read(tmp_path, Family.LLAMA, sliding_window=9, use_sliding_window=False) == plain
+
+
+@pytest.mark.parametrize("family", Family)
+def test_another_activation_is_refused(tmp_path: Path, family: Family) -> None:
+    own = "gelu_pytorch_tanh" if family.is_gemma else "silu"
+    assert read(tmp_path, family, hidden_act=own, hidden_activation=own) == read(tmp_path, family)
+    for key in ("hidden_act", "hidden_activation"):
+        with pytest.raises(ModelError, match=rf"{key} 'relu2' is not supported; only '{own}' is"):
+            read(tmp_path, family, **{key: "relu2"})
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        (
+            Family.GRANITE,
+            "residual_multiplier",
+            0.0,
+            "residual_multiplier must be a positive number, got 0.0",
+        ),
+        (
+            Family.GRANITE,
+            "attention_multiplier",
+            "x",
+            "attention_multiplier must be a positive number, got 'x'",
+        ),
+        (Family.GRANITE, "logits_scaling", -2.0, "logits_scaling must be a positive number"),
+        (Family.GEMMA2, "attn_logit_softcapping", 0.0, "attn_logit_softcapping must be a positive number"),
+        (Family.GEMMA3, "query_pre_attn_scalar", -1, "query_pre_attn_scalar must be a positive number"),
+        (Family.GEMMA3, "layer_types", ["full_attention"], "layer_types must list"),
+        (Family.GEMMA3, "rope_parameters", {"chunked": {}}, "rope_parameters: 'chunked' is not supported"),
+        (Family.SMOLLM3, "no_rope_layers", [1, 0], "no_rope_layers must list 0 or 1 for each of 3 layers"),
+        (Family.QWEN2, "max_window_layers", "all", "max_window_layers must be an integer, got 'all'"),
+        (Family.GLM4, "partial_rotary_factor", 0.01, "partial_rotary_factor 0.01 of heads of 128 is no even"),
+        (
+            Family.PHI3,
+            "rope_scaling",
+            {"type": "llama3"},
+            "rope type 'llama3' is not supported; supported are default",
+        ),
+        (
+            Family.PHI3,
+            "rope_scaling",
+            {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 8},
+            "rope type 'longrope' needs short_factor, a list of 8 positive numbers",
+        ),
+    ],
+)
+def test_values_that_cannot_be_are_named(
+    tmp_path: Path, family: Family, key: str, value: object, message: str
+) -> None:
+    with pytest.raises(ModelError) as raised:
+        read(tmp_path, family, **{key: value})
+    assert message in str(raised.value)
+
+
+def test_longrope_s_factors_follow_the_longest_request(tmp_path: Path) -> None:
+    """`su` and `yarn` are its names of before."""
+    scaling = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
+    for name in ("longrope", "su", "yarn"):
+        phi3 = {"original_max_position_embeddings": 512, "rope_scaling": {"type": name, **scaling}}
+        read(tmp_path, Family.PHI3, **phi3)
+        for max_model_len, key in ((None, "long_factor"), (513, "long_factor"), (512, "short_factor")):
+            for rope in read_architecture(tmp_path, max_model_len).ropes:
+                assert rope is not None
+                assert (rope.divisors_key, rope.factor) == (key, 2.0)
+                assert rope.divisors == tuple(scaling[key])
+
+
+def test_gemma_3_s_two_rotations_may_be_written_in_two_ways(tmp_path: Path) -> None:
+    old = read(
+        tmp_path,
+        Family.GEMMA3,
+        rope_theta=5e5,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    assert old == read(tmp_path, Family.GEMMA3, rope_parameters=kinds)
+    sliding, _, full = old.ropes
+    assert sliding is not None
+    assert full is not None
+    assert (sliding.theta, sliding.factor, full.theta, full.factor) == (2e4, 1.0, 5e5, 8.0)
+    assert old.sliding_windows == (4096, 4096, None)
