@@ -203,6 +203,13 @@ def drafts_of(answers: Answers) -> tuple[int, int]:
     )
 
 
+def assert_some_were_right_and_some_wrong(engine: WholeEngine, answers: Answers) -> None:
+    """The engine counts what its outputs say."""
+    num_verified, num_accepted = num_drafts(engine)
+    assert 0 < num_accepted < num_verified
+    assert drafts_of(answers) == (num_verified, num_accepted)
+
+
 def assert_preempted_as(settings: Mapping[str, Any], engine: WholeEngine) -> None:
     """Where blocks are few, requests gave way, and came back by the way that the settings name."""
     counters = engine.core.counters()

@@ -19,24 +19,18 @@ from tests.factories.speculation import (
     assert_preempted_as,
     assert_rest,
     assert_same,
+    assert_some_were_right_and_some_wrong,
     begun,
     drafts_of,
     num_drafts,
 )
-from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
+from tests.factories.whole_engines import EnginesOf, hand_over
 
 NUM_REQUESTS = 24
 
 
 def make_requests() -> list[EngineRequest]:
     return REPEATING.requests(NUM_REQUESTS)
-
-
-def assert_some_were_right_and_some_wrong(engine: WholeEngine, answers: Answers) -> None:
-    """The engine counts what its outputs say."""
-    num_verified, num_accepted = num_drafts(engine)
-    assert 0 < num_accepted < num_verified
-    assert drafts_of(answers) == (num_verified, num_accepted)
 
 
 @pytest.fixture(scope="module")
