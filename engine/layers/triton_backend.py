@@ -50,6 +50,9 @@ class TritonBackend:
             return UnnormedRows(x_TE, weight_E, eps)
         return rms_norm(x_TE, weight_E, eps)
 
+    def normed_rows(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x_TE, weight_E, eps)
+
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> Activations:
