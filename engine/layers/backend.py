@@ -95,7 +95,7 @@ class Backend(Protocol):
     def mixture(
         self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
     ) -> MixtureLayer:
-        """A mixture of `experts`, which are taken one after another. `linear`: as the model's other projections."""
+        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections."""
         ...
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:

@@ -171,15 +171,16 @@ def test_a_request_keeps_its_numbers_whatever_runs_beside_it(
     model = load_model(config, path, CPU)
     prompt = [(31 * i) % 290 + 3 for i in range(23)]
 
-    def logprobs(others: list[list[int]]) -> list[Any]:
+    def logprobs(others: list[list[int]], chunk: int = 8) -> list[Any]:
         driver = StepDriver(model)
         request = driver.add("a", prompt, PARAMS)
         beside = [driver.add(f"other-{n}", other, PARAMS) for n, other in enumerate(others)]
         while len(request.outputs) < 6:
-            driver.step({r.request_id: min(8, r.num_tokens - r.num_computed) for r in (request, *beside)})
+            driver.step({r.request_id: min(chunk, r.num_tokens - r.num_computed) for r in (request, *beside)})
         return request.logprobs
 
     alone = logprobs([])
+    assert logprobs([], chunk=1) == logprobs([], chunk=23) == alone
     assert logprobs([[(7 * i) % 290 + 3 for i in range(length)] for length in (3, 40, 61)]) == alone
 
 
