@@ -46,7 +46,8 @@ def random_experts(dtype: torch.dtype, bits: Any = None) -> tuple[torch.Tensor, 
     generator = torch.Generator().manual_seed(0)
 
     def matrix(num_outputs: int, num_inputs: int) -> torch.Tensor:
-        return torch.randn(num_outputs, num_inputs, generator=generator).to(dtype) / num_inputs**0.5
+        scaled: torch.Tensor = torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5
+        return scaled.to(dtype)
 
     def kept(num_outputs: int, num_inputs: int) -> Matrix:
         plain = matrix(num_outputs, num_inputs)
