@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from baton.config import ModelConfig
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from engine.layers.backend import Backend, Expert, LinearLayer, Matrix, MixtureLayer
+from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.mixture import route
 from engine.layers.native_backend import NativeBackend
@@ -185,17 +186,21 @@ def test_a_request_keeps_its_numbers_whatever_runs_beside_it(
     assert logprobs([[(7 * i) % 290 + 3 for i in range(length)] for length in (3, 40, 61)]) == alone
 
 
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize("architecture", EXPERTS)
-def test_experts_are_kept_in_fewer_bits_and_the_router_in_its_own(tmp_path: Path, architecture: str) -> None:
-    """The same as a model whose matrices were rounded before, except routers, embeddings and norms."""
+def test_experts_are_kept_in_fewer_bits_and_the_router_in_its_own(
+    tmp_path: Path, architecture: str, quantization: str
+) -> None:
+    """The same as a model whose matrices were rounded before, except routers."""
     path, rounded = (
         make_model_dir(tmp_path / name, architecture, **EXPERTS[architecture])
         for name in ("model", "rounded")
     )
     tensors = load_file(rounded / "model.safetensors")
     for name, tensor in tensors.items():
-        if tensor.ndim == 2 and not name.endswith(".gate.weight"):
-            tensors[name] = GroupedWeight.quantize(tensor, 8).dequantized()
+        is_kept = name.endswith(".gate.weight") or (quantization == "fp8" and "layers" not in name)
+        if tensor.ndim == 2 and not is_kept:
+            tensors[name] = rounded_to(quantization, tensor)
     save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
     found, expected = (
         StepDriver(
@@ -206,7 +211,14 @@ def test_experts_are_kept_in_fewer_bits_and_the_router_in_its_own(tmp_path: Path
                 TorchBackend(),
             )
         )
-        for kept, folder in (("int8", path), ("none", rounded))
+        for kept, folder in ((quantization, path), ("none", rounded))
     )
     prompt = {"a": list(range(3, 40))}
     assert found.generate(prompt, 12) == expected.generate(prompt, 12)
+
+
+def rounded_to(quantization: str, matrix_OI: torch.Tensor) -> torch.Tensor:
+    if quantization == "int8":
+        return GroupedWeight.quantize(matrix_OI, 8).dequantized()
+    values_OI, scales_O1 = quantize_rows(matrix_OI)
+    return values_OI.to(torch.float32) * scales_O1
