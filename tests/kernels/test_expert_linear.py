@@ -41,7 +41,7 @@ def empty_launch(
     expert_linear(x, matrices, pairs, meta(num_pairs) if is_second else None)
 
 
-LAUNCHES = {
+USUAL = {
     "Qwen3-30B-A3B gate_up, 1": partial(empty_launch, 1, 8, (128, 1536, 2048)),
     "Qwen3-30B-A3B down, 8192": partial(empty_launch, 8192, 8, (128, 2048, 768), is_second=True),
     "Qwen3-30B-A3B gate_up, 1, float8": partial(empty_launch, 1, 8, (128, 1536, 2048), FP8),
@@ -54,6 +54,7 @@ RARE = {
     "Mixtral-8x7B tp2 down, 2048": partial(empty_launch, 2048, 2, (8, 4096, 7168), is_second=True),
     "Qwen3-30B-A3B down, 64, float32": partial(empty_launch, 64, 8, (128, 2048, 768), F32, is_second=True),
 }
+LAUNCHES = USUAL | RARE
 
 
 def random_experts(
