@@ -184,7 +184,7 @@ def build_device_engine(
     pool = KVPool(num_blocks, shape, device, memory.array if isinstance(memory, SharedMemory) else memory)
     connector = connect(
         pool.block_bytes(),
-        pool.fingerprint(model.digest, collectives.size),
+        pool.fingerprint(model.digest, collectives.size, model.layer_groups.groups),
         memory=memory if isinstance(memory, SharedMemory) else None,
     )
     num_threads = torch.get_num_threads() if device.type == "cpu" else 0

@@ -171,7 +171,8 @@ class StepDriver:
         return {request.request_id: request.outputs for request in requests}
 
     def _grow(self, request: DrivenRequest, n: int) -> tuple[int, ...]:
-        needed = -(-(request.num_computed + n) // self.pool.shape.block_size) - len(request.block_ids)
+        num_rows = -(-(request.num_computed + n) // self.pool.shape.block_size)
+        needed = num_rows * self.model.layer_groups.groups.num_groups - len(request.block_ids)
         blocks = tuple(self.free_blocks.pop(0) for _ in range(needed))
         request.block_ids.extend(blocks)
         return blocks
