@@ -13,10 +13,10 @@ import numpy as np
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.sampling import SamplingParams
 from baton.step import NewRequestData, SchedulerOutput
-from engine.drafts import Acceptance
+from engine.acceptance import Acceptance
 from engine.grammars.compiler import Matcher
 from engine.group_blocks import GroupBlocks, group_blocks
-from engine.request_table import NONE, IntArray, RequestTable
+from engine.request_table import NONE, GrowingArray, IntArray, RequestTable
 from engine.token_counts import TokenCounts
 
 
@@ -27,6 +27,8 @@ class RunnerRequest:
         "_tokens",
         "acceptance",
         "matcher",
+        "num_drafting_tokens",
+        "num_given_tokens",
         "num_prompt_tokens",
         "output_counts",
         "request_id",
@@ -49,7 +51,11 @@ class RunnerRequest:
         """Counts of all its tokens, and of its output alone, when penalties last needed them."""
         self.acceptance = Acceptance()
         """How often its drafts are right."""
+        self.num_drafting_tokens = 0
+        """Its tokens whose KV the draft model's own pool holds, from the first on."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
+        self.num_given_tokens = self.num_tokens
+        """Tokens that it came with."""
 
     @property
     def token_ids(self) -> IntArray:
@@ -63,6 +69,17 @@ class RunnerRequest:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens that this worker sampled."""
+        return self.num_tokens - self.num_given_tokens
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may be sampled yet; 0 if the last one ended the request."""
+        has_ended = int(self.token_ids[-1]) in self.stop_token_ids
+        return 0 if has_ended else self.sampling_params.max_tokens - self.num_output_tokens
 
     @property
     def drafts(self) -> tuple[int, ...]:
@@ -84,6 +101,7 @@ class RunnerRequest:
     def truncate(self, num_tokens: int) -> None:
         """Cuts the tokens to `num_tokens`, when the request is resumed after preemption."""
         self._tokens.truncate(num_tokens)
+        self.num_drafting_tokens = 0
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # the counted tokens may be gone
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
@@ -134,35 +152,6 @@ class DraftedRequest:
 
 SampledRequest = RunnerRequest | DraftedRequest
 """A request as of a position that is sampled."""
-
-
-class GrowingArray:
-    """An int64 array with amortised O(1) append."""
-
-    __slots__ = ("_buffer", "_length")
-
-    def __init__(self, values: tuple[int, ...]) -> None:
-        self._buffer = np.array(values, dtype=np.int64)
-        self._length = len(values)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def values(self) -> IntArray:
-        """A view of the present values."""
-        return self._buffer[: self._length]
-
-    def extend(self, values: tuple[int, ...]) -> None:
-        length = self._length + len(values)
-        if length > len(self._buffer):
-            self._buffer = np.resize(self._buffer, max(2 * len(self._buffer), length, 16))
-        self._buffer[self._length : length] = values
-        self._length = length
-
-    def truncate(self, length: int) -> None:
-        assert length <= self._length, f"{length} of {self._length} values"
-        self._length = length
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +257,11 @@ class RequestBatch:
                 row = self._requests[request_id].row
                 assert row is not None
                 self._table.extend_blocks(row, block_ids)
+
+    def block_ids(self, request: RunnerRequest) -> IntArray:
+        """The blocks that a request holds; a view."""
+        assert request.row is not None
+        return self._table.block_ids_SM[request.row, : self._table.num_blocks_S[request.row]]
 
     def extend(self, request: RunnerRequest, token_ids: Sequence[int]) -> None:
         """Adds tokens that no step samples: its grammar forces them."""

@@ -236,11 +236,14 @@ class LaunchedStep:
 
     def _draft(self, drafter: Drafter, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Guesses for these requests."""
-        for request, _ in self._sampling:
-            if request.request_id in request_ids and request.request_id not in self._failed:
-                drafts = drafter.draft(request.token_ids, request.acceptance, len(request_ids))
-                if useful := _useful(drafts, request):
-                    yield request.request_id, tuple(useful)
+        requests = [
+            request
+            for request, _ in self._sampling
+            if request.request_id in request_ids and request.request_id not in self._failed
+        ]
+        for request, drafts in drafter.draft(requests, self._batch):
+            if useful := _useful(drafts, request):
+                yield request.request_id, tuple(useful)
 
 
 def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:

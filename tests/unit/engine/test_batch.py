@@ -6,8 +6,9 @@ import torch
 
 from baton.kv_groups import KVGroups
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.batch import GrowingArray, RequestBatch, RunnerRequest, StepBatch
+from engine.batch import RequestBatch, RunnerRequest, StepBatch
 from engine.layers.decode_groups import MIN_GROUP_BLOCKS, decode_groups
+from engine.request_table import GrowingArray
 from tests.factories.stepping import make_request_data
 
 BLOCK_SIZE = 4
