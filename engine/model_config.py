@@ -1,11 +1,11 @@
 """ModelArchitecture: what a config.json says about the shape of a model; reads no weights and imports no torch."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from baton.errors import ModelError
 from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
@@ -73,6 +73,15 @@ class ModelArchitecture:
     has_o_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """A model of these layers. Every tuple of an architecture has a value for each layer."""
+        per_layer: dict[str, Any] = {
+            field.name: tuple(values[layer] for layer in layers)
+            for field in fields(self)
+            if isinstance(values := getattr(self, field.name), tuple)
+        }
+        return replace(self, num_layers=len(layers), **per_layer)
 
 
 def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArchitecture:
