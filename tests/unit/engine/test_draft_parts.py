@@ -132,7 +132,7 @@ def test_memory_holds_the_kv_of_both_models_and_of_drafts(
 def test_a_draft_of_a_mixture_costs_the_experts_that_a_token_takes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One layer has an MLP of 128, two have 3 of 6 experts of 32; heads and logits are 192 and 300 rows of 64 numbers."""
+    """One layer has an MLP of 128, two have 3 of 6 experts of 32. Heads take 192 rows of 64 numbers, logits 300."""
     path = make_model_dir(tmp_path, "qwen3_moe", **QWEN3_MOE, mlp_only_layers=[0])
     model = load_model(FLOAT32, path, CPU)
     draft = draft_of(model, path, draft_layers=1)
