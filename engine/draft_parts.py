@@ -133,8 +133,7 @@ def _first_layers(model: LoadedModel, num_layers: int) -> LoadedModel:
         raise ConfigError(
             f"speculation.draft_layers: got {num_layers}, but the served model has {a.num_layers} layers"
         )
-    windows, ropes = a.sliding_windows[:num_layers], a.ropes[:num_layers]
-    architecture = replace(a, num_layers=num_layers, sliding_windows=windows, ropes=ropes)
+    architecture = a.of_layers(range(num_layers))
     return replace(model, architecture=architecture, decoder=model.decoder.first_layers(num_layers))
 
 
@@ -173,5 +172,5 @@ def _cost(draft: LoadedModel, model: LoadedModel) -> float:
 def _num_weights(a: ModelArchitecture) -> int:
     """That a token is multiplied with."""
     attention = 2 * (a.num_heads + a.num_kv_heads) * a.head_dim
-    layer = (attention + 3 * a.intermediate_size) * a.hidden_size
-    return a.num_layers * layer + a.vocab_size * a.hidden_size
+    widths = (a.intermediate_size if m is None else m.num_chosen * m.intermediate_size for m in a.mixtures)
+    return (a.num_layers * attention + 3 * sum(widths) + a.vocab_size) * a.hidden_size

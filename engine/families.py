@@ -17,6 +17,8 @@ class Family(Enum):
     MISTRAL = "mistral"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
+    MIXTRAL = "mixtral"
     SMOLLM3 = "smollm3"
     GRANITE = "granite"
     PHI3 = "phi3"
@@ -36,6 +38,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": Family.MISTRAL,
     "Qwen2ForCausalLM": Family.QWEN2,
     "Qwen3ForCausalLM": Family.QWEN3,
+    "Qwen3MoeForCausalLM": Family.QWEN3_MOE,
+    "MixtralForCausalLM": Family.MIXTRAL,
     "SmolLM3ForCausalLM": Family.SMOLLM3,
     "GraniteForCausalLM": Family.GRANITE,
     "Phi3ForCausalLM": Family.PHI3,
@@ -58,6 +62,19 @@ DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
     Family.MISTRAL: {"num_key_value_heads": 8, "sliding_window": 4096},
     Family.QWEN2: {"sliding_window": 4096, "max_window_layers": 28},
     Family.QWEN3: {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    Family.QWEN3_MOE: {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+    },
+    Family.MIXTRAL: {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_experts_per_tok": 2,
+    },
     Family.SMOLLM3: {
         "num_key_value_heads": 4,
         "no_rope_layer_interval": 4,
@@ -91,16 +108,24 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (),
     "attn_temperature_tuning": (False,),
     "clip_qkv": (),
+    "decoder_sparse_step": (),
     "embedding_multiplier": (1.0,),
     "final_logit_softcapping": (),
     "layer_types": ("full_attention",),
     "logit_scale": (1.0,),
     "logits_scaling": (1.0,),
+    "mlp_only_layers": (),
+    "moe_intermediate_size": (),
+    "n_group": (1,),
     "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
     "no_rope_layer_interval": (),
     "no_rope_layers": (1,),
+    "norm_topk_prob": (True,),
     "num_experts": (0,),
+    "num_experts_per_tok": (0,),
     "num_local_experts": (0,),
+    "num_shared_experts": (0,),
     "partial_rotary_factor": (1.0,),
     "qk_layernorm": (False,),
     "quantization_config": (),
@@ -108,6 +133,9 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "residual_multiplier": (1.0,),
     "rope_local_base_freq": (),
     "rotary_pct": (1.0,),
+    "routed_scaling_factor": (1.0,),
+    "scoring_func": ("softmax",),
+    "shared_expert_intermediate_size": (0,),
     "sliding_window": (),
     "sliding_window_pattern": (),
     "use_bidirectional_attention": (False,),
@@ -116,12 +144,23 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 }
 """Keys that change what a model computes, and the values, beside null, that do not; of a list, the elements."""
 
+_EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})
 _WINDOWS_ON_SOME = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
 READ: Mapping[Family, frozenset[str]] = {
     Family.LLAMA: frozenset(),
     Family.MISTRAL: frozenset({"sliding_window"}),
     Family.QWEN2: _WINDOWS_ON_SOME,
     Family.QWEN3: _WINDOWS_ON_SOME,
+    Family.QWEN3_MOE: _EXPERTS
+    | {
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "sliding_window",
+        "use_sliding_window",
+    },
+    Family.MIXTRAL: _EXPERTS | {"sliding_window"},
     Family.SMOLLM3: _WINDOWS_ON_SOME | {"no_rope_layers", "no_rope_layer_interval"},
     Family.GRANITE: frozenset(
         {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}

@@ -1,8 +1,6 @@
 """GroupedAttention: attention of a model with several KV groups over one pool; knows no block."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any
 
 import torch
 
@@ -23,7 +21,7 @@ class GroupedAttention:
         make: Callable[[ModelArchitecture], PagedAttentions],
     ) -> None:
         """`make`: attention of a model whose layers are those of one group."""
-        self._attentions = [make(_of_layers(architecture, layers)) for layers in groups.layers]
+        self._attentions = [make(architecture.of_layers(layers)) for layers in groups.layers]
         self._places = {
             layer: (group, index)
             for group, layers in enumerate(groups.layers)
@@ -46,13 +44,3 @@ class GroupedStepAttention:
     def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
         group, index = self._places[layer]
         return self._steps[group](index, qkv_TPD, head_norm)
-
-
-def _of_layers(architecture: ModelArchitecture, layers: Sequence[int]) -> ModelArchitecture:
-    """A model of these layers. Every tuple of an architecture has a value for each layer."""
-    per_layer: dict[str, Any] = {
-        field.name: tuple(values[layer] for layer in layers)
-        for field in fields(architecture)
-        if isinstance(values := getattr(architecture, field.name), tuple)
-    }
-    return replace(architecture, num_layers=len(layers), **per_layer)

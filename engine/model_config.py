@@ -1,11 +1,11 @@
 """ModelArchitecture: what a config.json says about the shape of a model; reads no weights and imports no torch."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from baton.errors import ModelError
 from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
@@ -13,7 +13,7 @@ from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Of `layer_types`."""
-_WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.QWEN2, Family.PHI3)
+_WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.MIXTRAL, Family.QWEN2, Family.PHI3)
 _WITH_MLP_BIAS = (Family.LLAMA, Family.SMOLLM3, Family.GRANITE)
 """Whether transformers reads `attention_bias` and `mlp_bias`. Qwen2 always has biases on queries, keys and values."""
 
@@ -27,8 +27,21 @@ class Gate(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A mixture of experts in the MLP's place: each token takes the gated MLPs that its router scores highest."""
+
+    num_experts: int
+    num_chosen: int
+    """By each token."""
+    intermediate_size: int
+    """Of an expert."""
+    is_normalised: bool
+    """Whether the weights of a token's experts add up to 1; else they are probabilities among all experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelArchitecture:
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP."""
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and gated MLPs."""
 
     family: Family = Family.LLAMA
     vocab_size: int
@@ -44,6 +57,8 @@ class ModelArchitecture:
     """Per layer; None: queries and keys are not rotated (NoPE)."""
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many tokens a token sees, itself included; None means all."""
+    mixtures: tuple[Mixture | None, ...]
+    """Per layer; None: one MLP for all tokens."""
     attention_scale: float
     """Of scores."""
     attention_cap: float | None = None
@@ -58,6 +73,15 @@ class ModelArchitecture:
     has_o_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """A model of these layers. Every tuple of an architecture has a value for each layer."""
+        per_layer: dict[str, Any] = {
+            field.name: tuple(values[layer] for layer in layers)
+            for field in fields(self)
+            if isinstance(values := getattr(self, field.name), tuple)
+        }
+        return replace(self, num_layers=len(layers), **per_layer)
 
 
 def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArchitecture:
@@ -126,12 +150,13 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         ropes=_ropes(config, family, num_layers, head_dim, max_length, max_model_len or max_length),
         sliding_windows=_sliding_windows(config, family, num_layers),
+        mixtures=_mixtures(config, family, num_layers),
         attention_scale=head_dim**-0.5,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         has_qkv_bias=has_bias or family is Family.QWEN2,
         has_o_bias=has_bias and family is not Family.GLM4,
         has_mlp_bias=bool(config.get("mlp_bias", False)) and family in _WITH_MLP_BIAS,
-        has_qk_norm=family in (Family.QWEN3, Family.GEMMA3),
+        has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
     )
     if family is Family.GRANITE:
         return _granite(architecture, config)
@@ -215,14 +240,44 @@ def _rotating_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
 
 def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window") if "sliding_window" in READ[family] else None
-    is_switched = family in (Family.QWEN2, Family.QWEN3, Family.SMOLLM3)
+    is_switched = family in (Family.QWEN2, Family.QWEN3, Family.QWEN3_MOE, Family.SMOLLM3)
     if window is None or (is_switched and not config.get("use_sliding_window", False)):
         return (None,) * num_layers
     if not isinstance(window, int) or window < 1:
         raise ModelError(f"sliding_window must be a positive integer or null, got {window!r}")
-    if family in (Family.MISTRAL, Family.PHI3):
+    if "layer_types" not in READ[family]:
         return (window,) * num_layers
     return tuple(window if kind == SLIDING else None for kind in _kinds(config, family, num_layers))
+
+
+def _mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[Mixture | None, ...]:
+    if "num_experts" not in READ[family]:
+        return (None,) * num_layers
+    is_qwen = family is Family.QWEN3_MOE
+    num_experts, num_chosen = _num_experts(config, family), _count(config, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise ModelError(
+            f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {num_chosen}"
+        )
+    mixture = Mixture(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=_count(config, "moe_intermediate_size" if is_qwen else "intermediate_size"),
+        is_normalised=not is_qwen or bool(config.get("norm_topk_prob", False)),
+    )
+    every = _count(config, "decoder_sparse_step") if is_qwen else 1
+    dense = config.get("mlp_only_layers") or [] if is_qwen else []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ModelError(f"mlp_only_layers must be a list of layers, got {dense!r:.80}")
+    return tuple(None if layer in dense or (layer + 1) % every else mixture for layer in range(num_layers))
+
+
+def _num_experts(config: Mapping[str, Any], family: Family) -> int:
+    """transformers has two names for it, and takes either."""
+    keys = [key for key in ("num_experts", "num_local_experts") if config.get(key) is not None]
+    if len(keys) == 2 and config[keys[0]] != config[keys[1]]:
+        raise ModelError(f"{' and '.join(f'{key} ({config[key]!r})' for key in keys)} must be equal")
+    return _count(config, keys[0] if keys else "num_experts", 128 if family is Family.QWEN3_MOE else 8)
 
 
 def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:

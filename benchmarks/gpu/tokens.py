@@ -58,8 +58,14 @@ FULL = (
     _full("llama", 32, hidden_size=128, num_hidden_layers=4),
     _full("qwen3", 64, hidden_size=128, head_dim=128),
     _full("mistral", 16, hidden_size=256, sliding_window=48),
+    _full("mixtral", 32, hidden_size=128, num_local_experts=6),
 )
-TINY = (_tiny("llama"), _tiny("qwen3"), _tiny("mistral", sliding_window=2))
+TINY = (
+    _tiny("llama"),
+    _tiny("qwen3"),
+    _tiny("mistral", sliding_window=2),
+    _tiny("mixtral", num_local_experts=3),
+)
 
 
 @dataclass(frozen=True, slots=True)

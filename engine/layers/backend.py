@@ -1,18 +1,18 @@
 """The interface between a model and a device's kernels; knows no architecture.
 
 Shape suffixes: T tokens of a step, R tokens that were sampled, E hidden size, V vocabulary (this rank's share), I input
-and O output features or intermediate size, M = 2 x I.
+and O output features or intermediate size, M = 2 x I, X experts.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from engine.layers.grouped_weight import GroupedWeight
-from engine.model_config import Gate
+from engine.model_config import Gate, Mixture
 
 Matrix = torch.Tensor | GroupedWeight
 """O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits."""
@@ -64,6 +64,23 @@ MakeLinear = Callable[[Matrix, torch.Tensor | None], LinearLayer]
 """Makes a layer of weight_OI and bias_O. The layer need not keep the given weight."""
 
 
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """The matrices of one gated MLP of a mixture, or a rank's share of them."""
+
+    gate_IE: Matrix
+    up_IE: Matrix
+    down_EI: Matrix
+
+
+class MixtureLayer(Protocol):
+    """Every row's experts, weighted and summed. A row's result depends on no other row where its products' do not."""
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        """T x E, which the caller may overwrite."""
+        ...
+
+
 class Backend(Protocol):
     """The parts of a decoder layer besides attention."""
 
@@ -75,6 +92,12 @@ class Backend(Protocol):
         """The same with 8-bit floats as weights, quantized here; not for a matrix that is quantized already."""
         ...
 
+    def mixture(
+        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+    ) -> MixtureLayer:
+        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections."""
+        ...
+
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         """T x E: rows of `weight_VE`, which begins with token `first_token`; zeros for tokens of other ranks. In
         float32 if the matrix is in 4 or 8 bits."""
@@ -82,6 +105,10 @@ class Backend(Protocol):
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations:
         """Weights of this and of the other norms are in the activations' dtype, or in float32."""
+        ...
+
+    def normed_rows(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+        """The same, always as numbers of the activations' dtype."""
         ...
 
     def add_rms_norm(

@@ -32,6 +32,10 @@ class ResidualStream:
             return self._backend.rms_norm(self._rows_TE, weight_E, self._eps)
         return self._backend.add_rms_norm(branch_TE, self._rows_TE, weight_E, self._eps)
 
+    def normed_rows(self, weight_E: torch.Tensor) -> torch.Tensor:
+        """The same as plain numbers, for a branch that does not begin with a projection."""
+        return self._backend.normed_rows(self.total(), weight_E, self._eps)
+
     def rows(self) -> torch.Tensor:
         """T x E: the sum so far, for a branch that begins without a norm; every branch before must have been normed."""
         assert self._branch_TE is None, "this branch begins with a norm"
@@ -49,8 +53,13 @@ class ResidualStream:
         assert self._branch_TE is None, "each branch begins with a norm"
         if self._collectives.size == 1 and self._backend.adds(linear, x_TI, self._rows_TE):
             return
-        self._branch_TE = linear(x_TI)
-        self._collectives.all_reduce_(self._branch_TE)
+        self.add_parts(linear(x_TI))
+
+    def add_parts(self, branch_TE: torch.Tensor) -> None:
+        """Adds the sum of every rank's `branch_TE`, which is overwritten."""
+        assert self._branch_TE is None, "each branch begins with a norm"
+        self._branch_TE = branch_TE
+        self._collectives.all_reduce_(branch_TE)
 
     def total(self) -> torch.Tensor:
         """T x E."""

@@ -3,15 +3,27 @@
 Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
-from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix
+from engine.layers.backend import (
+    Activations,
+    Expert,
+    InputTokens,
+    LinearLayer,
+    MakeLinear,
+    Matrix,
+    MixtureLayer,
+)
 from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.grouped_linear import GroupedLinear
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
-from engine.model_config import Gate
+from engine.layers.merged_linear import merged_linear
+from engine.layers.mixture import LoopedMixture
+from engine.model_config import Gate, Mixture
 
 
 class TorchBackend:
@@ -25,6 +37,16 @@ class TorchBackend:
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         assert isinstance(weight_OI, torch.Tensor), "quantized already"
         return Fp8Linear(weight_OI, bias_O)
+
+    def mixture(
+        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+    ) -> MixtureLayer:
+        router = self.linear(router_XE, None)
+        layers = [
+            (merged_linear(linear, [expert.gate_IE, expert.up_IE], None), linear(expert.down_EI, None))
+            for expert in experts
+        ]
+        return LoopedMixture(mixture, router, layers, self.gated)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"
@@ -41,6 +63,9 @@ class TorchBackend:
         if weight_E.dtype is not x_TE.dtype:
             return F.rms_norm(x_TE.to(weight_E.dtype), weight_E.shape, weight_E, eps).to(x_TE.dtype)
         return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
+
+    def normed_rows(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.rms_norm(x_TE, weight_E, eps)
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float

@@ -3,6 +3,8 @@
 Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I, R sampled tokens.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from engine.kernels.embedding import embed
@@ -11,11 +13,22 @@ from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.silu_mul import silu_mul, silu_mul_fp8
 from engine.kernels.skinny_linear import MAX_FMA_TOKENS, MAX_TOKENS
 from engine.kernels.switches import kernel_switches
-from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix, QuantizedRows, UnnormedRows
+from engine.layers.backend import (
+    Activations,
+    Expert,
+    InputTokens,
+    LinearLayer,
+    MakeLinear,
+    Matrix,
+    QuantizedRows,
+    UnnormedRows,
+)
 from engine.layers.few_rows import FewRows
+from engine.layers.linear import Linear
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
-from engine.model_config import Gate
+from engine.layers.triton_mixture import TritonMixture
+from engine.model_config import Gate, Mixture
 
 
 class TritonBackend:
@@ -39,6 +52,12 @@ class TritonBackend:
         self._has_fp8_linears = True
         return TritonFp8Linear(weight_OI, bias_O)
 
+    def mixture(
+        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+    ) -> TritonMixture:
+        """Each rank routes for itself, so all must multiply alike: their timed products may differ."""
+        return TritonMixture(mixture, Linear(router_XE), experts, is_fp8=linear == self.fp8_linear)
+
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"
         assert tokens.sources_T is not None
@@ -48,6 +67,9 @@ class TritonBackend:
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations:
         if len(x_TE) <= MAX_FMA_TOKENS and kernel_switches().fused_norm:
             return UnnormedRows(x_TE, weight_E, eps)
+        return rms_norm(x_TE, weight_E, eps)
+
+    def normed_rows(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TE, weight_E, eps)
 
     def add_rms_norm(

@@ -23,6 +23,7 @@ from engine.model_config import ModelArchitecture
 from engine.models.gemma import GemmaLayer
 from engine.models.glm4 import Glm4Layer
 from engine.models.llama import LlamaLayer
+from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
 from engine.models.phi3 import Phi3Layer
 from engine.models.projections import Projections, shard_of
@@ -41,6 +42,8 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
     Family.MISTRAL: LlamaLayer,
     Family.QWEN2: LlamaLayer,
     Family.QWEN3: LlamaLayer,
+    Family.QWEN3_MOE: mixture_layer,
+    Family.MIXTRAL: mixture_layer,
     Family.SMOLLM3: LlamaLayer,
     Family.GRANITE: LlamaLayer,
     Family.PHI3: Phi3Layer,

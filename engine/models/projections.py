@@ -4,19 +4,20 @@ Shape suffixes: E hidden size, I input and O output features, D head dimension.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from engine.collectives import Collectives
 from engine.layers.attention import HeadNorm
-from engine.layers.backend import Backend, LinearLayer, MakeLinear, Matrix
+from engine.layers.backend import Backend, Expert, LinearLayer, MakeLinear, Matrix, MixtureLayer
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.merged_linear import merged_linear
 from engine.layers.rope import head_order
 from engine.loading.weights import Shard, WeightSource
-from engine.model_config import ModelArchitecture
+from engine.model_config import Mixture, ModelArchitecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,14 @@ class Columns:
     """Of the whole projection, of which these are `size` from `first` on; None: these are all."""
     order_D: torch.Tensor | None = None
     """How the outputs of each head are reordered; see `head_order`."""
+
+
+class ExpertNames(NamedTuple):
+    """What a checkpoint calls the matrices of an expert."""
+
+    gate: str
+    up: str
+    down: str
 
 
 class Projections:
@@ -56,6 +65,27 @@ class Projections:
         weight_OI = self.weights.take_matrix(f"{name}.weight", num_outputs, num_inputs, shard=shard)
         bias_O = self.weights.take(f"{name}.bias", num_outputs) if has_bias else None
         return self._linear(weight_OI, bias_O if self.collectives.rank == 0 else None)
+
+    def mixture(self, mixture: Mixture, block: str, names: ExpertNames, num_inputs: int) -> MixtureLayer:
+        """A mixture of experts. Every rank has its share of each expert: the caller sums the ranks' results.
+
+        The router is whole on each rank, and keeps its bits however few the matrices have.
+        """
+        router_XE = self.weights.take(f"{block}.gate.weight", mixture.num_experts, num_inputs)
+        experts = self._experts(mixture, f"{block}.experts", names, num_inputs)
+        return self.backend.mixture(mixture, router_XE, experts, self._linear)
+
+    def _experts(
+        self, mixture: Mixture, experts: str, names: ExpertNames, num_inputs: int
+    ) -> Iterator[Expert]:
+        size, shard = mixture.intermediate_size, shard_of(1, self.collectives)
+        for number in range(mixture.num_experts):
+            gate_IE, up_IE = (
+                self._matrix(Columns(name=f"{experts}.{number}.{name}", size=size), num_inputs)
+                for name in (names.gate, names.up)
+            )
+            down = f"{experts}.{number}.{names.down}.weight"
+            yield Expert(gate_IE, up_IE, self.weights.take_matrix(down, num_inputs, size, shard=shard))
 
     def norm(self, name: str, size: int, *, from_one: bool = False) -> torch.Tensor:
         """A norm's weights. `from_one`: the checkpoint has them less 1 (Gemma); their sum with 1 needs float32."""

@@ -38,7 +38,31 @@ GRANITE = {
     "logits_scaling": 4.0,
     "residual_multiplier": 0.3,
 }
+QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3}
 CASES: dict[str, Case] = {
+    "qwen3 moe": Case(Family.QWEN3_MOE, QWEN3_MOE),
+    "qwen3 moe, normalised, window, biased": Case(
+        Family.QWEN3_MOE,
+        {
+            **QWEN3_MOE,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3 moe, every other layer": Case(Family.QWEN3_MOE, {**QWEN3_MOE, "decoder_sparse_step": 2}),
+    "qwen3 moe, some layers dense": Case(Family.QWEN3_MOE, {**QWEN3_MOE, "mlp_only_layers": [0, 2]}),
+    "mixtral": Case(Family.MIXTRAL, {"num_local_experts": 5}),
+    "mixtral, one expert a token, window, tied": Case(
+        Family.MIXTRAL,
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+        },
+    ),
     "olmo2": Case(Family.OLMO2),
     "olmo2, biased": Case(Family.OLMO2, {"attention_bias": True}),
     "granite": Case(Family.GRANITE, GRANITE),
@@ -99,6 +123,8 @@ NAMES = {
     Family.MISTRAL: ("Mistral", "a window on every layer"),
     Family.QWEN2: ("Qwen2, Qwen2.5", "windows on some layers"),
     Family.QWEN3: ("Qwen3, dense", "norms of heads; windows on some layers"),
+    Family.QWEN3_MOE: ("Qwen3, mixture of experts", "experts in all layers, or some"),
+    Family.MIXTRAL: ("Mixtral", "experts in all layers; a window on every layer"),
     Family.SMOLLM3: ("SmolLM3", "layers that do not rotate"),
     Family.GRANITE: ("Granite 3, dense", "scales of embedding, branches, scores and logits"),
     Family.PHI3: ("Phi-3, Phi-3.5, Phi-4", "a part of a head rotated; LongRoPE; a window on every layer"),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine import counter_rng
+from engine.kernels.expert_linear import ExpertMatrices
 from engine.kernels.sampling_parts import KEY_0, KEY_1, MIN_P, TEMPERATURE, TOP_K, TOP_P
 from engine.layers.fp8 import FP8_MAX, quantize_rows
 
@@ -49,6 +50,20 @@ def _rotated_reference(x_THD: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torc
     return torch.cat(
         (first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F), -1
     )
+
+
+def expert_linear_reference(
+    x: torch.Tensor, matrices: ExpertMatrices, experts_TK: torch.Tensor, factors_N: torch.Tensor | None
+) -> torch.Tensor:
+    """`expert_linear` in torch, pair by pair."""
+    rows = []
+    for pair, expert in enumerate(experts_TK.flatten().tolist()):
+        weight_OI = matrices.weight_XOI[expert].to(torch.float32)
+        y_O = weight_OI @ x[pair * len(x) // experts_TK.numel()].to(torch.float32)
+        if matrices.scales_XO is not None:
+            y_O = y_O * matrices.scales_XO[expert]
+        rows.append(y_O if factors_N is None else y_O * factors_N[pair])
+    return torch.stack(rows).to(x.dtype)
 
 
 def rms_norm_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

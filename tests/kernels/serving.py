@@ -1,6 +1,6 @@
 """Serves requests of every kind as on a GPU, and prints which kernels would have been compiled while they waited.
 
-    python -m tests.kernels.serving [--no-graphs] [--fp8]
+    python -m tests.kernels.serving [--architecture NAME] [--no-graphs] [--fp8]
 
 Nothing is compiled, and nothing runs: each kernel that Triton lacks is noted, and replaced by a stand-in. Tokens are
 arbitrary memory. Prints a JSON object: how many kernels the rehearsal and the recording needed, and the names of those
@@ -105,6 +105,7 @@ def serve(runner: ModelRunner) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.serving")
+    parser.add_argument("--architecture", default="llama")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--fp8", action="store_true")
     options = parser.parse_args()
@@ -120,6 +121,7 @@ def main() -> int:
             num_blocks=CONFIG.num_blocks,
             block_size=CONFIG.block_size,
             num_multiprocessors=132,
+            architecture=options.architecture,
             num_hidden_layers=2,
             hidden_size=64,
             intermediate_size=128,

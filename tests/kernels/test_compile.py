@@ -113,7 +113,15 @@ def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compile
     assert all(kernel["before_wait"] is None for kernel in of_arch(compiled, 80)), "there is no such launch"
 
 
-@pytest.mark.parametrize("options", [("--no-graphs",), ("--fp8",)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--no-graphs",),
+        ("--fp8",),
+        pytest.param(("--no-graphs", "--architecture=mixtral"), marks=pytest.mark.by_hand),
+    ],
+    ids=str,
+)
 def test_nothing_is_left_to_compile_when_requests_come(options: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "tests.kernels.serving", *options]
     output = subprocess.run(

@@ -34,7 +34,11 @@ def run_ahead(*options: str, **environment: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [("--fp8", "--architecture=qwen3"), ("--fp8-cache", "--architecture=mistral", "--num-ranks=2")],
+    [
+        ("--fp8", "--architecture=qwen3"),
+        ("--fp8-cache", "--architecture=mistral", "--num-ranks=2"),
+        ("--fp8", "--architecture=mixtral"),
+    ],
     ids=str,
 )
 def test_an_outline_wants_every_kernel_that_its_model_wants(options: tuple[str, ...]) -> None:

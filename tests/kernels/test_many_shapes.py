@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from engine.kernels.attention_tuning import AttentionShape, decode_tuning, prefill_tuning
 from engine.kernels.copy_blocks import copy_blocks
 from engine.kernels.embedding import embed
+from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
 from engine.kernels.logprobs import token_logprobs
 from engine.kernels.paged_attention import Softmax
 from engine.kernels.quantize_fp8 import quantize_fp8
@@ -148,6 +149,19 @@ SHAPES: Shapes = {
             (tokens, inputs, outputs, dtype)
             for tokens in (1, 2, 3, 4, 5, 16)
             for inputs, outputs in PRODUCTS
+            for dtype in DTYPES
+        ],
+    ),
+    "test_expert_linear": (
+        [(2, 32, 20, (3, 2), F32)],
+        [
+            (tokens, inputs, outputs, experts, dtype)
+            for tokens in (1, 16, 17, 500)
+            for inputs, outputs, experts in (
+                (2048, 1536, (128, 8)),
+                (768, 2048, (128, 8)),
+                (4096, 7168, (8, 2)),
+            )
             for dtype in DTYPES
         ],
     ),
@@ -320,6 +334,21 @@ def test_fused_products(shape: Any, device: torch.device, generator: torch.Gener
     for got, want in ((gated_TP, F.silu(gate_TP) * up_TP), (y_TO, want_TO)):
         error = (got.double() - want).norm() / want.norm()
         assert error < (1e-5 if dtype is F32 else 1e-3 if dtype is F16 else 1e-2)
+
+
+def test_expert_linear(shape: Any, device: torch.device, generator: torch.Generator) -> None:
+    tokens, inputs, outputs, (num_experts, num_chosen), dtype = shape
+    x_TI = _randn(generator, device, dtype, tokens, inputs)
+    weight_XOI = _randn(generator, device, dtype, num_experts, outputs, inputs) * inputs**-0.5
+    experts_TK = torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :num_chosen].to(device)
+    found_NO = expert_linear(x_TI, ExpertMatrices(weight_XOI), SortedPairs.of(experts_TK, num_experts))
+    want_NO = torch.empty_like(found_NO, dtype=torch.float64)
+    for expert in range(num_experts):
+        is_its_N = (experts_TK == expert).flatten()
+        rows_R = is_its_N.nonzero().squeeze(1) // num_chosen
+        want_NO[is_its_N] = x_TI[rows_R].double() @ weight_XOI[expert].double().T
+    error = (found_NO.double() - want_NO).norm() / want_NO.norm()
+    assert error < (1e-5 if dtype is F32 else 1e-3 if dtype is F16 else 5e-3)
 
 
 def test_copy_blocks(shape: Any, device: torch.device, generator: torch.Generator) -> None:

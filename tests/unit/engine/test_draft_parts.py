@@ -13,6 +13,7 @@ from engine.capacity import reckon
 from engine.draft_parts import Draft, load_draft, make_drafter
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel, load_model
+from tests.factories.families import QWEN3_MOE
 from tests.factories.models import make_draft_pair, make_model_dir
 
 CPU = torch.device("cpu")
@@ -126,3 +127,18 @@ def test_memory_holds_the_kv_of_both_models_and_of_drafts(
     )
     assert "its KV no memory" in caplog.text
     assert "its KV 2 MiB" in caplog.text
+
+
+def test_a_draft_of_a_mixture_costs_the_experts_that_a_token_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One layer has an MLP of 128, two have 3 of 6 experts of 32. Heads take 192 rows of 64 numbers, logits 300."""
+    path = make_model_dir(tmp_path, "qwen3_moe", **QWEN3_MOE, mlp_only_layers=[0])
+    model = load_model(FLOAT32, path, CPU)
+    draft = draft_of(model, path, draft_layers=1)
+    assert draft.model.architecture.mixtures == (None,)
+    with caplog.at_level(logging.INFO, logger="engine.draft_parts"):
+        pool = KVPool(64, model.kv_block_shape(2), CPU)
+        make_drafter(configured(draft_layers=1), SchedulerConfig(block_size=2), model, pool, draft)
+    first, rest = 192 + 3 * 128, 2 * (192 + 3 * 3 * 32)
+    assert f"a guess takes about {(first + 300) / (first + rest + 300):.2f} of a token's time" in caplog.text

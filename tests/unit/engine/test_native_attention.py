@@ -126,6 +126,7 @@ def make_architecture(heads: Heads, windows: tuple[int | None, ...]) -> ModelArc
         rms_norm_eps=1e-5,
         ropes=(RopeConfig(),) * len(windows),
         sliding_windows=windows,
+        mixtures=(None,) * len(windows),
         attention_scale=heads.head_dim**-0.5,
         tie_word_embeddings=True,
         has_qkv_bias=False,

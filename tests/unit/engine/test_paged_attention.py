@@ -98,6 +98,7 @@ def make_architecture(windows: tuple[int | None, ...]) -> ModelArchitecture:
         rms_norm_eps=1e-5,
         ropes=(RopeConfig(),) * len(windows),
         sliding_windows=windows,
+        mixtures=(None,) * len(windows),
         attention_scale=HEAD_DIM**-0.5,
         tie_word_embeddings=True,
         has_qkv_bias=False,

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import ModelError
 from engine.families import ARCHITECTURES, READ, WITHOUT_EFFECT, Family, refused_keys
-from engine.model_config import ModelArchitecture, read_architecture
+from engine.model_config import Mixture, ModelArchitecture, read_architecture
 from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT
 
 BASE: dict[str, Any] = {
@@ -24,6 +24,12 @@ WITH_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_lay
 OF_FAMILY: dict[Family, dict[str, Any]] = {
     Family.QWEN2: WITH_WINDOWS,
     Family.QWEN3: WITH_WINDOWS,
+    Family.QWEN3_MOE: {
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 4,
+    },
     Family.SMOLLM3: WITH_WINDOWS | {"no_rope_layers": [1, 1, 0]},
     Family.GEMMA3: {"sliding_window_pattern": 3},
 }
@@ -34,16 +40,24 @@ EFFECTIVE: dict[str, Any] = {
     "attn_logit_softcapping": 20.0,
     "attn_temperature_tuning": True,
     "clip_qkv": 8.0,
+    "decoder_sparse_step": 2,
     "embedding_multiplier": 3.0,
     "final_logit_softcapping": 5.0,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "logit_scale": 0.0625,
     "logits_scaling": 2.0,
-    "n_routed_experts": 8,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 96,
+    "n_group": 2,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
     "no_rope_layer_interval": 2,
     "no_rope_layers": [1, 0, 1],
-    "num_experts": 8,
-    "num_local_experts": 8,
+    "norm_topk_prob": False,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "num_local_experts": 6,
+    "num_shared_experts": 1,
     "partial_rotary_factor": 0.25,
     "qk_layernorm": True,
     "quantization_config": {"quant_method": "awq"},
@@ -51,6 +65,9 @@ EFFECTIVE: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "rope_local_base_freq": 123.0,
     "rotary_pct": 0.5,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "shared_expert_intermediate_size": 64,
     "sliding_window": 7,
     "sliding_window_pattern": 2,
     "use_bidirectional_attention": True,
@@ -146,6 +163,22 @@ def test_another_activation_is_refused(tmp_path: Path, family: Family) -> None:
         (Family.QWEN2, "max_window_layers", "all", "max_window_layers must be an integer, got 'all'"),
         (Family.GLM4, "partial_rotary_factor", 0.01, "partial_rotary_factor 0.01 of heads of 128 is no even"),
         (
+            Family.MIXTRAL,
+            "num_experts_per_tok",
+            9,
+            "num_experts_per_tok must be at most the number of experts, 8, got 9",
+        ),
+        (Family.MIXTRAL, "num_local_experts", 0, "num_local_experts must be a positive integer, got 0"),
+        (Family.QWEN3_MOE, "moe_intermediate_size", "x", "moe_intermediate_size must be a positive integer"),
+        (Family.QWEN3_MOE, "decoder_sparse_step", 0, "decoder_sparse_step must be a positive integer, got 0"),
+        (Family.QWEN3_MOE, "mlp_only_layers", 1, "mlp_only_layers must be a list of layers, got 1"),
+        (
+            Family.QWEN3_MOE,
+            "shared_expert_intermediate_size",
+            64,
+            "shared_expert_intermediate_size 64 is not",
+        ),
+        (
             Family.PHI3,
             "rope_scaling",
             {"type": "llama3"},
@@ -165,6 +198,41 @@ def test_values_that_cannot_be_are_named(
     with pytest.raises(ModelError) as raised:
         read(tmp_path, family, **{key: value})
     assert message in str(raised.value)
+
+
+def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
+    for family in (Family.QWEN3_MOE, Family.MIXTRAL):
+        one = read(tmp_path, family, num_experts=16)
+        assert one == read(tmp_path, family, num_local_experts=16)
+        assert one == read(tmp_path, family, num_experts=16, num_local_experts=16)
+        with pytest.raises(ModelError, match=r"num_experts \(16\) and num_local_experts \(8\) must be equal"):
+            read(tmp_path, family, num_experts=16, num_local_experts=8)
+
+
+def test_a_sparse_config_gets_the_experts_of_its_family(tmp_path: Path) -> None:
+    """As transformers takes them."""
+    qwen, mixtral = (read(tmp_path, family).mixtures[0] for family in (Family.QWEN3_MOE, Family.MIXTRAL))
+    own = Mixture(num_experts=128, num_chosen=4, intermediate_size=768, is_normalised=True)  # by OF_FAMILY
+    assert qwen == own
+    assert mixtral == Mixture(num_experts=8, num_chosen=2, intermediate_size=128, is_normalised=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sparse"),
+    [
+        ({}, [0, 1, 2]),
+        ({"decoder_sparse_step": 2}, [1]),
+        ({"decoder_sparse_step": 3}, [2]),
+        ({"mlp_only_layers": [1]}, [0, 2]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, []),
+    ],
+    ids=str,
+)
+def test_which_layers_of_qwen3_moe_have_experts(
+    tmp_path: Path, overrides: dict[str, Any], sparse: list[int]
+) -> None:
+    mixtures = read(tmp_path, Family.QWEN3_MOE, **overrides).mixtures
+    assert [layer for layer, mixture in enumerate(mixtures) if mixture is not None] == sparse
 
 
 def test_longrope_s_factors_follow_the_longest_request(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""TritonMixture: a mixture of experts on a GPU, without waiting for it; knows no checkpoint.
+
+Shape suffixes: T tokens of a step, K experts of a token, N pairs of both, X experts, O outputs, E hidden size, I
+intermediate size.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
+from engine.kernels.silu_mul import silu_mul
+from engine.layers.backend import Expert, LinearLayer
+from engine.layers.fp8 import FP8, quantize_rows
+from engine.layers.mixture import route
+from engine.model_config import Mixture
+
+
+class TritonMixture:
+    """Satisfies `engine.layers.backend.MixtureLayer`: one launch for the products of all experts.
+
+    `is_fp8`: the experts' matrices become 8-bit floats, here; activations keep their dtype.
+    """
+
+    def __init__(
+        self, mixture: Mixture, router: LinearLayer, experts: Iterable[Expert], *, is_fp8: bool
+    ) -> None:
+        self._mixture = mixture
+        self._router = router
+        gate_up = _Stack(mixture.num_experts, is_fp8=is_fp8)
+        down = _Stack(mixture.num_experts, is_fp8=is_fp8)
+        for number, expert in enumerate(experts):
+            for stack, parts in ((gate_up, (expert.gate_IE, expert.up_IE)), (down, (expert.down_EI,))):
+                tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+                assert len(tensors) == len(parts), "4 and 8 bits in groups are for CPUs"
+                stack.put(number, tensors)
+        self._gate_up, self._down = gate_up.matrices(), down.matrices()
+
+    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+        experts_TK, weights_TK = route(self._router(x_TE), self._mixture)
+        pairs = SortedPairs.of(experts_TK, self._mixture.num_experts)
+        x_NI = silu_mul(expert_linear(x_TE, self._gate_up, pairs))
+        y_NE = expert_linear(x_NI, self._down, pairs, weights_TK.flatten())
+        y_TE: torch.Tensor = y_NE.view(*experts_TK.shape, -1).sum(1, dtype=torch.float32)
+        return y_TE.to(x_TE.dtype)
+
+
+class _Stack:
+    """One matrix of each expert, in one tensor that is filled while they arrive: none is held twice but the last."""
+
+    def __init__(self, num_experts: int, *, is_fp8: bool) -> None:
+        self._num_experts = num_experts
+        self._is_fp8 = is_fp8
+        self._weight_XOI: torch.Tensor | None = None
+        self._scales_XO: torch.Tensor | None = None
+
+    def put(self, number: int, parts: list[torch.Tensor]) -> None:
+        """The outputs of all parts, in order."""
+        num_outputs, num_inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        if self._weight_XOI is None:
+            shape = (self._num_experts, num_outputs)
+            dtype = FP8 if self._is_fp8 else parts[0].dtype
+            self._weight_XOI = parts[0].new_empty((*shape, num_inputs), dtype=dtype)
+            self._scales_XO = parts[0].new_empty(shape, dtype=torch.float32) if self._is_fp8 else None
+        first = 0
+        for part in parts:
+            outputs = slice(first, first := first + len(part))
+            if self._scales_XO is not None:
+                part, scales_O1 = quantize_rows(part)
+                self._scales_XO[number, outputs] = scales_O1.squeeze(1)
+            self._weight_XOI[number, outputs] = part
+
+    def matrices(self) -> ExpertMatrices:
+        assert self._weight_XOI is not None
+        return ExpertMatrices(self._weight_XOI, self._scales_XO)

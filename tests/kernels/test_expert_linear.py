@@ -1,0 +1,175 @@
+"""Products of each row with its experts' matrices, and the mixture that they make.
+
+Shape suffixes: T tokens, K experts of a token, N pairs, X experts, I input features, O output features, E hidden size.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
+from engine.layers.backend import Expert
+from engine.layers.fp8 import quantize_rows
+from engine.layers.torch_backend import TorchBackend
+from engine.layers.triton_backend import TritonBackend
+from engine.loading.loader import takes_of
+from engine.loading.weights import TakeRecorder
+from engine.model_config import Mixture, read_architecture
+from engine.models.decoder import Decoder
+from tests.factories.models import make_model_dir
+from tests.kernels.references import expert_linear_reference
+
+F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+
+
+def empty_launch(
+    num_tokens: int,
+    num_chosen: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    is_second: bool = False,
+) -> None:
+    """`dtype`: of the weights. `is_second`: of the products that give each token's result."""
+    meta = partial(torch.empty, device="meta")
+    matrices = ExpertMatrices(meta(shape, dtype=dtype), meta(shape[:2]) if dtype is FP8 else None)
+    pairs = SortedPairs.of(meta(num_tokens, num_chosen, dtype=torch.int64), shape[0])
+    num_pairs = num_tokens * num_chosen
+    x = meta(num_pairs if is_second else num_tokens, shape[2], dtype=F32 if dtype is F32 else BF16)
+    expert_linear(x, matrices, pairs, meta(num_pairs) if is_second else None)
+
+
+USUAL = {
+    "Qwen3-30B-A3B gate_up, 1": partial(empty_launch, 1, 8, (128, 1536, 2048)),
+    "Qwen3-30B-A3B down, 8192": partial(empty_launch, 8192, 8, (128, 2048, 768), is_second=True),
+    "Qwen3-30B-A3B gate_up, 1, float8": partial(empty_launch, 1, 8, (128, 1536, 2048), FP8),
+    "Qwen3-30B-A3B gate_up, 8192, float8": partial(empty_launch, 8192, 8, (128, 1536, 2048), FP8),
+}
+RARE = {
+    "Qwen3-30B-A3B down, 1": partial(empty_launch, 1, 8, (128, 2048, 768), is_second=True),
+    "Qwen3-30B-A3B gate_up, 64": partial(empty_launch, 64, 8, (128, 1536, 2048)),
+    "Mixtral-8x7B tp2 gate_up, 16": partial(empty_launch, 16, 2, (8, 14336, 4096)),
+    "Mixtral-8x7B tp2 down, 2048": partial(empty_launch, 2048, 2, (8, 4096, 7168), is_second=True),
+    "Qwen3-30B-A3B down, 64, float32": partial(empty_launch, 64, 8, (128, 2048, 768), F32, is_second=True),
+}
+LAUNCHES = USUAL | RARE
+
+
+def random_experts(
+    generator: torch.Generator, num_tokens: int, num_chosen: int, num_experts: int
+) -> torch.Tensor:
+    """T x K, none twice in a row; the last expert is never chosen."""
+    return torch.rand(num_tokens, num_experts - 1, generator=generator).argsort(-1)[:, :num_chosen]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_outputs", "num_inputs"),
+    [(1, 3, 33, 40), (16, 4, 40, 130), (17, 5, 130, 64), (70, 3, 40, 96)],
+)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, FP8])
+def test_is_what_torch_computes(
+    num_tokens: int,
+    num_experts: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    """Tiles that are full, that are not, and experts with none, one and several; first and second product."""
+    if dtype is BF16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies matrices of bfloat16 wrongly")
+    is_float8 = dtype is FP8
+    x_dtype = F16 if is_float8 else dtype
+    plain_XOI = torch.randn(num_experts, num_outputs, num_inputs, generator=generator) / num_inputs**0.5
+    weight_XOI, scales_XO1 = quantize_rows(plain_XOI) if is_float8 else (plain_XOI.to(dtype), None)
+    matrices = ExpertMatrices(
+        weight_XOI.to(device), None if scales_XO1 is None else scales_XO1.squeeze(-1).to(device)
+    )
+    experts_TK = random_experts(generator, num_tokens, 2, num_experts).to(device)
+    pairs = SortedPairs.of(experts_TK, num_experts)
+    assert int(pairs.counts_X[-1]) == 0
+    for num_rows, has_factors in ((num_tokens, False), (2 * num_tokens, True)):
+        x = torch.randn(num_rows, num_inputs + 8, generator=generator).to(x_dtype).to(device)[:, :num_inputs]
+        factors_N = torch.rand(2 * num_tokens, generator=generator).to(device) if has_factors else None
+        found = expert_linear(x, matrices, pairs, factors_N)
+        expected = expert_linear_reference(x, matrices, experts_TK, factors_N)
+        assert found.dtype is x_dtype
+        torch.testing.assert_close(found, expected)
+
+
+def test_all_rows_of_one_expert(device: torch.device, generator: torch.Generator) -> None:
+    """As in a rehearsal, whose tokens are all the same."""
+    weight_XOI = torch.randn(6, 32, 32, generator=generator).to(device)
+    experts_TK = torch.full((40, 1), 4, device=device)
+    x_TI = torch.randn(40, 32, generator=generator).to(device)
+    matrices = ExpertMatrices(weight_XOI)
+    found = expert_linear(x_TI, matrices, SortedPairs.of(experts_TK, 6))
+    torch.testing.assert_close(found, x_TI @ weight_XOI[4].T)
+
+
+def test_sorting_asks_nothing_of_the_device() -> None:
+    """A meta tensor has no values, so whatever would wait for one raises."""
+    experts_TK = torch.empty(5, 2, dtype=torch.int64, device="meta")
+    pairs = SortedPairs.of(experts_TK, 7)
+    assert (pairs.order_N.shape, pairs.counts_X.shape, pairs.num_tokens) == ((10,), (7,), 5)
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_the_mixture_is_that_of_the_cpu(
+    is_normalised: bool, num_tokens: int, device: torch.device, generator: torch.Generator
+) -> None:
+    mixture = Mixture(num_experts=5, num_chosen=2, intermediate_size=48, is_normalised=is_normalised)
+    router_XE = torch.randn(5, 32, generator=generator)
+    experts = [
+        Expert(*(torch.randn(shape, generator=generator) / 6 for shape in ((48, 32), (48, 32), (32, 48))))
+        for _ in range(5)
+    ]
+    x_TE = torch.randn(num_tokens, 32, generator=generator)
+    cpu = TorchBackend()
+    expected = cpu.mixture(mixture, router_XE, experts, cpu.linear)(x_TE)
+    gpu = TritonBackend()
+    there = [Expert(*(m.to(device) for m in _tensors(expert))) for expert in experts]
+    found = gpu.mixture(mixture, router_XE.to(device), there, gpu.linear)(x_TE.to(device))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_weights_are_asked_for_in_the_order_in_which_they_are_read_ahead(tmp_path: Path) -> None:
+    """`takes_of` finds the order by another backend."""
+    path = make_model_dir(tmp_path, "mixtral", num_local_experts=3)
+    architecture, asked = read_architecture(path), TakeRecorder()
+    Decoder(architecture, asked, TritonBackend())
+    assert asked.takes == takes_of(architecture)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_a_mixture_in_8_bits_is_one_of_rounded_matrices(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """Its router is not rounded."""
+    mixture = Mixture(num_experts=4, num_chosen=2, intermediate_size=48, is_normalised=True)
+    router_XE = torch.randn(4, 32, generator=generator).to(F16).to(device)
+    shapes = ((48, 32), (48, 32), (32, 48))
+    matrices = [
+        [(torch.randn(shape, generator=generator) / 6).to(F16).to(device) for shape in shapes]
+        for _ in range(4)
+    ]
+    rounded = [Expert(*(_rounded(matrix) for matrix in each)) for each in matrices]
+    x_TE = torch.randn(20, 32, generator=generator).to(F16).to(device)
+    backend = TritonBackend()
+    found = backend.mixture(mixture, router_XE, [Expert(*each) for each in matrices], backend.fp8_linear)
+    expected = backend.mixture(mixture, router_XE, rounded, backend.linear)
+    torch.testing.assert_close(found(x_TE), expected(x_TE), rtol=0, atol=4e-3)
+
+
+def _rounded(matrix_OI: torch.Tensor) -> torch.Tensor:
+    values_OI, scales_O1 = quantize_rows(matrix_OI)
+    return (values_OI.to(F32) * scales_O1).to(matrix_OI.dtype)
+
+
+def _tensors(expert: Expert) -> list[torch.Tensor]:
+    parts = (expert.gate_IE, expert.up_IE, expert.down_EI)
+    return [part for part in parts if isinstance(part, torch.Tensor)]

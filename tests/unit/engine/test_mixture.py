@@ -1,0 +1,224 @@
+"""Mixtures of experts on a CPU: routing, products, and rows that do not depend on each other.
+
+Shape suffixes: T tokens, X experts, E hidden size, I intermediate size of an expert.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from baton.config import ModelConfig
+from baton.sampling import MAX_LOGPROBS, SamplingParams
+from engine.layers.backend import Backend, Expert, LinearLayer, Matrix, MixtureLayer
+from engine.layers.fp8 import quantize_rows
+from engine.layers.grouped_weight import GroupedWeight
+from engine.layers.mixture import route
+from engine.layers.native_backend import NativeBackend
+from engine.layers.torch_backend import TorchBackend
+from engine.loading.loader import load_model
+from engine.model_config import Mixture
+from engine.native.library import native_library
+from tests.factories.models import make_model_dir
+from tests.factories.stepping import StepDriver
+
+CPU = torch.device("cpu")
+HIDDEN, INNER = 64, 96
+MIXTURE = Mixture(num_experts=7, num_chosen=3, intermediate_size=INNER, is_normalised=True)
+EXPERTS: dict[str, dict[str, int]] = {
+    "mixtral": {"num_local_experts": 6},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
+}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=MAX_LOGPROBS)
+
+
+def native() -> NativeBackend:
+    library = native_library()
+    assert library is not None
+    return NativeBackend(library)
+
+
+def random_experts(dtype: torch.dtype, bits: Any = None) -> tuple[torch.Tensor, list[Expert]]:
+    """A router and its experts."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(num_outputs: int, num_inputs: int) -> torch.Tensor:
+        scaled: torch.Tensor = torch.randn(num_outputs, num_inputs, generator=generator) / num_inputs**0.5
+        return scaled.to(dtype)
+
+    def kept(num_outputs: int, num_inputs: int) -> Matrix:
+        plain = matrix(num_outputs, num_inputs)
+        return plain if bits is None else GroupedWeight.quantize(plain, bits)
+
+    router_XE = 3.0 * matrix(MIXTURE.num_experts, HIDDEN)
+    return router_XE, [
+        Expert(kept(INNER, HIDDEN), kept(INNER, HIDDEN), kept(HIDDEN, INNER))
+        for _ in range(MIXTURE.num_experts)
+    ]
+
+
+def as_floats(matrix: Matrix) -> torch.Tensor:
+    return (matrix.dequantized() if isinstance(matrix, GroupedWeight) else matrix).to(torch.float64)
+
+
+def literally(x_TE: torch.Tensor, router_XE: torch.Tensor, experts: list[Expert]) -> torch.Tensor:
+    """Row by row, in float64."""
+    rows = []
+    for x_E in x_TE.to(torch.float64):
+        probabilities = (router_XE.to(torch.float64) @ x_E).softmax(0)
+        best = sorted(range(len(experts)), key=lambda n: -probabilities[n].item())[: MIXTURE.num_chosen]
+        row = torch.zeros(HIDDEN, dtype=torch.float64)
+        for n in best:
+            gate, up, down = (
+                as_floats(m) for m in (experts[n].gate_IE, experts[n].up_IE, experts[n].down_EI)
+            )
+            row += probabilities[n] / probabilities[best].sum() * (down @ (F.silu(gate @ x_E) * (up @ x_E)))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def made(backend: Backend, router_XE: torch.Tensor, experts: Iterable[Expert]) -> MixtureLayer:
+    return backend.mixture(MIXTURE, router_XE, experts, backend.linear)
+
+
+@pytest.mark.parametrize("make_backend", [TorchBackend, native])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "tolerance"),
+    [
+        (torch.float32, None, 1e-5),
+        (torch.bfloat16, None, 3e-2),
+        (torch.float32, 8, 3e-2),
+        (torch.float32, 4, 3e-2),
+    ],
+    ids=str,
+)
+def test_a_mixture_is_what_its_experts_compute(
+    make_backend: Any, dtype: torch.dtype, bits: Any, tolerance: float
+) -> None:
+    """Our own kernels round inputs of products in 4 and 8 bits to 8 bits."""
+    router_XE, experts = random_experts(dtype, bits)
+    x_TE = torch.randn(19, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = made(make_backend(), router_XE, experts)(x_TE)
+    assert found.dtype is dtype
+    expected = literally(x_TE, router_XE, experts)
+    torch.testing.assert_close(found.to(torch.float64), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_alone_is_the_row_among_others_to_the_bit(dtype: torch.dtype, bits: Any) -> None:
+    router_XE, experts = random_experts(dtype, bits)
+    mixture = made(native(), router_XE, experts)
+    x_TE = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(2)).to(dtype)
+    together = mixture(x_TE)
+    for size in (1, 2, 7):
+        parts = [mixture(x_RE).clone() for x_RE in x_TE.split(size)]
+        assert torch.equal(torch.cat(parts), together), f"steps of {size}"
+    reversed_TE = mixture(x_TE.flip(0))
+    assert torch.equal(reversed_TE.flip(0), together)
+
+
+def test_an_expert_without_rows_multiplies_nothing() -> None:
+    """And one with rows multiplies only those."""
+    router_XE, experts = random_experts(torch.float32)
+    rows: list[tuple[int, int]] = []
+
+    class Counting(TorchBackend):
+        def counted(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+            layer, number = self.linear(weight_OI, bias_O), len(made_layers)
+            made_layers.append(layer)
+
+            def multiply(x_TI: Any) -> torch.Tensor:
+                rows.append((number, len(x_TI)))
+                return layer(x_TI)
+
+            return multiply
+
+    made_layers: list[LinearLayer] = []
+    backend = Counting()
+    mixture = backend.mixture(MIXTURE, router_XE, experts, backend.counted)
+    x_TE = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(3))
+    mixture(x_TE)
+    experts_TK, _ = route(x_TE @ router_XE.T, MIXTURE)
+    taken = sorted(set(experts_TK.flatten().tolist()))
+    assert len(taken) < MIXTURE.num_experts
+    assert rows == [
+        (2 * expert + part, int((experts_TK == expert).sum())) for expert in taken for part in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+def test_routing(is_normalised: bool) -> None:
+    mixture = Mixture(num_experts=4, num_chosen=2, intermediate_size=1, is_normalised=is_normalised)
+    odds = torch.tensor([[1.0, 4.0, 3.0, 2.0], [6.0, 1.0, 1.0, 2.0]])
+    experts_TK, weights_TK = route(odds.log().to(torch.bfloat16), mixture)
+    assert experts_TK.tolist() == [[1, 2], [0, 3]]
+    expected = [[4 / 7, 3 / 7], [6 / 8, 2 / 8]] if is_normalised else [[0.4, 0.3], [0.6, 0.2]]
+    assert weights_TK.dtype is torch.float32
+    torch.testing.assert_close(weights_TK, torch.tensor(expected), rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_a_request_keeps_its_numbers_whatever_runs_beside_it(
+    tmp_path: Path, architecture: str, quantization: str
+) -> None:
+    """So that a prompt that is computed again, elsewhere, after its worker was killed goes on as before."""
+    path = make_model_dir(tmp_path / "model", architecture, **EXPERTS[architecture])
+    config = ModelConfig.model_validate({"dtype": "float32", "quantization": quantization})
+    model = load_model(config, path, CPU)
+    prompt = [(31 * i) % 290 + 3 for i in range(23)]
+
+    def logprobs(others: list[list[int]], chunk: int = 8) -> list[Any]:
+        driver = StepDriver(model)
+        request = driver.add("a", prompt, PARAMS)
+        beside = [driver.add(f"other-{n}", other, PARAMS) for n, other in enumerate(others)]
+        while len(request.outputs) < 6:
+            driver.step({r.request_id: min(chunk, r.num_tokens - r.num_computed) for r in (request, *beside)})
+        return request.logprobs
+
+    alone = logprobs([])
+    assert logprobs([], chunk=1) == logprobs([], chunk=23) == alone
+    assert logprobs([[(7 * i) % 290 + 3 for i in range(length)] for length in (3, 40, 61)]) == alone
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_experts_are_kept_in_fewer_bits_and_the_router_in_its_own(
+    tmp_path: Path, architecture: str, quantization: str
+) -> None:
+    """The same as a model whose matrices were rounded before, except routers."""
+    path, rounded = (
+        make_model_dir(tmp_path / name, architecture, **EXPERTS[architecture])
+        for name in ("model", "rounded")
+    )
+    tensors = load_file(rounded / "model.safetensors")
+    for name, tensor in tensors.items():
+        is_kept = name.endswith(".gate.weight") or (quantization == "fp8" and "layers" not in name)
+        if tensor.ndim == 2 and not is_kept:
+            tensors[name] = rounded_to(quantization, tensor)
+    save_file(tensors, rounded / "model.safetensors", metadata={"format": "pt"})
+    found, expected = (
+        StepDriver(
+            load_model(
+                ModelConfig.model_validate({"dtype": "float32", "quantization": kept}),
+                folder,
+                CPU,
+                TorchBackend(),
+            )
+        )
+        for kept, folder in ((quantization, path), ("none", rounded))
+    )
+    prompt = {"a": list(range(3, 40))}
+    assert found.generate(prompt, 12) == expected.generate(prompt, 12)
+
+
+def rounded_to(quantization: str, matrix_OI: torch.Tensor) -> torch.Tensor:
+    if quantization == "int8":
+        return GroupedWeight.quantize(matrix_OI, 8).dequantized()
+    values_OI, scales_O1 = quantize_rows(matrix_OI)
+    return values_OI.to(torch.float32) * scales_O1
