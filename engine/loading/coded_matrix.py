@@ -87,7 +87,7 @@ def unpacked_awq(packed_RC: torch.Tensor) -> torch.Tensor:
     """uint8, R x V: 4-bit values in AWQ's order."""
     values_RV = unpacked(packed_RC, 4)
     order = torch.tensor(_AWQ_ORDER, device=values_RV.device)
-    return values_RV.unflatten(1, (-1, len(_AWQ_ORDER))).index_select(2, order).flatten(1)
+    return values_RV.view(len(values_RV), -1, len(_AWQ_ORDER)).index_select(2, order).flatten(1)
 
 
 def gptq_zeros(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:

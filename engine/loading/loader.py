@@ -18,7 +18,12 @@ from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
-from engine.loading.quantized_checkpoint import QuantizedCheckpoint, StoredWeights, refuse_kv_scales
+from engine.loading.quantized_checkpoint import (
+    OutlinedCheckpoint,
+    QuantizedCheckpoint,
+    StoredWeights,
+    refuse_kv_scales,
+)
 from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weight_stream import CudaCopies
@@ -162,9 +167,15 @@ def outline_model(
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, torch.device("cuda"))
     architecture = read_architecture(path)
+    quantization = (
+        None if config.load_format == "dummy" else read_quantization(read_json(path / "config.json"))
+    )
+    source: WeightSource = TakeRecorder(dtype)
+    if quantization is not None and _kept_as(config, path, torch.device("meta")) is not None:
+        source = OutlinedCheckpoint(path, quantization, dtype)
     return LoadedModel(
         architecture=architecture,
-        decoder=_decoder(config, architecture, TakeRecorder(dtype), backend, collectives),
+        decoder=_decoder(config, architecture, source, backend, collectives),
         backend=backend,
         collectives=collectives,
         device=torch.device("meta"),

@@ -10,11 +10,12 @@ import torch
 
 from baton.errors import ModelError
 from engine.layers.backend import Matrix
+from engine.layers.fp8 import FP8, Fp8Weight
 from engine.loading.coded_matrix import CodedMatrix
 from engine.loading.safetensors_index import CheckpointIndex, open_safetensors
 from engine.loading.stored_matrix import StoredMatrix
 from engine.loading.streamed_weights import StreamedWeights
-from engine.loading.weights import CheckpointWeights, Shard, Take, WeightSource
+from engine.loading.weights import CheckpointWeights, Shard, Take, TakeRecorder, WeightSource
 from engine.quantization_config import Quantization
 
 logger = logging.getLogger(__name__)
@@ -100,10 +101,7 @@ class QuantizedCheckpoint(WeightSource):
         )
 
     def _find(self, take: Take) -> StoredMatrix | None:
-        if len(take.shape) != 2:
-            return None
-        scheme = self._quantization.scheme_of(take.name.removesuffix(".weight"))
-        return None if scheme is None else StoredMatrix.find(self._index, scheme, take)
+        return _stored_matrix(self._index, self._quantization, take)
 
     def _parts_of(self, take: Take) -> list[Take]:
         """What is read for it, in order."""
@@ -114,11 +112,10 @@ class QuantizedCheckpoint(WeightSource):
         return [take]
 
     def _kept(self, stored: StoredMatrix, coded: CodedMatrix) -> Matrix | None:
-        """The matrix in its bits, if a kernel takes it so. Rows of 8-bit floats are not looked up."""
+        """The matrix in its bits, if a kernel takes it so."""
         if self._keeps_groups and stored.scheme.can_stay_in_groups:
             return coded.grouped()
-        is_looked_up = stored.take.name == "model.embed_tokens.weight"
-        return coded.in_fp8(self._dtype) if self._keeps_fp8 and not is_looked_up else None
+        return coded.in_fp8(self._dtype) if self._keeps_fp8 and _may_stay_in_fp8(stored) else None
 
     def _zero_biases(self) -> list[str]:
         """Biases of quantized matrices that are all zero: AutoGPTQ writes one for each matrix."""
@@ -131,6 +128,43 @@ class QuantizedCheckpoint(WeightSource):
         stored = self._index.stored(name)
         with open_safetensors(stored.file) as handle:
             return not bool(handle.get_tensor(name).any())
+
+
+class OutlinedCheckpoint(WeightSource):
+    """Satisfies WeightSource for an outline: tensors without memory, of the kinds that `QuantizedCheckpoint` has."""
+
+    def __init__(self, path: Path, quantization: Quantization, dtype: torch.dtype) -> None:
+        """For a device that keeps 8-bit floats, and no groups."""
+        self._recorder = TakeRecorder(dtype)
+        self._index = CheckpointIndex.read(path)
+        self._quantization = quantization
+        self._dtype = dtype
+
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        return self._recorder.take(name, *shape, shard=shard)
+
+    def take_matrix(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> Matrix:
+        numbers_OI = self.take(name, num_outputs, num_inputs, shard=shard)
+        stored = _stored_matrix(self._index, self._quantization, Take(name, (num_outputs, num_inputs), shard))
+        if stored is None or not _may_stay_in_fp8(stored):
+            return numbers_OI
+        scales_O1 = numbers_OI.new_empty(len(numbers_OI), 1, dtype=torch.float32)
+        return Fp8Weight(numbers_OI.to(FP8), scales_O1, self._dtype)
+
+
+def _stored_matrix(index: CheckpointIndex, quantization: Quantization, take: Take) -> StoredMatrix | None:
+    """None if the tensor is not a quantized matrix."""
+    if len(take.shape) != 2:
+        return None
+    scheme = quantization.scheme_of(take.name.removesuffix(".weight"))
+    return None if scheme is None else StoredMatrix.find(index, scheme, take)
+
+
+def _may_stay_in_fp8(stored: StoredMatrix) -> bool:
+    """Rows of 8-bit floats are not looked up."""
+    return stored.scheme.can_stay_in_fp8 and stored.take.name != "model.embed_tokens.weight"
 
 
 def refuse_kv_scales(path: Path) -> None:

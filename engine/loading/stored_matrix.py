@@ -9,7 +9,7 @@ AutoAWQ (awq/utils/packing_utils.py), transformers (integrations/finegrained_fp8
 Shape suffixes: O outputs, I inputs, G groups of inputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +95,7 @@ class StoredMatrix:
         if stored is None:
             return torch.full_like(scales_OG, half)
         if layout is Layout.NUMBERS:
-            return stored.to(torch.float32).view(num_outputs, -1) + half
+            return stored.to(torch.float32).view(num_outputs, -1).add_(half)
         if layout is Layout.PACKED:
             zeros_OG = unpacked(stored.t(), bits).t()
         elif layout is Layout.AWQ:
@@ -201,7 +201,7 @@ def _by_inputs(index: CheckpointIndex, scheme: Scheme, module: str, take: Take) 
 
 
 def _whole(
-    index: CheckpointIndex, name: str, shapes: list[tuple[int, ...]], types: Mapping[str, torch.dtype]
+    index: CheckpointIndex, name: str, shapes: Sequence[tuple[int, ...]], types: Mapping[str, torch.dtype]
 ) -> Take:
     return Take(name, index.find_one_of(name, shapes, types).shape, None)
 
@@ -216,7 +216,8 @@ def _decoded(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
         return unpacked(stored.t(), scheme.bits)
     if scheme.is_float:
         return stored
-    return (stored.view(torch.uint8) ^ 0x80) - (128 - 2 ** (scheme.bits - 1))
+    unsigned: torch.Tensor = stored.view(torch.uint8) ^ 0x80  # a signed byte + 128
+    return unsigned.sub_(128 - 2 ** (scheme.bits - 1))
 
 
 def _spread(scheme: Scheme, scales: torch.Tensor, num_outputs: int) -> torch.Tensor:

@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import ModelConfig
 from baton.errors import ModelError
+from engine.collectives import Collectives
+from engine.layers.backend import LinearLayer, Matrix
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
-from engine.loading.loader import LoadedModel, load_model, takes_of
+from engine.layers.torch_backend import TorchBackend
+from engine.loading.loader import LoadedModel, load_model, outline_model, takes_of
 from engine.loading.quantized_checkpoint import QuantizedCheckpoint
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weights import CheckpointWeights, Shard
@@ -23,6 +26,7 @@ from engine.quantization_config import read_quantization
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import IN_GROUPS, KINDS, make_quantized
 from tests.factories.stepping import StepDriver
+from tests.factories.threaded_ranks import on_ranks
 from tests.unit.engine.test_weight_stream import HostCopies
 
 CPU = torch.device("cpu")
@@ -149,11 +153,9 @@ def test_what_no_cpu_kernel_takes_is_dequantised(tmp_path: Path, source: Path, n
 
 @pytest.mark.parametrize("name", ["fp8 by tensor", "fp8 by channel"])
 def test_8_bit_floats_by_output_stay_as_they_are(tmp_path: Path, source: Path, name: str) -> None:
-    """As on a GPU that multiplies them; here `fp8` asks for it. A merged product may have others beside them."""
-    quantized, numbers = make_quantized(
-        tmp_path, source, KINDS[name], lambda module: module == "lm_head" or "layers.1.mlp.up" in module
-    )
-    assert tokens(load(quantized, quantization="fp8")) != tokens(load(source, quantization="fp8"))
+    """As on a GPU that multiplies them; here `fp8` asks for it, which rounds nothing again."""
+    quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
+    assert tokens(load(quantized, quantization="fp8")) == tokens(load(numbers))
     with weights_of(quantized, keeps=True) as weights:
         full = "model.layers.0.mlp.down_proj.weight"
         expected = load_file(numbers / "model.safetensors")[full]
@@ -161,10 +163,62 @@ def test_8_bit_floats_by_output_stay_as_they_are(tmp_path: Path, source: Path, n
             kept = weights.take_matrix(full, 128, 256, shard=shard)
             assert isinstance(kept, Fp8Weight)
             assert torch.equal(kept.dequantized(), part)
-            reordered = kept.outputs(torch.tensor([3, 1]))
-            assert torch.equal(
-                Fp8Weight.concatenated([reordered, reordered]).dequantized(), part[[3, 1, 3, 1]]
-            )
+            some = kept.outputs(torch.tensor([3, 1]))
+            assert torch.equal(Fp8Weight.concatenated([some, some]).dequantized(), part[[3, 1, 3, 1]])
+
+
+def test_a_merged_product_may_have_other_numbers_beside_8_bit_floats(tmp_path: Path, source: Path) -> None:
+    """`fp8` then rounds the product's numbers, which leaves those as they are that were in 8 bits by channel."""
+    quantized, numbers = make_quantized(
+        tmp_path,
+        source,
+        KINDS["fp8 by channel"],
+        lambda module: module == "lm_head" or module.endswith("up_proj"),
+    )
+    assert tokens(load(quantized, quantization="fp8")) == tokens(load(numbers, quantization="fp8"))
+    assert tokens(load(quantized)) == tokens(load(numbers))
+
+
+@pytest.mark.parametrize("name", ["fp8 by channel", "fp8 by block"])
+def test_an_outline_has_the_kinds_of_the_model(tmp_path: Path, source: Path, name: str) -> None:
+    """From which a GPU's kernels are compiled ahead."""
+    quantized, _ = make_quantized(
+        tmp_path, source, KINDS[name], lambda module: module == "lm_head" or "layers.1.self_attn" in module
+    )
+    config, made, outlined = ModelConfig(dtype="float32", quantization="fp8"), Recording(), Recording()
+    load_model(config, quantized, CPU, made)
+    outline_model(config, quantized, outlined)
+    assert outlined.made == made.made
+    assert (Fp8Weight in {kind for kind, _ in made.made}) == (name == "fp8 by channel")
+
+
+class Recording(TorchBackend):
+    """Keeps kind and shape of its matrices."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[type, tuple[int, ...]]] = []
+
+    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        self.made.append((type(weight_OI), tuple(weight_OI.shape)))
+        return super().linear(weight_OI, bias_O)
+
+    def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
+        self.made.append((type(weight_OI), tuple(weight_OI.shape)))
+        return super().fp8_linear(weight_OI, bias_O)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp8 by block", "int4, groups of 64, asymmetric", "gptq, act-order", "gptq, second format", "awq"],
+)
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, source: Path, name: str) -> None:
+    quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
+
+    def run(collectives: Collectives) -> list[int]:
+        config = ModelConfig(dtype="float32", quantization="none")
+        return tokens(load_model(config, quantized, CPU, collectives=collectives))
+
+    assert on_ranks(2, run) == [tokens(load(numbers))] * 2
 
 
 @pytest.mark.parametrize("name", ["fp8 by block", "int4, groups of 64, asymmetric", "gptq, 4 bits", "awq"])
@@ -174,8 +228,10 @@ def test_streamed_tensors_are_the_same(tmp_path: Path, source: Path, name: str) 
     expected = load_file(numbers / "model.safetensors")
     with weights_of(quantized, streams=True) as weights:
         for take in takes_of(read_architecture(quantized)):
-            take_one = weights.take if len(take.shape) == 1 else weights.take_matrix
-            assert torch.equal(take_one(take.name, *take.shape), expected[take.name])  # type: ignore[operator]
+            taken: Any = (weights.take if len(take.shape) == 1 else weights.take_matrix)(
+                take.name, *take.shape
+            )
+            assert torch.equal(taken, expected[take.name])
         weights.check_all_taken()
 
 
