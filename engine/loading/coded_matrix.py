@@ -2,7 +2,8 @@
 
 weight = (value - zero point) x scale. The formats differ in which inputs share a scale, and in where a value lies.
 
-Shape suffixes: O outputs, I inputs, G groups of inputs, R rows and C columns of a packed tensor, V values of a row.
+Shape suffixes: O outputs, I inputs, G groups of inputs, N runs of S inputs, R rows and C columns of a packed
+tensor, V values of a row.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
@@ -44,34 +45,42 @@ class CodedMatrix:
         """
         num_outputs, num_inputs = self.values_OI.shape
         numbers_OI = torch.empty(num_outputs, num_inputs, dtype=dtype, device=self.values_OI.device)
+        size, groups_N = self._runs(128, 64, 32, 16) or (1, self.groups_I)
+        scales_ON1 = self.scales_OG.index_select(1, groups_N).unsqueeze(-1)
+        zeros_ON1 = None if self.zeros_OG is None else self.zeros_OG.index_select(1, groups_N).unsqueeze(-1)
         rows = max(1, CHUNK_VALUES // num_inputs)
         for begin in range(0, num_outputs, rows):
             chunk = slice(begin, begin + rows)
-            part = self.values_OI[chunk].to(torch.float32)
-            if self.zeros_OG is not None:
-                part.sub_(self.zeros_OG[chunk].index_select(1, self.groups_I))
-            numbers_OI[chunk] = part.mul_(self.scales_OG[chunk].index_select(1, self.groups_I))
+            part_ONS = self.values_OI[chunk].to(torch.float32).unflatten(1, (-1, size))
+            if zeros_ON1 is not None:
+                part_ONS.sub_(zeros_ON1[chunk])
+            numbers_OI[chunk] = part_ONS.mul_(scales_ON1[chunk]).flatten(1)
         return numbers_OI
 
     def grouped(self) -> GroupedWeight | None:
         """The same in groups that the kernels take; larger groups become several. None if there are no such groups."""
-        if self.zeros_OG is None:
+        runs = self._runs(*sorted(GROUP_SIZES, reverse=True))
+        if runs is None or self.zeros_OG is None:
             return None
-        for size in sorted(GROUP_SIZES, reverse=True):
-            if len(self.groups_I) % size == 0:
-                groups_NS = self.groups_I.view(-1, size)
-                if bool((groups_NS == groups_NS[:, :1]).all()):
-                    first_N = groups_NS[:, 0]
-                    scales_OG = self.scales_OG.index_select(1, first_N)
-                    mins_OG = self.zeros_OG.index_select(1, first_N).mul_(scales_OG).neg_()
-                    return GroupedWeight(self.values_OI, self.bits, size, scales_OG, mins_OG)
-        return None
+        size, groups_N = runs
+        scales_ON = self.scales_OG.index_select(1, groups_N)
+        mins_ON = self.zeros_OG.index_select(1, groups_N).mul_(scales_ON).neg_()
+        return GroupedWeight(self.values_OI, self.bits, size, scales_ON, mins_ON)
 
     def in_fp8(self, dtype: torch.dtype) -> Fp8Weight | None:
         """The same if all inputs of an output share a scale. `dtype`: of activations."""
         if self.values_OI.dtype is not FP8 or self.scales_OG.shape[1] != 1:
             return None
         return Fp8Weight(self.values_OI.contiguous(), self.scales_OG.contiguous(), dtype)
+
+    def _runs(self, *sizes: int) -> tuple[int, torch.Tensor] | None:
+        """The first of these sizes of which all runs of inputs have one group each, and the runs' groups."""
+        for size in sizes:
+            if len(self.groups_I) % size == 0:
+                groups_NS = self.groups_I.view(-1, size)
+                if bool((groups_NS == groups_NS[:, :1]).all()):
+                    return size, groups_NS[:, 0]
+        return None
 
 
 def unpacked(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:
@@ -84,10 +93,10 @@ def unpacked(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:
 
 
 def unpacked_awq(packed_RC: torch.Tensor) -> torch.Tensor:
-    """uint8, R x V: 4-bit values in AWQ's order."""
-    values_RV = unpacked(packed_RC, 4)
-    order = torch.tensor(_AWQ_ORDER, device=values_RV.device)
-    return values_RV.view(len(values_RV), -1, len(_AWQ_ORDER)).index_select(2, order).flatten(1)
+    """uint8, V x R: 4-bit values in AWQ's order, of which each int32 has 8 of a row."""
+    packed_CR = packed_RC.t().contiguous()
+    planes = [((packed_CR >> 4 * place) & 15).to(torch.uint8) for place in _AWQ_ORDER]
+    return torch.stack(planes, 1).flatten(0, 1)
 
 
 def gptq_zeros(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:

@@ -99,7 +99,7 @@ class StoredMatrix:
         if layout is Layout.PACKED:
             zeros_OG = unpacked(stored.t(), bits).t()
         elif layout is Layout.AWQ:
-            zeros_OG = unpacked_awq(stored).t()
+            zeros_OG = unpacked_awq(stored)
         else:
             zeros_OG = unpacked(gptq_zeros(stored, bits) if layout is Layout.GPTQ else stored, bits).t()
         return zeros_OG[:num_outputs].to(torch.float32)
@@ -211,7 +211,7 @@ def _decoded(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
     if scheme.layout is Layout.PACKED:
         return unpacked(stored, scheme.bits)
     if scheme.layout is Layout.AWQ:
-        return unpacked_awq(stored).t()
+        return unpacked_awq(stored)
     if scheme.layout is not Layout.NUMBERS:
         return unpacked(stored.t(), scheme.bits)
     if scheme.is_float:

@@ -16,7 +16,7 @@ def test_the_lowest_bits_are_first() -> None:
 
 
 def test_awq_has_even_outputs_in_the_lower_half() -> None:
-    assert unpacked_awq(int32(0x75316420, 0xFDB9ECA8)).tolist() == [list(range(16))]
+    assert unpacked_awq(int32(0x75316420, 0xFDB9ECA8)).tolist() == [[value] for value in range(16)]
 
 
 def test_one_is_added_to_packed_zero_points_with_carries() -> None:

@@ -235,6 +235,25 @@ def test_streamed_tensors_are_the_same(tmp_path: Path, source: Path, name: str) 
         weights.check_all_taken()
 
 
+def test_scales_may_be_powers_of_two_in_a_byte(tmp_path: Path, source: Path) -> None:
+    """`scale_fmt: ue8m0`."""
+    quantized, _ = make_quantized(tmp_path, source, KINDS["fp8 by block"])
+    stored = load_file(quantized / "model.safetensors")
+    powers = {
+        name: tensor.log2().round().exp2()
+        for name, tensor in stored.items()
+        if name.endswith("weight_scale_inv")
+    }
+    for dtype in (torch.float32, torch.float8_e8m0fnu):
+        scales = {name.replace(".", "__"): tensor.to(dtype) for name, tensor in powers.items()}
+        rewrite(quantized, **scales)
+        with weights_of(quantized) as weights:
+            found: Any = weights.take_matrix("model.layers.0.mlp.up_proj.weight", 256, 128)
+        scale = powers["model.layers.0.mlp.up_proj.weight_scale_inv"].repeat_interleave(48, 0)[:256]
+        scale = scale.repeat_interleave(48, 1)[:, :128]
+        assert torch.equal(found, stored["model.layers.0.mlp.up_proj.weight"].float() * scale)
+
+
 def test_in_16_bits_numbers_are_rounded_once(tmp_path: Path, source: Path) -> None:
     quantized, numbers = make_quantized(tmp_path, source, KINDS["gptq, 4 bits"])
     name = "model.layers.0.mlp.up_proj.weight"
