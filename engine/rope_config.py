@@ -44,7 +44,9 @@ class RopeConfig:
     """Where they are from: `short_factor` or `long_factor`."""
 
 
-_TYPES = {family: tuple(kind for kind in RopeType if kind is not RopeType.LONGROPE) for family in Family}
+_TYPES: dict[Family, tuple[RopeType, ...]] = {
+    family: tuple(kind for kind in RopeType if kind is not RopeType.LONGROPE) for family in Family
+}
 _TYPES[Family.PHI3] = (RopeType.DEFAULT, RopeType.LONGROPE)
 ROPE_KEYS_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "attn_factor": (1.0,),
@@ -147,7 +149,9 @@ def _scaled(
     if missing:
         raise ModelError(f"rope type {plain.rope_type.value!r} needs {', '.join(missing)}")
     optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale")
-    given = {key: float(values[key]) for key in (*optional, "mscale_all_dim") if values.get(key) is not None}
+    given: dict[str, Any] = {
+        key: float(values[key]) for key in (*optional, "mscale_all_dim") if values.get(key) is not None
+    }
     return replace(
         plain,
         factor=float(factor or 1.0),
@@ -170,7 +174,7 @@ def _longrope(
     Keys in the cache cannot change from one to the other, so all requests take those of the longest that may come.
     """
     key = "long_factor" if max_model_len > original else "short_factor"
-    divisors = values.get(key)
+    divisors: Any = values.get(key)
     is_list = isinstance(divisors, list) and all(
         isinstance(each, int | float) and each > 0 for each in divisors
     )

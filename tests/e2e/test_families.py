@@ -3,6 +3,7 @@
 `test_model_parity.py` has the options of Llama, Mistral and Qwen.
 """
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
 @pytest.mark.by_hand
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-async def test_a_cluster_answers_as_transformers_does(tmp_path: Path, name: str, num_ranks: int) -> None:
+def test_a_cluster_answers_as_transformers_does(tmp_path: Path, name: str, num_ranks: int) -> None:
     """Real workers and a gateway; prompts around the ends of blocks and steps."""
     case = CASES[name]
     folder = make_model_dir(tmp_path / "model", case.architecture, **case.overrides)
@@ -117,5 +118,9 @@ async def test_a_cluster_answers_as_transformers_does(tmp_path: Path, name: str,
     config = make_config(max_num_batched_tokens=48)
     ranks = {"prefill_tensor_parallel": num_ranks, "decode_tensor_parallel": 2}
     config = config.model_copy(update={"cluster": config.cluster.with_values("cluster", **ranks)})
-    async with local_cluster(config, folder) as cluster:
-        await check_same_tokens(cluster, prompts, expected)
+
+    async def run() -> None:
+        async with local_cluster(config, folder) as cluster:
+            await check_same_tokens(cluster, prompts, expected)
+
+    asyncio.run(run())

@@ -1,9 +1,10 @@
 """Compiles every kernel without a GPU, and prints what the compiler made of it.
 
-    python -m tests.kernels.compile_only [--arch 90 80 100] [--first] [--share I N] [--json FILE] [NAME ...]
+    python -m tests.kernels.compile_only [--arch 90 80 100] [--first | --usual] [--share I N] [--json FILE] [NAME ...]
 
 Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
 replaced by compiling, so that what is compiled is what a GPU would get: the same specialisations and the same options.
+Its `RARE`, if it has that, are those that differ from others only in their numbers, and that `--usual` leaves out.
 Launches with "float8" in their name are left out for GPUs before sm_89, which have no such numbers.
 Do not run it with TRITON_INTERPRET set.
 """
@@ -100,14 +101,16 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
         driver._active = None
 
 
-def launches() -> dict[str, Callable[[], object]]:
+def launches(*, with_rare: bool) -> dict[str, Callable[[], object]]:
     """The launches of all test modules, by `module: name`."""
     found: dict[str, Callable[[], object]] = {}
     for module_info in pkgutil.iter_modules(tests.kernels.__path__):
         if module_info.name.startswith("test_"):
             module = importlib.import_module(f"tests.kernels.{module_info.name}")
+            rare = () if with_rare else getattr(module, "RARE", ())
             for name, launch in getattr(module, "LAUNCHES", {}).items():
-                found[f"{module_info.name.removeprefix('test_')}: {name}"] = launch
+                if name not in rare:
+                    found[f"{module_info.name.removeprefix('test_')}: {name}"] = launch
     return found
 
 
@@ -166,11 +169,12 @@ def _dumped(cubin: bytes, what: str) -> str:
 
 
 def chosen(
-    names: Sequence[str], share: Sequence[int], *, only_first: bool
+    names: Sequence[str], share: Sequence[int], *, only_first: bool, only_usual: bool
 ) -> dict[str, Callable[[], object]]:
-    """Launches whose names begin with one of `names` (all, without any), the first of each module or every one, and of
-    these the `share[0]`-th of `share[1]` shares."""
-    found = {name: launch for name, launch in launches().items() if name.startswith(tuple(names) or "")}
+    """Launches whose names begin with one of `names` (all, without any), the first of each module, the usual ones or
+    every one, and of these the `share[0]`-th of `share[1]` shares."""
+    found = launches(with_rare=not only_usual)
+    found = {name: launch for name, launch in found.items() if name.startswith(tuple(names) or "")}
     if only_first:
         first = {name.partition(":")[0]: name for name in reversed(found)}
         found = {name: found[name] for name in reversed(first.values())}
@@ -182,13 +186,17 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="beginnings of names; all without")
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
     parser.add_argument("--first", action="store_true", help="only the first launch of each module")
+    parser.add_argument("--usual", action="store_true", help="without the rare launches of each module")
     parser.add_argument(
         "--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="for N processes"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     all_compiled = []
-    for name, launch in chosen(options.names, options.share, only_first=options.first).items():
+    launches_by_name = chosen(
+        options.names, options.share, only_first=options.first, only_usual=options.usual
+    )
+    for name, launch in launches_by_name.items():
         for arch in options.arch:
             if "float8" in name and arch < FIRST_WITH_FLOAT8:
                 continue

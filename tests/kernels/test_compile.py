@@ -19,14 +19,15 @@ TIMEOUT_S = 1800.0
 Compiled = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """All launches for sm_90, and one launch of each kernel for the others."""
+@pytest.fixture(scope="module", params=["usual", pytest.param("all", marks=pytest.mark.by_hand)])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The usual launches or all for sm_90, and one launch of each kernel for the others."""
     folder = tmp_path_factory.mktemp("compiled")
     environment = _without_interpreter()
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # empty, so that everything is compiled now
     results: Compiled = []
-    for what in (["--arch", "90"], ["--first", "--arch", "80", "100"]):
+    which = ["--usual"] if request.param == "usual" else []
+    for what in (["--arch", "90", *which], ["--first", "--arch", "80", "100"]):
         files = [folder / f"{what[1]}-{share}.json" for share in range(NUM_PROCESSES)]
         processes = [
             _compile([*what, "--share", str(share), str(NUM_PROCESSES), "--json", str(file)], environment)

@@ -16,6 +16,7 @@ LAUNCHES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (3, 192), (2, 2 * 1025)])
 @pytest.mark.parametrize("is_gelu", [False, True])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_is_what_torch_computes(
     dtype: torch.dtype,
     num_tokens: int,

