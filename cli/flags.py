@@ -58,6 +58,19 @@ FLEET_FLAGS = {
 } | {"--fleet-port": ("cluster", "fleet_port"), "--bind-host": ("network", "bind_host")}
 """Flags of a fleet without a gateway."""
 
+_OF_A_WORKERS_ROOM = (
+    "--device",
+    "--dtype",
+    "--quantization",
+    "--kv-cache-dtype",
+    "--kv-cache-memory-mib",
+    "--gpu-memory-utilization",
+    "--tensor-parallel",
+)
+
+MODELS_FLAGS = {flag: SERVE_FLAGS[flag] for flag in _OF_A_WORKERS_ROOM}
+"""Flags that decide what a model takes on a worker."""
+
 _ALSO_A_GATEWAYS = {("cluster", "name"), ("cluster", "ray_address"), ("model", "path")}
 
 GATEWAY_FLAGS = {

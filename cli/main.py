@@ -15,8 +15,16 @@ from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, merge
 from baton.errors import BatonError, ConfigError
 from baton.system.watched import Watched
-from cli.flags import FLEET_FLAGS, GATEWAY_FLAGS, SERVE_FLAGS, add_flags, for_one_fleet, overrides_from
-from cli.operator_flags import add_operators_commands
+from cli.flags import (
+    FLEET_FLAGS,
+    GATEWAY_FLAGS,
+    MODELS_FLAGS,
+    SERVE_FLAGS,
+    add_flags,
+    for_one_fleet,
+    overrides_from,
+)
+from cli.operator_flags import add_operators_commands, add_trace_flags
 from cli.target_flags import add_target_flags
 
 if TYPE_CHECKING:
@@ -65,20 +73,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    for name, flags, summary in (
-        ("serve", SERVE_FLAGS, "start workers and a gateway, and serve until Ctrl-C"),
+    once_ready = "print one JSON object to stdout once ready"
+    for name, flags, summary, json_help in (
+        ("serve", SERVE_FLAGS, "start workers and a gateway, and serve until Ctrl-C", once_ready),
         (
             "fleet",
             FLEET_FLAGS,
             "start workers without a gateway, for gateways elsewhere to join, until Ctrl-C",
+            once_ready,
         ),
-        ("gateway", GATEWAY_FLAGS, "start another gateway for a running fleet, until Ctrl-C"),
+        ("gateway", GATEWAY_FLAGS, "start another gateway for a running fleet, until Ctrl-C", once_ready),
+        (
+            "models",
+            MODELS_FLAGS,
+            "list the models that are cached on this machine, and whether each would load here",
+            "print one JSON list",
+        ),
     ):
         server = commands.add_parser(name, help=summary)
         server.add_argument(
             "config", nargs="?", type=Path, metavar="CONFIG", help="YAML file; flags override it"
         )
-        server.add_argument("--json", action="store_true", help="print one JSON object to stdout once ready")
+        server.add_argument("--json", action="store_true", help=json_help)
         add_flags(server, flags)
 
     generate = commands.add_parser("generate", help="send one prompt and stream the answer")
@@ -135,8 +151,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("prompt", nargs="?", metavar="PROMPT", default="Why is the sky blue?")
 
-    trace = commands.add_parser("trace", help="draw the steps that workers recorded with --trace-dir")
-    _add_trace_flags(trace)
+    add_trace_flags(
+        commands.add_parser("trace", help="draw the steps that workers recorded with --trace-dir")
+    )
     return parser
 
 
@@ -153,31 +170,6 @@ def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
         return config
     trace_dir = str(here / config.engine.trace_dir)
     return config.model_copy(update={"engine": config.engine.model_copy(update={"trace_dir": trace_dir})})
-
-
-def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="step trace of one worker; several share one time axis",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="A:B",
-        help="steps of the first file, both ends included; other files show the same period",
-    )
-    parser.add_argument(
-        "--requests", metavar="ID,...", help="only requests whose ids start with one of these"
-    )
-    parser.add_argument(
-        "--max-columns",
-        type=int,
-        default=200,
-        metavar="N",
-        help="most columns to draw; later ones are left out; default %(default)s",
-    )
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -204,6 +196,13 @@ def _gateway(options: argparse.Namespace) -> int:
     from cli.commands import gateway
 
     return gateway.run(config, as_json=options.json)
+
+
+def _models(options: argparse.Namespace) -> int:
+    _do_without_torch()
+    from cli.commands import models
+
+    return models.run(_configuration(options), as_json=options.json)
 
 
 def _configuration(options: argparse.Namespace) -> BatonConfig:
@@ -356,6 +355,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
     "fleet": _fleet,
     "gateway": _gateway,
+    "models": _models,
     "generate": _of_gateway(_generate),
     "status": _of_gateway(_status),
     "top": _of_gateway(_top),

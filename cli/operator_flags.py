@@ -47,6 +47,32 @@ def add_operators_commands(
     _add_probe(commands)
 
 
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of `baton trace`, which reads files alone."""
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="step trace of one worker; several share one time axis",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="A:B",
+        help="steps of the first file, both ends included; other files show the same period",
+    )
+    parser.add_argument(
+        "--requests", metavar="ID,...", help="only requests whose ids start with one of these"
+    )
+    parser.add_argument(
+        "--max-columns",
+        type=int,
+        default=200,
+        metavar="N",
+        help="most columns to draw; later ones are left out; default %(default)s",
+    )
+
+
 def _add_drain_flags(drain: argparse.ArgumentParser) -> None:
     drain.add_argument("worker", nargs="?", metavar="WORKER", help="name of the worker in `baton status`")
     drain.add_argument(

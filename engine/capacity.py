@@ -9,6 +9,7 @@ import torch
 from baton.config import EngineConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine.batch import StepLimits
+from engine.loading.footprint import CPU_KV_CACHE_MIB, GPU_BLOCK_SIZE
 from engine.loading.loader import LoadedModel
 
 if TYPE_CHECKING:
@@ -16,13 +17,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_KV_CACHE_MIB = 1024
-"""For keys and values of 16 or 8 bits; twice as much in float32, which then holds as many tokens as 16 bits."""
 WHOLE_PROMPTS_BUDGET = 512
 """Tokens of a step on a CPU where prompts are not split, unless `max_model_len` is more."""
-GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 64}
-"""Replace the defaults for a CPU: less does not keep a GPU busy, and its copy engine needs blocks of 64 tokens
-(engine/kernels/attention_tuning.py)."""
+GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": GPU_BLOCK_SIZE}
+"""Replace the defaults for a CPU: less does not keep a GPU busy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ ends the process with exit code 1. The cluster's secret comes from BATON_CLUSTER
 """
 
 import argparse
+import logging
 import os
 import selectors
 import signal
@@ -25,6 +26,7 @@ from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
 from baton.system.logs import write_logs
 from baton.system.open_files import raise_open_files
+from baton.system.paced import paced
 from baton.system.secret import load_secret
 from baton.system.wakeup import WakeUp
 from baton.worker import WorkerRole
@@ -37,6 +39,8 @@ from worker.control_channel import StdioControlServer
 from worker.host import EngineHost
 from worker.ready_line import endpoint_to_json, failure_to_json
 from worker.role import Role
+
+logger = logging.getLogger(__name__)
 
 NUM_FILES = 4096
 """Open files that a worker asks for, where the system does not say how many it may have."""
@@ -94,7 +98,12 @@ def main(arguments: list[str] | None = None) -> int:
         write_logs(config.logging, component="worker", fleet=config.cluster.name, worker=options.name)
         raise_open_files(NUM_FILES)
         keys = derive_keys(load_secret(config.network, os.environ, may_create=False))
-        model_path = resolve(config.model.path, default_cache_dir(os.environ))
+        model_path = resolve(
+            config.model.path,
+            default_cache_dir(os.environ),
+            paced(logger.info),
+            weights=config.model.load_format == "auto",
+        )
         config = with_chosen_dtype(config, model_path)
         role = WorkerRole(options.role)
         num_threads = options.threads or config.num_threads(role)

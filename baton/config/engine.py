@@ -11,7 +11,9 @@ class ModelConfig(Section):
     """Which weights to serve."""
 
     path: str = "smollm2"
-    """A Hugging Face folder, a GGUF file, or the name of a model that Baton can download (`smollm2`)."""
+    """A Hugging Face folder, a GGUF file, or a name: `ORG/NAME[@REVISION]` or `ORG/NAME[@REVISION]:Q4_K_M` of the
+    Hugging Face Hub, `s3://BUCKET/FOLDER`, `gs://BUCKET/FOLDER`, or `smollm2`. A named model is downloaded once to each
+    host. A name of the Hub is resolved to one commit, which all workers load, now and after restarts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache. `auto`: on a
     CPU with AMX or AVX512-BF16 bfloat16, on another CPU float32; on a GPU the checkpoint's own, or bfloat16 instead of

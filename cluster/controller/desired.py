@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from baton.config import BatonConfig, ClusterConfig
+from baton.hub_name import leaves_open
 from baton.worker import WorkerRole
 
 
@@ -31,7 +32,8 @@ _COUNTS = {("cluster", role.value) for role in WorkerRole}
 """Keys of the initial numbers of workers, which may change while the fleet runs."""
 
 _LEFT_TO_THE_FLEET = (("model", "dtype"), "auto")
-"""A key and the value that agrees with any other: the command that began the fleet has decided."""
+"""A key and the value that agrees with any other: the command that began the fleet has decided. So it has on the commit
+of a model that is named by the Hub's name alone."""
 
 
 def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False) -> list[str]:
@@ -51,6 +53,8 @@ def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False
             if only_set and (key not in others.model_fields_set or (section, key) in _OF_ONE_COMMAND):
                 continue
             value, other = getattr(values, key), getattr(others, key)
+            if (section, key) == ("model", "path") and leaves_open(other, value):
+                continue
             if value != other and ((section, key), other) != _LEFT_TO_THE_FLEET:
                 found.append(f"{section}.{key} is {value!r} there, {other!r} here")
     return found

@@ -1,5 +1,6 @@
 """A worker inside a Ray actor: a plain class that Ray instantiates in a process of its own."""
 
+import logging
 import os
 import socket
 import threading
@@ -18,11 +19,14 @@ from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
 from baton.system.hosts import WILDCARDS
 from baton.system.logs import write_logs
+from baton.system.paced import paced
 from baton.system.secret import SECRET_VARIABLE, load_secret
 from baton.worker import StartProgress, WorkerEndpoint, WorkerRole
 from cluster.control_api.configuration import keys_digest
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 ACTOR_THREADS = 16
 """Each call holds a thread until it returns, even if its caller has died."""
@@ -85,6 +89,7 @@ class WorkerActor:
         self._digest = digest
         self._arguments = (model_path, role, name)
         self._progress = Latest[StartProgress]()
+        self._log_download = paced(logger.info)
         self._endpoint: WorkerEndpoint | None = None
 
     def call(self, frame: bytes) -> bytes:
@@ -115,17 +120,22 @@ class WorkerActor:
         # because the controller names this class and must not load torch.
         for name, value in share.environment.items() if share is not None else ():
             os.environ.setdefault(name, value)
-        from engine.loading.pretrained import default_cache_dir, resolve
+        from engine.loading.pretrained import default_cache_dir, folder_here
         from worker.control_calls import WorkerControl
         from worker.process import build_worker
 
         config = on_node(self._config, ray.util.get_node_ip_address())
         keys = keys_of_node(config.network, self._digest)
         model_path, role, name = self._arguments
-        if not model_path.is_dir():  # the cache of the host that began the fleet may not be here
-            model_path = resolve(config.model.path, default_cache_dir(os.environ))
-        self._worker = build_worker(config, keys, model_path, role, name, share)
         try:
+            model_path = folder_here(
+                config.model.path,
+                model_path,
+                default_cache_dir(os.environ),
+                self._report_download,
+                weights=config.model.load_format == "auto",
+            )
+            self._worker = build_worker(config, keys, model_path, role, name, share)
             endpoint = self._worker.start(self._progress.put)
             settle()
         finally:
@@ -133,6 +143,10 @@ class WorkerActor:
         self._control = WorkerControl(self._worker)
         self._endpoint = endpoint
         return endpoint
+
+    def _report_download(self, text: str, fraction: float) -> None:
+        self._log_download(text, fraction)
+        self._progress.put(StartProgress(text, round(1000 * fraction), 1000))
 
 
 def whereabouts() -> Introduction:

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError
+from baton.hub_name import is_pinned, leaves_open
 from baton.messages.control import EndFleet, GetConfiguration, WaitOwner
 from baton.messages.control_codec import failure, read_call
 from baton.system.logs import write_logs
@@ -31,6 +32,7 @@ from cluster.on_ray.carrier import CONTROLLER_CODEC, CONTROLLER_NAME, RayCarrier
 from cluster.on_ray.incarnations import fleet_of, remove_incarnations
 from cluster.on_ray.launcher import RayLauncher
 from cluster.on_ray.session import check_token
+from engine.loading.commit import with_commit
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +173,9 @@ async def _differences(
     """How the running fleet differs from the fleet that this command would start."""
     there = await control.call(GetConfiguration())
     their_config, their_path = unpack_configuration(there)
-    found = differences(their_config, config)
-    if model_path != their_path:
+    is_open = leaves_open(config.model.path, their_config.model.path)
+    found = differences(their_config, config if is_open else with_commit(config, model_path))
+    if model_path != their_path and not is_pinned(their_config.model.path):
         found.append(f"the model's folder is {their_path} there, {model_path} here")
     if there.keys_digest != digest:
         found.append("its cluster secret differs")

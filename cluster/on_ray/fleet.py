@@ -17,6 +17,7 @@ from cluster.controller.first_start import OnProgress, OnServing, first_start
 from cluster.controller.fleet_counts import scale_to
 from cluster.on_ray.controller import OwnedController, begin_fleet, find_fleet
 from cluster.on_ray.placement import bundle_of, check_room, labels_text, no_room
+from engine.loading.commit import with_commit
 from engine.loading.dtype import with_chosen_dtype
 
 logger = logging.getLogger(__name__)
@@ -46,9 +47,8 @@ class RayFleet:
                 check_room(bundles)
             # Computed now, while no worker takes up room.
             shortage = no_room(bundles) + labels_text(self._config)
-            self._owned = owned = begin_fleet(
-                with_chosen_dtype(self._config, self._model_path), self._digest, self._model_path
-            )
+            config = with_commit(with_chosen_dtype(self._config, self._model_path), self._model_path)
+            self._owned = owned = begin_fleet(config, self._digest, self._model_path)
             timeout_s = self._config.cluster.start_timeout_s
             on_enough = on_serving and partial(self._on_enough, owned.control, on_serving)
             await first_start(owned.control, timeout_s, shortage, on_progress, on_enough)

@@ -16,7 +16,15 @@ from baton.system.secret import load_secret
 from baton.system.signals import StopSignals, unless
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, load_tokenizer, make_gateway
-from cluster.serve.owned_fleet import Fleet, check_owner, fleet_text, make_fleet, resolve_model, with_dtype_of
+from cluster.serve.owned_fleet import (
+    Fleet,
+    check_owner,
+    fleet_text,
+    fleets_folder,
+    make_fleet,
+    resolve_model,
+    with_choices_of,
+)
 from cluster.serve.screen import Screen, workers_text
 
 if TYPE_CHECKING:
@@ -68,8 +76,11 @@ async def _run(
                 ),
                 asyncio.wrap_future(loading),
             )
-            agreed = await with_dtype_of(control, config, model_path, screen)
-            gateway = make_gateway(agreed, keys, model_path, tokenizer, control)
+            agreed = await with_choices_of(control, config, model_path, screen)
+            folder = await asyncio.to_thread(fleets_folder, agreed, model_path, screen)
+            if folder != model_path:
+                tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+            gateway = make_gateway(agreed, keys, folder, tokenizer, control)
             following = FollowingGateway(agreed, gateway, control, is_owner=True)
             service = await following.start()
             stage(workers_text(service.endpoints))

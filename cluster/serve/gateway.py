@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from baton.clock import SystemClock
 from baton.config import BatonConfig, GatewayConfig
 from baton.errors import ConfigError
+from baton.hub_name import HubName
 from baton.messages.control import ControlApi
 from baton.system.curve import ClusterKeys
 from baton.system.hosts import in_url
+from engine.loading.commit import commit_of
 from engine.loading.pretrained import PRETRAINED
 from engine.model_config import read_architecture, read_eos_token_ids
 from gateway import ServedModel
@@ -85,9 +87,10 @@ def make_gateway(
 def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
     """What clients are told about the model, from its folder and the configuration."""
     architecture = read_architecture(model_path)
-    name = config.model.path if config.model.path in PRETRAINED else model_path.name
+    hub_name = HubName.parse(config.model.path) if commit_of(model_path) is not None else None
+    known_name = config.model.path if config.model.path in PRETRAINED else model_path.name
     return ServedModel(
-        name=name,
+        name=known_name if hub_name is None else hub_name.served_name,
         path=str(model_path),
         max_model_len=config.scheduler.max_model_len or architecture.max_position_embeddings,
         vocab_size=architecture.vocab_size,

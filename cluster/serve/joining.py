@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError, ConfigError
+from baton.hub_name import leaves_open
 from baton.messages.control import ControlApi
 from baton.system.awake_timer import awake_timeout
 from baton.system.curve import ClusterKeys, derive_fleet_keys, derive_keys
@@ -22,7 +23,8 @@ from cluster.serve.fleet_source import AnotherFleet, ControlServerSource, FleetS
 from cluster.serve.following_gateway import FollowingGateway, WhileReady, stopping_text
 from cluster.serve.gateway import check_access, load_tokenizer, make_gateway
 from cluster.serve.screen import Screen, ScreenStage, workers_text
-from engine.loading.pretrained import default_cache_dir, resolve
+from engine.loading.commit import with_commit
+from engine.loading.pretrained import default_cache_dir, folder_here, resolve
 
 if TYPE_CHECKING:
     from gateway import Tokenizer
@@ -151,15 +153,16 @@ async def _wait_for(config: BatonConfig, source: FleetSource, stage: ScreenStage
 def _load(config: BatonConfig, found: JoinedFleet) -> "tuple[Path, Tokenizer]":
     """The model's folder on this machine, which may differ from the owner's, and its tokenizer."""
     asked_for, served = config.model.path, found.config.model.path
-    if "path" in config.model.model_fields_set:
-        path = resolve(asked_for, default_cache_dir(os.environ))
-        if path != found.model_path and asked_for != served:
+    cache_dir = default_cache_dir(os.environ)
+    if "path" in config.model.model_fields_set and not leaves_open(asked_for, served):
+        path = resolve(asked_for, cache_dir, weights=False)
+        is_another = path != found.model_path and asked_for != served
+        if is_another and with_commit(config, path).model.path != served:
             raise _another_one(
                 config.cluster.name, [f"model.path is {str(found.model_path)!r} there, {str(path)!r} here"]
             )
     else:
-        is_here = found.model_path.is_dir()
-        path = found.model_path if is_here else resolve(served, default_cache_dir(os.environ))
+        path = folder_here(served, found.model_path, cache_dir, weights=False)
     return path, load_tokenizer(path)
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from baton.config import BatonConfig
 from baton.errors import ConfigError
+from baton.hub_name import HubName, leaves_open
 from baton.messages.control import ControlApi, GetConfiguration
 from baton.system.curve import ClusterSecret, derive_keys
 from baton.worker import WorkerRole
@@ -16,7 +17,9 @@ from cluster.control_api.configuration import keys_digest, unpack_configuration
 from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing
 from cluster.serve.screen import Screen
+from engine.loading.commit import commit_of, with_commit
 from engine.loading.dtype import choose_dtype, with_chosen_dtype, with_dtype
+from engine.loading.footprint import check_room, footprint
 from engine.loading.pretrained import default_cache_dir, resolve
 
 
@@ -53,7 +56,8 @@ def make_fleet(
     if config.cluster.ray_address == "none":
         from cluster.processes.fleet import ProcessFleet
 
-        return ProcessFleet(with_chosen_dtype(config, model_path), secret, model_path)
+        chosen = with_commit(with_chosen_dtype(config, model_path), model_path)
+        return ProcessFleet(chosen, secret, model_path)
     from cluster.on_ray.fleet import RayFleet  # not at the top: a machine may have no Ray
     from cluster.on_ray.session import connect
 
@@ -73,21 +77,43 @@ def most_ranks(config: BatonConfig) -> int:
 
 
 def resolve_model(config: BatonConfig, screen: Screen) -> Path:
-    """The model's folder, downloaded now if necessary."""
+    """The model's folder, downloaded now if necessary; on a Ray of several hosts, each worker's host downloads weights.
+
+    Says what the model takes. ModelError if this machine's workers have no room for it.
+    """
+    is_here = config.cluster.ray_address in ("none", "local")
+    weights = is_here and config.model.load_format == "auto"
     with screen.bar() as progress:
-        path = resolve(config.model.path, default_cache_dir(os.environ), progress)
-    screen.line("model", f"{path} in {choose_dtype(config, path)}")
+        path = resolve(config.model.path, default_cache_dir(os.environ), progress, weights=weights)
+    dtype = choose_dtype(config, path)
+    screen.line("model", f"{path} in {dtype}")
+    takes = footprint(with_dtype(config, dtype.dtype), path)
+    screen.line("", str(takes))
+    if is_here:
+        check_room(takes, config)
     return path
 
 
-async def with_dtype_of(
+async def with_choices_of(
     control: ControlApi, config: BatonConfig, model_path: Path, screen: Screen
 ) -> BatonConfig:
-    """`config` with the fleet's data type, which another command may have chosen on another machine."""
+    """`config` with the fleet's data type and commit, which another command may have chosen on another machine."""
     theirs, _ = unpack_configuration(await control.call(GetConfiguration()))
     if theirs.model.dtype != choose_dtype(config, model_path).dtype:
         screen.line("model", f"in {theirs.model.dtype}, as the fleet was started")
-    return with_dtype(config, theirs.model.dtype)
+    chosen = with_dtype(config, theirs.model.dtype)
+    if not leaves_open(config.model.path, theirs.model.path):
+        return chosen
+    return chosen.model_copy(update={"model": chosen.model.with_values("model", path=theirs.model.path)})
+
+
+def fleets_folder(agreed: BatonConfig, model_path: Path, screen: Screen) -> Path:
+    """`model_path`, or the folder of the commit that an adopted fleet serves; a gateway needs no weights of it."""
+    name = HubName.parse(agreed.model.path)
+    if name is None or name.commit in (None, commit_of(model_path)):
+        return model_path
+    screen.line("model", f"{name}, as the fleet was started")
+    return resolve(agreed.model.path, default_cache_dir(os.environ), weights=False)
 
 
 def fleet_text(config: BatonConfig) -> str:

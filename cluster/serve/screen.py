@@ -11,6 +11,7 @@ from rich.status import Status
 from rich.table import Table
 
 from baton.system.cpus import cpus_text
+from baton.system.paced import paced
 from baton.worker import WorkerEndpoint
 
 _LABEL_WIDTH = 9
@@ -37,9 +38,9 @@ class Screen:
 
     @contextmanager
     def bar(self) -> Iterator[Callable[[str, float], None]]:
-        """A progress bar that appears with the first report; without a terminal, one line per new text."""
+        """A progress bar that appears with the first report; without a terminal, a line every few seconds."""
         if not self.console.is_terminal:
-            yield _each_text_once(lambda text: self.line("", text))
+            yield paced(lambda text: self.line("", text))
             return
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
@@ -102,15 +103,3 @@ def _cores_text(endpoint: WorkerEndpoint) -> str:
         return ""
     threads = f", {endpoint.num_threads} thread{'s' if endpoint.num_threads > 1 else ''}"
     return f"{threads} on CPUs {cpus_text(endpoint.cpus)}" if endpoint.cpus else threads
-
-
-def _each_text_once(write: Callable[[str], None]) -> Callable[[str, float], None]:
-    last = ""
-
-    def report(text: str, _fraction: float) -> None:
-        nonlocal last
-        if text != last:
-            last = text
-            write(text)
-
-    return report

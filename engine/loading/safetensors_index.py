@@ -4,7 +4,6 @@ The format: 8 bytes of header length (little-endian), a JSON object from names t
 counted from the header's end, then the bytes, row-major. https://github.com/huggingface/safetensors#format
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelError
 from engine.loading.gguf_folder import hint_of_gguf
-from engine.model_config import read_json
+from engine.loading.model_files import indexed_files, read_safetensors_header
 
-INDEX_NAME = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of numbers."""
 CODES = {
@@ -110,13 +108,7 @@ class CheckpointIndex:
 
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a model folder, by name: those of its index, else `model.safetensors`."""
-    if (path / INDEX_NAME).is_file():
-        weight_map = read_json(path / INDEX_NAME).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{path / INDEX_NAME}: expected a 'weight_map' from tensor names to files")
-        files = sorted({path / str(name) for name in weight_map.values()})
-    else:
-        files = [path / "model.safetensors"]
+    files = [path / name for name in indexed_files(path)]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise ModelError(
@@ -136,10 +128,7 @@ def open_safetensors(file: Path) -> safe_open:
 
 def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     open_safetensors(file).__exit__(None, None, None)
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(header_bytes))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            offset = 8 + header_bytes + entry["data_offsets"][0]
-            yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), offset)
+    header = read_safetensors_header(file)
+    for name, entry in header.tensors.items():
+        offset = header.num_bytes + entry["data_offsets"][0]
+        yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), offset)

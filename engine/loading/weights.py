@@ -17,6 +17,7 @@ import torch
 
 from baton.errors import ModelError
 from engine.layers.backend import Matrix
+from engine.loading.commit import commit_of
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.safetensors_index import CheckpointIndex, open_safetensors, types_for, weight_files
@@ -198,7 +199,8 @@ def model_digest(
     activations: str | None = None,
     rotation: str | None = None,
 ) -> str:
-    """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model.
+    """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model, and for two
+    commits of the Hub.
 
     `dummy_device`: where dummy weights are made, for a model without others. GPUs of different names draw different
     numbers. `quantization`: how the weights are kept, if not as the folder has them; it changes the keys and values, so
@@ -209,7 +211,8 @@ def model_digest(
     evenly over the content. Hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    suffix = "".join(f"-{part}" for part in (quantization, activations, rotation) if part is not None)
+    commit = commit_of(path)
+    suffix = "".join(f"-{part}" for part in (quantization, activations, rotation, commit) if part is not None)
     if dummy_device is not None:
         return f"{digest.hexdigest()}-dummy{_kind_of(dummy_device)}{suffix}"
     gguf = gguf_of(path)

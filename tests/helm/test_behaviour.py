@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from baton.config import BatonConfig
-from tests.factories.chart import VALUES_OF_CI, Object, containers, needs_helm, render
+from baton.hub_name import HubName
+from tests.factories.chart import VALUES_OF_CI, Object, Refused, containers, needs_helm, render
 from tests.helm.test_one_truth import commands_of
 
 pytestmark = needs_helm
@@ -267,3 +268,55 @@ def test_workers_scale_between_bounds_that_baton_and_ray_share() -> None:
         "decode": (scaling.min_decode, scaling.max_decode),
     }
     assert scaling.target_ttft_p99_s == 2.0
+
+
+def test_a_model_of_the_hub_comes_to_each_pod_with_the_token_it_needs() -> None:
+    hub = {"tokenSecret": {"name": "mine", "key": "hf"}, "endpoint": "https://mirror.example"}
+    release = render({"model": {"path": "acme/tiny@v1:Q8_0", "hub": hub}})
+    assert release.fleet_config()["model"]["path"] == "acme/tiny@v1:Q8_0"
+    assert '"model": "acme/tiny:Q8_0"' in release.notes
+    for pod, container in (
+        ("gateway", "gateway"),
+        ("head", "fleet"),
+        ("prefill", "ray-worker"),
+        ("decode", "ray-worker"),
+    ):
+        variables = {
+            variable["name"]: variable for variable in containers(release.pods()[pod])[container]["env"]
+        }
+        assert variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "hf"}
+        assert variables["HF_ENDPOINT"]["value"] == "https://mirror.example"
+        assert "HF_HOME" not in variables, "in the pod's own home"
+        assert "model" not in {volume["name"] for volume in release.pods()[pod]["spec"]["volumes"]}
+
+
+def test_pods_with_a_claim_share_one_copy_of_a_model_of_the_hub() -> None:
+    release = render({"model": {"path": "acme/tiny", "persistentVolumeClaim": {"create": True}}})
+    for pod, container in (
+        ("gateway", "gateway"),
+        ("head", "fleet"),
+        ("prefill", "ray-worker"),
+        ("decode", "ray-worker"),
+    ):
+        spec = containers(release.pods()[pod])[container]
+        assert {"name": "HF_HOME", "value": "/models/huggingface"} in spec["env"]
+        assert {"name": "model", "mountPath": "/models", "readOnly": False} in spec["volumeMounts"]
+        (volume,) = [volume for volume in release.pods()[pod]["spec"]["volumes"] if volume["name"] == "model"]
+        assert volume["persistentVolumeClaim"]["readOnly"] is False
+
+
+def test_without_a_model_of_the_hub_no_pod_hears_of_it() -> None:
+    for pod in render({}).pods().values():
+        names = {variable["name"] for spec in containers(pod).values() for variable in spec.get("env", [])}
+        assert not any(name.startswith("HF_") for name in names)
+
+
+@pytest.mark.parametrize(
+    "path", ["acme/tiny", "acme/tiny@v1", "a/b:*q4*.gguf", "smollm2", "/models/a", "a/b/c", "a/b@"]
+)
+def test_the_chart_knows_names_of_the_hub_as_baton_does(path: str) -> None:
+    if HubName.parse(path) is not None or path == "smollm2":
+        assert render({"model": {"path": path}}).fleet_config()["model"]["path"] == path
+    else:
+        with pytest.raises(Refused, match="is nowhere"):
+            render({"model": {"path": path}})

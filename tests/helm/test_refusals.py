@@ -209,6 +209,23 @@ CONTRADICTIONS: Cases = {
         ["model.path (/models/mine) is nowhere: set model.existingClaim", "or model.inImage: true"],
     ),
     "a model by a name that nobody knows": ({"model": {"path": "llama"}}, ["model.path (llama) is nowhere"]),
+    "a model of the Hub that is downloaded twice": (
+        {
+            "model": {
+                "path": "acme/tiny",
+                "download": {"files": [{"url": "https://a.b/c", "sha256": "a" * 64}]},
+            }
+        },
+        ["model.path (acme/tiny) is a model of the Hub", "remove model.download.files"],
+    ),
+    "a token for no model of the Hub": (
+        {"model": {"hub": {"tokenSecret": {"name": "mine"}}}},
+        ["model.hub is for a model of the Hub, ORG/NAME; model.path is smollm2"],
+    ),
+    "a model of the Hub in the image": (
+        {"model": {"path": "acme/tiny", "inImage": True}},
+        ["model.inImage: model.path (acme/tiny) must be a folder, beginning with /"],
+    ),
     "a model in the image and on a claim": (
         {"model": {"path": "/models/mine", "inImage": True, "existingClaim": "weights"}},
         ["model.inImage: model.path (/models/mine) must be a folder", "no claim or download beside it"],

@@ -86,15 +86,22 @@
 {{- if and .existingClaim .persistentVolumeClaim.create -}}
 {{- fail "model: existingClaim and persistentVolumeClaim.create exclude one another" -}}
 {{- end -}}
-{{- if and (include "baton.hasModelVolume" $) (not (hasPrefix (printf "%s/" .mountPath) .path)) -}}
+{{- $isOfHub := include "baton.isOfHub" $ -}}
+{{- if and $isOfHub .download.files -}}
+{{- fail (printf "model.path (%s) is a model of the Hub, which pods download by themselves; remove model.download.files" .path) -}}
+{{- end -}}
+{{- if and (or .hub.tokenSecret.name .hub.endpoint) (not $isOfHub) -}}
+{{- fail (printf "model.hub is for a model of the Hub, ORG/NAME; model.path is %s" .path) -}}
+{{- end -}}
+{{- if and (include "baton.hasModelVolume" $) (not $isOfHub) (not (hasPrefix (printf "%s/" .mountPath) .path)) -}}
 {{- fail (printf "model.path (%s) must be a folder below model.mountPath (%s), where the volume with the weights is" .path .mountPath) -}}
 {{- end -}}
 {{- if .inImage -}}
 {{- if or (include "baton.hasModelVolume" $) (not (hasPrefix "/" .path)) -}}
 {{- fail (printf "model.inImage: model.path (%s) must be a folder, beginning with /, and there is no claim or download beside it" .path) -}}
 {{- end -}}
-{{- else if not (or (include "baton.hasModelVolume" $) (eq .path "smollm2")) -}}
-{{- fail (printf "model.path (%s) is nowhere: set model.existingClaim, model.persistentVolumeClaim.create or model.download.files, or model.inImage: true if the image holds it; the only model with a name is smollm2" .path) -}}
+{{- else if not (or (include "baton.hasModelVolume" $) $isOfHub (eq .path "smollm2")) -}}
+{{- fail (printf "model.path (%s) is nowhere: set model.existingClaim, model.persistentVolumeClaim.create or model.download.files, or model.inImage: true if the image holds it; models with a name are smollm2 and ORG/NAME of the Hugging Face Hub" .path) -}}
 {{- end -}}
 {{- end -}}
 

@@ -3,7 +3,7 @@
 {{/* What the fleet's file says by itself. */}}
 {{- define "baton.fleetKeys" -}}
 model:
-  path: {{ .Values.model.path }}
+  path: {{ .Values.model.path | quote }}
 engine:
   device: {{ .Values.device }}
 kv_transfer:
@@ -42,7 +42,7 @@ autoscaling:
 {{/* What a gateway's file says by itself. */}}
 {{- define "baton.gatewayKeys" -}}
 model:
-  path: {{ .Values.model.path }}
+  path: {{ .Values.model.path | quote }}
 gateway:
   host: {{ .Values.bindHost | quote }}
   grpc_port: 50051

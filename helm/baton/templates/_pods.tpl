@@ -63,6 +63,36 @@ securityContext:
     secretKeyRef:
       name: {{ include "baton.clusterSecretName" . }}
       key: cluster-secret
+{{- if include "baton.isOfHub" . }}
+{{- if include "baton.hasModelVolume" . }}
+- {name: HF_HOME, value: {{ .Values.model.mountPath }}/huggingface}
+{{- end }}
+{{- with .Values.model.hub.endpoint }}
+- {name: HF_ENDPOINT, value: {{ . | quote }}}
+{{- end }}
+{{- with .Values.model.hub.tokenSecret }}
+{{- if .name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Whether model.path is a name of the Hub, as baton/hub_name.py reads it. */}}
+{{- define "baton.isOfHub" -}}
+{{- $part := "[A-Za-z0-9_][A-Za-z0-9._-]*" -}}
+{{- if regexMatch (printf "^%s/%s(@[^@:\\s]+)?(:[^@:\\s]+)?$" $part $part) .Values.model.path -}}yes{{- end -}}
+{{- end }}
+
+{{/* The model's name for clients. */}}
+{{- define "baton.servedModel" -}}
+{{- if include "baton.isOfHub" . -}}
+{{- regexReplaceAll "@[^:]*" .Values.model.path "" -}}
+{{- else -}}
+{{- base .Values.model.path -}}
+{{- end -}}
 {{- end }}
 
 {{/* Room to write, since the root file system is read-only. */}}
@@ -80,7 +110,7 @@ securityContext:
 
 {{- define "baton.modelMount" -}}
 {{- if include "baton.hasModelVolume" . -}}
-- {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: true}
+- {name: model, mountPath: {{ .Values.model.mountPath }}, readOnly: {{ empty (include "baton.isOfHub" .) }}}
 {{- end -}}
 {{- end }}
 
@@ -94,7 +124,7 @@ securityContext:
   {{- if or .Values.model.existingClaim .Values.model.persistentVolumeClaim.create }}
   persistentVolumeClaim:
     claimName: {{ include "baton.modelClaimName" . }}
-    readOnly: {{ empty .Values.model.download.files }}
+    readOnly: {{ and (empty .Values.model.download.files) (empty (include "baton.isOfHub" .)) }}
   {{- else }}
   emptyDir: {}
   {{- end }}

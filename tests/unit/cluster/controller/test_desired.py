@@ -55,6 +55,15 @@ def test_a_data_type_that_is_left_to_the_fleet_agrees_with_the_one_chosen_there(
     ]
 
 
+def test_a_name_of_the_hub_leaves_its_commit_to_the_fleet_unless_it_names_a_revision() -> None:
+    there = BatonConfig.from_mapping({"model": {"path": f"acme/tiny@{'a' * 40}"}})
+    assert differences(there, BatonConfig.from_mapping({"model": {"path": "acme/tiny"}})) == []
+    for path in ("acme/tiny@main", f"acme/tiny@{'b' * 40}", "acme/other", "acme/tiny:Q8_0"):
+        assert differences(there, BatonConfig.from_mapping({"model": {"path": path}})) == [
+            f"model.path is 'acme/tiny@{'a' * 40}' there, {path!r} here"
+        ]
+
+
 def test_with_other_numbers_of_workers_a_fleet_stays_the_same() -> None:
     there = BatonConfig.from_mapping({"cluster": {"prefill": 1, "decode": 1}})
     assert differences(there, BatonConfig.from_mapping({"cluster": {"prefill": 4, "decode": 8}})) == []

@@ -1,5 +1,6 @@
 """What a worker's actor makes of the configuration on its node."""
 
+import logging
 import threading
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from baton.config import BatonConfig, NetworkConfig
 from baton.errors import ConfigError
 from baton.system.curve import derive_keys
 from baton.system.secret import SECRET_VARIABLE
+from baton.worker import StartProgress, WorkerRole
 from cluster.control_api.configuration import keys_digest
-from cluster.on_ray.actors import Latest, keys_of_node, on_node
+from cluster.on_ray.actors import Latest, WorkerActor, keys_of_node, on_node
 from cluster.on_ray.incarnations import Title, parse_title, remove_incarnations
 from tests.factories.security import OTHER_SECRET, SECRET
 
@@ -82,3 +84,15 @@ def test_taking_waits_for_a_value() -> None:
     latest.put("there")
     taker.join(60)
     assert taken == ["there"]
+
+
+def test_a_download_is_progress_and_a_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the host that began the fleet may not be here, or hold no weights: `folder_here` downloads them."""
+    monkeypatch.setattr("cluster.on_ray.actors.write_logs", lambda *_, **__: None)
+    actor = WorkerActor(BatonConfig(), "", tmp_path, WorkerRole.DECODE, "w0")
+    with caplog.at_level(logging.INFO, logger="cluster.on_ray.actors"):
+        actor._report_download("downloading acme/tiny: 1 of 4 GB", 0.25)
+    assert actor._progress.take() == StartProgress("downloading acme/tiny: 1 of 4 GB", 250, 1000)
+    assert caplog.messages == ["downloading acme/tiny: 1 of 4 GB"]

@@ -20,6 +20,7 @@ from cluster.serve.fleet_source import AnotherFleet, Sighting
 from cluster.serve.joining import JoinedFleet, _find, _load, _with_gateway_of
 from cluster.serve.screen import Screen
 from tests.factories.models import make_model_dir
+from tests.factories.stub_hub import stub_hub, use_in_this_process
 
 THEIRS = BatonConfig.from_mapping(
     {
@@ -138,6 +139,35 @@ def test_the_model_is_the_fleets_wherever_it_is_on_this_machine(tmp_path: Path) 
     assert load({"path": str(model)}, str(model), Path("/elsewhere")) == model
     with pytest.raises(ClusterError, match=r"model\.path is"):
         load({"path": str(other)}, str(model), model)
+
+
+@pytest.mark.slow
+def test_a_name_of_the_hub_is_the_fleets_commit_without_its_weights(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stub_hub() as hub:
+        use_in_this_process(hub, tmp_path, monkeypatch)
+        old = hub.add_folder("acme/tiny", folder)
+        hub.repositories["acme/tiny"].refs["v1"] = old
+        hub.add_folder("acme/tiny", folder, extra__json=b"{}")
+        fleet = BatonConfig.from_mapping({"model": {"path": f"acme/tiny@{old}"}})
+
+        def load(**ours: str) -> Path:
+            config = BatonConfig.from_mapping({"model": ours})
+            theirs = Path("/elsewhere/snapshots") / old
+            return _load(config, JoinedFleet(Controller(), fleet, derive_keys(None), theirs))[0]  # type: ignore[arg-type]
+
+        names: tuple[dict[str, str], ...] = (
+            {},
+            {"path": "acme/tiny"},
+            {"path": "acme/tiny@v1"},
+            {"path": f"acme/tiny@{old}"},
+        )
+        paths = {load(**ours) for ours in names}
+        assert {path.name for path in paths} == {old}
+        assert hub.content_bytes == 0
+        with pytest.raises(ClusterError, match=r"model\.path is '/elsewhere/.*' there, '.*' here"):
+            load(path="acme/tiny@main")
 
 
 @pytest.mark.parametrize("address", ["local", "none"])

@@ -1,13 +1,16 @@
 """What a deployment asks of a private Ray, and what it takes from the fleet that it adopts."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from baton.config import BatonConfig
-from cluster.serve.owned_fleet import most_ranks, with_dtype_of
+from cluster.serve import owned_fleet
+from cluster.serve.gateway import _served_model
+from cluster.serve.owned_fleet import fleets_folder, most_ranks, resolve_model, with_choices_of
 from cluster.serve.screen import Screen
 from engine.loading import dtype
 from tests.factories.control_api import MODEL_PATH, StandingFleet, packed
@@ -36,9 +39,98 @@ async def test_the_data_type_is_that_of_the_fleet_and_said_if_it_is_not_the_one_
     fleet = StandingFleet(packed(BatonConfig.from_mapping({"model": {"dtype": there}})))
     ours = BatonConfig.from_mapping({"model": {"dtype": asked}, "gateway": {"max_in_flight": 7}})
     said = io.StringIO()
-    agreed = await with_dtype_of(fleet, ours, MODEL_PATH, Screen(Console(file=said, width=200)))
+    agreed = await with_choices_of(fleet, ours, MODEL_PATH, Screen(Console(file=said, width=200)))
     assert agreed.model.dtype == there
     assert agreed.gateway == ours.gateway
     assert said.getvalue().split() == (
         [] if there == "bfloat16" else ["model", "in", "float32,", "as", "the", "fleet", "was", "started"]
     )
+
+
+COMMIT, OTHER = "a" * 40, "b" * 40
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "agreed"),
+    [
+        ("acme/tiny", f"acme/tiny@{COMMIT}", f"acme/tiny@{COMMIT}"),
+        ("acme/tiny@main", f"acme/tiny@{COMMIT}", "acme/tiny@main"),
+        ("/models/tiny", "/models/tiny", "/models/tiny"),
+    ],
+)
+async def test_the_commit_is_the_fleets_if_the_name_leaves_it_open(
+    asked: str, there: str, agreed: str
+) -> None:
+    fleet = StandingFleet(packed(BatonConfig.from_mapping({"model": {"path": there, "dtype": "float32"}})))
+    ours = BatonConfig.from_mapping({"model": {"path": asked, "dtype": "float32"}})
+    screen = Screen(Console(file=io.StringIO()))
+    assert (await with_choices_of(fleet, ours, MODEL_PATH, screen)).model.path == agreed
+
+
+def test_the_gateway_of_an_adopted_fleet_takes_the_fleets_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (Path("/cache/snapshots") / commit for commit in (COMMIT, OTHER))
+    resolved: list[tuple[str, bool]] = []
+
+    def resolve(name: str, _cache: Path, *, weights: bool) -> Path:
+        resolved.append((name, weights))
+        return theirs
+
+    monkeypatch.setattr(owned_fleet, "resolve", resolve)
+    out = io.StringIO()
+    screen = Screen(Console(file=out, width=200))
+
+    def folder_of(path: str) -> Path:
+        return fleets_folder(BatonConfig.from_mapping({"model": {"path": path}}), ours, screen)
+
+    assert [folder_of(path) for path in ("smollm2", "acme/tiny@main", f"acme/tiny@{COMMIT}")] == [ours] * 3
+    assert (resolved, out.getvalue()) == ([], "")
+    assert folder_of(f"acme/tiny@{OTHER}") == theirs
+    assert resolved == [(f"acme/tiny@{OTHER}", False)]
+    assert f"acme/tiny@{OTHER}, as the fleet was started" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("sections", "weights"),
+    [
+        ({"cluster": {"ray_address": "none"}}, True),
+        ({}, True),
+        ({"model": {"load_format": "dummy"}}, False),
+        ({"cluster": {"ray_address": "head:6379"}}, False),
+    ],
+)
+def test_weights_come_where_the_workers_are(
+    sections: dict[str, Any], weights: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def resolve(_name: str, _cache: Path, _progress: object, *, weights: bool) -> Path:
+        asked.append(weights)
+        return folder
+
+    monkeypatch.setattr(owned_fleet, "resolve", resolve)
+    out = io.StringIO()
+    config = BatonConfig.from_mapping({"engine": {"kv_cache_memory_mib": 8}, **sections})
+    assert resolve_model(config, Screen(Console(file=out, width=200))) == folder
+    assert asked == [weights]
+    said = out.getvalue()
+    assert "KiB of KV per token; 8 MiB of KV hold" in said
+    assert ("M parameters" in said) is (sections.get("model") is None)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_of_the_hub", "name"),
+    [
+        (f"acme/tiny@{COMMIT}", True, "acme/tiny"),
+        (f"acme/tiny@{COMMIT}:Q8_0", True, "acme/tiny:Q8_0"),
+        ("models/tiny", False, "local"),
+        ("smollm2", False, "smollm2"),
+    ],
+)
+def test_clients_ask_for_a_model_by_its_name(
+    path: str, is_of_the_hub: bool, name: str, folder: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "snapshots" / COMMIT if is_of_the_hub else tmp_path / "local"
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(folder)
+    config = BatonConfig.from_mapping({"model": {"path": path}})
+    assert _served_model(config, place).name == name

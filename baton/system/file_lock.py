@@ -1,0 +1,31 @@
+"""exclusive: one process at a time, on this host or on a volume that hosts share; a dead one holds nothing."""
+
+import errno
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
+
+
+@contextmanager
+def exclusive(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
+    """Holds the lock file at `path`, which is made if necessary; calls `on_wait` first if another process holds it.
+
+    Yields False if the file system has no locks: then nothing is held. NFS locks for all its hosts.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            yield False
+            return
+        yield True

@@ -1,0 +1,23 @@
+"""paced: progress as lines of a log: the first report of each activity, then one every few seconds."""
+
+import time
+from collections.abc import Callable
+
+EVERY_S = 5.0
+"""Pause between two lines about one activity."""
+
+
+def paced(
+    write: Callable[[str], None], now: Callable[[], float] = time.monotonic
+) -> Callable[[str, float], None]:
+    """Takes reports such as `downloading x: 3 of 9 MB`; an activity is the text before the colon."""
+    said: dict[str, tuple[str, float]] = {}
+
+    def report(text: str, _fraction: float) -> None:
+        what = text.partition(":")[0]
+        last, said_at = said.get(what, ("", -EVERY_S))
+        if text != last and (not last or now() - said_at >= EVERY_S):
+            said[what] = text, now()
+            write(text)
+
+    return report

@@ -1,0 +1,112 @@
+"""fetch: a folder of an object store, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER, becomes a folder of the cache.
+
+    CACHE/buckets/DIGEST/NAME/      the digest is of the URL and of the files' names, sizes and versions there
+
+Each file appears complete, by a rename; a partial one is continued. Credentials are those of s3fs and gcsfs: the
+environment's, or the machine's.
+"""
+
+import fnmatch
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from baton.errors import ModelError
+from baton.system.file_lock import exclusive
+from engine.loading.model_files import SMALL, gguf_file, has_safetensors, indexed_files
+
+OnProgress = Callable[[str, float], None]
+
+EXTRAS = {"s3": "s3fs", "gs": "gcsfs"}
+"""Scheme -> the package that reads it; Baton's extra has the scheme's name."""
+CHUNK_BYTES = 8 << 20
+
+
+def fetch(url: str, cache_dir: Path, on_progress: OnProgress, *, weights: bool = True) -> Path:
+    """The folder in the cache, or the GGUF file in it, downloaded as far as necessary. ModelError says what to do."""
+    scheme = url.partition("://")[0]
+    if scheme not in EXTRAS:
+        raise ModelError(f"model {url!r}: {scheme}:// is not supported; supported are s3:// and gs://")
+    try:
+        return _fetch(url, cache_dir, on_progress, weights)
+    except ImportError as error:
+        raise ModelError(
+            f"model {url!r} needs the package {EXTRAS[scheme]}: pip install 'baton[{scheme}]', or copy the folder "
+            "to this machine"
+        ) from error
+    except ModelError:
+        raise
+    except Exception as error:  # each of these packages has errors of its own
+        raise ModelError(f"cannot copy {url} to {cache_dir}: {type(error).__name__}: {error}") from error
+
+
+def _fetch(url: str, cache_dir: Path, on_progress: OnProgress, weights: bool) -> Path:
+    store, root = fsspec.core.url_to_fs(url)
+    is_file = url.endswith(".gguf")
+    found = {root: store.info(root)} if is_file else store.find(root, maxdepth=1, detail=True)
+    files = {path.rpartition("/")[2]: info for path, info in found.items()}
+    if not files:
+        raise ModelError(f"{url} holds no file")
+    folder = cache_dir / "buckets" / _digest(url, files) / str(root).rstrip("/").rpartition("/")[2]
+    with exclusive(
+        folder.parent / ".lock", lambda: on_progress(f"waiting for another process that reads {url}", 0.0)
+    ):
+        folder.mkdir(exist_ok=True)
+        small = [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in SMALL)]
+        _copy(store, files, small, folder, lambda *_: None)
+        is_gguf = is_file or not has_safetensors(files)
+        chosen = [gguf_file(files, None, url)] if is_gguf else indexed_files(folder)
+        if strangers := sorted(set(chosen) - set(files)):
+            raise ModelError(f"{url}: its index names {strangers[0]!r:.80}, which is not there")
+        if weights or is_gguf:
+            _copy(
+                store,
+                files,
+                chosen,
+                folder,
+                lambda done, total: on_progress(
+                    f"downloading {url}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", done / max(total, 1)
+                ),
+            )
+    return folder / chosen[0] if is_gguf else folder
+
+
+def _digest(url: str, files: dict[str, dict[str, Any]]) -> str:
+    """Another one when a file is replaced, as far as the store tells its versions."""
+    versions = ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "updated", "mtime", "created")
+    listing = [
+        [name, info["size"], *(str(info[key]) for key in versions if key in info)]
+        for name, info in sorted(files.items())
+    ]
+    return hashlib.sha256(json.dumps([url, listing]).encode()).hexdigest()[:16]
+
+
+def _copy(
+    store: Any,
+    files: dict[str, dict[str, Any]],
+    names: list[str],
+    folder: Path,
+    on_bytes: Callable[[int, int], None],
+) -> None:
+    total, done = sum(files[name]["size"] for name in names), 0
+    for name in names:
+        target, partial = folder / name, folder / f".{name}.partial"
+        if not target.is_file():
+            with store.open(files[name]["name"], "rb") as source, partial.open("ab") as content:
+                source.seek(position := content.tell())
+                while chunk := source.read(CHUNK_BYTES):
+                    content.write(chunk)
+                    position += len(chunk)
+                    on_bytes(done + position, total)
+            if position != files[name]["size"]:
+                partial.unlink()
+                raise ModelError(
+                    f"{files[name]['name']} has {position:,} bytes, not {files[name]['size']:,}; start again"
+                )
+            os.replace(partial, target)
+        done += files[name]["size"]

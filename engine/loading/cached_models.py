@@ -1,0 +1,119 @@
+"""cached_models: the models of the Hub's cache and of Baton's own, and whether each would load on this machine."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, CacheNotFound, constants, scan_cache_dir
+
+from baton.config import BatonConfig
+from baton.errors import ModelError
+from engine.loading.dtype import choose_dtype, with_dtype
+from engine.loading.footprint import Footprint, check_room, footprint
+from engine.loading.gguf import read_gguf
+from engine.loading.gguf_folder import gguf_of
+from engine.loading.model_files import gguf_files, has_safetensors
+from engine.loading.pretrained import PRETRAINED, is_cached, resolve
+from engine.model_config import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """One model that is here, and what a configuration would make of it."""
+
+    name: str
+    """What `--model` takes."""
+    path: Path
+    """The folder, or the GGUF file."""
+    size_bytes: int
+    commit: str | None
+    refs: tuple[str, ...]
+    """Branches and tags of this commit that were asked for."""
+    architecture: str
+    stored_as: str
+    """The data type or quantisation of most of its weights; empty if unknown."""
+    dtype: str
+    """The data type in which it would be served; empty if it would not."""
+    takes: Footprint | None
+    problem: str
+    """Why it would not load here; empty if it would."""
+
+
+def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
+    """Known names first, then the Hub's by name, each one's latest commit first. Reads headers, no weights."""
+    known = [name for name in PRETRAINED if is_cached(name, cache_dir)]
+    found = [_examined(config, cache_dir, name, resolve(name, cache_dir)) for name in known]
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        repos = frozenset()
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type == "model":
+            revisions = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
+            found += [
+                model for revision in revisions for model in _of_revision(config, cache_dir, repo, revision)
+            ]
+    return found
+
+
+def _of_revision(
+    config: BatonConfig, cache_dir: Path, repo: CachedRepoInfo, revision: CachedRevisionInfo
+) -> Iterator[CachedModel]:
+    """The folder, and each of its GGUF files."""
+    name = repo.repo_id if "main" in revision.refs else f"{repo.repo_id}@{revision.commit_hash}"
+    folder = revision.snapshot_path
+    sizes = {str(file.file_path.relative_to(folder)): file.size_on_disk for file in revision.files}
+    files = gguf_files(sizes)
+    refs = tuple(sorted(revision.refs))
+    if has_safetensors(sizes) or not files:
+        size_bytes = sum(size for path, size in sizes.items() if path not in files)
+        yield _examined(config, cache_dir, name, folder, size_bytes, revision.commit_hash, refs)
+    for path in files:
+        yield _examined(
+            config, cache_dir, f"{name}:{path}", folder / path, sizes[path], revision.commit_hash, refs
+        )
+
+
+def _examined(
+    config: BatonConfig,
+    cache_dir: Path,
+    name: str,
+    path: Path,
+    size_bytes: int | None = None,
+    commit: str | None = None,
+    refs: tuple[str, ...] = (),
+) -> CachedModel:
+    architecture = stored_as = dtype = problem = ""
+    takes = None
+    try:
+        folder = resolve(str(path), cache_dir)
+        architecture, stored_as = _description(folder)
+        asked = with_dtype(config, choose_dtype(config, folder).dtype)
+        takes, dtype = footprint(asked, folder), asked.model.dtype
+        if takes.weights is None:
+            raise ModelError(
+                f"not all of its weights are here; `baton serve --model {name}` downloads the rest"
+            )
+        check_room(takes, asked, name)
+    except ModelError as error:
+        problem = str(error)
+    if size_bytes is None:
+        size_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return CachedModel(name, path, size_bytes, commit, refs, architecture, stored_as, dtype, takes, problem)
+
+
+def _description(folder: Path) -> tuple[str, str]:
+    """Architecture, and how most of the weights are stored."""
+    values = read_json(folder / "config.json")
+    names = values.get("architectures") or [values.get("model_type") or ""]
+    if (gguf := gguf_of(folder)) is not None:
+        num_bytes: Counter[str] = Counter()
+        for tensor in read_gguf(gguf).tensors.values():
+            num_bytes[tensor.type.name] += tensor.num_bytes
+        return str(names[0]), num_bytes.most_common(1)[0][0] if num_bytes else ""
+    quantized = values.get("quantization_config")
+    if isinstance(quantized, dict):
+        return str(names[0]), str(quantized.get("quant_method", ""))
+    dtype = values.get("dtype") or values.get("torch_dtype") or ""
+    return str(names[0]), str(dtype).removeprefix("torch.")

@@ -1,0 +1,33 @@
+"""The commit of the Hub that a model's folder holds: part of its digest, and of the name that all workers load by."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.hub_name import HubName
+from engine.loading.gguf_folder import gguf_of
+
+
+def commit_of(folder: Path) -> str | None:
+    """By the layout of the Hub's cache, .../snapshots/COMMIT; None for a folder that is not there."""
+    gguf = gguf_of(folder)
+    place = gguf.readlink() if gguf is not None and gguf.is_symlink() else folder
+    for parent, name in reversed(list(pairwise(place.parts))):
+        if parent == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", name):
+            return name
+    return None
+
+
+def with_commit(config: BatonConfig, model_path: Path) -> BatonConfig:
+    """The same configuration, in which `model.path` means the same on all machines and after any restart.
+
+    A name of the Hub gets the commit of its folder `model_path`. A folder whose relative path could be such a name
+    gets its whole path.
+    """
+    name = HubName.parse(config.model.path)
+    if name is None:
+        return config
+    commit = commit_of(model_path)
+    path = str(model_path) if commit is None else str(name.at(commit))
+    return config.model_copy(update={"model": config.model.with_values("model", path=path)})

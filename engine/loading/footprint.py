@@ -1,0 +1,170 @@
+"""footprint: what a model takes on a worker, reckoned from its files before anything is loaded; imports no torch."""
+
+import subprocess
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from baton.config import BatonConfig
+from baton.errors import ModelError
+from baton.worker import WorkerRole
+from engine.allocator import available_memory
+from engine.loading.gguf import read_gguf
+from engine.loading.gguf_folder import gguf_of
+from engine.loading.model_files import indexed_files, read_safetensors_header
+from engine.model_config import read_architecture
+
+CPU_KV_CACHE_MIB = 1024
+"""A CPU's pool for keys and values of 16 or 8 bits; twice as much in float32, which then holds as many tokens as 16
+bits."""
+BITS_KEPT = {"fp8": 8.0, "int8": 10.0, "int4": 6.0}
+"""Bits of a weight by `model.quantization`; 8 and 4 have a scale and a minimum for every 32 numbers."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+GPU_BLOCK_SIZE = 64
+"""The default of `scheduler.block_size` on a GPU, whose copy engine needs blocks of 64 tokens
+(engine/kernels/attention_tuning.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The tensors of a folder's files."""
+
+    num_parameters: int
+    num_bytes: int
+    is_gguf: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one worker holds. Weights are about so many bytes: norms and embeddings may have other bits."""
+
+    weights: StoredWeights | None
+    """None if none are read, or none are in the folder here."""
+    weight_bytes: int
+    """As the worker keeps them; 0 without weights."""
+    kv_bytes_per_token: int
+    kv_pool_bytes: int | None
+    """Of all ranks together; None if it is measured when the worker starts, or this machine has no such device."""
+    num_kv_tokens: int | None
+    """How many tokens of KV the pool holds."""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.weights is not None:
+            parts.append(
+                f"{_count(self.weights.num_parameters)} parameters, {_mib(self.weight_bytes)} of weights"
+            )
+        kib = f"{self.kv_bytes_per_token / 1024:,.2f}".rstrip("0").rstrip(".")
+        parts.append(f"{kib} KiB of KV per token")
+        if self.kv_pool_bytes is not None:
+            pool = _mib(self.kv_pool_bytes)
+            parts.append(f"{pool} of KV hold {self.num_kv_tokens:,} tokens on each worker")
+        return "; ".join(parts)
+
+
+def footprint(config: BatonConfig, folder: Path) -> Footprint:
+    """`config` names the data type. ModelError if the model is not supported, or a file is damaged."""
+    weights = stored_weights(folder) if config.model.load_format == "auto" else None
+    kept = 0 if weights is None else _kept_bytes(config, weights)
+    architecture = read_architecture(folder)
+    kv_dtype = config.engine.kv_cache_dtype if config.engine.kv_cache_dtype != "auto" else config.model.dtype
+    per_token = (
+        2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * BYTES[kv_dtype]
+    )
+    block_size = _block_size(config)
+    pool = _pool_bytes(config, kept, per_token * block_size)
+    num_blocks = None if pool is None else pool // (per_token * block_size)
+    num_tokens = None if num_blocks is None else max(num_blocks - 1, 0) * block_size  # one is the null block
+    return Footprint(weights, kept, per_token, pool, num_tokens)
+
+
+def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -> None:
+    """ModelError, with the numbers, if a worker on this machine cannot hold the model and its KV pool.
+
+    `name`: the model's, if it is not the configuration's.
+    """
+    needed, needs = takes.weight_bytes, f"{_mib(takes.weight_bytes)} of weights"
+    if config.engine.device == "cuda":
+        if (total := gpu_memory()) is None:
+            return
+        ranks = config.num_ranks(WorkerRole.DECODE)
+        room = int(total * config.engine.gpu_memory_utilization) * ranks
+        where = f"{ranks} GPU{'s' if ranks > 1 else ''} of {_mib(total)}"
+        remedies = "use more GPUs (--tensor-parallel)"
+    else:
+        room, where = available_memory(), "this machine's available memory"
+        remedies = "use fewer bits (--quantization int8 or int4) or a smaller --kv-cache-memory-mib"
+        assert takes.kv_pool_bytes is not None
+        needed += takes.kv_pool_bytes
+        needs += f" and {_mib(takes.kv_pool_bytes)} of KV"
+    if needed > room:
+        raise ModelError(
+            f"{name or config.model.path} does not fit: a worker needs {needs}, and {where} has room for {_mib(room)}; "
+            f"{remedies}, or a smaller model"
+        )
+
+
+def stored_weights(folder: Path) -> StoredWeights | None:
+    """None if the folder has no weights, or not all. ModelError if a file is damaged."""
+    if (gguf := gguf_of(folder)) is not None:
+        tensors = read_gguf(gguf).tensors.values()
+        return StoredWeights(sum(prod(t.shape) for t in tensors), sum(t.num_bytes for t in tensors), True)
+    files = [folder / name for name in indexed_files(folder)]
+    if not all(file.is_file() for file in files):
+        return None
+    entries = [entry for file in files for entry in read_safetensors_header(file).tensors.values()]
+    num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries)
+    return StoredWeights(sum(prod(entry["shape"]) for entry in entries), num_bytes, False)
+
+
+def gpu_memory() -> int | None:
+    """Bytes of this machine's smallest GPU, as the driver's own command says; None without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return min(int(line) for line in answer.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
+    """On a CPU, a GGUF file's groups are kept, and weights that have 16 bits stay so in float32."""
+    is_cpu, quantization = config.engine.device == "cpu", config.model.quantization
+    in_dtype = weights.num_parameters * BYTES[config.model.dtype]
+    if quantization in BITS_KEPT:
+        return min(int(weights.num_parameters * BITS_KEPT[quantization] / 8), in_dtype)
+    if is_cpu and (quantization == "auto" or not weights.is_gguf):
+        return min(weights.num_bytes, in_dtype)
+    return in_dtype
+
+
+def _block_size(config: BatonConfig) -> int:
+    scheduler = config.scheduler
+    is_default = config.engine.device == "cuda" and "block_size" not in scheduler.model_fields_set
+    return GPU_BLOCK_SIZE if is_default else scheduler.block_size
+
+
+def _pool_bytes(config: BatonConfig, weight_bytes: int, block_bytes: int) -> int | None:
+    """As engine/capacity.py reckons it; on a GPU about so much, since the largest step's memory is measured later."""
+    engine, ranks = config.engine, config.num_ranks(WorkerRole.DECODE)
+    if config.scheduler.num_blocks is not None:
+        return config.scheduler.num_blocks * block_bytes
+    if engine.kv_cache_memory_mib is not None:
+        return engine.kv_cache_memory_mib * 2**20 * ranks
+    if engine.device == "cpu":
+        is_wide = config.model.dtype == "float32" and engine.kv_cache_dtype == "auto"
+        return CPU_KV_CACHE_MIB * 2**20 * ranks * (2 if is_wide else 1)
+    total = gpu_memory()
+    return (
+        None
+        if total is None or not weight_bytes
+        else max(int(total * engine.gpu_memory_utilization) * ranks - weight_bytes, 0)
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:,.1f} B" if number >= 1e9 else f"{number / 1e6:,.1f} M"

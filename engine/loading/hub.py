@@ -1,0 +1,179 @@
+"""fetch: a Hub name becomes a folder or GGUF file in the Hub's cache, at one commit, with only the files it needs.
+
+huggingface_hub owns the cache's layout and reads the environment: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
+
+    HF_HOME/hub/models--ORG--NAME/snapshots/COMMIT/   links to blobs/
+    HF_HOME/hub/models--ORG--NAME/blobs/SHA256        and SHA256.incomplete, which the next start continues
+    HF_HOME/hub/.locks/models--ORG--NAME/baton.lock   held while weights come: one download a host or shared volume
+"""
+
+import glob
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_url, snapshot_download
+from huggingface_hub.errors import CachedRepoTreeNotFoundError
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.tqdm import tqdm
+
+from baton.errors import ModelError
+from baton.hub_name import HubName
+from baton.system.file_lock import exclusive
+from engine.loading.hub_download import LargeFile, Stopped, bytes_there, download
+from engine.loading.hub_errors import explained
+from engine.loading.model_files import SMALL, gguf_file, has_safetensors, indexed_files
+
+OnProgress = Callable[[str, float], None]
+
+MAX_AT_ONCE = 8
+"""Files that are downloaded at once."""
+REPORT_EVERY_S = 0.1
+
+
+def fetch(name: HubName, on_progress: OnProgress, *, weights: bool = True) -> Path:
+    """The snapshot's folder, or a GGUF file in it, downloaded as far as necessary.
+
+    A name with a commit that is there needs no network; another name asks the Hub for its commit, and takes the last
+    known one if the Hub cannot be reached. Without `weights`, safetensors files are left out; a GGUF file is needed
+    for its tokenizer. ModelError says what to do.
+    """
+    with explained(name):
+        folder = Path(_snapshot(name.repo, name.revision, list(SMALL), ["*/*"]))
+        chosen, is_gguf = _weight_paths(name, folder)
+        wanted = chosen if weights or is_gguf else []
+        if _missing(folder, wanted):
+            _complete(name, folder, wanted, on_progress)
+        return folder / chosen[0] if is_gguf else folder
+
+
+class _NoBar(tqdm):
+    """huggingface_hub would draw bars into logs; `fetch` reports by itself."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+
+def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[str] | None = None) -> str:
+    return snapshot_download(
+        repo, revision=revision, allow_patterns=allow, ignore_patterns=ignore, tqdm_class=_NoBar
+    )
+
+
+def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
+    """The files with the model's weights, by their paths in the repository; whether it is a GGUF file."""
+    paths = _paths(name.repo, folder)
+    if name.gguf is not None or not has_safetensors(paths):
+        return [gguf_file(paths, name.gguf, name.repo)], True
+    chosen = indexed_files(folder)
+    if strangers := sorted(set(chosen) - set(paths)):
+        raise ModelError(
+            f"{name.repo}: its index names {strangers[0]!r:.80}, which the repository does not have"
+        )
+    return chosen, False
+
+
+def _paths(repo: str, folder: Path) -> list[str]:
+    """The repository's files at this commit; those in the cache if an older program filled it and kept no list."""
+    try:
+        return [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
+    except CachedRepoTreeNotFoundError:
+        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _missing(folder: Path, paths: Collection[str]) -> list[str]:
+    return [path for path in paths if not (folder / path).is_file()]
+
+
+def _complete(name: HubName, folder: Path, paths: Collection[str], on_progress: OnProgress) -> None:
+    """Downloads what is missing of `paths`, or waits while another process does."""
+    waiting = f"waiting for another process that downloads {name.repo}"
+    lock = Path(constants.HF_HUB_CACHE, ".locks", _cache_name(name.repo), "baton.lock")
+    with exclusive(lock, lambda: on_progress(waiting, 0.0)) as is_alone:
+        missing = _missing(folder, paths)
+        if not missing:
+            return
+        blobs = folder.parent.parent / "blobs"
+        blobs.mkdir(exist_ok=True)
+        files = _large_files(name.repo, folder.name, missing)
+        _check_room(name.repo, files, blobs)
+        if is_alone:  # else huggingface_hub downloads them: two processes may, each to a file of its own
+            _download_all(name.repo, files, blobs, on_progress)
+        _snapshot(name.repo, folder.name, [glob.escape(path) for path in missing])
+
+
+def _cache_name(repo: str) -> str:
+    return "models--" + repo.replace("/", "--")
+
+
+def _large_files(repo: str, commit: str, paths: Collection[str]) -> list[LargeFile]:
+    """Those of `paths` that we download ourselves.
+
+    huggingface_hub takes files that are in git itself, those too large for HTTP, and all that Xet stores if the user
+    asks for its speed (HF_XET_HIGH_PERFORMANCE), which does not continue partial files.
+    """
+    found = {file.path: file for file in HfApi().list_repo_tree(repo, revision=commit, recursive=True)}
+    large = []
+    for path in paths:
+        file = found.get(path)
+        if isinstance(file, RepoFile) and file.lfs is not None:
+            left_to_xet = file.xet_hash is not None and constants.HF_XET_HIGH_PERFORMANCE
+            if file.lfs.size <= constants.MAX_HTTP_DOWNLOAD_SIZE and not left_to_xet:
+                url = hf_hub_url(repo, path, revision=commit, endpoint=constants.ENDPOINT)
+                large.append(LargeFile(url, file.lfs.size, file.lfs.sha256))
+    return list({file.sha256: file for file in large}.values())
+
+
+def _check_room(repo: str, files: Collection[LargeFile], blobs: Path) -> None:
+    needed = sum(file.size_bytes - bytes_there(file, blobs) for file in files)
+    free = shutil.disk_usage(blobs).free
+    if needed > free:
+        raise ModelError(
+            f"{repo} needs {_size(needed)} more in {constants.HF_HUB_CACHE}, where {_size(free)} are free; free some, "
+            "or set HF_HOME to a folder on another disk"
+        )
+
+
+def _download_all(repo: str, files: list[LargeFile], blobs: Path, on_progress: OnProgress) -> None:
+    """Several at once; the first error, Ctrl-C included, ends all. Partial files stay."""
+    total = sum(file.size_bytes for file in files)
+    positions = {file.sha256: bytes_there(file, blobs) for file in files}
+    stop, turn, reported_at = threading.Event(), threading.Lock(), 0.0
+
+    def report(file: LargeFile, position: int) -> None:
+        nonlocal reported_at
+        with turn:
+            positions[file.sha256] = position
+            if (now := time.monotonic()) - reported_at >= REPORT_EVERY_S:
+                reported_at = now
+                done = sum(positions.values())
+                on_progress(f"downloading {repo}: {_size(done)} of {_size(total)}", done / max(total, 1))
+
+    def one(file: LargeFile) -> None:
+        try:
+            download(file, blobs, lambda position: report(file, position), stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="download") as threads:
+        tasks = [threads.submit(one, file) for file in files]
+        try:
+            errors = [error for task in tasks if (error := task.exception()) is not None]
+        finally:
+            stop.set()
+    for error in errors:
+        if not isinstance(error, Stopped):
+            raise error
+    on_progress(f"downloading {repo}: {_size(total)} of {_size(total)}", 1.0)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 1000:.1f} kB"

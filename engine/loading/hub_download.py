@@ -1,0 +1,125 @@
+"""download: one large file of the Hub, continued where an earlier process stopped, and checked by its sha256.
+
+huggingface_hub itself throws a partial file away. Its cache finds the finished file under the same name.
+"""
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import constants, get_session, hf_raise_for_status
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined] # exported lazily
+
+from baton.errors import ModelError
+
+MAX_FRUITLESS = 5
+"""Tries in a row without a single byte."""
+FIRST_PAUSE_S = 0.5
+"""Pause before the second such try; each next one is twice as long."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class LargeFile:
+    """A file that the Hub keeps by its content's hash."""
+
+    url: str
+    size_bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if not _SHA256.fullmatch(self.sha256):  # it becomes a file's name
+            raise ModelError(f"{self.url}: the Hub says {self.sha256!r:.80}, which is no sha256")
+
+
+class Stopped(Exception):
+    """Another file's download failed, or the user ended the command."""
+
+
+def partial_of(file: LargeFile, folder: Path) -> Path:
+    return folder / f"{file.sha256}.incomplete"
+
+
+def bytes_there(file: LargeFile, folder: Path) -> int:
+    """How much of the file earlier downloads have left."""
+    for path in (folder / file.sha256, partial_of(file, folder)):
+        if path.exists():
+            return path.stat().st_size
+    return 0
+
+
+def download(
+    file: LargeFile, folder: Path, on_position: Callable[[int], None], stop: threading.Event
+) -> None:
+    """Completes `folder/SHA256`. The caller excludes other writers.
+
+    A broken connection is tried again while bytes come. Raises the last error, or ModelError if what came is another
+    file; Stopped soon after `stop` is set. In each case but the other file's, what is there stays for the next call.
+    """
+    target, partial = folder / file.sha256, partial_of(file, folder)
+    if target.exists():
+        return
+    partial.touch()
+    fruitless = 0
+    while (position := partial.stat().st_size) != file.size_bytes:
+        if stop.is_set():
+            raise Stopped
+        if position > file.size_bytes:
+            os.truncate(partial, 0)
+        try:
+            _append(file, partial, on_position, stop)
+        except (httpx2.TransportError, HfHubHTTPError) as error:
+            if isinstance(error, HfHubHTTPError) and not _is_passing(error):
+                raise
+            has_grown = partial.stat().st_size > position
+            fruitless = 0 if has_grown else fruitless + 1
+            if fruitless == MAX_FRUITLESS:
+                raise
+            stop.wait(FIRST_PAUSE_S * 2 ** max(fruitless - 1, 0))
+    with partial.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != file.sha256:
+        partial.unlink()
+        raise ModelError(
+            f"the download of {file.url} has sha256 {digest}, expected {file.sha256}; it was removed. Start again; if "
+            "it happens again, a proxy or mirror in between serves another file"
+        )
+    os.replace(partial, target)
+
+
+def _append(
+    file: LargeFile, partial: Path, on_position: Callable[[int], None], stop: threading.Event
+) -> None:
+    """One request. The redirect to a content network loses the token, since it is another host."""
+    with partial.open("ab") as content:
+        position = content.tell()
+        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        if position:
+            headers["Range"] = f"bytes={position}-"
+        with get_session().stream(
+            "GET", file.url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+        ) as response:
+            hf_raise_for_status(response)
+            if position and response.status_code != 206:  # the server does not know ranges
+                content.truncate(0)
+                position = 0
+            on_position(position)
+            for chunk in response.iter_raw():  # as they come: what is written survives this process
+                if stop.is_set():
+                    raise Stopped
+                content.write(chunk)
+                position += len(chunk)
+                on_position(position)
+
+
+def _is_passing(error: HfHubHTTPError) -> bool:
+    """Whether the same request may succeed later."""
+    status = error.response.status_code
+    return status in (408, 429) or status >= 500

@@ -1,0 +1,93 @@
+"""explained: errors of huggingface_hub as sentences about one model, which say what to do."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx2
+from huggingface_hub import constants, get_token
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from baton.errors import ModelError
+from baton.hub_name import HubName
+
+_LATER = "What was downloaded stays; the next start continues"
+
+
+@contextmanager
+def explained(name: HubName) -> Iterator[None]:
+    """Raises ModelError for whatever the Hub, the network or the disk refuses."""
+    try:
+        yield
+    except (httpx2.HTTPError, OSError, ValueError) as error:
+        raise ModelError(_explanation(name, error)) from error
+
+
+def _explanation(name: HubName, error: Exception) -> str:
+    repo, hub, cache = name.repo, constants.ENDPOINT, constants.HF_HUB_CACHE
+    match error:
+        case GatedRepoError() if get_token() is None:
+            return (
+                f"{repo} is gated: accept its conditions at {hub}/{repo}, and set HF_TOKEN to a token of your account "
+                f"({hub}/settings/tokens), or run `hf auth login`"
+            )
+        case GatedRepoError():
+            return (
+                f"{repo} is gated, and the account of HF_TOKEN has no access: accept its conditions at {hub}/{repo} "
+                "with that account, or wait until its authors have agreed"
+            )
+        case RepositoryNotFoundError():
+            return (
+                f"model {str(name)!r} is no folder or file here, and {hub} has no model {repo}, or only a private one: "
+                "check the spelling; for a private model set HF_TOKEN to a token that may read it"
+            )
+        case RevisionNotFoundError():
+            return (
+                f"{repo} has no revision {name.revision!r}: use a branch, a tag or a whole commit of "
+                f"{hub}/{repo}/commits/main, or leave out @{name.revision}"
+            )
+        case HfHubHTTPError() if error.response.status_code == 401:
+            return (
+                f"{hub} refuses the token in HF_TOKEN, or of `hf auth login`, for {repo}: renew it at "
+                f"{hub}/settings/tokens"
+            )
+        case HfHubHTTPError():
+            return f"{hub} answered {error.response.status_code} for {repo}: {_first_line(error)}"
+        case LocalEntryNotFoundError() | OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE:
+            return (
+                f"model {str(name)!r} is no folder or file here, and is not, or not whole, in the cache {cache}, and "
+                "HF_HUB_OFFLINE forbids downloads: unset it, or copy the cache of a machine that has the model"
+            )
+        case LocalEntryNotFoundError() | httpx2.HTTPError():
+            return (
+                f"cannot reach {hub} ({_first_line(error.__cause__ or error)}), and model {str(name)!r} is not, or not "
+                f"whole, in the cache {cache}, nor is it a folder here. Check network and proxy (HTTPS_PROXY), or set "
+                f"HF_ENDPOINT to a mirror. {_LATER}"
+            )
+        case HFValidationError():
+            return (
+                f"model {str(name)!r} is no folder or file here, and no name of the Hub: {_first_line(error)}"
+            )
+        case ValueError():
+            return (
+                f"{hub} did not answer as a Hub does ({_first_line(error)}); check HF_ENDPOINT and the proxy"
+            )
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return (
+                f"the disk of {cache} is full while {repo} is downloaded: free some room, or set HF_HOME to a folder "
+                f"on another disk. {_LATER}"
+            )
+    return f"cannot prepare {name} in {cache}: {error}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

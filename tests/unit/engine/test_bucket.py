@@ -1,0 +1,122 @@
+"""Folders of object stores, by fsspec's own file system in memory."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from baton.errors import ModelError
+from engine.loading import bucket
+from engine.loading.bucket import fetch
+from engine.loading.pretrained import folder_here, resolve
+
+REGISTRY = sys.modules["fsspec.registry"]  # fsspec has another object of this name
+URL = "s3://bucket/models/tiny"
+
+
+class InMemory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
+    """Answers for s3:// as s3fs would."""
+
+    protocol = "s3"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("s3:/")))
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Any]:
+    """A bucket that holds the tiny model, and what does not belong to it."""
+    monkeypatch.setitem(REGISTRY._registry, "s3", InMemory)
+    files = fsspec.filesystem("s3")
+    for path in folder.iterdir():
+        files.pipe(f"/bucket/models/tiny/{path.name}", path.read_bytes())
+    files.pipe("/bucket/models/tiny/pytorch_model.bin", b"pickle")
+    files.pipe("/bucket/models/tiny/onnx/config.json", b"{}")
+    yield files
+    InMemory.store.clear()
+
+
+def fetched(cache: Path, **options: bool) -> Path:
+    return fetch(URL, cache, lambda *_: None, **options)
+
+
+def test_a_folder_becomes_one_of_the_cache(store: Any, tmp_path: Path, folder: Path) -> None:
+    said: list[tuple[str, float]] = []
+    path = fetch(URL, tmp_path, lambda *report: said.append(report))
+    assert path.name == "tiny"
+    assert {file.name for file in path.iterdir()} == {file.name for file in folder.iterdir()}
+    assert (path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert said[-1][0].startswith(f"downloading {URL}: 1 of 1 MB")
+    assert said[-1][1] == 1.0
+    assert resolve(URL, tmp_path) == path
+    assert folder_here(URL, folder, tmp_path) == path, "each machine downloads its own"
+
+
+def test_a_gateway_takes_no_weights_and_a_worker_then_the_rest(store: Any, tmp_path: Path) -> None:
+    path = fetched(tmp_path, weights=False)
+    assert not (path / "model.safetensors").exists()
+    assert (path / "tokenizer.json").exists()
+    assert fetched(tmp_path) == path
+    assert (path / "model.safetensors").exists()
+
+
+def test_what_an_earlier_process_left_is_continued(store: Any, tmp_path: Path, folder: Path) -> None:
+    path = fetched(tmp_path, weights=False)
+    weights = (folder / "model.safetensors").read_bytes()
+    (path / ".model.safetensors.partial").write_bytes(b"\0" * 1000 + weights[1000:5000])
+    fetched(tmp_path)
+    assert (path / "model.safetensors").read_bytes() == b"\0" * 1000 + weights[1000:], "no byte twice"
+
+
+def test_another_file_in_its_place_is_another_folder(store: Any, tmp_path: Path) -> None:
+    before = fetched(tmp_path)
+    store.pipe("/bucket/models/tiny/config.json", b'{"another": 1}')
+    after = fetched(tmp_path)
+    assert after != before
+    assert (after / "config.json").read_bytes() == b'{"another": 1}'
+
+
+@pytest.mark.parametrize(("url", "package"), [("s3://b/m", "s3fs"), ("gs://b/m", "gcsfs")])
+def test_without_its_package_a_store_is_refused_by_name(
+    url: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REGISTRY.known_implementations, url[:2], {"class": "no_such_package.X", "err": "no"})
+    monkeypatch.delitem(REGISTRY._registry, url[:2], raising=False)
+    with pytest.raises(
+        ModelError, match=rf"'{url}' needs the package {package}: pip install 'baton\[{url[:2]}\]'"
+    ):
+        resolve(url, tmp_path)
+
+
+def test_another_scheme_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"http:// is not supported; supported are s3:// and gs://"):
+        resolve("http://example.com/model", tmp_path)
+
+
+def test_an_empty_folder_and_an_error_of_the_store_are_said(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelError, match="s3://bucket/nothing holds no file"):
+        resolve("s3://bucket/nothing", tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(type(store), "find", refuse)
+    with pytest.raises(ModelError, match=f"cannot copy {URL} to {tmp_path}: PermissionError: Access Denied"):
+        resolve(URL, tmp_path)
+
+
+def test_every_scheme_has_an_extra_of_its_name() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert {scheme: extras[scheme][0].partition(">")[0] for scheme in bucket.EXTRAS} == bucket.EXTRAS

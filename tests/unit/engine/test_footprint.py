@@ -1,0 +1,122 @@
+"""What a model takes, beside what the engine really allocates; and models that have no room."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import BatonConfig
+from baton.errors import ModelError
+from engine.capacity import reckon
+from engine.loading import footprint as module
+from engine.loading.footprint import check_room, footprint
+from engine.loading.gguf_folder import describe
+from engine.loading.loader import load_model
+from tests.factories.gguf_files import make_gguf
+from tests.factories.models import make_model_dir
+
+CPU = torch.device("cpu")
+
+
+def config_of(**sections: dict[str, Any]) -> BatonConfig:
+    values: dict[str, Any] = {"model": {"dtype": "float32"}} | sections
+    return BatonConfig.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"model": {"dtype": "bfloat16"}},
+        {"engine": {"kv_cache_memory_mib": 3}},
+        {"engine": {"kv_cache_memory_mib": 3, "kv_cache_dtype": "bfloat16"}, "scheduler": {"block_size": 7}},
+        {"engine": {"kv_cache_dtype": "fp8"}, "scheduler": {"num_blocks": 12}},
+    ],
+    ids=str,
+)
+def test_the_pool_is_the_engines(folder: Path, sections: dict[str, Any]) -> None:
+    config = config_of(**sections)
+    model = load_model(config.model, folder, CPU, kv_cache_dtype=config.engine.kv_cache_dtype)
+    scheduler = reckon(config.engine, config.scheduler, model).scheduler_config
+    takes = footprint(config, folder)
+    assert scheduler.num_blocks is not None
+    assert (
+        takes.kv_bytes_per_token * scheduler.block_size
+        == model.kv_block_shape(scheduler.block_size).size_bytes
+    )
+    assert takes.num_kv_tokens == (scheduler.num_blocks - 1) * scheduler.block_size
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameters_are_those_of_the_file(tmp_path: Path, tie: bool) -> None:
+    folder = make_model_dir(tmp_path / "m", tie_word_embeddings=tie, dtype="bfloat16")
+    takes = footprint(config_of(), folder)
+    assert takes.weights is not None
+    attention, mlp, norms = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 128, 2 * 64
+    expected = 300 * 64 * (1 if tie else 2) + 3 * (attention + mlp + norms) + 64
+    assert takes.weights.num_parameters == expected
+    assert takes.weight_bytes == 2 * expected, "16 bits stay 16 bits in float32"
+    assert (
+        footprint(config_of(model={"dtype": "float32", "quantization": "int4"}), folder).weight_bytes
+        < expected
+    )
+
+
+def test_a_gguf_files_bits_are_counted(tmp_path: Path, folder: Path) -> None:
+    gguf = make_gguf(tmp_path / "m.gguf", folder, "Q8_0")
+    describe(gguf, tmp_path / "described")
+    (tmp_path / "described" / "model.gguf").symlink_to(gguf)
+    own = footprint(config_of(), tmp_path / "described")
+    floats = footprint(config_of(model={"dtype": "float32", "quantization": "none"}), tmp_path / "described")
+    assert own.weights is not None
+    assert own.weights == floats.weights
+    assert own.weight_bytes < 1.2 * own.weights.num_parameters
+    assert floats.weight_bytes == 4 * own.weights.num_parameters
+
+
+def test_a_folder_without_weights_says_only_what_kv_takes(tmp_path: Path) -> None:
+    folder = make_model_dir(tmp_path / "m")
+    dummy = footprint(config_of(model={"dtype": "float32", "load_format": "dummy"}), folder)
+    (folder / "model.safetensors").unlink()
+    assert footprint(config_of(), folder) == dummy
+    assert str(dummy) == "0.75 KiB of KV per token; 2,048 MiB of KV hold 2,796,176 tokens on each worker"
+
+
+def test_what_has_no_room_is_refused_with_the_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(model={"dtype": "float32", "path": "org/name"}, engine={"kv_cache_memory_mib": 64})
+    takes = footprint(config, folder)
+    monkeypatch.setattr(module, "available_memory", lambda: 65 * 2**20)
+    check_room(takes, config)
+    monkeypatch.setattr(module, "available_memory", lambda: 64 * 2**20)
+    with pytest.raises(
+        ModelError,
+        match=r"org/name does not fit: a worker needs \d MiB of weights and 64 MiB of KV, and this machine's available "
+        r"memory has room for 64 MiB; use fewer bits",
+    ):
+        check_room(takes, config)
+
+
+def test_a_gpu_has_room_for_its_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gpu_memory", lambda: 8 * 2**20)
+    config = config_of(engine={"device": "cuda"}, model={"dtype": "bfloat16", "path": "org/name"})
+    takes = footprint(config, folder)
+    assert takes.kv_pool_bytes == int(8 * 2**20 * 0.9) - takes.weight_bytes
+    check_room(takes, config)
+    monkeypatch.setattr(module, "gpu_memory", lambda: 2**17)
+    with pytest.raises(ModelError, match=r"org/name does not fit: .* and 1 GPU of 0 MiB has room for"):
+        check_room(footprint(config, folder), config)
+    monkeypatch.setattr(module, "gpu_memory", lambda: None)  # the workers' machine will say
+    takes = footprint(config, folder)
+    assert (takes.kv_pool_bytes, takes.num_kv_tokens) == (None, None)
+    check_room(takes, config)
+
+
+def test_the_driver_is_asked_for_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 24576\necho 16384\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert module.gpu_memory() == 16384 * 2**20
+    command.write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    assert module.gpu_memory() is None

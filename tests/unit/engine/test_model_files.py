@@ -1,0 +1,83 @@
+"""Which files make a model, by their names."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ModelError
+from engine.loading.model_files import gguf_file, indexed_files, read_safetensors_header
+
+FILES = ["README.md", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "sub/m-BF16.gguf", "mmproj-m-F16.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "path"),
+    [
+        ("Q4_K_M", "m-Q4_K_M.gguf"),
+        ("q8_0", "m-Q8_0.gguf"),
+        ("BF16", "sub/m-BF16.gguf"),
+        ("m-Q4_K_S.gguf", "m-Q4_K_S.gguf"),
+        ("m-BF16.gguf", "sub/m-BF16.gguf"),
+        ("*_K_S*", "m-Q4_K_S.gguf"),
+        ("sub/*", "sub/m-BF16.gguf"),
+    ],
+)
+def test_a_gguf_file_is_named_by_quantisation_file_or_pattern(wanted: str, path: str) -> None:
+    assert gguf_file(FILES, wanted, "a/b") == path
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted", "message"),
+    [
+        (
+            FILES,
+            None,
+            r"a/b has several GGUF files; name one, such as a/b:Q4_K_M. There are m-Q4_K_M.gguf, .*sub/m-BF16",
+        ),
+        (FILES, "Q4", r"a/b has 2 GGUF files that match 'Q4'; name one"),
+        (FILES, "Q5_K", r"a/b has no GGUF files that match 'Q5_K'; name one"),
+        (FILES, "*Q4*", r"a/b has 2 GGUF files that match '\*Q4\*'; name one"),
+        (FILES, "F16", r"no GGUF files that match 'F16'"),
+        (
+            ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"],
+            "Q8_0",
+            "one of several parts.*llama-gguf-split",
+        ),
+        (
+            ["pytorch_model.bin", "x.txt"],
+            None,
+            r"neither model.safetensors nor .* GGUF file; it has pytorch_model.bin, x",
+        ),
+        ([], None, "it has nothing"),
+    ],
+)
+def test_another_choice_is_refused_with_what_there_is(
+    files: list[str], wanted: str | None, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        gguf_file(files, wanted, "a/b")
+
+
+def test_the_only_gguf_file_needs_no_name() -> None:
+    assert gguf_file(["a.txt", "only.gguf", "mmproj.gguf"], None, "a/b") == "only.gguf"
+    assert gguf_file(["m-00001-of-00001.gguf"], None, "a/b") == "m-00001-of-00001.gguf"
+
+
+def test_an_index_names_the_files(tmp_path: Path) -> None:
+    assert indexed_files(tmp_path) == ["model.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "b", "y": "a", "z": "b"}}))
+    assert indexed_files(tmp_path) == ["a", "b"]
+    index.write_text("{}")
+    with pytest.raises(ModelError, match="expected a 'weight_map'"):
+        indexed_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8, (2**20).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
+)
+def test_a_damaged_header_names_its_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(ModelError, match=rf"{tmp_path}/x is not a readable safetensors file"):
+        read_safetensors_header(tmp_path / "x")
