@@ -77,6 +77,14 @@ class Quantization:
                     return scheme
         return None
 
+    def num_parameters(self, name: str, num_values: int) -> int:
+        """How many of the model's parameters a tensor of so many values holds; of scales and zero points none."""
+        module, _, kind = name.rpartition(".")
+        if kind in ("qweight", "weight_packed"):
+            scheme = self.scheme_of(module)
+            return num_values * (1 if scheme is None else 32 // scheme.bits)
+        return num_values if kind in ("weight", "bias") else 0
+
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Of a config.json; None if it has none. ModelError names the key that is not supported."""
