@@ -235,6 +235,20 @@ def test_streamed_tensors_are_the_same(tmp_path: Path, source: Path, name: str) 
         weights.check_all_taken()
 
 
+@pytest.mark.parametrize("name", ["gptq, 4 bits", "fp8 by channel"])
+@pytest.mark.parametrize("architecture", ["phi3", "glm4"])
+def test_merged_and_reordered_projections(tmp_path: Path, architecture: str, name: str) -> None:
+    """Phi-3's checkpoint has q, k and v as one matrix; GLM-4's outputs of a head are in another order."""
+    source = make_model_dir(tmp_path / "source", architecture, head_dim=32, pad_token_id=0, **SIZES)
+    quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
+    expected = tokens(load(numbers))
+    assert tokens(load(quantized, quantization="none")) == expected
+    kept = "fp8" if name.startswith("fp8") else "int4"
+    assert load(quantized, quantization=kept).quantization == kept
+    if kept == "fp8":
+        assert tokens(load(quantized, quantization=kept)) == expected
+
+
 def test_scales_may_be_powers_of_two_in_a_byte(tmp_path: Path, source: Path) -> None:
     """`scale_fmt: ue8m0`."""
     quantized, _ = make_quantized(tmp_path, source, KINDS["fp8 by block"])
