@@ -41,7 +41,7 @@ class StoredMatrix:
     take: Take
     """The matrix as the model asks for it."""
     parts: Mapping[str, Take]
-    """By role: values, scales, zeros, order."""
+    """By role: values, scales, zeros, order, shape."""
     is_cut: bool
     """Whether the part of the values is the rank's; else it is cut out of all values."""
 
@@ -63,6 +63,7 @@ class StoredMatrix:
         """The rank's part, of the tensors that `parts` asks for."""
         scheme, num_outputs = self.scheme, self.take.shape[0]
         outputs, inputs = self._slices()
+        self._check_shape(tensors.get("shape"))
         values_OI = _decoded(scheme, tensors["values"])
         if not self.is_cut:
             values_OI = values_OI[outputs, inputs]
@@ -80,6 +81,12 @@ class StoredMatrix:
             None if zeros_OG is None else zeros_OG[outputs],
             groups_I[inputs],
         )
+
+    def _check_shape(self, shape: torch.Tensor | None) -> None:
+        if shape is not None and tuple(shape.tolist()) != self.take.shape:
+            raise ModelError(
+                f"tensor {self.parts['shape'].name} is {shape.tolist()}, but config.json implies {list(self.take.shape)}"
+            )
 
     def _slices(self) -> tuple[slice, slice]:
         shard, whole = self.take.shard, slice(None)

@@ -326,6 +326,15 @@ def test_groups_that_do_not_exist_are_named(tmp_path: Path, source: Path) -> Non
         load(quantized)
 
 
+def test_another_shape_is_named(tmp_path: Path, source: Path) -> None:
+    quantized, _ = make_quantized(tmp_path, source, KINDS["int4, groups of 32"])
+    rewrite(quantized, model__layers__1__mlp__up_proj__weight_shape=torch.tensor([256, 120]))
+    with pytest.raises(
+        ModelError, match=r"up_proj\.weight_shape is \[256, 120\], but .* implies \[256, 128\]"
+    ):
+        load(quantized)
+
+
 def test_biases_of_zero_are_no_biases(tmp_path: Path, source: Path) -> None:
     quantized, _ = make_quantized(tmp_path, source, KINDS["gptq, 4 bits"])
     expected = tokens(load(quantized))
