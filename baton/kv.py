@@ -4,8 +4,9 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from baton.errors import WireError
+from baton.kv_groups import ONE_GROUP, KVGroups
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Version of the KV plane; precedes every message, and increases whenever a message changes."""
 
 MAX_NAME_CHARS = 512
@@ -88,6 +89,8 @@ class KVFingerprint:
     block_size: int
     """This and the next may differ between the pools: see kv_transfer/protocol/geometry.py."""
     num_ranks: int
+    groups: KVGroups = ONE_GROUP
+    """Of the layers."""
 
     def differences(self, other: "KVFingerprint") -> list[str]:
         """Each field that must be equal and differs, as `name: ours != theirs`."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.kv import TransferRole, WorkerRef
+from baton.kv_groups import ONE_GROUP, KVGroups
 
 
 class WorkerRole(Enum):
@@ -164,6 +165,8 @@ class WorkerStatus:
     """How many requests a step can hold; 0: unknown."""
     max_num_batched_tokens: int = 0
     """How many tokens a step can hold; 0: unknown."""
+    kv_groups: KVGroups = ONE_GROUP
+    """Of the model's layers: each has blocks of its own for a request's tokens."""
 
     @property
     def num_decoding(self) -> int:

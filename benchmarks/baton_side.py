@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from baton.kv_groups import KVGroups
 from benchmarks.peer import serve
 from benchmarks.scheduler_play import Decisions, Ended, Share
 from benchmarks.scheduler_rounds import run_round
@@ -22,8 +23,9 @@ class BatonSide:
     def __init__(self, settings: Settings, *, is_async: bool = False) -> None:
         values = asdict(settings)
         num_speculative_tokens = values.pop("num_speculative_tokens")
+        groups = KVGroups(*(values.pop(name) for name in ("num_full", "num_windowed", "window")))
         config = SchedulerConfig(**values, async_scheduling=is_async)
-        self._scheduler = Scheduler(config, num_speculative_tokens=num_speculative_tokens)
+        self._scheduler = Scheduler(config, num_speculative_tokens=num_speculative_tokens, kv_groups=groups)
 
     @property
     def num_unfinished(self) -> int:

@@ -15,7 +15,7 @@ Piece = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The engine that a workload comes to. Names are those of `SchedulerConfig`, here and there, up to the last."""
+    """The engine that a workload comes to. All names but the last four are those of `SchedulerConfig`."""
 
     policy: str
     max_num_seqs: int
@@ -28,6 +28,10 @@ class Settings:
     max_model_len: int
     num_speculative_tokens: int = 0
     """The most drafts of a request in one step."""
+    num_full: int = 1
+    """KV groups with full attention. This and the next two are those of `KVGroups`."""
+    num_windowed: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +73,12 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """`priority-ties` is the priority policy with requests of equal priority and arrival time; `drafts` is any
-        policy, with drafts."""
+        """`priority-ties` is the priority policy with requests of equal priority and arrival time; `drafts` and
+        `windows` are any policy, with those."""
         if self.settings.num_speculative_tokens:
             return "drafts"
+        if self.settings.num_windowed:
+            return "windows"
         ranks = [(request.priority, request.arrival_time) for request in self.requests]
         has_ties = self.settings.policy == "priority" and len(set(ranks)) < len(ranks)
         return self.settings.policy + ("-ties" if has_ties else "")

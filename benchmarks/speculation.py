@@ -1,19 +1,21 @@
 """How fast one request decodes with drafts and without, on this machine's CPU; answers must be equal.
 
     python -m benchmarks.speculation [--model smollm2] [--dtype float32] [--quantization none] [--threads N]
-        [--rounds 5] [--num-drafts 4] [--json PATH]
+        [--rounds 5] [--num-tokens 200] [--num-drafts 4] [--cpu-time] [--json PATH]
+        [--draft-layers K ...] [--draft-model PATH] [--draft-quantization int4]
 
 Workloads: a text to be given back with a few changes, where prompt lookup guesses well; free texts, where it must not
-cost much; and an object of a JSON schema with long names, with forced tokens and without. Sides alternate, answer by
-answer, and each side's fastest answer counts: what else runs on the machine only slows. Compare ratios, not numbers of
-different runs.
+cost much; and an object of a JSON schema with long names, with forced tokens and without. With draft models, each of
+them guesses instead of prompt lookup, and no token is forced. Sides alternate, answer by answer, and each side's
+fastest answer counts: what else runs on the machine only slows. With `--cpu-time` and one thread, only this process'
+time counts. Compare ratios, not numbers of different runs.
 """
 
 import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -24,13 +26,12 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from baton.clock import SystemClock
-from baton.config import ModelConfig, SchedulerConfig
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.request import EngineRequest
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from benchmarks.gpu.loop import InstantLoads
 from engine.allocator import keep_freed_memory
-from engine.build import EQUAL_ROWS
-from engine.drafts import Drafter, NGramProposer
+from engine.draft_parts import load_draft, make_drafter
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel, load_model
@@ -41,7 +42,6 @@ from scheduler import Scheduler
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
 
-NUM_TOKENS = 200
 CONFIG = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=128, max_model_len=2048, num_blocks=400)
 SOURCE = Path(__file__).parents[1] / "engine" / "request_table.py"
 EDITED = f"Repeat this code, with RequestTable renamed to Table:\n```python\n{SOURCE.read_text()[:1500]}\n```"
@@ -68,13 +68,14 @@ class Workload:
     temperature: float
     schema: StructuredOutput | None = None
 
-    @property
-    def params(self) -> SamplingParams:
-        if self.schema is not None:
-            return SamplingParams(
-                temperature=self.temperature, seed=5, max_tokens=NUM_TOKENS, structured_output=self.schema
-            )
-        return SamplingParams(temperature=self.temperature, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
+    def params(self, num_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=5,
+            max_tokens=num_tokens,
+            structured_output=self.schema,
+            ignore_eos=self.schema is None,
+        )
 
 
 WORKLOADS = (
@@ -95,6 +96,7 @@ WORKLOADS = (
 class Cell:
     """The fastest answer of each side, in tokens a second after the first token."""
 
+    side: str
     workload: str
     plain_tokens_per_s: float
     drafted_tokens_per_s: float
@@ -105,23 +107,33 @@ class Cell:
 
 
 class Side:
-    """A worker's engine without its planes; with a drafter, with forced tokens, or without either."""
+    """A worker's engine without its planes; with drafts, with forced tokens, or without either."""
 
     def __init__(
-        self, model: LoadedModel, folder: Path, num_drafts: int, *, takes_forced: bool = False
+        self,
+        name: str,
+        model_config: ModelConfig,
+        model: LoadedModel,
+        folder: Path,
+        clock: Callable[[], float],
+        speculation: Mapping[str, object],
     ) -> None:
-        is_plain = num_drafts == 0 and not takes_forced
-        config = CONFIG.with_values("benchmark", async_scheduling=is_plain)
+        """`speculation`: that section of the configuration."""
+        self.name = name
+        self._clock = clock
+        asked = SpeculationConfig.model_validate({"forced_tokens": False, **speculation})
+        config = CONFIG.with_values("benchmark", async_scheduling=not asked.needs_last_step)
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, lambda: None, SystemClock())
-        pool = KVPool(CONFIG.num_blocks or 0, model.kv_block_shape(config.block_size), model.device)
-        drafter = None
-        if num_drafts:
-            proposer = NGramProposer(2, 4)
-            drafter = Drafter(proposer, num_drafts, config.max_num_batched_tokens, EQUAL_ROWS["cpu"])
+        draft = load_draft(asked, model_config, EngineConfig(), folder, model)
+        num_blocks = (CONFIG.num_blocks or 0) + (0 if draft is None else draft.num_spare_blocks(config))
+        pool = KVPool(num_blocks, model.kv_block_shape(config.block_size), model.device)
+        drafter = make_drafter(asked, config, model, pool, draft)
         self.core = EngineCore(
-            Scheduler(config, KVConnectorScheduler(config.block_size), num_speculative_tokens=num_drafts),
+            Scheduler(
+                config, KVConnectorScheduler(config.block_size), num_speculative_tokens=asked.num_drafts
+            ),
             make_pipeline(
-                make_runner(model, pool, None, grammars, drafter, takes_forced=takes_forced),
+                make_runner(model, pool, None, grammars, drafter, takes_forced=bool(asked.forced_tokens)),
                 async_scheduling=config.async_scheduling,
             ),
             InstantLoads(),
@@ -143,8 +155,8 @@ class Side:
                 tokens += output.token_ids
                 has_ended = output.finish_reason is not None
             if tokens and not began:
-                began, num_at_first = time.perf_counter(), len(tokens)
-        speed = (len(tokens) - num_at_first) / (time.perf_counter() - began)
+                began, num_at_first = self._clock(), len(tokens)
+        speed = (len(tokens) - num_at_first) / (self._clock() - began)
         while self.core.may_progress:  # a step planned ahead must not compute beside the other side
             self.core.step()
         return speed, tokens
@@ -156,19 +168,20 @@ class Side:
         return tuple(counters.get(name, 0) for name in names)
 
 
-def measure(plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int], rounds: int) -> Cell:
+def measure(
+    plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int], num_tokens: int, rounds: int
+) -> Cell:
     """One round to warm up, then alternating ones."""
+    params = workload.params(num_tokens)
     speeds: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
         before = drafted.counts()
-        (plain_speed, expected), (speed, tokens) = (
-            side.answer(prompt, workload.params) for side in (plain, drafted)
-        )
+        (plain_speed, expected), (speed, tokens) = (side.answer(prompt, params) for side in (plain, drafted))
         assert tokens == expected, f"{workload.name}: drafts changed a token"
         speeds.append((plain_speed, speed))
     fastest, drafted_fastest = (max(column) for column in zip(*speeds[1:], strict=True))
     counts = (b - a for a, b in zip(before, drafted.counts(), strict=True))
-    return Cell(workload.name, fastest, drafted_fastest, drafted_fastest / fastest, *counts)
+    return Cell(drafted.name, workload.name, fastest, drafted_fastest, drafted_fastest / fastest, *counts)
 
 
 def main() -> None:
@@ -178,31 +191,49 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     folder = resolve(arguments.model, default_cache_dir(os.environ))
     config = {"dtype": arguments.dtype, "quantization": arguments.quantization}
-    model = load_model(ModelConfig.model_validate(config), folder, torch.device("cpu"))
+    model_config = ModelConfig.model_validate(config)
+    model = load_model(model_config, folder, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain, drafted = (Side(model, folder, num_drafts) for num_drafts in (0, arguments.num_drafts))
-    forced = Side(model, folder, 0, takes_forced=True)
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    given = (model_config, model, folder, clock)
+    plain = Side("plain", *given, {})
+    sides = [Side(name, *given, keys) for name, keys in _asked_sides(arguments).items()]
     cells = []
     for workload in WORKLOADS:
         messages = [{"role": "user", "content": workload.prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text)["input_ids"]
-        other = drafted if workload.schema is None else forced
-        cells.append(measure(plain, other, workload, prompt, arguments.rounds))
-    for side in (plain, drafted, forced):
+        has_grammar = workload.schema is not None
+        others = [side for side in sides if side.name != ("ngram" if has_grammar else "forced")]
+        cells += [
+            measure(plain, side, workload, prompt, arguments.num_tokens, arguments.rounds) for side in others
+        ]
+    for side in (plain, *sides):
         side.core.close()
     table = Table(title=f"tokens/s of one request; {arguments.threads} threads, {config}")
-    for title in ("workload", "without", "with", "ratio", "drafts", "right", "forced"):
+    for title in ("workload", "side", "without", "with", "ratio", "drafts", "right", "forced"):
         table.add_column(title, justify="right")
     for cell in cells:
         speeds = (cell.plain_tokens_per_s, cell.drafted_tokens_per_s)
         counts = (str(cell.num_drafts), str(cell.num_accepted), str(cell.num_forced))
-        table.add_row(cell.workload, *(f"{each:.1f}" for each in speeds), f"{cell.ratio:.2f}", *counts)
+        row = (cell.workload, cell.side, *(f"{each:.1f}" for each in speeds), f"{cell.ratio:.2f}", *counts)
+        table.add_row(*row)
     Console(width=120).print(table)
     if arguments.json is not None:
         result = {key: value for key, value in vars(arguments).items() if key != "json"}
         result["cells"] = [asdict(cell) for cell in cells]
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _asked_sides(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
+    """Each side's section of the configuration, by its name."""
+    most = {"num_speculative_tokens": arguments.num_drafts}
+    drafting = {"method": "draft_model", **most}
+    sides = {f"{count} layers": {**drafting, "draft_layers": count} for count in arguments.draft_layers}
+    if arguments.draft_model is not None:
+        other = {"draft_model": arguments.draft_model, "draft_quantization": arguments.draft_quantization}
+        sides[f"{arguments.draft_model} {arguments.draft_quantization or ''}".strip()] = {**drafting, **other}
+    return sides or {"ngram": {"method": "ngram", **most}, "forced": {"forced_tokens": True}}
 
 
 def _arguments() -> argparse.Namespace:
@@ -216,7 +247,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "auto"), default="none")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-tokens", type=int, default=200, help="the most of an answer")
+    parser.add_argument("--cpu-time", action="store_true", help="measure this process' CPU time")
     parser.add_argument("--num-drafts", type=int, default=4, help="the most of a step")
+    parser.add_argument(
+        "--draft-layers", type=int, nargs="+", default=(), metavar="K", help="the model's first layers guess"
+    )
+    parser.add_argument("--draft-model", metavar="PATH", help="this model guesses")
+    parser.add_argument(
+        "--draft-quantization", choices=("none", "int8", "int4"), help="how --draft-model keeps its matrices"
+    )
     parser.add_argument("--json", type=Path, help="write the result here, too")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Whether Baton's scheduler decides as vLLM's V1 does, step by step, for random workloads; and records what V1 decided.
 
-    python -m benchmarks.v1_decisions --reference PYTHON [--seeds 1000] [--first 0] [--ahead 1 | --drafts]
+    python -m benchmarks.v1_decisions --reference PYTHON [--seeds 1000] [--first 0] [--ahead 1 | --drafts | --windows]
     python -m benchmarks.v1_decisions --reference PYTHON --record tests/data/v1_decisions
 
 PYTHON is an interpreter with vllm 0.13.0 (`pip install vllm==0.13.0`); it needs neither a GPU nor Baton. The first form
@@ -18,6 +18,8 @@ running request when it preempts one before it whose last token is under way; su
 
 With `--drafts` both sides get the same drafts, some right and some wrong, and the same numbers of them are accepted.
 
+With `--windows` the model has several KV groups, some with a sliding window: V1's side is its hybrid coordinator.
+
 The second form writes what `tests/unit/scheduler/test_v1_decisions.py` replays, without such workloads.
 """
 
@@ -27,6 +29,7 @@ import itertools
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,10 @@ from benchmarks.draft_workloads import BY_HAND, with_drafts
 from benchmarks.peer import Peer
 from benchmarks.scheduler_play import MAX_STEPS, play
 from benchmarks.scheduler_workloads import Workload, make_workload
+from benchmarks.window_workloads import BY_HAND as WINDOWS_BY_HAND
+from benchmarks.window_workloads import with_windows
 
-KINDS = ("fcfs", "priority", "priority-ties", "drafts")
+KINDS = ("fcfs", "priority", "priority-ties", "drafts", "windows")
 """See `Workload.kind`."""
 
 Recorded = tuple[Workload, list[str]]
@@ -50,7 +55,8 @@ def main() -> int:
             _record(reference, arguments.record, arguments.first, arguments.workloads)
             return 0
         seeds = range(arguments.first, arguments.first + arguments.seeds)
-        return _compare(reference, seeds, arguments.ahead, has_drafts=arguments.drafts)
+        change = with_drafts if arguments.drafts else with_windows if arguments.windows else _unchanged
+        return _compare(reference, seeds, arguments.ahead, change)
 
 
 def read_recorded(folder: Path, kind: str) -> list[Recorded]:
@@ -69,11 +75,11 @@ def first_difference(expected: list[str], got: list[str]) -> str | None:
     return None
 
 
-def _compare(reference: Peer, seeds: range, num_ahead: int, *, has_drafts: bool) -> int:
+def _compare(reference: Peer, seeds: range, num_ahead: int, change: Callable[[Workload], Workload]) -> int:
     found: Counter[str] = Counter()
     num_steps = num_preemptions = 0
     for seed in seeds:
-        workload = with_drafts(make_workload(seed)) if has_drafts else make_workload(seed)
+        workload = change(make_workload(seed))
         theirs = reference.ask({"play": workload.to_json(), "num_ahead": num_ahead})
         side = BatonSide(workload.settings, is_async=num_ahead > 0)
         steps = list(play(side, workload, num_ahead))
@@ -92,6 +98,10 @@ def _compare(reference: Peer, seeds: range, num_ahead: int, *, has_drafts: bool)
     return int(any(verdict.startswith("different") for verdict in found))
 
 
+def _unchanged(workload: Workload) -> Workload:
+    return workload
+
+
 def _verdict(theirs: dict[str, Any], difference: str | None) -> str:
     is_same = "the same" if difference is None else "different"
     if theirs["is_misled"]:
@@ -104,16 +114,17 @@ def _verdict(theirs: dict[str, Any], difference: str | None) -> str:
 
 
 def _record(reference: Peer, folder: Path, first: int, num_workloads: int) -> None:
-    """`num_workloads` of each kind, and those made by hand before those with drafts."""
+    """`num_workloads` of each kind, and those made by hand before those with drafts and with windows."""
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for seed in itertools.count(first):
-        for workload in (plain := make_workload(seed), with_drafts(plain)):
+        for workload in (plain := make_workload(seed), with_drafts(plain), with_windows(plain)):
             recorded = lines[workload.kind]
             if len(recorded) < num_workloads:
                 recorded += _steps_of(reference, workload)
         if all(len(recorded) == num_workloads for recorded in lines.values()):
             break
-    lines["drafts"][:0] = [line for workload in BY_HAND.values() for line in _steps_of(reference, workload)]
+    for kind, by_hand in (("drafts", BY_HAND), ("windows", WINDOWS_BY_HAND)):
+        lines[kind][:0] = [line for workload in by_hand.values() for line in _steps_of(reference, workload)]
     folder.mkdir(parents=True, exist_ok=True)
     for kind, recorded in lines.items():
         _path(folder, kind).write_bytes(gzip.compress("".join(recorded).encode(), mtime=0))
@@ -143,6 +154,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1_000, help="how many workloads to compare")
     parser.add_argument("--ahead", type=int, choices=(0, 1), default=0, help="1: compare with AsyncScheduler")
     parser.add_argument("--drafts", action="store_true", help="compare with drafts")
+    parser.add_argument("--windows", action="store_true", help="compare with sliding windows")
     parser.add_argument("--record", type=Path, help="write V1's decisions into this folder instead")
     parser.add_argument("--workloads", type=int, default=100, help="how many of each kind to record")
     return parser.parse_args()

@@ -16,6 +16,7 @@ import copy
 import functools
 import json
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -68,12 +69,9 @@ class V1Side:
     def __init__(self, settings: Settings, *, is_async: bool = False) -> None:
         config = _make_config(settings)
         self._has_drafts = settings.num_speculative_tokens > 0
-        spec = FullAttentionSpec(
-            block_size=settings.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
         self._scheduler = (AsyncScheduler if is_async else Scheduler)(
             config,
-            KVCacheConfig(settings.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            KVCacheConfig(settings.num_blocks, [], _groups(settings)),
             StructuredOutputManager(config),
             block_size=settings.block_size,
         )
@@ -127,12 +125,10 @@ class V1Side:
         admitted = {new.req_id for new in plan.scheduled_new_reqs} | cached.resumed_req_ids
         shares = []
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
-            (block_ids,) = blocks[request_id] or ((),)
+            block_ids = _rows(blocks[request_id] or ())
             is_admitted = request_id in admitted
             drafts = tuple(plan.scheduled_spec_decode_tokens.get(request_id, ()))
-            shares.append(
-                Share(request_id, num_tokens, computed[request_id], is_admitted, tuple(block_ids), drafts)
-            )
+            shares.append(Share(request_id, num_tokens, computed[request_id], is_admitted, block_ids, drafts))
         return Decisions(tuple(shares), frozenset(plan.preempted_req_ids))
 
     def request_ids(self, plan: Any) -> list[str]:
@@ -184,14 +180,14 @@ class NeverComputed:
         self._take, self._pool.get_new_blocks = self._pool.get_new_blocks, self._after_take
 
     def _before_preempt(self, request: Any, timestamp: float) -> None:
-        (blocks,) = self._kv.get_blocks(request.request_id).blocks
-        planned = blocks[request.num_computed_tokens // self._pool.hash_block_size :]
-        self._block_ids.update(block.block_id for block in planned if block.block_hash is not None)
+        first = request.num_computed_tokens // self._pool.hash_block_size
+        for blocks in self._kv.get_blocks(request.request_id).blocks:
+            self._block_ids.update(block.block_id for block in blocks[first:] if block.block_hash is not None)
         self._preempt(request, timestamp)
 
     def _after_find(self, request: Any) -> Any:
         found = self._find(request)
-        (blocks,) = found[0].blocks
+        blocks = chain.from_iterable(found[0].blocks)
         self.was_found |= any(block.block_id in self._block_ids for block in blocks)
         return found
 
@@ -217,19 +213,34 @@ class NeverCached:
         self._find, self._kv.get_computed_blocks = self._kv.get_computed_blocks, self._after_find
 
     def _before_free(self, request: Any) -> None:
-        (blocks,) = self._kv.get_blocks(request.request_id).blocks
         num_full = min(request.num_computed_tokens, request.num_tokens) // self._block_size
-        for block, block_hash in zip(blocks[:num_full], request.block_hashes, strict=False):
-            if block.block_hash is None:
-                self._hashes.add(block_hash)
+        for blocks in self._kv.get_blocks(request.request_id).blocks:
+            for block, block_hash in zip(blocks[:num_full], request.block_hashes, strict=False):
+                if block.block_hash is None and not block.is_null:
+                    self._hashes.add(block_hash)
         self._free(request)
 
     def _after_find(self, request: Any) -> Any:
         found = self._find(request)
-        (blocks,) = found[0].blocks
+        num_hits = len(found[0].blocks[0])
         may_hit = request.block_hashes[: (request.num_tokens - 1) // self._block_size]
-        self.was_missed |= any(block_hash in self._hashes for block_hash in may_hit[len(blocks) :][:1])
+        self.was_missed |= any(block_hash in self._hashes for block_hash in may_hit[num_hits:][:1])
         return found
+
+
+def _groups(settings: Settings) -> list[KVCacheGroupSpec]:
+    """Full attention first, as V1 wants it."""
+    shape = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [FullAttentionSpec(**shape) for _ in range(settings.num_full)]
+    specs += [
+        SlidingWindowSpec(**shape, sliding_window=settings.window) for _ in range(settings.num_windowed)
+    ]
+    return [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+
+
+def _rows(block_ids: tuple[list[int], ...]) -> tuple[int, ...]:
+    """V1's block ids by group, row by row as Baton writes them."""
+    return tuple(chain.from_iterable(zip(*block_ids, strict=True)))
 
 
 def _make_config(settings: Settings) -> Any:

@@ -1,5 +1,6 @@
 """KVConsumerScheduler: decides which KV blocks a decode worker loads, and into which of its blocks."""
 
+from baton.kv_groups import NULL_BLOCK_ID, KVGroups
 from baton.step import KVConnectorOutput
 from kv_transfer.commands import AbortLoad, BeginLoad, ImmediateCommand, LoadBlocks
 from scheduler import Request
@@ -8,8 +9,9 @@ from scheduler import Request
 class KVConsumerScheduler:
     """Turns events of consuming requests into commands for the connector's worker half."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, groups: KVGroups) -> None:
         self._block_size = block_size
+        self._num_groups = groups.num_groups
         self._waiting_to_load: set[str] = set()
         self._postponed: set[str] = set()
         """Requests whose load was postponed and cannot continue yet."""
@@ -40,10 +42,11 @@ class KVConsumerScheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: tuple[int, ...], num_external_tokens: int
     ) -> None:
-        first_index = (request.num_initial_tokens - num_external_tokens) // self._block_size
+        first_row = (request.num_initial_tokens - num_external_tokens) // self._block_size
+        needed = tuple([None if block_id == NULL_BLOCK_ID else block_id for block_id in block_ids])
         self._waiting_to_load.remove(request.request_id)
         self._loading.add(request.request_id)
-        self._loads.append(LoadBlocks(request.request_id, first_index, block_ids))
+        self._loads.append(LoadBlocks(request.request_id, first_row * self._num_groups, needed))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Loads that arrived or failed have ended; postponed ones wait again."""

@@ -5,17 +5,18 @@ Shape suffixes: T tokens of a step, B its sequences, M blocks of the longest con
 # ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.sampling import SamplingParams
 from baton.step import NewRequestData, SchedulerOutput
-from engine.drafts import Acceptance
+from engine.acceptance import Acceptance
 from engine.grammars.compiler import Matcher
-from engine.kv_cache import NULL_BLOCK
-from engine.request_table import NONE, IntArray, RequestTable
+from engine.group_blocks import GroupBlocks, group_blocks
+from engine.request_table import NONE, GrowingArray, IntArray, RequestTable
 from engine.token_counts import TokenCounts
 
 
@@ -26,6 +27,8 @@ class RunnerRequest:
         "_tokens",
         "acceptance",
         "matcher",
+        "num_drafting_tokens",
+        "num_given_tokens",
         "num_prompt_tokens",
         "output_counts",
         "request_id",
@@ -48,7 +51,11 @@ class RunnerRequest:
         """Counts of all its tokens, and of its output alone, when penalties last needed them."""
         self.acceptance = Acceptance()
         """How often its drafts are right."""
+        self.num_drafting_tokens = 0
+        """Its tokens whose KV the draft model's own pool holds, from the first on."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
+        self.num_given_tokens = self.num_tokens
+        """Tokens that it came with."""
 
     @property
     def token_ids(self) -> IntArray:
@@ -62,6 +69,17 @@ class RunnerRequest:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens that this worker sampled."""
+        return self.num_tokens - self.num_given_tokens
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may be sampled yet; 0 if the last one ended the request."""
+        has_ended = int(self.token_ids[-1]) in self.stop_token_ids
+        return 0 if has_ended else self.sampling_params.max_tokens - self.num_output_tokens
 
     @property
     def drafts(self) -> tuple[int, ...]:
@@ -83,6 +101,7 @@ class RunnerRequest:
     def truncate(self, num_tokens: int) -> None:
         """Cuts the tokens to `num_tokens`, when the request is resumed after preemption."""
         self._tokens.truncate(num_tokens)
+        self.num_drafting_tokens = 0
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # the counted tokens may be gone
         if self.matcher is not None:
             self.matcher.rewind(self.num_output_tokens)
@@ -135,35 +154,6 @@ SampledRequest = RunnerRequest | DraftedRequest
 """A request as of a position that is sampled."""
 
 
-class GrowingArray:
-    """An int64 array with amortised O(1) append."""
-
-    __slots__ = ("_buffer", "_length")
-
-    def __init__(self, values: tuple[int, ...]) -> None:
-        self._buffer = np.array(values, dtype=np.int64)
-        self._length = len(values)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def values(self) -> IntArray:
-        """A view of the present values."""
-        return self._buffer[: self._length]
-
-    def extend(self, values: tuple[int, ...]) -> None:
-        length = self._length + len(values)
-        if length > len(self._buffer):
-            self._buffer = np.resize(self._buffer, max(2 * len(self._buffer), length, 16))
-        self._buffer[self._length : length] = values
-        self._length = length
-
-    def truncate(self, length: int) -> None:
-        assert length <= self._length, f"{length} of {self._length} values"
-        self._length = length
-
-
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """No step is larger."""
@@ -209,6 +199,15 @@ class StepBatch:
     """(block, offset) from which on a request's last block may hold garbage. It must be zeroed before attention, since
     kernels read whole blocks. Masking does not suffice, since 0 x NaN is NaN: the block's former owner, or a peer, may
     have left a NaN."""
+    of_others: tuple[GroupBlocks, ...] = ()
+    """`slots_T`, `block_ids_BM` and `new_tails` are of the first KV group; these are of the others."""
+
+    def of_group(self, group: int) -> "StepBatch":
+        """The same step with the blocks of another KV group."""
+        if group == 0:
+            return self
+        of = self.of_others[group - 1]
+        return replace(self, slots_T=of.slots_T, block_ids_BM=of.block_ids_BM, new_tails=of.new_tails)
 
     @property
     def num_tokens(self) -> int:
@@ -223,8 +222,9 @@ class StepBatch:
 class RequestBatch:
     """Follows the plans step by step; every request in a plan is new in it or known from an earlier one."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, groups: KVGroups = ONE_GROUP) -> None:
         self._block_size = block_size
+        self._groups = groups
         self._requests: dict[str, RunnerRequest] = {}
         self._table = RequestTable()
 
@@ -257,6 +257,11 @@ class RequestBatch:
                 row = self._requests[request_id].row
                 assert row is not None
                 self._table.extend_blocks(row, block_ids)
+
+    def block_ids(self, request: RunnerRequest) -> IntArray:
+        """The blocks that a request holds; a view."""
+        assert request.row is not None
+        return self._table.block_ids_SM[request.row, : self._table.num_blocks_S[request.row]]
 
     def extend(self, request: RunnerRequest, token_ids: Sequence[int]) -> None:
         """Adds tokens that no step samples: its grammar forces them."""
@@ -302,7 +307,6 @@ class RequestBatch:
 
         owners_T = np.repeat(np.arange(len(rows_B)), num_tokens_B)
         positions_T = np.arange(len(owners_T)) + (ends_B - starts_B - num_tokens_B)[owners_T]
-        block_ids_T = t.block_ids_SM[rows_B[owners_T], positions_T // self._block_size]
         last_rows_B = starts_B + num_tokens_B - 1
         sources_T = np.full(len(owners_T), NONE)
         sources_T[last_rows_B] = np.where(samples_B, t.sampled_rows_S[rows_B], NONE)
@@ -313,25 +317,24 @@ class RequestBatch:
             input_ids_T[starts_B[i] : last_rows_B[i] + 1] = token_ids[ends_B[i] - num_tokens_B[i] : ends_B[i]]
         for i in np.flatnonzero(num_drafts_B):
             input_ids_T[starts_B[i]] = requests[i].drafts[-1]
-        num_blocks_B = -(-ends_B // self._block_size)
-        block_ids_BM = t.block_ids_SM[rows_B, : num_blocks_B.max()]
-        block_ids_BM[np.arange(block_ids_BM.shape[1]) >= num_blocks_B[:, None]] = NULL_BLOCK
+        blocks, *of_others = group_blocks(
+            t, self._groups, self._block_size, rows_B, owners_T, positions_T, ends_B
+        )
         return StepBatch(
             input_ids_T=input_ids_T,
             sources_T=sources_T,
             positions_T=positions_T,
-            slots_T=block_ids_T * self._block_size + positions_T % self._block_size,
+            slots_T=blocks.slots_T,
             num_decodes=len(rows_B) - int(is_prefill_B.sum()),
             starts_B=starts_B,
             num_tokens_B=num_tokens_B,
             context_lens_B=ends_B,
-            block_ids_BM=block_ids_BM,
-            num_blocks_B=num_blocks_B,
+            block_ids_BM=blocks.block_ids_BM,
+            num_blocks_B=-(-ends_B // self._block_size),
             sampling_rows_R=last_rows_B[samples_B],
             sampling_requests=tuple(itertools.compress(requests, samples_B)),
-            new_tails=tuple(
-                self._new_tails(rows_B, ends_B, block_ids_BM[np.arange(len(rows_B)), num_blocks_B - 1])
-            ),
+            new_tails=blocks.new_tails,
+            of_others=tuple(of_others),
         )
 
     def _sequences(self, plan: SchedulerOutput) -> tuple[Sequence[SampledRequest], Sequence[int]]:
@@ -385,12 +388,3 @@ class RequestBatch:
                 f"{num_tokens_B[first]} tokens scheduled for {requests[first].request_id} behind "
                 f"{num_drafts_B[first]} drafts; it has {num_left_B[first]} to compute"
             )
-
-    def _new_tails(
-        self, rows_B: IntArray, ends_B: IntArray, last_blocks_B: IntArray
-    ) -> Iterator[tuple[int, int]]:
-        is_new_B = self._table.cleared_blocks_S[rows_B] != last_blocks_B
-        self._table.cleared_blocks_S[rows_B] = last_blocks_B
-        offsets_B = ends_B % self._block_size
-        for i in np.flatnonzero(is_new_B & (offsets_B > 0)):
-            yield int(last_blocks_B[i]), int(offsets_B[i])

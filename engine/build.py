@@ -18,7 +18,8 @@ from engine.allocator import available_memory, keep_freed_memory
 from engine.capacity import Capacity, largest_steps, reckon, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
-from engine.drafts import Drafter, NGramProposer
+from engine.draft_parts import load_draft, make_drafter
+from engine.drafts import Drafter
 from engine.gpu.memory import OutOfGpuMemory
 from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
@@ -38,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_COMPILERS = 8
 """Threads. A worker needs some 30 kernels, each of which compiles for half a second or more; weights load meanwhile."""
-
-EQUAL_ROWS = {"cpu": 12.0, "cuda": 200.0}
-"""By device: rows of a step whose computation takes about as long as reading the model's weights."""
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the present activity, how much of it is done, and how much there is in all."""
@@ -78,8 +76,9 @@ class DeviceEngine:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of this rank's pool."""
-        return self.pool.num_blocks
+        """The number of blocks of this rank's pool, without those that only drafts use."""
+        assert self.scheduler_config.num_blocks is not None
+        return self.scheduler_config.num_blocks
 
     def make_pipeline(self, grammars: GrammarCompiler | None = None) -> Pipeline:
         """Makes the rank's pipeline. The collectives must be connected, and all ranks call this at the same time.
@@ -176,15 +175,26 @@ def build_device_engine(
                 max_model_len=scheduler.max_model_len,
             )
         )
-    capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts))
+    draft = load_draft(
+        speculation,
+        model_config,
+        config,
+        model_path,
+        model,
+        lambda done, count: on_progress("loading the draft model", done, count),
+    )
+    capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts, draft))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
-    shape = model.kv_block_shape(capacity.scheduler_config.block_size)
-    memory = wait.until_it_fits(lambda: _take_memory(num_blocks * shape.size_bytes, device))
+    shape, draft_bytes = model.kv_block_shape(capacity.scheduler_config.block_size), 0
+    if draft is not None:
+        num_blocks += draft.num_spare_blocks(capacity.scheduler_config)
+        draft_bytes = num_blocks * draft.block_bytes(shape.block_size)
+    memory = wait.until_it_fits(lambda: _take_memory(num_blocks * shape.size_bytes, device, draft_bytes))
     pool = KVPool(num_blocks, shape, device, memory.array if isinstance(memory, SharedMemory) else memory)
     connector = connect(
         pool.block_bytes(),
-        pool.fingerprint(model.digest, collectives.size),
+        pool.fingerprint(model.digest, collectives.size, model.layer_groups.groups),
         memory=memory if isinstance(memory, SharedMemory) else None,
     )
     num_threads = torch.get_num_threads() if device.type == "cpu" else 0
@@ -198,19 +208,10 @@ def build_device_engine(
         config.cuda_graphs,
         num_threads,
         compiler,
-        _make_drafter(speculation, capacity.scheduler_config.max_num_batched_tokens, device),
+        make_drafter(speculation, capacity.scheduler_config, model, pool, draft),
         takes_forced=device.type == "cpu"
         and speculation.takes_forced_tokens(runs_ahead=scheduler.async_scheduling),
     )
-
-
-def _make_drafter(
-    speculation: SpeculationConfig, max_num_batched_tokens: int, device: torch.device
-) -> Drafter | None:
-    if speculation.method == "off":
-        return None
-    proposer = NGramProposer(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
-    return Drafter(proposer, speculation.num_drafts, max_num_batched_tokens, EQUAL_ROWS[device.type])
 
 
 def _begin_with(device: torch.device) -> None:
@@ -278,19 +279,20 @@ def _compiling_ahead(
     return CompileAhead(rehearse, load_on(device), num_threads)
 
 
-def _take_memory(num_bytes: int, device: torch.device) -> SharedMemory | CudaMemory:
+def _take_memory(num_bytes: int, device: torch.device, draft_bytes: int) -> SharedMemory | CudaMemory:
     """Allocates the pool's memory. It checks the available memory first: Linux would kill a process later instead.
+    `draft_bytes`: what a draft model's pool needs beside it.
 
     ConfigError if memory does not suffice, on a GPU OutOfGpuMemory.
     """
     is_on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_on_gpu else available_memory()
     try:
-        if num_bytes <= free:
+        if num_bytes + draft_bytes <= free:
             return CudaMemory(num_bytes, device.index) if is_on_gpu else SharedMemory(num_bytes)
     except CudaOutOfMemory:
         logger.info("%d bytes are free, but not contiguous", free)
     raise (OutOfGpuMemory if is_on_gpu else ConfigError)(
-        f"the KV pool needs {num_bytes / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
+        f"the KV pool needs {(num_bytes + draft_bytes) / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free; "
         "reduce engine.kv_cache_memory_mib or scheduler.num_blocks"
     )

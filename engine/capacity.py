@@ -9,6 +9,7 @@ import torch
 from baton.config import EngineConfig, SchedulerConfig
 from baton.errors import ConfigError
 from engine.batch import StepLimits
+from engine.draft_parts import Draft
 from engine.loading.footprint import CPU_KV_CACHE_MIB, GPU_BLOCK_SIZE
 from engine.loading.loader import LoadedModel
 
@@ -34,12 +35,16 @@ class Capacity:
 
 
 def reckon(
-    engine: EngineConfig, scheduler: SchedulerConfig, model: LoadedModel, num_drafts: int = 0
+    engine: EngineConfig,
+    scheduler: SchedulerConfig,
+    model: LoadedModel,
+    num_drafts: int = 0,
+    draft: Draft | None = None,
 ) -> Capacity:
     """ConfigError names the key that asks for more than there is. OutOfGpuMemory, one of these, may be temporary.
 
     On a GPU the largest step is run to measure what it takes, unless the configuration says everything. `num_drafts`:
-    the most drafts of a request in a step.
+    the most drafts of a request in a step. `draft`: the model that guesses them, whose KV takes a part of the memory.
     """
     asked = with_defaults_of(model.device, scheduler)
     max_model_len = _max_model_len(asked, model)
@@ -69,7 +74,7 @@ def reckon(
     if not values["num_blocks"]:
         default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
         memory_mib = engine.kv_cache_memory_mib or default_mib
-        values["num_blocks"] = _num_blocks(memory_mib, asked.block_size, model)
+        values["num_blocks"] = _num_blocks(memory_mib, asked, model, draft)
     if model.device.type == "cpu" and _has_no_budget(scheduler):
         assert isinstance(values["num_blocks"], int)
         values["max_num_batched_tokens"] = (values["num_blocks"] - 1) * asked.block_size
@@ -140,11 +145,16 @@ def _max_model_len(asked: SchedulerConfig, model: LoadedModel) -> int:
     return asked.max_model_len or model.max_model_len
 
 
-def _num_blocks(memory_mib: int, block_size: int, model: LoadedModel) -> int:
-    num_blocks = model.kv_block_shape(block_size).num_blocks_for(memory_mib * 2**20)
+def _num_blocks(memory_mib: int, asked: SchedulerConfig, model: LoadedModel, draft: Draft | None) -> int:
+    size_bytes, num_spare = model.kv_block_shape(asked.block_size).size_bytes, 0
+    if draft is not None:
+        size_bytes += draft.block_bytes(asked.block_size)
+        num_spare = draft.num_spare_blocks(asked)
+    num_blocks = memory_mib * 2**20 // size_bytes - num_spare
     if num_blocks < 2:
+        beside = f" beside {num_spare} blocks for drafts" if num_spare else ""
         raise ConfigError(
-            f"engine.kv_cache_memory_mib: got {memory_mib}, which is too little for two blocks of this model"
+            f"engine.kv_cache_memory_mib: got {memory_mib}, which is too little for two blocks of this model{beside}"
         )
     return num_blocks
 

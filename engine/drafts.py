@@ -1,33 +1,60 @@
-"""Drafts: tokens that are guessed ahead, for the model to verify together; knows no model, request or grammar.
+"""Drafts: tokens that are guessed ahead, for the model to verify together; knows no model and no grammar.
 
 Verifying costs time, whether the drafts are right or not. So a request gets as many as are likely to be right.
 """
 
-import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from engine.batch import RequestBatch, RunnerRequest
 from engine.request_table import IntArray
 
 MAX_SEARCHED = 32_768
 """Latest tokens of a request that are searched."""
 MAX_CANDIDATES = 512
 """Latest occurrences of the last token that are compared: in a run of equal tokens there are as many as tokens."""
-WEIGHT = 0.2
-"""Of the latest draft in the moving average of a request's acceptance."""
-FIRST_LIKELIHOOD, MAX_LIKELIHOOD = 0.8, 0.98
-LEAST_LIKELIHOOD = 0.3
-"""A draft that is less likely to be right does not pay, however cheap it is to verify."""
-PROBE_COST = 0.01
-"""Share of a token's time that goes into drafts for a request that is rarely guessed, in case its text changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Drafts that a request wants."""
+
+    request: RunnerRequest
+    block_ids: IntArray
+    """The blocks that the request holds."""
+    num_tokens: int
+    """The most drafts; at least one."""
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of requests."""
+
+    @property
+    def cost(self) -> float:
+        """What a draft takes to guess, as a share of what a token takes without drafts."""
+        ...
+
+    def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        """The drafts of each request: at most those wanted, or none."""
+        ...
 
 
 class NGramProposer:
     """Prompt lookup: what followed the latest earlier occurrence of a request's last tokens."""
 
+    cost = 0.0
+    """A search takes some 20 us."""
+
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         """Between `min_tokens` and `max_tokens` of the last tokens must have occurred before; most are best."""
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
+
+    def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        """Each from its own tokens."""
+        return [self.propose(each.request.token_ids, each.num_tokens) for each in wanted]
 
     def propose(self, token_ids: IntArray, num_tokens: int) -> list[int]:
         """Guesses the next `num_tokens` tokens; none if the last ones did not occur before."""
@@ -47,45 +74,11 @@ class NGramProposer:
         return followed
 
 
-class Acceptance:
-    """How likely a request's next draft is to be right, from those that were verified."""
-
-    __slots__ = ("_is_probing", "_likelihood", "_num_skipped")
-
-    def __init__(self) -> None:
-        self._likelihood = FIRST_LIKELIHOOD
-        self._num_skipped = 0
-        """Steps since a draft was verified."""
-        self._is_probing = False
-        """The next draft is a probe: it is not likely to be right."""
-
-    def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts the accepted drafts and the first wrong one; those behind it say nothing."""
-        if self._is_probing and num_accepted == num_drafts:
-            self._likelihood = max(self._likelihood, FIRST_LIKELIHOOD)  # the text has changed
-        likelihood = 1.0 - (1.0 - self._likelihood) * (1.0 - WEIGHT) ** num_accepted
-        if num_accepted < num_drafts:
-            likelihood *= 1.0 - WEIGHT
-        self._likelihood, self._num_skipped = min(likelihood, MAX_LIKELIHOOD), 0
-
-    def num_useful(self, cost: float) -> int:
-        """How many drafts in a row are likely enough to be right; call it once in a step.
-
-        `cost`: what verifying a draft takes, as a share of what a token takes without drafts.
-        """
-        least = LEAST_LIKELIHOOD + (1.0 - LEAST_LIKELIHOOD) * cost
-        self._num_skipped += 1
-        self._is_probing = self._likelihood < least
-        if self._is_probing:
-            return int(self._num_skipped * PROBE_COST > cost)
-        return int(math.log(least) / math.log(self._likelihood))
-
-
 class Drafter:
     """Chooses how many drafts a request gets."""
 
     def __init__(
-        self, proposer: NGramProposer, num_drafts: int, max_num_batched_tokens: int, num_equal_rows: float
+        self, proposer: Proposer, num_drafts: int, max_num_batched_tokens: int, num_equal_rows: float
     ) -> None:
         """At most `num_drafts` for a request in a step. `num_equal_rows`: rows of a step whose computation takes as
         long as reading the model's weights.
@@ -96,8 +89,19 @@ class Drafter:
         """Half of a step is left to prompts."""
         self._num_equal_rows = num_equal_rows
 
-    def draft(self, token_ids: IntArray, acceptance: Acceptance, num_requests: int) -> list[int]:
-        """Drafts of one of `num_requests` requests that share the next step."""
-        num_useful = acceptance.num_useful(num_requests / (num_requests + self._num_equal_rows))
-        num_drafts = min(num_useful, self._num_drafts, self._max_num_rows // num_requests - 1)
-        return self._proposer.propose(token_ids, num_drafts) if num_drafts > 0 else []
+    def draft(
+        self, requests: Sequence[RunnerRequest], batch: RequestBatch
+    ) -> Iterator[tuple[RunnerRequest, list[int]]]:
+        """Drafts of the requests that the last step sampled for, and that share the next step."""
+        if self._proposer.cost and any(request.num_own_tokens == 1 for request in requests):
+            return  # a first token must not wait until drafts are guessed
+        num_requests = max(1, len(requests))
+        cost = num_requests / (num_requests + self._num_equal_rows) + self._proposer.cost
+        most = min(self._num_drafts, self._max_num_rows // num_requests - 1)
+        wanted = []
+        for request in requests:
+            num_drafts = min(most, request.acceptance.num_useful(cost), request.num_tokens_left - 1)
+            if num_drafts > 0:
+                wanted.append(Wanted(request, batch.block_ids(request), num_drafts))
+        for each, drafts in zip(wanted, self._proposer.propose_all(wanted), strict=True):
+            yield each.request, drafts

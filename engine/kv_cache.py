@@ -13,16 +13,17 @@ import torch
 
 from baton.errors import ConfigError
 from baton.kv import PROTOCOL_VERSION, KVFingerprint
+from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
 from kv_transfer import CudaMemory, CudaOutOfMemory, DeviceBlocks, pinned_array
 
 LAYOUT = "LKHTD"
-NULL_BLOCK = 0
+NULL_BLOCK = NULL_BLOCK_ID
 """Pads block tables. It is never written, so it reads as zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVBlockShape:
-    """The contents of a block: `block_size` tokens of every layer."""
+    """The contents of a block: `block_size` tokens of every layer of a KV group."""
 
     num_layers: int
     num_kv_heads: int
@@ -82,18 +83,21 @@ class KVPool:
         array: npt.NDArray[np.uint8] = flat.numpy()
         return array
 
-    def fingerprint(self, model_digest: str, num_ranks: int = 1) -> KVFingerprint:
+    def fingerprint(
+        self, model_digest: str, num_ranks: int = 1, groups: KVGroups = ONE_GROUP
+    ) -> KVFingerprint:
         """`num_ranks`: how many pools like this one, with different heads, the worker has."""
         return KVFingerprint(
             protocol_version=PROTOCOL_VERSION,
             model=model_digest,
             dtype=str(self.shape.dtype).removeprefix("torch."),
             layout=LAYOUT,
-            num_layers=self.shape.num_layers,
+            num_layers=self.shape.num_layers * groups.num_groups,
             num_kv_heads=self.shape.num_kv_heads * num_ranks,
             head_dim=self.shape.head_dim,
             block_size=self.shape.block_size,
             num_ranks=num_ranks,
+            groups=groups,
         )
 
     def slot_rows(self, slots_T: torch.Tensor) -> torch.Tensor:

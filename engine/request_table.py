@@ -18,6 +18,35 @@ NONE = -1
 _FIRST_ROWS, _FIRST_BLOCKS = 16, 16
 
 
+class GrowingArray:
+    """An int64 array with amortised O(1) append."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, values: tuple[int, ...]) -> None:
+        self._buffer = np.array(values, dtype=np.int64)
+        self._length = len(values)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def values(self) -> IntArray:
+        """A view of the present values."""
+        return self._buffer[: self._length]
+
+    def extend(self, values: tuple[int, ...]) -> None:
+        length = self._length + len(values)
+        if length > len(self._buffer):
+            self._buffer = np.resize(self._buffer, max(2 * len(self._buffer), length, 16))
+        self._buffer[self._length : length] = values
+        self._length = length
+
+    def truncate(self, length: int) -> None:
+        assert length <= self._length, f"{length} of {self._length} values"
+        self._length = length
+
+
 class RequestTable:
     """Columns grow by doubling, and rows are reused; a view of a column is valid until the next `add` or `extend`."""
 

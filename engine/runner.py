@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import TokenLogprobs
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.batch import RequestBatch, RunnerRequest, SampledRequest
@@ -43,6 +44,7 @@ class ModelRunner:
         drafter: Drafter | None = None,
         takes_forced: bool = False,
         samples: bool = True,
+        kv_groups: KVGroups = ONE_GROUP,
         mark: Callable[[], Mark | None] = lambda: None,
     ) -> None:
         """`host_blocks` hold the KV of preempted requests; `grammars` makes the matchers of structured outputs.
@@ -59,7 +61,7 @@ class ModelRunner:
         self._takes_forced = takes_forced
         self._samples = samples
         self._mark = mark
-        self._requests = RequestBatch(block_size)
+        self._requests = RequestBatch(block_size, kv_groups)
         self._last_step: LaunchedStep | None = None
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -234,11 +236,14 @@ class LaunchedStep:
 
     def _draft(self, drafter: Drafter, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Guesses for these requests."""
-        for request, _ in self._sampling:
-            if request.request_id in request_ids and request.request_id not in self._failed:
-                drafts = drafter.draft(request.token_ids, request.acceptance, len(request_ids))
-                if useful := _useful(drafts, request):
-                    yield request.request_id, tuple(useful)
+        requests = [
+            request
+            for request, _ in self._sampling
+            if request.request_id in request_ids and request.request_id not in self._failed
+        ]
+        for request, drafts in drafter.draft(requests, self._batch):
+            if useful := _useful(drafts, request):
+                yield request.request_id, tuple(useful)
 
 
 def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:

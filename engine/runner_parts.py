@@ -3,10 +3,12 @@
 from engine.drafts import Drafter
 from engine.forward import PagedAttentions, TorchForward
 from engine.grammars.compiler import GrammarCompiler
+from engine.grouped_attention import GroupedAttention
 from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.native_attention import NativeAttention, is_supported
 from engine.layers.paged_attention import PagedAttention
 from engine.loading.loader import LoadedModel
+from engine.model_config import ModelArchitecture
 from engine.native.library import native_library
 from engine.runner import ModelRunner
 from engine.sampler import TorchSampler
@@ -31,12 +33,20 @@ def make_runner(
         drafter=drafter,
         takes_forced=takes_forced,
         samples=model.collectives.rank == 0,
+        kv_groups=model.layer_groups.groups,
     )
 
 
 def make_attention(model: LoadedModel, pool: KVPool) -> PagedAttentions:
     """By our own kernels if this machine has them, and they compute heads like these; else by torch."""
     library = native_library()
-    if library is not None and is_supported(pool.shape, model.num_heads):
-        return NativeAttention(library, pool, model.architecture, model.num_heads, model.dtype)
-    return PagedAttention(pool, model.architecture, model.num_heads, model.dtype)
+
+    def make(architecture: ModelArchitecture) -> PagedAttentions:
+        if library is not None and is_supported(pool.shape, model.num_heads):
+            return NativeAttention(library, pool, architecture, model.num_heads, model.dtype)
+        return PagedAttention(pool, architecture, model.num_heads, model.dtype)
+
+    groups = model.layer_groups
+    if len(groups.layers) == 1:
+        return make(model.architecture)
+    return GroupedAttention(groups, model.architecture, make)

@@ -24,11 +24,11 @@ class NoteStarvation:
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """This step fills prompt blocks from `first_index` on."""
+    """This step fills the blocks of the prompt's table from entry `first_index` on; None: no consumer needs it."""
 
     request_id: str
     first_index: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class WithdrawBlocks:
 
 @dataclass(frozen=True, slots=True)
 class FinishSend:
-    """The prompt is complete; `tail_block_ids` holds its last, partly filled block, if there is one."""
+    """The prompt is complete; `tail_block_ids` has its last, partly filled block of each KV group, if there is one."""
 
     request_id: str
     num_blocks: int
@@ -69,11 +69,11 @@ class BeginLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """Blocks are reserved for prompt blocks from `first_index` on."""
+    """Blocks are reserved for the prompt's table from entry `first_index` on; None: that block is not needed."""
 
     request_id: str
     first_index: int
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A rank's KV pool as bytes, cut into the pieces that rank transfers exchange; knows no tensor and no transfer.
 
-A block is [planes, heads, tokens, bytes], one span; a plane is the keys or the values of one layer. In host memory,
-pieces are read and written in place. On a device, other devices copy them directly, and staging.py moves those that
-travel over a channel.
+A block is [planes, heads, tokens, bytes], one span; a plane is the keys or the values of one layer of a KV group. In
+host memory, pieces are read and written in place. On a device, other devices copy them directly, and staging.py moves
+those that travel over a channel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,10 +38,11 @@ class _Pool:
     """What all pools share, in any memory."""
 
     def __init__(self, block_nbytes: int, fingerprint: KVFingerprint, rank: int) -> None:
-        self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank)
+        self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank, fingerprint.groups)
         self.block_nbytes = block_nbytes
         self._num_kv_heads = fingerprint.num_kv_heads
-        num_planes, num_heads = fingerprint.num_layers * 2, fingerprint.num_kv_heads // fingerprint.num_ranks
+        num_planes = fingerprint.num_layers * 2 // fingerprint.groups.num_groups
+        num_heads = fingerprint.num_kv_heads // fingerprint.num_ranks
         cell_nbytes = block_nbytes // (num_planes * num_heads * fingerprint.block_size)
         self._block = BlockShape(num_planes, num_heads, fingerprint.block_size, cell_nbytes)
         assert self._block.nbytes == block_nbytes, (

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from baton.kv_groups import KVGroups
 from baton.step import SchedulerOutput
 from kv_transfer.commands import (
     AbortSend,
@@ -27,8 +28,9 @@ class Sending:
 class KVProducerScheduler:
     """Turns events of producing requests into commands for the connector's worker half."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, groups: KVGroups) -> None:
         self._block_size = block_size
+        self._groups = groups
         self._sending: dict[str, Sending] = {}
         self._with_blocks: set[str] = set()
         """Producers that have blocks to compute in."""
@@ -53,8 +55,9 @@ class KVProducerScheduler:
             )
             return is_held
         assert request.first_token is not None
-        num_full = request.num_initial_tokens // self._block_size
-        num_blocks = -(-request.num_initial_tokens // self._block_size)
+        num_groups = self._groups.num_groups
+        num_full = request.num_initial_tokens // self._block_size * num_groups
+        num_blocks = -(-request.num_initial_tokens // self._block_size) * num_groups
         tail = block_ids[num_full:num_blocks]
         self._commands.append(FinishSend(request.request_id, num_blocks, tail, request.first_token))
         return True
@@ -110,11 +113,23 @@ class KVProducerScheduler:
         sending.block_ids += block_ids
         self._with_blocks.add(request_id)
         num_known = min(num_computed + plan.num_scheduled_tokens[request_id], sending.num_tokens)
-        first, num_full = sending.num_sent, num_known // self._block_size
+        first, num_full = sending.num_sent, num_known // self._block_size * self._groups.num_groups
         if num_full <= first:
             return None
         sending.num_sent = num_full
-        return SendBlocks(request_id, first, tuple(sending.block_ids[first:num_full]))
+        return SendBlocks(request_id, first, self._needed(sending, first, num_full))
+
+    def _needed(self, sending: Sending, first: int, end: int) -> tuple[int | None, ...]:
+        """The consumer goes on after the prompt, so it needs no block that has left its window by then."""
+        block_ids = sending.block_ids[first:end]
+        num_left = self._groups.num_left_rows(sending.num_tokens, self._block_size)
+        num_groups, num_full = self._groups.num_groups, self._groups.num_full
+        if first >= num_left * num_groups:
+            return tuple(block_ids)
+        return tuple(
+            None if index % num_groups >= num_full and index < num_left * num_groups else block_id
+            for index, block_id in enumerate(block_ids, first)
+        )
 
 
 def _abort_reason(request: Request) -> str:

@@ -4,6 +4,7 @@ Two queues share one order: requests that this device computes, and requests who
 first request without room ends admission for all requests behind it.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
@@ -78,7 +79,7 @@ class Admission:
     def add(self, request: Request) -> None:
         """Queues a request last among its equals; if its grammar is being compiled, its place is kept."""
         hits = self._kv.find_cached_prefix(request) if request.is_producer else ()
-        request.queue_key = self._order.key_of_new(request, len(hits) * self._kv.block_size)
+        request.queue_key = self._order.key_of_new(request, self._kv.num_tokens_in(hits))
         if request.status is RequestStatus.WAITING_FOR_FSM:
             self._compiling[request.request_id] = request
         else:
@@ -203,8 +204,8 @@ class Admission:
         """Starts a load, which takes neither budget nor slot yet."""
         if not self._kv.num_free:
             return AdmissionOutcome.NO_ROOM  # at least one block must be new: no need to look
-        hits = self._kv.find_cached_prefix(request)
-        num_remote, is_async = self._remote.num_tokens_to_load(request, len(hits))
+        hits = self._kv.find_cached_prefix(request, num_loaded=request.num_initial_tokens)
+        num_remote, is_async = self._remote.num_tokens_to_load(request, self._kv.num_tokens_in(hits))
         if num_remote is None:
             return AdmissionOutcome.UNKNOWN
         if not is_async:
@@ -240,7 +241,8 @@ class Admission:
         num_tokens = fit(request, num_computed_tokens, step)
         if num_tokens == 0:
             return AdmissionOutcome.NO_ROOM
-        if not self._kv.open_table(request, num_computed_tokens + num_tokens, hits):
+        num_in_all = num_computed_tokens + num_tokens
+        if not self._kv.open_table(request, num_in_all, hits, num_ready=num_computed_tokens):
             return AdmissionOutcome.NO_ROOM
         num_cached_tokens = self._count_hits(request, hits)
         if not request.num_preemptions:
@@ -259,7 +261,7 @@ class Admission:
 
     def _num_computed(self, request: Request, hits: list[Block]) -> int:
         """Tokens whose KV comes from the prefix cache or from host memory, whichever has more of them."""
-        num_hit_tokens = len(hits) * self._kv.block_size
+        num_hit_tokens = self._kv.num_tokens_in(hits)
         if not request.swapped_block_ids or num_hit_tokens >= request.num_computed_tokens:
             return num_hit_tokens
         return request.num_computed_tokens
@@ -267,7 +269,9 @@ class Admission:
     def _swap_in(self, request: Request, num_hit_blocks: int, step: StepPlan) -> None:
         """Brings back from host memory what the prefix cache no longer has."""
         if request.swapped_block_ids:
-            copies = self._swap.swap_in(request, self._kv.block_ids(request), num_hit_blocks)
+            block_ids, swapped = self._kv.block_ids(request), self._kv.needed_entries(request)
+            num_here = bisect_left(swapped, num_hit_blocks)
+            copies = self._swap.swap_in(request, [block_ids[index] for index in swapped], num_here)
             step.swap_in += copies
             self._counters["swapped_in_blocks"] += len(copies)
 
@@ -275,7 +279,7 @@ class Admission:
         """Counts hits once per admission, however often the request was examined. Returns how much of the prompt was
         hit.
         """
-        num_hit_tokens = len(hits) * self._kv.block_size
+        num_hit_tokens = self._kv.num_tokens_in(hits)
         if self._kv.may_hit(request):
             self._counters["prefix_cache_queries"] += request.num_tokens
             self._counters["prefix_cache_hits"] += num_hit_tokens

@@ -1,26 +1,26 @@
-"""BlockPool: which blocks are free or referenced, and which content can be hit; knows no request.
+"""BlockPool: which blocks are free or referenced, and which content can be hit, by KV group; knows no request.
 
 A free block keeps its content hash until it is handed out again. So the free list is also the cache's eviction order:
 least recently freed first. Callers free the last block of a chain first: a prefix is more useful than its continuation.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
+from baton.kv_groups import NULL_BLOCK_ID
 from scheduler.block_events import BlockEvents
-
-NULL_BLOCK_ID = 0
-"""Never handed out; padding in block tables points at it."""
 
 
 class Block:
     """One KV block's bookkeeping; a node of the free list while it has no reference."""
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_count")
+    __slots__ = ("block_hash", "block_id", "group", "next_free", "prev_free", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
+        self.group = 0
+        """The group whose KV can be hit here; means nothing without a hash."""
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
 
@@ -70,15 +70,18 @@ class FreeList:
 class BlockPool:
     """All blocks of one device. Callers check `num_free` first; a call either completes or asserts.
 
-    `events` receives every content hash that becomes available or unavailable for hits.
+    `events` receives every content hash that becomes available or unavailable for hits in group 0.
     """
 
-    def __init__(self, num_blocks: int, events: BlockEvents | None = None) -> None:
+    def __init__(self, num_blocks: int, events: BlockEvents | None = None, num_groups: int = 1) -> None:
         assert num_blocks >= 2, "a pool needs at least 2 blocks: the null block and one more"
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.blocks[NULL_BLOCK_ID].ref_count = 1
+        self.null = self.blocks[NULL_BLOCK_ID]
+        """Never handed out, and never given back: its one reference is the pool's."""
         self._free = FreeList(self.blocks[1:])
-        self._hash_to_blocks: dict[bytes, list[Block]] = {}
+        self._caches: list[dict[bytes, list[Block]]] = [{} for _ in range(num_groups)]
+        """By group, the blocks with each content hash."""
         self._events = events
 
     @property
@@ -92,8 +95,8 @@ class BlockPool:
 
     @property
     def cached_hashes(self) -> Iterable[bytes]:
-        """Hashes of everything that can be hit, each once."""
-        return self._hash_to_blocks.keys()
+        """Hashes of everything that can be hit in group 0, each once."""
+        return self._caches[0].keys()
 
     def allocate(self, num_blocks: int) -> list[Block]:
         """Takes the least recently freed blocks, each with one reference; their cached content is forgotten."""
@@ -106,7 +109,7 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def touch(self, blocks: Sequence[Block]) -> None:
+    def touch(self, blocks: Iterable[Block]) -> None:
         """Adds a reference to each block, which removes it from the free list and so protects it from eviction."""
         for block in blocks:
             if block.ref_count == 0:
@@ -121,22 +124,26 @@ class BlockPool:
             if block.ref_count == 0:
                 self._free.append(block)
 
-    def cache(self, block: Block, block_hash: bytes) -> None:
-        """Makes `block` available for hits under `block_hash`. Two blocks may hold the same content."""
+    def cache(self, block: Block, block_hash: bytes, group: int = 0) -> None:
+        """Makes `block` available for the group's hits of `block_hash`. Two blocks may hold the same content."""
         assert block.block_hash is None, f"{block} is cached already"
-        block.block_hash = block_hash
-        holders = self._hash_to_blocks.get(block_hash)
+        block.block_hash, block.group = block_hash, group
+        cache = self._caches[group]
+        holders = cache.get(block_hash)
         if holders is not None:
             holders.append(block)
             return
-        self._hash_to_blocks[block_hash] = [block]
-        if self._events is not None:
+        cache[block_hash] = [block]
+        if self._events is not None and group == 0:
             self._events.stored(block_hash)
 
-    def cached_prefix(self, block_hashes: Iterable[bytes]) -> list[Block]:
-        """Blocks for as many leading hashes as can be hit without a gap."""
+    def is_cached(self, block_hash: bytes, group: int) -> bool:
+        return block_hash in self._caches[group]
+
+    def cached_prefix(self, block_hashes: Iterable[bytes], group: int = 0) -> list[Block]:
+        """The group's blocks for as many leading hashes as can be hit without a gap."""
         hits = []
-        for holders in map(self._hash_to_blocks.get, block_hashes):
+        for holders in map(self._caches[group].get, block_hashes):
             if holders is None:
                 break
             hits.append(holders[0])
@@ -146,20 +153,22 @@ class BlockPool:
         """Makes `block` unavailable for hits; does nothing if it already is."""
         if block.block_hash is None:
             return
-        holders = self._hash_to_blocks[block.block_hash]
+        cache = self._caches[block.group]
+        holders = cache[block.block_hash]
         holders.remove(block)
         if not holders:
-            del self._hash_to_blocks[block.block_hash]
-            if self._events is not None:
+            del cache[block.block_hash]
+            if self._events is not None and block.group == 0:
                 self._events.removed(block.block_hash)
         block.block_hash = None
 
     def forget_all(self) -> None:
         """Empties the cache; blocks in use stay in use."""
-        for holders in self._hash_to_blocks.values():
-            for block in holders:
-                block.block_hash = None
-        self._hash_to_blocks.clear()
+        for cache in self._caches:
+            for holders in cache.values():
+                for block in holders:
+                    block.block_hash = None
+            cache.clear()
         if self._events is not None:
             self._events.cleared()
 
@@ -170,7 +179,7 @@ class BlockPool:
         assert all(block.ref_count == 0 for block in free), "a block in use is on the free list"
         num_idle = sum(block.ref_count == 0 for block in self.blocks)
         assert num_idle == len(free), f"{num_idle} blocks have no reference, {len(free)} are free"
-        mapped = [block for holders in self._hash_to_blocks.values() for block in holders]
+        mapped = [block for cache in self._caches for holders in cache.values() for block in holders]
         hashed = [block for block in self.blocks if block.block_hash is not None]
         assert {block.block_id for block in mapped} == {block.block_id for block in hashed}, (
             "hash map is damaged"

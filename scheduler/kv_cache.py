@@ -2,17 +2,24 @@
 
 a request's table:   | prefix hits | computed | new in this step | spare slots of the last block |
                      |<------- full blocks may be cached ------->|
+
+With several KV groups (`baton/kv_groups.py`), a table has rows of a block for each group. Blocks that left the window
+of their group go back to the pool, and the null block takes their place.
 """
 
+import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from baton.block_hash import extend_block_hashes
 from baton.kv import KVEvent
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.worker import KVBlockCounts
 from scheduler.block_events import BlockEvents
 from scheduler.block_pool import Block, BlockPool
 from scheduler.block_table import NEVER, BlockTable
+from scheduler.prefix_hits import cached_rows
 from scheduler.request import Request
 
 PENDING_EVENTS_PER_BLOCK = 4
@@ -22,13 +29,23 @@ PENDING_EVENTS_PER_BLOCK = 4
 class KVCache:
     """Every block belongs to the pool, to tables, to a lease or to the quarantine; see `check_integrity`."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool, hash_key: bytes) -> None:
-        """Processes that should recognise each other's block hashes share `hash_key`, 16 to 64 secret bytes."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_caching: bool,
+        hash_key: bytes | None,
+        groups: KVGroups = ONE_GROUP,
+    ) -> None:
+        """Processes that should recognise each other's block hashes share `hash_key`, 16 to 64 secret bytes; None:
+        random ones."""
         self.block_size = block_size
         self.is_caching = enable_caching
+        self.groups = groups
+        self._num_groups, self._has_windows = groups.num_groups, groups.num_windowed > 0
         self._events = BlockEvents(PENDING_EVENTS_PER_BLOCK * num_blocks, lambda: self._pool.cached_hashes)
-        self._pool = BlockPool(num_blocks, self._events)
-        self._hash_key = hash_key
+        self._pool = BlockPool(num_blocks, self._events, self._num_groups)
+        self._hash_key = hash_key if hash_key is not None else secrets.token_bytes(32)
         self._tables: dict[str, BlockTable] = {}
         self._leased: dict[str, list[Block]] = {}
         self._num_leases: Counter[int] = Counter()
@@ -48,8 +65,16 @@ class KVCache:
         """Unfinished requests that hold blocks."""
         return len(self._tables)
 
-    def num_blocks_for(self, num_tokens: int) -> int:
+    def num_rows_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Of all groups, those included that a windowed group no longer needs."""
+        return -(-num_tokens // self.block_size) * self._num_groups
+
+    def num_tokens_in(self, hits: Sequence[Block]) -> int:
+        """Tokens of whole rows."""
+        return len(hits) // self._num_groups * self.block_size
 
     def tokens_arrived(self, request: Request) -> None:
         """Hashes blocks that the request's newest tokens completed, each once; due when `next_hash_at` is reached."""
@@ -64,22 +89,35 @@ class KVCache:
         """Whether the prefix cache is read for this request."""
         return self.is_caching and not request.skip_reading_prefix_cache
 
-    def find_cached_prefix(self, request: Request) -> list[Block]:
-        """The longest cached prefix in full blocks, leaving at least one token to compute. Changes nothing."""
+    def find_cached_prefix(self, request: Request, num_loaded: int | None = None) -> list[Block]:
+        """The longest cached prefix in full rows, leaving at least one token to compute. Changes nothing.
+
+        `num_loaded`: what the prefix lacks of so many tokens comes from another worker.
+        """
         if not self.may_hit(request):
             return []
-        max_hits = (request.num_tokens - 1) // self.block_size
-        return self._pool.cached_prefix(request.block_hashes[:max_hits])
+        block_hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        if self._num_groups == 1 and self.groups.num_full:
+            return self._pool.cached_prefix(block_hashes)
+        num_left = None if num_loaded is None else self.groups.num_left_rows(num_loaded, self.block_size)
+        return cached_rows(self._pool, block_hashes, self.groups, self.block_size, num_left)
 
     def is_held(self, request_id: str) -> bool:
         """Whether blocks are leased or quarantined under this id."""
         return request_id in self._leased or request_id in self._quarantined
 
-    def num_missing(self, request: Request, num_tokens: int, hits: Sequence[Block] = ()) -> int:
-        """Free blocks needed to give `request` room for `num_tokens` in all; free hits count too."""
+    def num_missing(
+        self, request: Request, num_tokens: int, hits: Sequence[Block] = (), num_ready: int = 0
+    ) -> int:
+        """Free blocks needed to give `request` room for `num_tokens` in all; free hits count too. See `open_table`."""
         num_held = len(request.block_table.blocks) if request.block_table else 0
         num_revived = [block.ref_count for block in hits].count(0)
-        return max(0, self.num_blocks_for(num_tokens) - num_held - len(hits)) + num_revived
+        num_new = max(0, self.num_blocks_for(num_tokens) - num_held - len(hits))
+        if num_ready and self._has_windows:
+            num_left = self.groups.num_left_rows(num_ready, self.block_size)
+            num_null = num_left - (num_held + len(hits)) // self._num_groups
+            num_new = max(0, num_new - max(0, num_null) * self.groups.num_windowed)
+        return num_new + num_revived
 
     def open_table(
         self,
@@ -89,38 +127,55 @@ class KVCache:
         *,
         cache_up_to: int | None = None,
         num_spare: int = 0,
+        num_ready: int = 0,
     ) -> bool:
         """Allocates blocks for the first `num_tokens` tokens of a request without any: `hits` first, then new ones.
 
-        Full blocks up to `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. False: fewer than
-        `num_spare` blocks would be left free, and nothing has changed.
+        Full blocks up to `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. Of the first `num_ready`
+        tokens, none is computed here: a windowed group gets blocks only for those that later tokens need. False: fewer
+        than `num_spare` blocks would be left free, and nothing has changed.
         """
         assert request.block_table is None, f"{request.request_id} has blocks"
-        if self.num_missing(request, num_tokens, hits) + num_spare > self._pool.num_free:
+        num_left = 0
+        if self._has_windows:
+            num_ready = max(num_ready, self.num_tokens_in(hits))
+            num_left = self.groups.num_left_rows(num_ready, self.block_size)
+            hits = [self._pool.null if self._has_left(i, num_left) else block for i, block in enumerate(hits)]
+        if self.num_missing(request, num_tokens, hits, num_ready) + num_spare > self._pool.num_free:
             return False
-        table = request.block_table = BlockTable(self.block_size, self.is_caching)
+        table = request.block_table = BlockTable(self.block_size, self.is_caching, self.groups)
         self._tables[request.request_id] = table
-        self._pool.touch(hits)  # before allocating: a request must not evict its own hits
-        table.append([*hits, *self._pool.allocate(self.num_blocks_for(num_tokens) - len(hits))])
+        self._pool.touch(self._without_null(hits))  # first: a request must not evict its own hits
+        num_hit_rows = len(hits) // self._num_groups
+        table.append(
+            [*hits, *self._new_rows(self.num_rows_for(num_tokens) - num_hit_rows, num_left - num_hit_rows)]
+        )
         if hits:
-            table.set_cached(len(hits))
+            table.set_cached(num_hit_rows)
+        if num_left:
+            table.set_left(num_left)
         self._cache_full_blocks(request, table, num_tokens if cache_up_to is None else cache_up_to)
         return True
 
     def extend_table(self, request: Request, num_tokens: int) -> Sequence[Block] | None:
         """Makes room for the first `num_tokens` tokens of a request that has blocks; returns the added blocks.
 
-        Full blocks up to `num_tokens` tokens can be hit from now on. None: too few blocks are free, and nothing has
-        changed.
+        Full blocks up to `num_tokens` tokens can be hit from now on. None: too few blocks are free, and none was added.
+        Blocks that have left the window are given back in any case.
         """
         table = request.block_table
         assert table is not None, f"{request.request_id} has no blocks"
+        if num_tokens < table.due_at:
+            return ()
+        if request.num_computed_tokens >= table.leaves_at:
+            self._give_back_left(table, request.num_computed_tokens)
         new: Sequence[Block] = ()
         if num_tokens > table.num_slots:
-            num_new = self.num_blocks_for(num_tokens) - len(table.blocks)
+            num_new = -(-num_tokens // self.block_size) * self._num_groups - len(table.blocks)
             if num_new > self._pool.num_free:
                 return None
-            new = self._pool.allocate(num_new)
+            is_single = self._num_groups == 1
+            new = self._pool.allocate(num_new) if is_single else self._new_rows(num_new // self._num_groups)
             table.append(new)
         if num_tokens >= table.cache_at:
             self._cache_full_blocks(request, table, num_tokens)
@@ -134,13 +189,18 @@ class KVCache:
     def block_ids(self, request: Request) -> tuple[int, ...]:
         return request.block_table.block_ids if request.block_table else ()
 
+    def needed_entries(self, request: Request) -> list[int]:
+        """Indices into its block ids of what its later tokens need of its computed tokens."""
+        return self.groups.needed_entries(request.num_computed_tokens, self.block_size)
+
     def withdraw_uncomputed(self, request: Request) -> None:
         """Makes blocks that this step was to fill unavailable for hits; called before a request that drops out of the
         step is freed.
         """
         table = request.block_table
         assert table is not None
-        for block in table.blocks[request.num_computed_tokens // self.block_size : table.num_cached]:
+        first = request.num_computed_tokens // self.block_size * self._num_groups
+        for block in table.blocks[first : table.num_cached * self._num_groups]:
             self._pool.forget(block)
 
     def free(self, request: Request) -> None:
@@ -152,19 +212,22 @@ class KVCache:
         if request.block_table is not None:
             num_of_use = request.num_computed_tokens - request.num_output_placeholders
             self._cache_full_blocks(request, request.block_table, num_of_use)
-        self._pool.free(reversed(self._take_blocks(request)))
+        self._free(self._take_blocks(request))
 
     def lease(self, request: Request) -> None:
-        """The request ended, but a remote reader needs its blocks until `end_hold`."""
-        blocks = self._take_blocks(request)
+        """The request ended, but a remote reader needs its blocks until `end_hold`; not those that left the window."""
+        if request.block_table is not None:
+            self._give_back_left(request.block_table, request.num_computed_tokens)
+        blocks = list(self._without_null(self._in_eviction_order(self._take_blocks(request))))
         self._leased[request.request_id] = blocks
         self._num_leases.update(block.block_id for block in blocks)
 
     def quarantine(self, request: Request, num_kept: int) -> None:
         """The request ended, but blocks after its first `num_kept` may still be written until `end_hold`."""
         blocks = self._take_blocks(request)
-        self._pool.free(reversed(blocks[:num_kept]))
-        self._quarantined[request.request_id] = blocks[num_kept:]
+        self._free(blocks[:num_kept])
+        may_be_written = self._in_eviction_order(blocks[num_kept:])
+        self._quarantined[request.request_id] = list(self._without_null(may_be_written))
 
     def end_hold(self, request_id: str) -> bool:
         """Frees what was leased or quarantined under this id; False if nothing was."""
@@ -175,7 +238,7 @@ class KVCache:
             blocks = self._quarantined.pop(request_id, None)
         if blocks is None:
             return False
-        self._pool.free(reversed(blocks))
+        self._pool.free(blocks)
         return True
 
     def forget_prefixes(self) -> None:
@@ -209,13 +272,16 @@ class KVCache:
     def check_integrity(self) -> None:
         """Asserts that every reference to a block has an owner, and every owner its references."""
         self._pool.check_integrity()
-        owners: Counter[int] = Counter({0: 1})
+        owners: Counter[int] = Counter()
         for blocks in [
             *[t.blocks for t in self._tables.values()],
             *self._leased.values(),
             *self._quarantined.values(),
         ]:
             owners.update(block.block_id for block in blocks)
+        owners[self._pool.null.block_id] = 1
+        for table in self._tables.values():
+            self._check_rows(table)
         for block in self._pool.blocks:
             assert block.ref_count == owners[block.block_id], f"{block} has {owners[block.block_id]} owners"
         counts = self.counts()
@@ -230,10 +296,64 @@ class KVCache:
         del self._tables[request.request_id]
         return table.blocks
 
+    def _new_rows(self, num_rows: int, num_left: int = 0) -> list[Block]:
+        """Windowed groups get null blocks for the first `num_left` of them."""
+        if self._num_groups == 1 and num_left <= 0:
+            return self._pool.allocate(num_rows)
+        starts = [
+            [self._pool.null] * (num_left if group >= self.groups.num_full else 0)
+            for group in range(self._num_groups)
+        ]
+        columns = [start + self._pool.allocate(num_rows - len(start)) for start in starts]
+        return list(chain.from_iterable(zip(*columns, strict=True)))
+
+    def _give_back_left(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Frees blocks that no later token's window reaches; the null block takes their places."""
+        num_left = max(table.num_left, self.groups.num_left_rows(num_computed_tokens, self.block_size))
+        for group in range(self.groups.num_full, self._num_groups):
+            for row in range(num_left - 1, table.num_left - 1, -1):
+                index = row * self._num_groups + group
+                self._pool.free([table.blocks[index]])
+                table.blocks[index] = self._pool.null
+        table.set_left(num_left)
+
+    def _has_left(self, index: int, num_left: int) -> bool:
+        """Whether this entry of a table is a windowed group's, in one of the first `num_left` rows."""
+        row, group = divmod(index, self._num_groups)
+        return row < num_left and group >= self.groups.num_full
+
+    def _free(self, blocks: Sequence[Block]) -> None:
+        """Gives the references of these rows back."""
+        self._pool.free(self._without_null(self._in_eviction_order(blocks)))
+
+    def _in_eviction_order(self, blocks: Sequence[Block]) -> Iterable[Block]:
+        """Group by group, the tail first; as V1 frees them."""
+        if self._num_groups == 1:
+            return reversed(blocks)
+        return chain.from_iterable(reversed(blocks[g :: self._num_groups]) for g in range(self._num_groups))
+
+    def _without_null(self, blocks: Iterable[Block]) -> Iterable[Block]:
+        if not self._has_windows:
+            return blocks
+        null = self._pool.null
+        return [block for block in blocks if block is not null]
+
     def _cache_full_blocks(self, request: Request, table: BlockTable, num_tokens: int) -> None:
         num_full = min(num_tokens, request.num_tokens) // self.block_size
         if num_full <= table.num_cached or table.cache_at == NEVER:
             return
-        for index in range(table.num_cached, num_full):
-            self._pool.cache(table.blocks[index], request.block_hashes[index])
+        blocks, block_hashes, null = table.blocks, request.block_hashes, self._pool.null
+        num_groups, cache = self._num_groups, self._pool.cache
+        for group in range(num_groups):
+            for row in range(table.num_cached, num_full):
+                block = blocks[row * num_groups + group]
+                if block is not null:
+                    cache(block, block_hashes[row], group)
         table.set_cached(num_full)
+
+    def _check_rows(self, table: BlockTable) -> None:
+        """Asserts that null blocks stand exactly where a windowed group has left its blocks behind."""
+        assert len(table.blocks) == table.num_rows * self._num_groups, "a row lacks the block of a group"
+        for index, block in enumerate(table.blocks):
+            has_left = self._has_left(index, table.num_left)
+            assert (block is self._pool.null) == has_left, f"{block} is entry {index} of a table"

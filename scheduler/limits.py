@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from baton.block_hash import MAX_TOKEN_ID
 from baton.config import SchedulerConfig
 from baton.errors import ConfigError, InvalidRequest
+from baton.kv_groups import KVGroups
 from scheduler.request import Request
 from scheduler.stop import end_of_initial_output
 
@@ -17,13 +18,15 @@ class ContextLimits:
     budget.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, groups: KVGroups) -> None:
         if config.num_blocks is None or config.max_model_len is None:
             raise ConfigError(
                 f"scheduler: num_blocks ({config.num_blocks}) and max_model_len ({config.max_model_len}) "
                 "must be set before a scheduler is created"
             )
-        num_slots = (config.num_blocks - 1) * config.block_size
+        size, num_usable = config.block_size, config.num_blocks - 1
+        num_rows = groups.most_rows(num_usable, size, config.max_num_batched_tokens)
+        num_slots = config.max_model_len if num_rows is None else num_rows * size
         splits_prompts = config.batching == "unified" and config.enable_chunked_prefill
         most_computed = num_slots if splits_prompts else min(num_slots, config.max_num_batched_tokens)
         self._max_initial_len = min(config.max_model_len - 1, num_slots - 1, most_computed)

@@ -42,8 +42,9 @@ class Preemption:
         step.preempt(victim)
         self._kv.withdraw_uncomputed(victim)
         if self._can_swap(victim):
-            num_blocks = self._kv.num_blocks_for(victim.num_computed_tokens)
-            copies = self._swap.swap_out(victim, self._kv.block_ids(victim)[:num_blocks])
+            block_ids = self._kv.block_ids(victim)
+            needed = [block_ids[index] for index in self._kv.needed_entries(victim)]
+            copies = self._swap.swap_out(victim, needed)
             step.swap_out += copies
             self._counters["swap_preemptions"] += 1
             self._counters["swapped_out_blocks"] += len(copies)
@@ -78,8 +79,9 @@ class Preemption:
         return {request.request_id for request in preempted}
 
     def _can_swap(self, victim: Request) -> bool:
-        num_blocks = self._kv.num_blocks_for(victim.num_computed_tokens)
-        if self._mode == "recompute" or not 0 < num_blocks <= self._swap.num_free:
+        if self._mode == "recompute":
+            return False
+        if not 0 < len(self._kv.needed_entries(victim)) <= self._swap.num_free:
             return False
         if victim.num_output_placeholders:
             if victim.is_producer:

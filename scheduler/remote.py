@@ -19,10 +19,11 @@ from scheduler.request import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A prompt on its way; its table's first `num_hit_blocks` blocks were in the local prefix cache."""
+    """A prompt on its way; its table's first blocks, so many, were in the local prefix cache."""
 
     request: Request
     num_hit_blocks: int
+    num_hit_tokens: int
 
 
 class RemotePrompts:
@@ -57,11 +58,11 @@ class RemotePrompts:
         if self._connector is not None and request.kv_transfer is not None:
             self._connector.request_added(request)
 
-    def num_tokens_to_load(self, request: Request, num_hit_blocks: int) -> tuple[int | None, bool]:
+    def num_tokens_to_load(self, request: Request, num_hit_tokens: int) -> tuple[int | None, bool]:
         """See KVConnector.get_num_new_matched_tokens."""
         if self._connector is None:
             return 0, False
-        return self._connector.get_num_new_matched_tokens(request, num_hit_blocks * self._kv.block_size)
+        return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
 
     def start_load(self, request: Request, hits: list[Block], num_remote_tokens: int, num_spare: int) -> bool:
         """Reserves blocks for all initial tokens and one more, so that an arrived prompt can always take its first
@@ -70,10 +71,14 @@ class RemotePrompts:
         False, and nothing has changed, if fewer than `num_spare` blocks would be left free.
         """
         assert self._connector is not None
-        num_hit_tokens = len(hits) * self._kv.block_size
-        num_tokens = request.num_initial_tokens + 1
+        num_hit_tokens, num_initial = self._kv.num_tokens_in(hits), request.num_initial_tokens
         if not self._kv.open_table(
-            request, num_tokens, hits, cache_up_to=num_hit_tokens, num_spare=num_spare
+            request,
+            num_initial + 1,
+            hits,
+            cache_up_to=num_hit_tokens,
+            num_spare=num_spare,
+            num_ready=num_initial,
         ):
             return False
         num_blocks = self._kv.num_blocks_for(num_hit_tokens + num_remote_tokens)
@@ -81,7 +86,7 @@ class RemotePrompts:
         self._connector.update_state_after_alloc(request, blocks_to_fill, num_remote_tokens)
         request.move_to(RequestStatus.WAITING_FOR_REMOTE_KVS)
         request.may_load = False
-        self._loads[request.request_id] = Load(request, len(hits))
+        self._loads[request.request_id] = Load(request, len(hits), num_hit_tokens)
         self._counters["kv_prompt_loads_started"] += 1
         return True
 
@@ -113,8 +118,8 @@ class RemotePrompts:
         request = load.request
         self._counters[f"kv_prompt_loads_{_end_of(failure)}"] += 1
         request.may_load = failure.is_postponed
-        num_valid_blocks = load.num_hit_blocks + failure.num_valid_blocks
-        self._kv.cache_received(request, num_valid_blocks * self._kv.block_size)
+        num_valid_tokens = load.num_hit_tokens + failure.num_valid_blocks * self._kv.block_size
+        self._kv.cache_received(request, num_valid_tokens)
         self._kv.free(request)
         request.move_to(RequestStatus.WAITING)
         return request

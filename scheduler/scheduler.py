@@ -11,7 +11,6 @@ a step hands out a budget of tokens. Each part has a file of its own:
     speculation drafts of the next tokens
 """
 
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from dataclasses import replace
 from baton.config import SchedulerConfig
 from baton.errors import InvalidRequest
 from baton.kv import KVEvent
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import ErrorKind, RequestOutput, TokenLogprobs
 from baton.sampling import StructuredOutput
 from baton.step import NON_FINITE, EngineCoreOutputs, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput
@@ -54,7 +54,7 @@ class Scheduler:
     `config.num_blocks` and `config.max_model_len` must be set. `hash_key` (16 to 64 bytes) makes block hashes
     comparable between processes that share it; by default it is random. `joins_parts`: a step takes about as long with
     few tokens as with many, as on a GPU, so a part of a long prompt may join prompts that end in the step.
-    `num_speculative_tokens`: the most drafts that a step verifies for a request.
+    `num_speculative_tokens`: the most drafts that a step verifies for a request. `kv_groups`: of the model's layers.
     """
 
     def __init__(
@@ -65,14 +65,15 @@ class Scheduler:
         *,
         joins_parts: bool = False,
         num_speculative_tokens: int = 0,
+        kv_groups: KVGroups = ONE_GROUP,
     ) -> None:
         self._config = config
-        self._limits = ContextLimits(config)
+        self._limits = ContextLimits(config, kv_groups)
         self._connector = connector
         assert config.num_blocks is not None, "ContextLimits refuses such a config"
         self._counters = counters = Counter[str]()
-        hash_key = hash_key if hash_key is not None else secrets.token_bytes(32)
-        self._kv = kv = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, hash_key)
+        caches, size = config.enable_prefix_caching, config.block_size
+        self._kv = kv = KVCache(config.num_blocks, size, caches, hash_key, kv_groups)
         self._swap = swap = SwapSpace(num_swap_blocks(config))
         self._remote = RemotePrompts(connector, kv, counters)
         self._trial = Trial()

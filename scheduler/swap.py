@@ -3,6 +3,8 @@
 A step copies out before it copies in. So host blocks read by a step must not be written again before the next one.
 """
 
+from collections.abc import Sequence
+
 from baton.config import SchedulerConfig
 from baton.errors import ConfigError
 from scheduler.request import Request
@@ -31,18 +33,18 @@ class SwapSpace:
         self._free += self._being_read
         self._being_read = []
 
-    def swap_out(self, request: Request, block_ids: tuple[int, ...]) -> Copies:
+    def swap_out(self, request: Request, block_ids: Sequence[int]) -> Copies:
         """Host blocks for all of `block_ids`; the caller has checked `num_free`."""
         assert not request.swapped_block_ids, f"{request.request_id} is swapped out already"
         request.swapped_block_ids = tuple([self._free.pop() for _ in block_ids])
         self.num_held += len(block_ids)
         return list(zip(block_ids, request.swapped_block_ids, strict=True))
 
-    def swap_in(self, request: Request, block_ids: tuple[int, ...], num_hit_blocks: int) -> Copies:
+    def swap_in(self, request: Request, block_ids: Sequence[int], num_hit_blocks: int) -> Copies:
         """Copies that bring the request's KV back into `block_ids`, of which the first `num_hit_blocks` have it."""
         held = self._take(request)
         self._being_read += held
-        return list(zip(held, block_ids, strict=False))[num_hit_blocks:]
+        return list(zip(held, block_ids, strict=True))[num_hit_blocks:]
 
     def discard(self, request: Request) -> None:
         """Drops the request's KV; does nothing if it has none here."""

@@ -12,13 +12,14 @@ from functools import lru_cache
 import numpy as np
 import xxhash
 
+from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.pipeline import StepResult
 from kv_transfer.transport.base import Bytes
 from simulator.world import Process, World
 
 NUM_PLANES = 2
-"""Keys and values of one layer."""
+"""Keys and values of one layer, which is all of a KV group."""
 NUM_HEADS = 2
 CELL_BYTES = 4
 """Bytes of one token in one head of one plane."""
@@ -98,8 +99,10 @@ class SimRunner:
         num_host_blocks: int,
         step_s: Callable[[], float],
         num_drafts: int = 0,
+        groups: KVGroups = ONE_GROUP,
     ) -> None:
         self._world = world
+        self._groups = groups
         self._name = name
         self._pool = pool_NPHTB
         self._host = np.zeros((num_host_blocks, *pool_NPHTB.shape[1:]), np.uint8)
@@ -150,7 +153,7 @@ class SimRunner:
                     self._sample(known, is_right=False)
                     non_finite.add(request_id)
                 continue
-            is_right = self._is_right(known, end, request_id)
+            is_right = self._is_right(known, starts[request_id], end, request_id)
             if samples:
                 sampled[request_id] = self._verified(known, drafts[request_id], is_right)
                 position = known.num_tokens - len(known.prompt)
@@ -187,18 +190,33 @@ class SimRunner:
             starts[request_id] = num_computed_tokens
         return starts
 
-    def _slots(self, known: KnownRequest, start: int, end: int) -> tuple[Bytes, Bytes]:
-        """Block and offset of each position."""
-        blocks, offsets = np.divmod(np.arange(start, end), self._block_size)
-        return np.asarray(known.block_ids)[blocks], offsets
+    def _slots(self, known: KnownRequest, group: int, start: int, end: int) -> tuple[Bytes, Bytes]:
+        """The group's block and the offset of each position."""
+        rows, offsets = np.divmod(np.arange(start, end), self._block_size)
+        return np.asarray(known.block_ids)[rows * self._groups.num_groups + group], offsets
 
-    def _content(self, known: KnownRequest, start: int, end: int) -> Bytes:
+    def _content(self, known: KnownRequest, group: int, start: int, end: int) -> Bytes:
+        """Each group has KV of its own."""
         kv = np.frombuffer(bytes(known.kv[start * SLOT_BYTES : end * SLOT_BYTES]), np.uint8)
-        return kv.reshape(-1, NUM_PLANES, NUM_HEADS, CELL_BYTES)
+        return kv.reshape(-1, NUM_PLANES, NUM_HEADS, CELL_BYTES) ^ np.uint8(group)
 
     def _write(self, known: KnownRequest, start: int, end: int) -> None:
-        blocks, offsets = self._slots(known, start, end)
-        self._pool[blocks, :, :, offsets] = self._content(known, start, end)
+        for group in range(self._groups.num_groups):
+            blocks, offsets = self._slots(known, group, start, end)
+            assert (blocks != NULL_BLOCK_ID).all(), "a step writes the null block"
+            self._pool[blocks, :, :, offsets] = self._content(known, group, start, end)
+
+    def _reads_from(self, group: int, start: int) -> int:
+        """The first position that tokens from `start` on attend to."""
+        is_windowed = group >= self._groups.num_full
+        return max(0, start - self._groups.window + 1) if is_windowed else 0
+
+    def _reads_nan(self, known: KnownRequest, start: int, end: int) -> bool:
+        for group in range(self._groups.num_groups):
+            blocks, offsets = self._slots(known, group, self._reads_from(group, start), end)
+            if (self._pool[blocks, :, :, offsets] == NAN).all(axis=(1, 2, 3)).any():
+                return True
+        return False
 
     def _spoils(self, known: KnownRequest, start: int, end: int, request_id: str, *, samples: bool) -> bool:
         """Whether this step computes NaN for the request: by a fault, or since it reads what such a step wrote."""
@@ -207,27 +225,29 @@ class SimRunner:
             self._has_spoiled = True
             self._spoiled.add(request_id)
             self._world.counts["fault not finite"] += 1
-        elif self._has_spoiled:
-            blocks, offsets = self._slots(known, 0, end)
-            if (self._pool[blocks, :, :, offsets] == NAN).all(axis=(1, 2, 3)).any():
-                self._spoiled.add(request_id)
+        elif self._has_spoiled and self._reads_nan(known, start, end):
+            self._spoiled.add(request_id)
         if request_id not in self._spoiled:
             return False
-        blocks, offsets = self._slots(known, start, end)
-        self._pool[blocks, :, :, offsets] = NAN
+        for group in range(self._groups.num_groups):
+            blocks, offsets = self._slots(known, group, start, end)
+            self._pool[blocks, :, :, offsets] = NAN
         return True
 
-    def _is_right(self, known: KnownRequest, end: int, request_id: str) -> bool:
-        blocks, offsets = self._slots(known, 0, end)
-        differs = self._pool[blocks, :, :, offsets] != self._content(known, 0, end)
-        if not differs.any():
-            return True
-        position = int(np.flatnonzero(differs.any(axis=(1, 2, 3)))[0])
-        self._world.violate(
-            "KV is right",
-            f"{self._name}: {request_id} reads foreign KV at position {position}, block {blocks[position]}",
-        )
-        return False
+    def _is_right(self, known: KnownRequest, start: int, end: int, request_id: str) -> bool:
+        for group in range(self._groups.num_groups):
+            first = self._reads_from(group, start)
+            blocks, offsets = self._slots(known, group, first, end)
+            differs = self._pool[blocks, :, :, offsets] != self._content(known, group, first, end)
+            if differs.any():
+                index = int(np.flatnonzero(differs.any(axis=(1, 2, 3)))[0])
+                self._world.violate(
+                    "KV is right",
+                    f"{self._name}: {request_id} reads foreign KV at position {first + index}, "
+                    f"block {blocks[index]} of group {group}",
+                )
+                return False
+        return True
 
     def _verified(self, known: KnownRequest, drafts: Sequence[int], is_right: bool) -> list[int]:
         """The drafts that are right, and the token after them."""

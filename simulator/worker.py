@@ -15,6 +15,7 @@ from baton.clock import Clock
 from baton.config import KVTransferConfig, SchedulerConfig
 from baton.errors import InvalidRequest, Overloaded, RequestError, WireError
 from baton.kv import KVFingerprint, WorkerRef
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.messages.session import WorkerSessions
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
@@ -63,6 +64,8 @@ class WorkerSpec:
     reads_at_once: bool
     num_drafts: int = 0
     """The most drafts of a request in one step."""
+    groups: KVGroups = ONE_GROUP
+    """Of the model's layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +117,20 @@ class Worker(Process):
             config.num_swap_blocks or 0,
             self._step_duration_s,
             spec.num_drafts,
+            spec.groups,
         )
         self.connector = SimConnector(world, self, self.clock, self.wake)
         self.connector.max_command_delay_s = spec.max_command_delay_s
         self.channel = SimChannel(site.network, spec.name, self)
         self.readers = self._make_readers(site)
         self._attach_endpoint(site)
-        self.connector_scheduler = KVConnectorScheduler(config.block_size)
+        self.connector_scheduler = KVConnectorScheduler(config.block_size, spec.groups)
         self.scheduler = Scheduler(
             config,
             self.connector_scheduler,
             hash_key=b"simulated" + b"-" * 16,
             num_speculative_tokens=spec.num_drafts,
+            kv_groups=spec.groups,
         )
         self.core = EngineCore(
             self.scheduler,
@@ -160,6 +165,7 @@ class Worker(Process):
             *(self.ref, self.kind, state, blocks, requests, {}),
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            kv_groups=self.spec.groups,
         )
         return self.sessions.heartbeat(gateway.encode(), status)
 
@@ -322,9 +328,18 @@ class Worker(Process):
         }
 
     def _attach_endpoint(self, site: Site) -> None:
-        spec, block_size = self.spec, self.spec.scheduler.block_size
+        spec, groups = self.spec, self.spec.groups
         fingerprint = KVFingerprint(
-            2, spec.model, "float32", "LKHTD", NUM_PLANES // 2, NUM_HEADS, CELL_BYTES // 4, block_size, 1
+            protocol_version=2,
+            model=spec.model,
+            dtype="float32",
+            layout="LKHTD",
+            num_layers=NUM_PLANES // 2 * groups.num_groups,
+            num_kv_heads=NUM_HEADS,
+            head_dim=CELL_BYTES // 4,
+            block_size=spec.scheduler.block_size,
+            num_ranks=1,
+            groups=groups,
         )
         self.connector.attach(
             site.transfer,

@@ -156,10 +156,11 @@ class EngineHost:
         core = EngineCore(
             Scheduler(
                 config,
-                KVConnectorScheduler(config.block_size),
+                KVConnectorScheduler(config.block_size, model.layer_groups.groups),
                 self._keys.prefix,
                 joins_parts=engine.device != "cpu",
                 num_speculative_tokens=self._config.speculation.num_drafts,
+                kv_groups=model.layer_groups.groups,
             ),
             executor.make_pipeline(grammars),
             executor.connector,
@@ -258,6 +259,7 @@ class EngineHost:
             self._load(snapshot),
             self._config.scheduler.max_num_seqs,
             self._config.scheduler.max_num_batched_tokens,
+            self._parts.executor.device_engine.model.layer_groups.groups,
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:

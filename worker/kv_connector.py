@@ -4,6 +4,7 @@ Satisfies `scheduler.KVConnector` with the producing half of the prefill role an
 role. Both always exist: a worker can change its role while transfers of the old one end.
 """
 
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.step import KVConnectorOutput, SchedulerOutput
 from decode_worker import KVConsumerScheduler
 from kv_transfer import KVConnectorMetadata
@@ -14,9 +15,9 @@ from scheduler import Request
 class KVConnectorScheduler:
     """Sends each call to the half that a request belongs to, and joins the commands of both for a step."""
 
-    def __init__(self, block_size: int) -> None:
-        self._producer = KVProducerScheduler(block_size)
-        self._consumer = KVConsumerScheduler(block_size)
+    def __init__(self, block_size: int, groups: KVGroups = ONE_GROUP) -> None:
+        self._producer = KVProducerScheduler(block_size, groups)
+        self._consumer = KVConsumerScheduler(block_size, groups)
 
     def request_added(self, request: Request) -> None:
         (self._producer if request.is_producer else self._consumer).request_added(request)

@@ -216,9 +216,12 @@ def _num_cached_tokens(plan: SchedulerOutput, block_size: int) -> dict[str, int]
         changes = zip(cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for request_id, block_ids, num_computed in changes:
             if request_id in cached.resumed_request_ids:
-                num_blocks = -(-num_computed // block_size)
-                num_hit_blocks = num_blocks - sum(block_id in swapped_in for block_id in block_ids)
-                num_cached[request_id] = min(num_computed, num_hit_blocks * block_size)
+                num_rows = -(-(num_computed + plan.num_scheduled_tokens[request_id]) // block_size)
+                copied = (index for index, block_id in enumerate(block_ids) if block_id in swapped_in)
+                first_row = (
+                    next(copied, len(block_ids)) * num_rows // len(block_ids)
+                )  # a row: of each KV group
+                num_cached[request_id] = min(num_computed, first_row * block_size)
     return {request_id: num_tokens for request_id, num_tokens in num_cached.items() if num_tokens}
 
 

@@ -62,9 +62,23 @@ class BatonConfig(Section):
                 f"scheduler.async_scheduling (true) contradicts speculation.{key}, which needs the last step's tokens "
                 "before the next step is planned; remove one of the two keys"
             )
+        self._check_draft_model()
         if self.autoscaling.mode != "off":
             self._check_bounds()
         return self
+
+    def _check_draft_model(self) -> None:
+        speculation = self.speculation
+        if speculation.method == "draft_model" and self.engine.device != "cpu":
+            raise ValueError(
+                f"speculation.method 'draft_model' needs engine.device 'cpu', got '{self.engine.device}'; use 'ngram'"
+            )
+        num_ranks = max(self.num_ranks(role) for role in WorkerRole)
+        if speculation.draft_layers is not None and num_ranks > 1:
+            raise ValueError(
+                f"speculation.draft_layers ({speculation.draft_layers}) needs workers of one rank, and there are "
+                f"workers of {num_ranks}; use speculation.draft_model, which rank 0 computes alone"
+            )
 
     def _check_bounds(self) -> None:
         for role in WorkerRole:

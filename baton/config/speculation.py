@@ -6,20 +6,41 @@ from pydantic import Field, field_validator, model_validator
 
 from baton.config.section import Section
 
+KEYS: dict[str, set[str]] = {
+    "off": set(),
+    "ngram": {"num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"},
+    "draft_model": {"num_speculative_tokens", "draft_model", "draft_quantization", "draft_layers"},
+}
+"""The keys that only some methods have, by method."""
+
+
+def _without_effect(method: str) -> set[str]:
+    return set().union(*KEYS.values()) - KEYS[method]
+
 
 class SpeculationConfig(Section):
     """Speculative decoding: tokens guessed ahead (drafts), verified in one step. Jump decoding: tokens that a grammar
     forces, computed in one step. Every answer keeps its tokens."""
 
-    method: Literal["off", "ngram"] = "off"
+    method: Literal["off", "ngram", "draft_model"] = "off"
     """`ngram`: where a request's last tokens occurred before in its prompt or answer, the tokens that followed them
-    there are its drafts. It needs `scheduler.async_scheduling` off, and turns it off where it is unset."""
+    there are its drafts. `draft_model`, on CPUs: a smaller model guesses; set the key `draft_model` or `draft_layers`.
+    Both need `scheduler.async_scheduling` off, and turn it off where it is unset."""
     num_speculative_tokens: int = Field(4, ge=1, le=16)
     """The most drafts of one request in one step. A request whose drafts are rarely right gets fewer."""
     prompt_lookup_min: int = Field(2, ge=1)
     """`ngram`: the fewest of the last tokens that must have occurred before."""
     prompt_lookup_max: int = Field(4, ge=1)
     """`ngram`: the most of the last tokens that are searched for; the longest match wins."""
+    draft_model: str | None = Field(None, min_length=1)
+    """`draft_model`: the model that guesses, as in `model.path`. It must have the served model's vocabulary. It may be
+    the served model itself with another `draft_quantization`."""
+    draft_quantization: Literal["auto", "none", "int8", "int4"] | None = None
+    """`draft_model`: how the model of the key `draft_model` keeps its matrices, as in `model.quantization`; None: as
+    the served model."""
+    draft_layers: int | None = Field(None, ge=1)
+    """`draft_model`: instead of another model, the first layers of the served one guess. They take no memory. It needs
+    `engine.tensor_parallel` 1."""
     forced_tokens: bool | None = None
     """Append the tokens that a structured output's grammar forces, without a step for each. It needs
     `scheduler.async_scheduling` off, and a CPU; `true` turns `async_scheduling` off where it is unset. None: only where
@@ -38,10 +59,22 @@ class SpeculationConfig(Section):
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must not be above prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
             )
-        if self.method == "off" and (unused := self.model_fields_set - {"method", "forced_tokens"}):
-            key = min(unused)
+        given = {key for key in self.model_fields_set if getattr(self, key) is not None}
+        if unused := sorted(given & _without_effect(self.method)):
+            method = " or ".join(f"'{other}'" for other in KEYS if unused[0] not in _without_effect(other))
             raise ValueError(
-                f"{key} ({getattr(self, key)}) has no effect with method 'off'; set method to 'ngram'"
+                f"{unused[0]} ({getattr(self, unused[0])}) has no effect with method '{self.method}'; set method to "
+                f"{method}"
+            )
+        if self.method == "draft_model" and (self.draft_model is None) == (self.draft_layers is None):
+            raise ValueError(
+                "method 'draft_model' needs draft_model (another model) or draft_layers (the served model's first "
+                f"layers); set one of the two keys, not {'both' if self.draft_model else 'neither'}"
+            )
+        if self.draft_layers is not None and self.draft_quantization is not None:
+            raise ValueError(
+                f"draft_quantization ({self.draft_quantization}) has no effect with draft_layers, which share the "
+                "served model's weights; remove one of the two keys"
             )
         return self
 

@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.fleet import CacheFlush, FleetDescription, FleetView, GatewayReport, RolloutStep
 from baton.worker import StartProgress, WorkerRole, WorkerStatus
 
-FLEET_PLANE_VERSION = 7
+FLEET_PLANE_VERSION = 8
 """Counts up whenever one of these messages, or a frame of control_codec.py, changes."""
 
 R = TypeVar("R")

@@ -11,6 +11,7 @@ from baton.config import ModelConfig
 from baton.errors import ConfigError
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.kv_cache import KVBlockShape
+from engine.layer_groups import LayerGroups, group_layers, one_group
 from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
 from engine.layers.fp8_linear import has_fp8_units
@@ -85,12 +86,19 @@ class LoadedModel:
         """This rank's query heads."""
         return self.architecture.num_heads // self.collectives.size
 
-    def kv_block_shape(self, block_size: int) -> KVBlockShape:
-        """The shape of `block_size` tokens in this rank's KV pool."""
+    @property
+    def layer_groups(self) -> LayerGroups:
+        """On a GPU one group, whose blocks stay: its attention has one block table for all layers, and masks."""
         a = self.architecture
-        return KVBlockShape(
-            a.num_layers, a.num_kv_heads // self.collectives.size, block_size, a.head_dim, self.kv_dtype
-        )
+        if self.device.type != "cpu":
+            return one_group(a.num_layers)
+        return group_layers(a.sliding_windows, a.max_position_embeddings)
+
+    def kv_block_shape(self, block_size: int) -> KVBlockShape:
+        """The shape of `block_size` tokens of a KV group in this rank's KV pool."""
+        a = self.architecture
+        num_layers, num_kv_heads = self.layer_groups.num_layers, a.num_kv_heads // self.collectives.size
+        return KVBlockShape(num_layers, num_kv_heads, block_size, a.head_dim, self.kv_dtype)
 
 
 def load_model(

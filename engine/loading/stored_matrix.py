@@ -83,10 +83,9 @@ class StoredMatrix:
         )
 
     def _check_shape(self, shape: torch.Tensor | None) -> None:
-        if shape is not None and tuple(shape.tolist()) != self.take.shape:
-            raise ModelError(
-                f"tensor {self.parts['shape'].name} is {shape.tolist()}, but config.json implies {list(self.take.shape)}"
-            )
+        if shape is not None and shape.tolist() != list(self.take.shape):
+            name, implied = self.parts["shape"].name, list(self.take.shape)
+            raise ModelError(f"tensor {name} is {shape.tolist()}, but config.json implies {implied}")
 
     def _slices(self) -> tuple[slice, slice]:
         shard, whole = self.take.shard, slice(None)

@@ -211,8 +211,8 @@ def model_digest(
     evenly over the content. Hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    commit = commit_of(path)
-    suffix = "".join(f"-{part}" for part in (quantization, activations, rotation, commit) if part is not None)
+    parts = (quantization, activations, rotation, commit_of(path))
+    suffix = "".join(f"-{part}" for part in parts if part is not None)
     if dummy_device is not None:
         return f"{digest.hexdigest()}-dummy{_kind_of(dummy_device)}{suffix}"
     gguf = gguf_of(path)

@@ -7,7 +7,8 @@ Shape suffixes: T tokens of a step, R rows that sample, V vocabulary (a rank's s
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from copy import copy
+from typing import Protocol, Self
 
 import torch
 
@@ -89,6 +90,13 @@ class Decoder:
             else weights.take_matrix("lm_head.weight", a.vocab_size, a.hidden_size, shard=rows)
         )
         self._lm_head = backend.linear(lm_head_VE, None)
+
+    def first_layers(self, num_layers: int) -> Self:
+        """A model of only these layers, with this one's embeddings, final norm and projection to logits. It shares all
+        weights."""
+        first = copy(self)
+        first._layers = self._layers[:num_layers]
+        return first
 
     def forward(self, tokens: InputTokens, attention: Attention) -> torch.Tensor:
         """Hidden states of every token, before the final norm: T x E."""

@@ -108,8 +108,9 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """The fleet as one rank: the gateway's requests, and the decode workers' KV."""
         decode = [status for status in self._driver.workers.statuses if status.role is WorkerRole.DECODE]
-        total = sum(status.kv_blocks.total * status.ref.block_size for status in decode)
-        free = sum(status.kv_blocks.free * status.ref.block_size for status in decode)
+        rows = [(status.kv_blocks, status.ref.block_size / status.kv_groups.num_groups) for status in decode]
+        total = int(sum(blocks.total * num_tokens for blocks, num_tokens in rows))
+        free = int(sum(blocks.free * num_tokens for blocks, num_tokens in rows))
         running, waiting = self._driver.dispatcher.num_in_flight, self._driver.dispatcher.num_queued
         load = pb.SchedulerLoad(
             num_running_reqs=running,

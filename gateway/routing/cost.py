@@ -112,7 +112,7 @@ class CostModel:
             step_s = _unless_alike(own.start_s + own.per_request_s * (2 * num_running + 1), step_s)
         seconds = num_new * step_s
         num_to_come = (num_running + 1) * num_new // 2 + need.num_tokens
-        num_short = num_to_come - worker.room * worker.block_size
+        num_short = num_to_come - worker.room_tokens
         return seconds + num_short / self._tokens_per_s(worker) if num_short > 0 else seconds
 
     def _late_s(self, decode: WorkerEstimate, need: Need, per_token_s: float, prefill_s: float) -> float:

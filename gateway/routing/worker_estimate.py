@@ -15,6 +15,7 @@ own.
 
 from itertools import islice
 
+from baton.kv_groups import ONE_GROUP
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from gateway.routing.placement import Placement
 from gateway.routing.rates import MovingAverage, StepTime
@@ -37,6 +38,7 @@ class WorkerEstimate:
         self.num_waiting_tokens = 0
         """Prompt tokens that the worker has yet to compute."""
         self.block_size = 1
+        self._groups = ONE_GROUP
         self.room = 0
         """Free blocks, less those promised, and less one for each running request to grow."""
         self.step_tokens = UNKNOWN_STEP_TOKENS
@@ -66,7 +68,7 @@ class WorkerEstimate:
 
     def on_status(self, status: WorkerStatus) -> None:
         self._status = status
-        self.block_size = status.ref.block_size
+        self.block_size, self._groups = status.ref.block_size, status.kv_groups
         self.step_tokens = status.max_num_batched_tokens or UNKNOWN_STEP_TOKENS
         counts = status.requests
         self._num_reported = counts.running + counts.waiting + counts.waiting_for_remote_kvs
@@ -109,7 +111,9 @@ class WorkerEstimate:
 
     def may_ever_hold(self, num_tokens: int) -> bool:
         """Whether the worker's empty pool could hold `num_tokens`."""
-        return self.status.kv_blocks.total >= self.num_blocks_for(num_tokens)
+        total = self.status.kv_blocks.total
+        num_rows = self._groups.most_rows(total, self.block_size, self.step_tokens)
+        return num_rows is None or num_rows * self.block_size >= num_tokens
 
     def fits(self, num_tokens: int) -> bool:
         """Whether the worker has free blocks for `num_tokens`."""
@@ -120,7 +124,13 @@ class WorkerEstimate:
         return not self.sub_requests
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Those that left a window are not counted."""
+        return self._groups.num_held_blocks(num_tokens, self.block_size)
+
+    @property
+    def room_tokens(self) -> int:
+        """At least so many tokens have room."""
+        return self.room * self.block_size // self._groups.num_groups
 
     def num_tokens_in_order(self, num_tokens: int) -> int:
         """The sum, over the prompts that wait here, of their tokens or `num_tokens`, whichever are fewer. Of other

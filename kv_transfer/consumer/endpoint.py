@@ -152,7 +152,8 @@ class ConsumerEndpoint:
             )
             return
         self._loads.begin(command.request_id, [end.rank_transfer for end in ends])
-        first_token, now = command.first_index * self._pool.layout.block_size, self._clock.now()
+        layout, now = self._pool.layout, self._clock.now()
+        first_token = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
         for end in ends:  # begin all first, since one that fails at once gives the others up
             effects += self._consumer.load(end.rank_transfer, first_token, command.block_ids, now)

@@ -85,9 +85,9 @@ class Consumer:
         return self._ask(transfer, now)
 
     def load(
-        self, rank_transfer: RankTransfer, first_token: int, block_ids: tuple[int, ...], now: float
+        self, rank_transfer: RankTransfer, first_token: int, block_ids: tuple[int | None, ...], now: float
     ) -> list[Effect]:
-        """Blocks are reserved: from now on they may be written, until Received, Failed or Quiesced."""
+        """Blocks are reserved: from now on they may be written, until Received, Failed or Quiesced. See `reserve`."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Failed(rank_transfer, 0, "another request has claimed this transfer", False)]

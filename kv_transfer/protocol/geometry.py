@@ -4,6 +4,8 @@ A *rank transfer* joins one rank of the producer to one rank of the consumer tha
 into *pieces*: its heads, and the tokens of the smaller of both block sizes. With equal sizes, the usual case, a piece
 is a block.
 
+With several KV groups, the pieces of a prompt count up row by row, as the blocks of a request's table do.
+
     producer: 2 ranks of 4 heads, blocks of 16 tokens        consumer: 4 ranks of 2 heads, blocks of 32 tokens
 
     rank 0   block 0        block 1                          rank 0   block 0
@@ -15,14 +17,20 @@ is a block.
 
 from dataclasses import dataclass
 
+from baton.kv_groups import ONE_GROUP, KVGroups
+
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The layout of one rank: `block_size` tokens per block, and its share of all heads."""
+    """The layout of one rank: `block_size` tokens per block, and its share of all heads.
+
+    `groups` counts for our own rank; the fingerprints say whether the peer's are the same.
+    """
 
     block_size: int
     num_ranks: int = 1
     rank: int = 0
+    groups: KVGroups = ONE_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +46,20 @@ class PieceShape:
     first_head: int
     """Counted within this rank."""
     num_heads: int
+    num_groups: int = 1
 
     def num_pieces_for(self, num_tokens: int) -> int:
         """How many pieces the first `num_tokens` tokens of a prompt take."""
-        return -(-num_tokens // self.num_tokens)
+        return -(-num_tokens // self.num_tokens) * self.num_groups
 
     def pieces_of(self, block_id: int) -> range:
         first = block_id * self.pieces_per_block
         return range(first, first + self.pieces_per_block)
+
+    def index_of(self, entry: int, part: int) -> int:
+        """Which of the prompt's pieces is this part of the block at this entry of the prompt's table."""
+        row, group = divmod(entry, self.num_groups)
+        return (row * self.pieces_per_block + part) * self.num_groups + group
 
 
 def mismatch(num_heads: int, ours: RankLayout, theirs: RankLayout) -> str | None:
@@ -56,6 +70,8 @@ def mismatch(num_heads: int, ours: RankLayout, theirs: RankLayout) -> str | None
     ):
         if a % b and b % a:
             return f"{what}: neither of {a} and {b} divides the other"
+    if ours.groups.num_windowed and ours.block_size != theirs.block_size:
+        return f"block_size: {ours.block_size} and {theirs.block_size} differ, but some layers have a sliding window"
     for num_ranks in (ours.num_ranks, theirs.num_ranks):
         if num_heads % num_ranks:
             return f"tensor-parallel ranks: {num_heads} heads cannot be divided among {num_ranks}"
@@ -78,4 +94,5 @@ def piece_shape(num_heads: int, ours: RankLayout, theirs: RankLayout) -> PieceSh
     our_first, their_first = ours.rank * our_heads, theirs.rank * their_heads
     first = max(our_first, their_first)
     last = min(our_first + our_heads, their_first + their_heads)
-    return PieceShape(ours.block_size // num_tokens, num_tokens, first - our_first, last - first)
+    num_parts = ours.block_size // num_tokens
+    return PieceShape(num_parts, num_tokens, first - our_first, last - first, ours.groups.num_groups)

@@ -97,8 +97,9 @@ class IncomingTransfer:
     state: IncomingState = IncomingState.HOLDING
     first_piece: int = 0
     num_pieces: int = 0
-    block_ids: tuple[int, ...] = ()
-    """Blocks for the prompt from `first_piece` on."""
+    """Pieces of the prompt from `first_piece` on, those included that are not needed."""
+    targets: dict[int, int] = field(default_factory=dict)
+    """The pieces that are needed, with the pieces of our pool to write."""
     verified: dict[int, int] = field(default_factory=dict)
     """Version of each verified piece."""
     arriving: dict[int, int] = field(default_factory=dict)
@@ -127,11 +128,21 @@ class IncomingTransfer:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
 
-    def reserve(self, first_token: int, block_ids: tuple[int, ...]) -> None:
-        """Reserves these blocks for the prompt's tokens from `first_token` on."""
-        self.first_piece = first_token // self.shape.num_tokens
-        self.num_pieces = self.shape.num_pieces_for(self.num_tokens) - self.first_piece
-        self.block_ids = block_ids
+    def reserve(self, first_token: int, block_ids: tuple[int | None, ...]) -> None:
+        """Reserves these blocks for the prompt's tokens from `first_token` on; None: that block is not needed."""
+        shape = self.shape
+        self.first_piece = first_token // shape.num_tokens * shape.num_groups
+        num_in_all = shape.num_pieces_for(self.num_tokens)
+        self.num_pieces = num_in_all - self.first_piece
+        first_entry = self.first_piece // shape.pieces_per_block
+        self.targets = {
+            index: piece_id
+            for entry, block_id in enumerate(block_ids, first_entry)
+            if block_id is not None
+            for part, piece_id in enumerate(shape.pieces_of(block_id))
+            if (index := shape.index_of(entry, part))
+            < num_in_all  # the last block may have more than the prompt
+        }
 
     def ask(self, identity: ConsumerIdentity, transports: tuple[str, ...]) -> Open:
         """An Open that asks for every missing piece."""
@@ -165,7 +176,7 @@ class IncomingTransfer:
         return Received(
             self.rank_transfer,
             self.end.first_token,
-            self.num_pieces,
+            len(self.targets),
             self.transport or "",
             elapsed_s=now - self.opened_at,
             moving_s=now - first_at,
@@ -179,26 +190,17 @@ class IncomingTransfer:
         self.transport, self.end, self.outcome, self.first_piece_at = None, None, None, None
         self.is_unproven = False
 
-    def piece_ids(self, indices: list[int]) -> list[int]:
-        """The pieces of our pool for these pieces of the prompt."""
-        first, num_parts, block_ids = self.first_piece, self.shape.pieces_per_block, self.block_ids
-        if num_parts == 1:
-            return [block_ids[index - first] for index in indices]
-        places = (divmod(index - first, num_parts) for index in indices)
-        return [block_ids[block] * num_parts + part for block, part in places]
-
     def claim(self, message: Pieces, has_checksums: bool, now: float) -> WantedPieces:
-        """Claims the pieces that are neither here, nor on their way, nor beyond what was asked for."""
+        """Claims the pieces that are needed, and neither here nor on their way."""
         assert self.transport is not None
         if self.first_piece_at is None:
             self.first_piece_at = now
         indices, version = message.indices, message.version
-        arriving, verified = self.arriving, self.verified
-        first, last = self.first_piece, self.first_piece + self.num_pieces
+        arriving, verified, targets = self.arriving, self.verified, self.targets
         positions = [
             position
             for position, index in enumerate(indices)
-            if first <= index < last and index not in arriving and verified.get(index, -1) < version
+            if index in targets and index not in arriving and verified.get(index, -1) < version
         ]
         wanted = [indices[position] for position in positions]
         arriving.update(dict.fromkeys(wanted, version))
@@ -207,7 +209,7 @@ class IncomingTransfer:
         for index in verified.keys() & wanted:  # an older version is about to be overwritten
             del verified[index]
         self.is_unproven |= bool(wanted) and not has_checksums
-        piece_ids = self.piece_ids(wanted)
+        piece_ids = [targets[index] for index in wanted]
         return WantedPieces(message, self.transport, has_checksums, positions, wanted, piece_ids)
 
     @property
@@ -216,7 +218,7 @@ class IncomingTransfer:
 
     @property
     def is_complete(self) -> bool:
-        return self.end is not None and len(self.verified) == self.num_pieces
+        return self.end is not None and len(self.verified) == len(self.targets)
 
     @property
     def num_valid_tokens(self) -> int:
@@ -226,7 +228,6 @@ class IncomingTransfer:
         """
         if self.is_unproven:
             return 0
-        index = self.first_piece
-        while index in self.verified:
-            index += 1
-        return (index - self.first_piece) * self.shape.num_tokens
+        end = self.first_piece + self.num_pieces
+        missing = min((index for index in self.targets if index not in self.verified), default=end)
+        return (missing - self.first_piece) // self.shape.num_groups * self.shape.num_tokens

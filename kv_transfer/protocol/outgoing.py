@@ -133,16 +133,17 @@ class OutgoingTransfer:
         assert self.shape is not None
         return self.shape.num_pieces_for(self.num_tokens)
 
-    def blocks_ready(self, first_block: int, block_ids: Iterable[int]) -> None:
-        """These blocks of the prompt are computed."""
+    def blocks_ready(self, first_block: int, block_ids: Iterable[int | None]) -> None:
+        """These blocks of the prompt are computed; None: no consumer needs that block."""
         assert self.shape is not None
-        index = first_block * self.shape.pieces_per_block
-        for block_id in block_ids:
-            for piece_id in self.shape.pieces_of(block_id):
+        for entry, block_id in enumerate(block_ids, first_block):
+            if block_id is None:
+                continue
+            for part, piece_id in enumerate(self.shape.pieces_of(block_id)):
+                index = self.shape.index_of(entry, part)
                 if index < self.num_pieces:  # the last block may have more pieces than the prompt
                     self.ready[index] = piece_id
                     self._offer(index)
-                index += 1
 
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
         """Accepts the consumer's list of arrived pieces as far as they can be valid; all others are offered again."""

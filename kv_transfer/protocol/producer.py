@@ -112,9 +112,9 @@ class Producer:
         return []
 
     def blocks_ready(
-        self, rank_transfer: RankTransfer, first_block: int, block_ids: Iterable[int]
+        self, rank_transfer: RankTransfer, first_block: int, block_ids: Iterable[int | None]
     ) -> list[Effect]:
-        """These blocks are computed and will not change until `Freed`."""
+        """These blocks are computed and will not change until `Freed`; None: no consumer needs that block."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or transfer.is_cancelled:
             return []

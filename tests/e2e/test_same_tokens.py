@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from baton.config import BatonConfig
 from tests.factories.gguf_files import transformers_model
 from tests.factories.local_cluster import HANDING_OVER, Answer, LocalCluster, local_cluster
-from tests.factories.models import make_model_dir
+from tests.factories.models import make_draft_pair, make_model_dir
 
 pytestmark = pytest.mark.slow
 
@@ -37,13 +37,13 @@ Mode = Literal["disaggregated", "local"]
 MODES: tuple[Mode, ...] = ("disaggregated", "local")
 
 
-def make_config(speculation: str = "off", **scheduler: object) -> BatonConfig:
+def make_config(speculation: dict[str, object] | None = None, **scheduler: object) -> BatonConfig:
     return BatonConfig.from_mapping(
         {
             "model": {"dtype": "float32", "quantization": "none"},
             "engine": {"num_threads": 1, "kv_cache_memory_mib": 256},
             "scheduler": {"max_num_batched_tokens": 128, **scheduler},
-            "speculation": {"method": speculation},
+            "speculation": speculation or {},
             "gateway": HANDING_OVER,
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
             "kv_transfer": {"peer_timeout_s": 60.0, "lease_s": 60.0},
@@ -204,13 +204,33 @@ def test_c62_workers_that_guess_tokens_answer_as_transformers_does(tmp_path: Pat
     expected = reference(folder, prompts, NUM_TO_REPEAT)
 
     async def run() -> None:
-        async with local_cluster(make_config("ngram"), folder) as cluster:
+        async with local_cluster(make_config({"method": "ngram"}), folder) as cluster:
             for mode in MODES:
                 answers = await ask_all(cluster, prompts, mode, mode, 2, max_tokens=NUM_TO_REPEAT)
                 assert answers == expected, mode
             await cluster.at_rest()
             prefill, decode = [await cluster.counters(name) for name in ("w0", "w1")]
             assert 0 < decode["spec_decode_num_accepted_tokens"] < decode["spec_decode_num_draft_tokens"]
+            assert "spec_decode_num_drafts" not in prefill
+
+    asyncio.run(run())
+
+
+def test_c62_workers_with_a_draft_model_answer_as_transformers_does(tmp_path: Path) -> None:
+    folder, first_layers = make_draft_pair(tmp_path)
+    prompts = random_prompts([5, 33, 80])
+    expected = reference(folder, prompts, NUM_TO_PREEMPT)
+    speculation: dict[str, object] = {"method": "draft_model", "draft_model": str(first_layers)}
+
+    async def run() -> None:
+        async with local_cluster(make_config(speculation), folder) as cluster:
+            answers = await ask_all(
+                cluster, prompts, "disaggregated", "disaggregated", 1, max_tokens=NUM_TO_PREEMPT
+            )
+            assert answers == expected
+            await cluster.at_rest()
+            prefill, decode = [await cluster.counters(name) for name in ("w0", "w1")]
+            assert decode["spec_decode_num_accepted_tokens"] > 0
             assert "spec_decode_num_drafts" not in prefill
 
     asyncio.run(run())

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,6 +52,20 @@ def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) ->
     model.to(getattr(torch, dtype)).save_pretrained(path)
     _write_tokenizer(path, tokenizer)
     return path
+
+
+def make_draft_pair(path: Path, num_layers: int = 6, num_first: int = 2) -> tuple[Path, Path]:
+    """Folders of a model whose last layers change little, and of a model that has only its first layers."""
+    whole = make_model_dir(path / "whole", num_hidden_layers=num_layers)
+    first = make_model_dir(path / "first", num_hidden_layers=num_first)
+    tensors = load_file(whole / "model.safetensors")
+    for layer in range(num_first, num_layers):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"model.layers.{layer}.{name}.weight"] *= 0.1
+    save_file(tensors, whole / "model.safetensors", {"format": "pt"})
+    firsts = {name: tensors[name] for name in load_file(first / "model.safetensors")}
+    save_file(firsts, first / "model.safetensors", {"format": "pt"})
+    return whole, first
 
 
 def make_tokenizer_dir(path: Path, chat_template: str | None = None) -> Path:

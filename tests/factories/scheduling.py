@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 from typing import Any
 from zlib import crc32
 
 from baton.config import SchedulerConfig
 from baton.kv import KVTransferParams, OnLoadFailure, TransferRole, WorkerRef
+from baton.kv_groups import ONE_GROUP
 from baton.request import FirstToken, OnPreemption, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import (
@@ -19,6 +20,7 @@ from baton.step import (
     SchedulerOutput,
 )
 from scheduler import Request, Scheduler
+from tests.factories.paged_memory import PagedMemory, kv_of
 
 PEER = WorkerRef("peer", "life-1", ("tcp://127.0.0.1:1",), 16)
 EOS = 2
@@ -40,6 +42,7 @@ def make_config(**overrides: Any) -> SchedulerConfig:
 def make_scheduler(connector: "FakeConnector | None" = None, /, **overrides: Any) -> Scheduler:
     """`num_speculative_tokens`: with drafts, and no step planned ahead."""
     num_speculative_tokens = overrides.pop("num_speculative_tokens", 0)
+    kv_groups = overrides.pop("kv_groups", ONE_GROUP)
     if num_speculative_tokens:
         overrides["async_scheduling"] = False
     return Scheduler(
@@ -47,6 +50,7 @@ def make_scheduler(connector: "FakeConnector | None" = None, /, **overrides: Any
         connector,
         hash_key=b"test" * 8,
         num_speculative_tokens=num_speculative_tokens,
+        kv_groups=kv_groups,
     )
 
 
@@ -109,38 +113,6 @@ def guesses(num_drafts: int, next_token: Callable[[str, int], int] = token_at) -
     return guess
 
 
-class PagedMemory:
-    """What stands in every slot of the pool. A slot's KV depends on all tokens up to it, and so does its stand-in."""
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._blocks: dict[int, list[int]] = {}
-        self._host_blocks: dict[int, list[int]] = {}
-
-    def write(self, block_ids: Sequence[int], contents: Sequence[int], start: int = 0) -> None:
-        """Puts `contents[i]` into the slot of position `start + i`."""
-        for position, content in enumerate(contents, start):
-            index, offset = divmod(position, self.block_size)
-            self._blocks.setdefault(block_ids[index], [0] * self.block_size)[offset] = content
-
-    def copy_out(self, block_id: int, host_block_id: int) -> None:
-        self._host_blocks[host_block_id] = list(self._blocks.get(block_id, [0] * self.block_size))
-
-    def copy_in(self, host_block_id: int, block_id: int) -> None:
-        self._blocks[block_id] = list(self._host_blocks[host_block_id])
-
-    def read(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
-        nothing = [0] * self.block_size
-        num_blocks = -(-num_tokens // self.block_size)
-        slots = [slot for i in block_ids[:num_blocks] for slot in self._blocks.get(i, nothing)]
-        return slots[:num_tokens]
-
-
-def kv_of(token_ids: Sequence[int], previous: int = 0) -> list[int]:
-    """The stand-ins of the KV of `token_ids`, which come after the token whose stand-in is `previous`."""
-    return list(accumulate(token_ids, lambda before, token: hash((before, token)), initial=previous))[1:]
-
-
 @dataclass(slots=True)
 class KnownRequest:
     """What a runner remembers of a request between steps."""
@@ -188,8 +160,9 @@ class FakeRunner:
             )
             self.memory.write(known.block_ids, kv[request_id][start:end], start)
         for request_id, end in ends.items():  # each layer writes every token's KV before it attends to any
-            block_ids = self._known[request_id].block_ids
-            assert self.memory.read(block_ids, end) == kv[request_id][:end], f"{request_id} reads foreign KV"
+            block_ids, start = self._known[request_id].block_ids, starts[request_id]
+            is_own = self.memory.holds(block_ids, kv[request_id][:end], start)
+            assert is_own, f"{request_id} reads foreign KV"
         complete = [request_id for request_id, end in ends.items() if end == len(kv[request_id])]
         sampled = {request_id: self._verified(request_id, drafts[request_id]) for request_id in complete}
         guessed = {
@@ -308,9 +281,9 @@ class FakeConnector:
             self.under_way.discard(request_id)
             if request := self.loading.pop(request_id, None):
                 block_ids, num_external_tokens = self.started[request_id]
-                num_blocks = num_valid.get(request_id, len(block_ids))
+                num_rows = num_valid.get(request_id, len(block_ids) // self.memory.groups.num_groups)
                 kv = kv_of(request.all_token_ids[: request.num_initial_tokens])[-num_external_tokens:]
-                self._fill(request, kv[: num_blocks * self.memory.block_size])
+                self._fill(request, kv[: num_rows * self.memory.block_size])
         for request_id in output.quiesced:
             self.loading.pop(request_id, None)
             self.under_way.discard(request_id)
@@ -318,7 +291,7 @@ class FakeConnector:
             if request_id in self.leased:
                 request, block_ids = self.leased.pop(request_id)
                 kv = kv_of(request.all_token_ids[: request.num_initial_tokens])
-                assert self.memory.read(block_ids, len(kv)) == kv, (
+                assert self.memory.holds(block_ids, kv, len(kv)), (
                     f"{request_id} lost what it has to hand over"
                 )
 

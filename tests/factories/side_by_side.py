@@ -14,7 +14,8 @@ from tests.factories.classical_schedulers import (
     Step,
 )
 from tests.factories.driving import Driver
-from tests.factories.scheduling import FakeRunner, PagedMemory, make_request, make_scheduler, token_at
+from tests.factories.paged_memory import PagedMemory
+from tests.factories.scheduling import FakeRunner, make_request, make_scheduler, token_at
 
 CLASSICAL: dict[str, tuple[type[ClassicalScheduler], dict[str, Any]]] = {
     "nano_vllm": (NanoVLLM, {"batching": "prefill_first"}),

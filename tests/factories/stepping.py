@@ -1,12 +1,13 @@
 """A model runner driven by hand-written plans: the smallest possible scheduler, with blocks in shuffled order."""
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.request import TokenLogprobs
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.drafts import Drafter
 from engine.kv_cache import KVPool
 from engine.loading.loader import LoadedModel
 from engine.runner_parts import make_runner
@@ -68,10 +69,14 @@ class StepDriver:
         num_blocks: int = 256,
         block_size: int = 4,
         seed: int = 0,
+        num_spare_blocks: int = 0,
+        drafter: Callable[[KVPool], Drafter] | None = None,
     ) -> None:
+        """`num_spare_blocks`: behind the others in the pool, for the drafts of `drafter`."""
         self.model = model
-        self.pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
-        self.runner = make_runner(model, self.pool)
+        num_in_all = num_blocks + num_spare_blocks
+        self.pool = KVPool(num_in_all, model.kv_block_shape(block_size), model.device)
+        self.runner = make_runner(model, self.pool, drafter=None if drafter is None else drafter(self.pool))
         self.requests: dict[str, DrivenRequest] = {}
         self.free_blocks = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
@@ -171,7 +176,8 @@ class StepDriver:
         return {request.request_id: request.outputs for request in requests}
 
     def _grow(self, request: DrivenRequest, n: int) -> tuple[int, ...]:
-        needed = -(-(request.num_computed + n) // self.pool.shape.block_size) - len(request.block_ids)
+        num_rows = -(-(request.num_computed + n) // self.pool.shape.block_size)
+        needed = num_rows * self.model.layer_groups.groups.num_groups - len(request.block_ids)
         blocks = tuple(self.free_blocks.pop(0) for _ in range(needed))
         request.block_ids.extend(blocks)
         return blocks

@@ -82,8 +82,9 @@ class WholeEngine:
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, news.set, SystemClock())
         self.scheduler = Scheduler(
             scheduler_config,
-            KVConnectorScheduler(scheduler_config.block_size),
+            KVConnectorScheduler(scheduler_config.block_size, model.layer_groups.groups),
             num_speculative_tokens=config.speculation.num_drafts,
+            kv_groups=model.layer_groups.groups,
         )
         self.core = EngineCore(
             self.scheduler,

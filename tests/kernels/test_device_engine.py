@@ -228,7 +228,7 @@ def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device)
     [
         ({}, 16, True, {}),
         ({"architecture": "mistral", "sliding_window": 7}, 16, False, {}),
-        ({}, 4, False, {"num_blocks": 6, "preemption": "swap", "num_swap_blocks": 8}),
+        ({}, 4, False, {"num_blocks": 5, "preemption": "swap", "num_swap_blocks": 8}),
     ],
     ids=["graphs", "window", "swap"],
 )

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from baton.kv import BlocksCleared, BlocksRemoved, BlocksStored
+from baton.kv_groups import NULL_BLOCK_ID
 from scheduler.block_events import BlockEvents
-from scheduler.block_pool import NULL_BLOCK_ID, Block, BlockPool
+from scheduler.block_pool import Block, BlockPool
 
 NUM_BLOCKS = 9
 

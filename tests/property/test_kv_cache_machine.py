@@ -4,7 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
 from scheduler import Request
+from scheduler.block_pool import Block
 from scheduler.kv_cache import KVCache
 from tests.factories.scheduling import make_request
 
@@ -15,11 +17,14 @@ NUM_BLOCKS = 14
 class KVCacheMachine(RuleBasedStateMachine):
     """A model remembers the last content computed into every block, and the holders of each block."""
 
+    groups = ONE_GROUP
+
     def __init__(self) -> None:
         super().__init__()
-        self.kv = KVCache(NUM_BLOCKS, SIZE, enable_caching=True, hash_key=b"k" * 16)
+        num_blocks = 1 + (NUM_BLOCKS - 1) * self.groups.num_groups
+        self.kv = KVCache(num_blocks, SIZE, enable_caching=True, hash_key=b"k" * 16, groups=self.groups)
         self.contents: dict[int, tuple[object, ...]] = {}
-        """Block id to salt and all tokens up to the block's end, for full blocks that were computed."""
+        """Block id to group, salt and all tokens up to the block's end, for full blocks that were computed."""
         self.open: list[Request] = []
         self.loading: list[tuple[Request, int]] = []
         """Requests whose blocks are written by a transfer, with the number of hits before those."""
@@ -42,15 +47,21 @@ class KVCacheMachine(RuleBasedStateMachine):
         prompt = [*[stem] * stem_length, *[100 + self.num_requests % 3] * tail_length]
         request = make_request(request_id=f"r{self.num_requests}", prompt=prompt, cache_salt=salt)
         self.kv.tokens_arrived(request)
-        hits = self.kv.find_cached_prefix(request)
-        assert len(hits) * SIZE < request.num_tokens, "one token at least is computed"
-        for index, block in enumerate(hits):
-            assert self.contents[block.block_id] == self.prefix(request, index), "a hit is the same prefix"
+        hits = self.kv.find_cached_prefix(request, num_loaded=request.num_tokens if is_load else None)
+        num_hit_tokens = self.kv.num_tokens_in(hits)
+        assert num_hit_tokens < request.num_tokens, "one token at least is computed"
+        num_ready = request.num_tokens if is_load else num_hit_tokens
+        self.check_hits(request, hits, num_ready)
         before = self.kv.counts()
-        needed = self.kv.num_missing(request, request.num_tokens, hits)
-        cache_up_to = len(hits) * SIZE if is_load else None
+        needed = self.kv.num_missing(request, request.num_tokens, hits, num_ready)
+        cache_up_to = num_hit_tokens if is_load else None
         if not self.kv.open_table(
-            request, request.num_tokens, hits, cache_up_to=cache_up_to, num_spare=num_spare
+            request,
+            request.num_tokens,
+            hits,
+            cache_up_to=cache_up_to,
+            num_spare=num_spare,
+            num_ready=num_ready,
         ):
             assert needed + num_spare > before.free
             assert self.kv.counts() == before
@@ -68,9 +79,12 @@ class KVCacheMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, num_tokens: int) -> None:
         request = data.draw(st.sampled_from(self.open))
         before = self.kv.counts()
+        num_left = num_null(self.kv.block_ids(request))
         new = self.kv.extend_table(request, request.num_tokens + num_tokens)
         if new is None:
-            assert self.kv.counts() == before
+            num_given_back = num_null(self.kv.block_ids(request)) - num_left
+            assert self.kv.counts().free - before.free <= num_given_back
+            assert num_given_back == 0 or self.groups.num_windowed
             return
         request.all_token_ids.extend([7] * num_tokens)
         self.kv.tokens_arrived(request)
@@ -129,14 +143,45 @@ class KVCacheMachine(RuleBasedStateMachine):
     def compute(self, request: Request) -> None:
         """The device fills the request's blocks; those that others share already have the same content."""
         for index, block_id in enumerate(self.kv.block_ids(request)):
-            if (index + 1) * SIZE <= request.num_tokens:
+            if block_id == NULL_BLOCK_ID:
+                continue
+            if (index // self.groups.num_groups + 1) * SIZE <= request.num_tokens:
                 self.contents[block_id] = self.prefix(request, index)
             else:
                 self.contents.pop(block_id, None)
 
     def prefix(self, request: Request, index: int) -> tuple[object, ...]:
-        return (request.cache_salt, *request.all_token_ids[: (index + 1) * SIZE])
+        row, group = divmod(index, self.groups.num_groups)
+        return (group, request.cache_salt, *request.all_token_ids[: (row + 1) * SIZE])
+
+    def check_hits(self, request: Request, hits: list[Block], num_ready: int) -> None:
+        """Each is the same prefix; null blocks stand only where no later token looks."""
+        for index, block in enumerate(hits):
+            row, group = divmod(index, self.groups.num_groups)
+            if block.block_id != NULL_BLOCK_ID:
+                assert self.contents[block.block_id] == self.prefix(request, index), (
+                    "a hit is the same prefix"
+                )
+            else:
+                assert group >= self.groups.num_full
+                assert (row + 1) * SIZE <= num_ready - self.groups.window + 1, "the next token would miss it"
+
+
+def num_null(block_ids: tuple[int, ...]) -> int:
+    return block_ids.count(NULL_BLOCK_ID)
+
+
+class TwoGroupsMachine(KVCacheMachine):
+    groups = KVGroups(1, 1, 6)
+
+
+class WindowsAloneMachine(KVCacheMachine):
+    groups = KVGroups(0, 2, 9)
 
 
 TestKVCache = KVCacheMachine.TestCase
 TestKVCache.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTwoGroups = TwoGroupsMachine.TestCase
+TestTwoGroups.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWindowsAlone = WindowsAloneMachine.TestCase
+TestWindowsAlone.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

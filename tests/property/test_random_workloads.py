@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from baton.kv import TransferRole
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import FinishReason, OnPreemption
 from baton.step import KVConnectorOutput
 from scheduler import Request, RequestStatus
@@ -19,12 +20,14 @@ from tests.factories.scheduling import (
     received,
 )
 from tests.property.workloads import (
+    GROUPS,
     MODES,
     Mode,
     Options,
     check,
     expected_tokens,
     make_workload,
+    memory_for,
     next_token,
     play,
     runner_for,
@@ -34,6 +37,7 @@ from tests.property.workloads import (
 NUM_WORKLOADS = 150
 NUM_WORKLOADS_WITH_TRANSFERS = 100
 NUM_WORKLOADS_THAT_MOVE = 50
+NUM_WORKLOADS_WITH_WINDOWS = 20
 
 
 def test_every_mode_leads_to_the_same_tokens() -> None:
@@ -43,6 +47,15 @@ def test_every_mode_leads_to_the_same_tokens() -> None:
     assert all(happened[what] > 100 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits"))
     num_accepted = happened["spec_decode_num_accepted_tokens"]
     assert 1_000 < num_accepted < happened["spec_decode_num_draft_tokens"] - 1_000
+
+
+def test_c27_with_windows_every_mode_leads_to_the_same_tokens() -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(NUM_WORKLOADS_WITH_WINDOWS):
+        happened += check(seed, GROUPS[seed % len(GROUPS)])
+    assert all(happened[what] > 10 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits")), (
+        happened
+    )
 
 
 class RandomTransfers:
@@ -77,9 +90,15 @@ def test_with_transfers_that_fail_and_clients_that_leave_nothing_leaks(mode: Mod
         run_with_transfers(seed, mode)
 
 
-def run_with_transfers(seed: int, mode: Mode) -> None:
-    rng, workload = random.Random(seed), make_workload(seed)
-    connector = FakeConnector(holds=True)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_with_transfers_and_windows_nothing_leaks(mode: Mode) -> None:
+    for seed in range(NUM_WORKLOADS_WITH_WINDOWS):
+        run_with_transfers(seed, mode, GROUPS[seed % len(GROUPS)])
+
+
+def run_with_transfers(seed: int, mode: Mode, groups: KVGroups = ONE_GROUP) -> None:
+    rng, workload = random.Random(seed), make_workload(seed, groups)
+    connector = FakeConnector(holds=True, memory=memory_for(workload))
     scheduler = make_scheduler(connector, **settings_for(workload, mode))
     driver = Driver(scheduler, runner_for(mode, connector.memory), mode.num_ahead, connector)
     roles = {
@@ -141,7 +160,11 @@ def give_back_and_go_on(seed: int, mode: Mode) -> int:
     drivers = [
         Driver(
             make_scheduler(**settings),
-            runner_for(mode, next_token=lambda name, position: next_token(name.partition("#")[0], position)),
+            runner_for(
+                mode,
+                memory_for(workload),
+                lambda name, position: next_token(name.partition("#")[0], position),
+            ),
             mode.num_ahead,
         )
         for _ in range(2)

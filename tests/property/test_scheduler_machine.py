@@ -5,11 +5,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.kv import OnLoadFailure, TransferRole
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import FinishReason, OnPreemption
 from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
@@ -34,6 +36,7 @@ PREEMPTIONS: list[dict[str, object]] = [
     {"preemption": "swap", "num_swap_blocks": 6},
     {"preemption": "swap", "num_swap_blocks": 6},
 ]
+GROUPS = [ONE_GROUP, ONE_GROUP, KVGroups(1, 1, 20), KVGroups(1, 2, 33), KVGroups(2, 1, 5), KVGroups(0, 1, 16)]
 GRAMMARS = [StructuredOutput(GrammarKind.REGEX, source) for source in ("yes|no", "[0-9]+")]
 
 
@@ -56,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_caching=st.booleans(),
         num_ahead=st.integers(0, 2),
         num_drafts=st.sampled_from([0, 0, 3]),
+        groups=st.sampled_from(GROUPS),
     )
     def build(
         self,
@@ -67,6 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         threshold: int,
         is_caching: bool,
+        groups: KVGroups,
+        num_blocks: int,
         **settings: object,
     ) -> None:
         self.splits_prompts = batching == "unified"
@@ -80,13 +86,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if batching in ("unified", "unchunked"):
             settings |= {"long_prefill_token_threshold": threshold}
         self.budget = budget if self.splits_prompts else 200
-        self.connector = FakeConnector(holds=True)
+        self.connector = FakeConnector(holds=True, memory=PagedMemory(16, groups))
         self.scheduler = make_scheduler(
             self.connector,
             max_num_batched_tokens=self.budget,
             enable_prefix_caching=is_caching,
             async_scheduling=num_ahead > 0,
             num_speculative_tokens=num_drafts,
+            kv_groups=groups,
+            num_blocks=1 + (num_blocks - 1) * groups.num_groups,
             **order,
             **preemption,
             **settings,
@@ -173,8 +181,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if request.is_finished:
             news = KVConnectorOutput(quiesced=(request.request_id,))
         elif num_valid_blocks is not None:
-            num_blocks = len(self.connector.started[request.request_id][0])
-            news = failed(request, min(num_valid_blocks, num_blocks), is_cancelled)
+            num_groups = self.connector.memory.groups.num_groups
+            num_rows = len(self.connector.started[request.request_id][0]) // num_groups
+            news = failed(request, min(num_valid_blocks, num_rows), is_cancelled)
         for _ in range(1 + is_repeated):
             self.note(self.scheduler.update_connector_output(news))
 

@@ -1,6 +1,6 @@
 """Random workloads through the real scheduler and a fake runner, in every mode; from a seed, and the same each time.
 
-    python -m tests.property.workloads --seeds 10000 [--first 0]
+    python -m tests.property.workloads --seeds 10000 [--first 0] [--windows]
 
 A failing seed is printed with the command that replays it. `make simulate-scheduler` runs ten thousand.
 """
@@ -14,13 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import FinishReason
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import (
     EOS,
     FakeRunner,
-    PagedMemory,
     flatten,
     guesses,
     make_request,
@@ -57,11 +58,13 @@ class Mode:
 
 BATCHINGS = ("unified", "prefill_first", "mixed")
 MODES = [Mode(batching, num_ahead) for batching in BATCHINGS for num_ahead in (0, 1)]
+GROUPS = [KVGroups(1, 1, 20), KVGroups(1, 2, 33), KVGroups(2, 1, 5), KVGroups(0, 1, 16)]
+"""Of models with sliding windows."""
 MODES += [Mode(batching, 0, num_drafts=3) for batching in BATCHINGS]
 
 
-def make_workload(seed: int) -> Workload:
-    """A small pool (the longest request needs ten blocks), an odd budget, shared prefixes, and every switch."""
+def make_workload(seed: int, groups: KVGroups = ONE_GROUP) -> Workload:
+    """A small pool (the longest request needs ten rows of blocks), an odd budget, shared prefixes, and every switch."""
     rng = random.Random(seed)
     stems = [[rng.randrange(1_000) for _ in range(rng.randrange(64))] for _ in range(3)]
     num_at_once = rng.choice([1, 1, 20])
@@ -84,7 +87,9 @@ def make_workload(seed: int) -> Workload:
         step += rng.choice([0, 0, 1, 3])
         arrivals[request["request_id"]] = step
     aborts = {i: at + rng.randrange(20) for i, at in arrivals.items() if rng.random() < 0.1}
-    return Workload(make_settings(rng), requests, arrivals, aborts)
+    settings = make_settings(rng)
+    settings |= {"kv_groups": groups, "num_blocks": 1 + (settings["num_blocks"] - 1) * groups.num_groups}
+    return Workload(settings, requests, arrivals, aborts)
 
 
 def make_settings(rng: random.Random) -> dict[str, Any]:
@@ -131,9 +136,13 @@ def expected_tokens(options: Options) -> list[int]:
     return tokens
 
 
+def memory_for(workload: Workload) -> PagedMemory:
+    return PagedMemory(16, workload.settings["kv_groups"])
+
+
 def runner_for(
     mode: Mode,
-    memory: PagedMemory | None = None,
+    memory: PagedMemory,
     next_token: Callable[[str, int], int] = next_token,
 ) -> FakeRunner:
     return FakeRunner(next_token, memory, guesses(mode.num_drafts, next_token))
@@ -142,7 +151,7 @@ def runner_for(
 def play(workload: Workload, mode: Mode) -> Driver:
     """Runs a workload to its end with every check of the driver; the driver, at rest."""
     scheduler = make_scheduler(**settings_for(workload, mode))
-    driver = Driver(scheduler, runner_for(mode), mode.num_ahead)
+    driver = Driver(scheduler, runner_for(mode, memory_for(workload)), mode.num_ahead)
     arrivals: list[Request] = [make_request(**options) for options in workload.requests]
     num_steps = 0
 
@@ -165,12 +174,12 @@ def play(workload: Workload, mode: Mode) -> Driver:
     return driver
 
 
-def check(seed: int) -> Counter[str]:
+def check(seed: int, groups: KVGroups = ONE_GROUP) -> Counter[str]:
     """One workload in every mode: each request that was not aborted has its own tokens, the same everywhere.
 
     What happened on the way, counted.
     """
-    workload = make_workload(seed)
+    workload = make_workload(seed, groups)
     counters: Counter[str] = Counter()
     for mode in MODES:
         driver = play(workload, mode)
@@ -190,15 +199,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1_000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--windows", action="store_true", help="of models with sliding windows")
     args = parser.parse_args()
     start, counters = time.monotonic(), Counter[str]()
     for seed in range(args.first, args.first + args.seeds):
         try:
-            counters += check(seed)
+            counters += check(seed, GROUPS[seed % len(GROUPS)] if args.windows else ONE_GROUP)
         except AssertionError as error:
-            print(
-                f"seed {seed}: {error}\nreplay: python -m tests.property.workloads --first {seed} --seeds 1"
-            )
+            replay = f"python -m tests.property.workloads --first {seed} --seeds 1"
+            print(f"seed {seed}: {error}\nreplay: {replay}{' --windows' * args.windows}")
             raise
     elapsed_s = time.monotonic() - start
     print(f"{args.seeds} workloads in {len(MODES)} modes each: all ended as they should, {elapsed_s:.0f} s")

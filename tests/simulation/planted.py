@@ -15,12 +15,14 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
+from baton.kv_groups import NULL_BLOCK_ID, KVGroups
 from baton.messages import session
 from baton.messages.request_plane import Heartbeat
 from baton.messages.session import GatewaySession, WorkerSessions
 from baton.request import EngineRequest, FirstToken
 from baton.system.progress import ProgressObserver
 from baton.system.standstill import Standstill
+from decode_worker.kv_consumer import KVConsumerScheduler
 from gateway.requests import request_state
 from gateway.requests.attempt import Attempt, AttemptFailure
 from gateway.requests.shares import CallerShares
@@ -180,6 +182,34 @@ def end_a_lease_twice(_original: Any, self: KVCache, request_id: str) -> bool:
         return False
     self._pool.free(reversed(blocks))
     return True
+
+
+@planted(KVGroups, "num_left_rows")
+def give_back_rows_that_are_still_read(original: Any, *counts: Any) -> int:
+    """A window ends one row later than it does."""
+    num_left: int = original(*counts)
+    return num_left + (num_left > 0)
+
+
+@planted(KVGroups, "needed_entries")
+def swap_too_little_of_the_window(original: Any, self: KVGroups, *counts: int) -> list[int]:
+    """The first block that a window still reaches is neither copied out nor copied back."""
+    entries: list[int] = original(self, *counts)
+    windowed = (entry for entry in entries if entry % self.num_groups >= self.num_full)
+    first = next(windowed, None)
+    return [entry for entry in entries if entry != first]
+
+
+@planted(KVConsumerScheduler, "update_state_after_alloc")
+def load_too_little_of_the_window(
+    original: Any, self: Any, request: Request, block_ids: tuple[int, ...], num_tokens: int
+) -> None:
+    """The first block that a window still reaches is not loaded."""
+    if NULL_BLOCK_ID in block_ids:
+        after = len(block_ids) - block_ids[::-1].index(NULL_BLOCK_ID)
+        first = min(len(block_ids) - 1, after + self._num_groups - 1)
+        block_ids = (*block_ids[:first], NULL_BLOCK_ID, *block_ids[first + 1 :])
+    original(self, request, block_ids, num_tokens)
 
 
 @planted(SimConnector, "_post")

@@ -16,6 +16,7 @@ from simulator.network import NetworkFaults
 from simulator.pools import ReadFaults
 from simulator.worker import WorkerSpec
 from tests.simulation.drafts import has_drafts, with_drafts
+from tests.simulation.windows import has_windows, with_windows
 
 MAX_MODEL_LEN = 48
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
@@ -90,6 +91,9 @@ def make_scenario(seed: int) -> Scenario:
     scenario = replace(_with_one_gateway(seed), reports_exits=reports_exits)
     if has_drafts(seed):
         workers, requests = with_drafts(seed, scenario.workers, scenario.requests, MAX_MODEL_LEN)
+        scenario = replace(scenario, workers=workers, requests=requests)
+    if has_windows(seed):
+        workers, requests = with_windows(seed, scenario.workers, scenario.requests, MAX_MODEL_LEN)
         scenario = replace(scenario, workers=workers, requests=requests)
     is_apart = scenario.is_greedy or scenario.poison is not None
     if has_gray_faults(seed) and not is_apart:

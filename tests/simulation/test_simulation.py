@@ -85,6 +85,7 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 
 
 QUICK = (
+    "give back rows that are still read",
     "keep rejected drafts in the prefix cache",
     "free producers blocks at the end",
     "skip the checksum",

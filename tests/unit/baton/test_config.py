@@ -39,10 +39,51 @@ from baton.worker import WorkerRole
         ({"gateway": {"grpc_port": 70000}}, "gateway.grpc_port: got 70000"),
         ({"gateway": {"isolate_prefix_cache": True}}, "gateway: isolate_prefix_cache needs API keys"),
         ({"kv_transfer": None}, "kv_transfer: got None"),
-        ({"speculation": {"method": "draft_model"}}, "speculation.method: got 'draft_model'"),
+        ({"speculation": {"method": "medusa"}}, "speculation.method: got 'medusa'"),
         (
             {"speculation": {"num_speculative_tokens": 2}},
-            r"speculation: num_speculative_tokens \(2\) has no effect with method 'off'; set method to 'ngram'",
+            r"speculation: num_speculative_tokens \(2\) has no effect with method 'off'; set method to 'ngram' or "
+            "'draft_model'",
+        ),
+        (
+            {"speculation": {"method": "ngram", "draft_layers": 2}},
+            r"speculation: draft_layers \(2\) has no effect with method 'ngram'; set method to 'draft_model'",
+        ),
+        (
+            {"speculation": {"method": "draft_model", "draft_layers": 2, "prompt_lookup_min": 2}},
+            r"speculation: prompt_lookup_min \(2\) has no effect with method 'draft_model'; set method to 'ngram'",
+        ),
+        (
+            {"speculation": {"method": "draft_model"}},
+            "speculation: method 'draft_model' needs draft_model .* or draft_layers .*; set one of .*, not neither",
+        ),
+        (
+            {"speculation": {"method": "draft_model", "draft_layers": 2, "draft_model": "smollm2"}},
+            "speculation: method 'draft_model' needs .*; set one of the two keys, not both",
+        ),
+        (
+            {"speculation": {"method": "draft_model", "draft_layers": 2, "draft_quantization": "int4"}},
+            r"speculation: draft_quantization \(int4\) has no effect with draft_layers",
+        ),
+        ({"speculation": {"method": "draft_model", "draft_layers": 0}}, "speculation.draft_layers: got 0"),
+        ({"speculation": {"method": "draft_model", "draft_model": ""}}, "speculation.draft_model: got ''"),
+        (
+            {"speculation": {"method": "draft_model", "draft_model": "a"}, "engine": {"device": "cuda"}},
+            "speculation.method 'draft_model' needs engine.device 'cpu', got 'cuda'",
+        ),
+        (
+            {
+                "speculation": {"method": "draft_model", "draft_layers": 2},
+                "cluster": {"decode_tensor_parallel": 2},
+            },
+            r"speculation.draft_layers \(2\) needs workers of one rank, and there are workers of 2",
+        ),
+        (
+            {
+                "speculation": {"method": "draft_model", "draft_layers": 2},
+                "scheduler": {"async_scheduling": True},
+            },
+            r"scheduler.async_scheduling \(true\) contradicts speculation.method 'draft_model'",
         ),
         (
             {"speculation": {"method": "ngram", "num_speculative_tokens": 17}},

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from baton.kv_groups import KVGroups
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.batch import GrowingArray, RequestBatch, RunnerRequest, StepBatch
+from engine.batch import RequestBatch, RunnerRequest, StepBatch
 from engine.layers.decode_groups import MIN_GROUP_BLOCKS, decode_groups
+from engine.request_table import GrowingArray
 from tests.factories.stepping import make_request_data
 
 BLOCK_SIZE = 4
@@ -338,3 +340,32 @@ def test_a_groups_table_holds_its_longest_context_even_if_that_is_a_draft() -> N
     assert sum(len(group.context_lens_B) for group in groups) == built.num_decodes
     for group in groups:
         assert group.block_ids_BM.shape[1] == int(group.context_lens_B.max())
+
+
+def test_each_group_has_its_own_blocks_and_none_that_left_its_window() -> None:
+    """Blocks of 4 and a window of 5: token 8 attends to 4 to 8, and so to nothing of the first row."""
+    batch = RequestBatch(BLOCK_SIZE, KVGroups(1, 1, 5))
+    step = plan({"a": 2}, new=(new("a", list(range(10, 20)), [7, 3, 8, 4, 9, 5], computed=8),))
+    batch.update(step)
+    built = batch.build(step)
+    full, windowed = built.of_group(0), built.of_group(1)
+    assert full is built
+    assert full.block_ids_BM.tolist() == [[7, 8, 9]]
+    assert windowed.block_ids_BM.tolist() == [[0, 4, 5]]
+    assert full.slots_T.tolist() == [9 * 4, 9 * 4 + 1]
+    assert windowed.slots_T.tolist() == [5 * 4, 5 * 4 + 1]
+    assert (full.new_tails, windowed.new_tails) == (((9, 2),), ((5, 2),))
+    assert windowed.positions_T.tolist() == [8, 9]
+    sample(batch, built, 99)
+    later = plan({"a": 1}, cached={"a": ((), 10)})
+    batch.update(later)
+    assert batch.build(later).of_group(1).new_tails == (), "cleared already"
+
+
+def test_groups_whose_layers_all_have_windows() -> None:
+    batch = RequestBatch(BLOCK_SIZE, KVGroups(0, 1, 5))
+    step = plan({"a": 1}, new=(new("a", list(range(10, 19)), [7, 8, 9], computed=8),))
+    batch.update(step)
+    built = batch.build(step)
+    assert built.block_ids_BM.tolist() == [[0, 8, 9]]
+    assert built.of_others == ()

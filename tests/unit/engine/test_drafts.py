@@ -6,8 +6,13 @@ import time
 import numpy as np
 import pytest
 
-from engine.drafts import Acceptance, Drafter, NGramProposer
+from baton.sampling import SamplingParams
+from baton.step import CachedRequestData, SchedulerOutput
+from engine.acceptance import Acceptance
+from engine.batch import RequestBatch, RunnerRequest
+from engine.drafts import Drafter, NGramProposer
 from engine.request_table import IntArray
+from tests.factories.stepping import make_request_data
 
 
 def tokens(*token_ids: int) -> IntArray:
@@ -118,8 +123,68 @@ def test_a_request_whose_drafts_are_always_right_leaves_probing_where_drafts_cos
     ("num_requests", "num_drafts"), [(1, 4), (5, 4), (8, 3), (16, 1), (17, 0), (32, 0), (40, 0)]
 )
 def test_drafts_leave_half_of_a_step_to_prompts(num_requests: int, num_drafts: int) -> None:
-    acceptance = Acceptance()
-    for _ in range(50):
-        acceptance.verified(4, 4)
+    counts = drafts_of(
+        Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=64, num_equal_rows=1e6), num_requests
+    )
+    assert counts == ([num_drafts] * num_requests if num_drafts else [])
+
+
+def test_no_draft_reaches_beyond_max_tokens() -> None:
     drafter = Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=64, num_equal_rows=1e6)
-    assert len(drafter.draft(tokens(*[1, 2, 3] * 4), acceptance, num_requests)) == num_drafts
+    assert [drafts_of(drafter, 1, max_tokens=most) for most in (9, 4, 3, 2, 1)] == [[4], [3], [2], [1], []]
+
+
+class CostlyProposer(NGramProposer):
+    """A guess takes most of a token's time."""
+
+    cost = 0.7
+
+
+def test_what_guessing_costs_makes_drafts_fewer() -> None:
+    counts = [
+        drafts_of(Drafter(proposer, 4, 64, num_equal_rows=1e6), 1, num_right=1)
+        for proposer in (NGramProposer(2, 4), CostlyProposer(2, 4))
+    ]
+    assert counts == [[4], [2]]
+
+
+@pytest.mark.parametrize(("num_own", "num_drafted"), [(0, 2), (1, 0), (2, 2)])
+def test_no_guess_that_takes_time_delays_a_first_token(num_own: int, num_drafted: int) -> None:
+    """Guesses for other requests do not, either. Prompt lookup takes no time."""
+    for proposer, expected in ((NGramProposer(2, 4), 2), (CostlyProposer(2, 4), num_drafted)):
+        batch, requests = repeating_requests(2, SamplingParams(max_tokens=100))
+        batch.extend(requests[0], [1, 2, 3, 1, 2, 3])
+        batch.extend(requests[1], [1, 2, 3][:num_own])
+        drafter = Drafter(proposer, 4, 64, num_equal_rows=1e6)
+        for request in requests:
+            request.acceptance.verified(4, 4)
+        assert len(list(drafter.draft(requests, batch))) == expected
+
+
+def drafts_of(
+    drafter: Drafter, num_requests: int, *, max_tokens: int = 100, num_right: int = 50
+) -> list[int]:
+    """The numbers of drafts of requests that repeat themselves, and whose drafts were right `num_right` times."""
+    batch, requests = repeating_requests(num_requests, SamplingParams(max_tokens=max_tokens))
+    for request in requests:
+        for _ in range(num_right):
+            request.acceptance.verified(4, 4)
+    return [len(drafts) for _, drafts in drafter.draft(requests, batch)]
+
+
+def repeating_requests(count: int, params: SamplingParams) -> tuple[RequestBatch, list[RunnerRequest]]:
+    names = [f"r{i}" for i in range(count)]
+    batch = RequestBatch(block_size=4)
+    batch.update(
+        SchedulerOutput(
+            scheduled_new_reqs=tuple(
+                make_request_data([1, 2, 3] * 4, params=params, request_id=name) for name in names
+            ),
+            scheduled_cached_reqs=CachedRequestData(),
+            num_scheduled_tokens=dict.fromkeys(names, 12),
+            total_num_scheduled_tokens=12 * count,
+            preempted_req_ids=frozenset(),
+            finished_req_ids=frozenset(),
+        )
+    )
+    return batch, [batch[name] for name in names]

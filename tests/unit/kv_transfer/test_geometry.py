@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from baton.kv import KVFingerprint
+from baton.kv_groups import KVGroups
 from kv_transfer.pool import HostPieces, KVBytes
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, peers_of, piece_shape
 from kv_transfer.transport.base import Bytes
@@ -119,6 +120,13 @@ def test_equal_workers_exchange_whole_blocks_in_place() -> None:
         (RankLayout(16, 2), RankLayout(16, 3), "tensor-parallel ranks: neither of 2 and 3"),
         (RankLayout(16, 16), RankLayout(16), "tensor-parallel ranks: 8 heads cannot be divided among 16"),
         (RankLayout(16, 2), RankLayout(64, 8), None),
+        (
+            RankLayout(16, groups=KVGroups(1, 1, 64)),
+            RankLayout(32),
+            "block_size: 16 and 32 differ, but some layers",
+        ),
+        (RankLayout(16, groups=KVGroups(1, 1, 64)), RankLayout(16, 2), None),
+        (RankLayout(16, groups=KVGroups(2)), RankLayout(32), None),
     ],
 )
 def test_c43_what_cannot_be_exchanged_is_named(
@@ -132,3 +140,23 @@ def test_a_prompt_takes_only_as_many_pieces_as_it_has_tokens() -> None:
     shape = piece_shape(NUM_HEADS, RankLayout(32), RankLayout(16))
     assert [shape.num_pieces_for(n) for n in (1, 16, 17, 32, 33)] == [1, 1, 2, 2, 3]
     assert list(shape.pieces_of(5)) == [10, 11]
+
+
+def test_the_pieces_of_several_groups_count_up_row_by_row() -> None:
+    """Two groups, and blocks of two pieces: both ends give each piece of a prompt the same number."""
+    large = piece_shape(NUM_HEADS, RankLayout(32, groups=KVGroups(2)), RankLayout(16))
+    small = piece_shape(NUM_HEADS, RankLayout(16, groups=KVGroups(2)), RankLayout(32))
+    assert [[large.index_of(entry, part) for part in (0, 1)] for entry in range(4)] == [
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+    ]
+    assert [small.index_of(entry, 0) for entry in range(8)] == list(range(8))
+    assert [large.num_pieces_for(n) for n in (1, 16, 17, 33)] == [2, 2, 4, 6]
+
+
+def test_a_block_of_a_group_has_only_its_layers() -> None:
+    num_bytes = NUM_LAYERS * NUM_HEADS * 16 * HEAD_BYTES
+    pool = KVBytes(np.zeros((3, num_bytes), np.uint8), replace(FINGERPRINT, groups=KVGroups(1, 1, 64)))
+    assert pool.pieces(pool.layout).nbytes == num_bytes, "of one of two layers, keys and values"

@@ -5,6 +5,7 @@ A difference from V1 that is wanted belongs into the list there, and its workloa
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from baton.errors import InvalidRequest
+from baton.kv_groups import KVGroups
 from benchmarks.baton_side import BatonSide
 from benchmarks.draft_workloads import BY_HAND
 from benchmarks.scheduler_play import play
-from benchmarks.scheduler_workloads import Workload
+from benchmarks.scheduler_workloads import Settings, Workload
 from benchmarks.v1_decisions import KINDS, Recorded, first_difference, read_recorded
+from benchmarks.window_workloads import BY_HAND as WINDOWS_BY_HAND
 from scheduler import Request
 from scheduler.speculation import Speculation
 from scheduler.step import StepPlan
@@ -34,7 +38,7 @@ def decide(workload: Workload, *, is_async: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "drafts"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("drafts", "windows")])
 def test_every_step_is_what_v1_decided(kind: str, is_async: bool) -> None:
     check(kind, is_async=is_async)
 
@@ -43,9 +47,15 @@ def test_c61_every_step_with_drafts_is_what_v1_decided() -> None:
     check("drafts", is_async=False)
 
 
-def test_workloads_made_by_hand_are_recorded_as_they_are() -> None:
-    made = [workload for workload, _ in recorded("drafts") if workload.seed < 0]
-    assert made == list(BY_HAND.values())
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_every_step_with_windows_is_what_v1_decided(is_async: bool) -> None:
+    check("windows", is_async=is_async)
+
+
+@pytest.mark.parametrize(("kind", "by_hand"), [("drafts", BY_HAND), ("windows", WINDOWS_BY_HAND)])
+def test_workloads_made_by_hand_are_recorded_as_they_are(kind: str, by_hand: dict[str, Workload]) -> None:
+    made = [workload for workload, _ in recorded(kind) if workload.seed < 0]
+    assert made == list(by_hand.values())
 
 
 def check(kind: str, *, is_async: bool) -> None:
@@ -136,6 +146,50 @@ def test_c61_a_scheduler_that_mistakes_drafts_is_found_out(
         except AssertionError:
             num_found += 1
     assert num_found >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("window", lambda settings: replace(settings, window=settings.window + settings.block_size)),
+        ("one group more", lambda settings: replace(settings, num_windowed=settings.num_windowed + 1)),
+        ("no window", lambda settings: replace(settings, num_full=2, num_windowed=0, window=0)),
+    ],
+)
+def test_a_scheduler_that_mistakes_windows_is_found_out(
+    name: str, change: Callable[[Settings], Settings]
+) -> None:
+    num_found = 0
+    for workload, expected in recorded("windows"):
+        with suppress(
+            InvalidRequest
+        ):  # with these groups its longest request does not fit, which proves nothing
+            got = decide(replace(workload, settings=change(workload.settings)))
+            num_found += first_difference(expected, got) is not None
+    assert num_found >= 5, name
+
+
+def forget_the_window(_original: Any, _self: KVGroups, *_counts: int) -> int:
+    return 0
+
+
+def forget_a_row_too_early(original: Any, self: KVGroups, num_tokens: int, block_size: int) -> int:
+    num_left: int = original(self, num_tokens, block_size)
+    return num_left + (num_left > 0)
+
+
+@pytest.mark.parametrize("broken", [forget_the_window, forget_a_row_too_early])
+def test_a_scheduler_that_gives_back_the_wrong_blocks_is_found_out(
+    broken: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, num_found = KVGroups.num_left_rows, 0
+    monkeypatch.setattr(KVGroups, "num_left_rows", lambda *args: broken(original, *args))
+    for workload, expected in recorded("windows"):
+        try:
+            num_found += first_difference(expected, decide(workload)) is not None
+        except AssertionError:
+            num_found += 1
+    assert num_found >= 5
 
 
 def test_a_planted_difference_is_shown_with_the_steps_before_it() -> None:

@@ -1,6 +1,7 @@
 """The scheduler half: what happens to requests becomes the right commands, driven by the real scheduler."""
 
 from baton.kv import TransferRole
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from kv_transfer.commands import (
@@ -17,14 +18,22 @@ from kv_transfer.commands import (
     WithdrawBlocks,
 )
 from scheduler import RequestStatus, Scheduler
-from tests.factories.scheduling import FakeRunner, failed, make_config, make_request, received
+from tests.factories.paged_memory import PagedMemory
+from tests.factories.scheduling import (
+    FakeRunner,
+    failed,
+    make_config,
+    make_request,
+    received,
+)
 from worker.kv_connector import KVConnectorScheduler
 
 PRODUCER, CONSUMER = TransferRole.PRODUCER, TransferRole.CONSUMER
 
 
-def make_scheduler(**overrides: object) -> Scheduler:
-    return Scheduler(make_config(**overrides), KVConnectorScheduler(16), hash_key=b"k" * 16)
+def make_scheduler(groups: KVGroups = ONE_GROUP, **overrides: object) -> Scheduler:
+    connector = KVConnectorScheduler(16, groups)
+    return Scheduler(make_config(**overrides), connector, hash_key=b"k" * 16, kv_groups=groups)
 
 
 def step(scheduler: Scheduler, runner: FakeRunner) -> KVConnectorMetadata | None:
@@ -168,3 +177,32 @@ def test_c31_starvation_is_told_when_it_begins_and_when_it_ends_and_not_where_th
 
 def _at_once(metadata: KVConnectorMetadata | None) -> tuple[ImmediateCommand, ...]:
     return metadata.at_once if metadata is not None else ()
+
+
+TWO = KVGroups(1, 1, 32)
+
+
+def test_c27_a_producer_sends_no_rows_that_have_left_the_window_when_the_prompt_is_complete() -> None:
+    """Token 72 attends to 41 to 72, and so to no token of rows 0 and 1."""
+    scheduler = make_scheduler(TWO, max_num_batched_tokens=48)
+    runner = FakeRunner(lambda *_: 9, PagedMemory(16, TWO))
+    request = make_request(72, role=PRODUCER)
+    scheduler.add_request(request)
+    first, second, third = (step(scheduler, runner) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert first.after == (SendBlocks(request.request_id, 0, (1, None, 2, None, 3, 6)),)
+    assert second.after == (SendBlocks(request.request_id, 6, (7, 9)),)
+    assert third.at_once == (FinishSend(request.request_id, 10, (8, 10), FirstToken(9, None)),)
+
+
+def test_c27_a_consumer_loads_no_rows_that_have_left_the_window() -> None:
+    scheduler, runner = make_scheduler(TWO), FakeRunner(memory=PagedMemory(16, TWO))
+    request = make_request(72, role=CONSUMER)
+    scheduler.add_request(request)
+    metadata = step(scheduler, runner)
+    assert metadata is not None
+    (load,) = metadata.loads
+    assert load.first_index == 0
+    assert [block_id is None for block_id in load.block_ids] == [i in (1, 3) for i in range(10)]

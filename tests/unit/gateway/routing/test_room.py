@@ -1,11 +1,14 @@
 """Credits: nothing is prefilled that no decode worker can take, and no worker is left out for ever."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.block_hash import block_hashes
 from baton.errors import WorkerUnavailable
+from baton.kv_groups import KVGroups
 from baton.messages.request_plane import KVEvents
-from baton.worker import WorkerStatus
+from baton.worker import RequestCounts, WorkerStatus
 from gateway.routing.placement import Mode, NoRoom, Placement
 from gateway.routing.router import Router
 from tests.unit.gateway.routing.test_router import (
@@ -37,6 +40,22 @@ def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
             "d1"
         }  # 7 blocks, and one for each that runs
         with pytest.raises(NoRoom, match="200 tokens"):
+            router.route(ask(200))
+
+
+def test_a_request_takes_the_blocks_of_every_kv_group_but_not_those_that_left_a_window() -> None:
+    """200 tokens and the next: 13 rows of two groups, of which 10 have left the window."""
+    groups = KVGroups(1, 1, 32)
+    for num_free, has_room in ((17, True), (16, False)):
+        windowed = replace(status("d0", free=num_free), kv_groups=groups)
+        router = router_of("kv_aware", DISAGGREGATED, P[0])
+        router.on_status(windowed)
+        router.sent("d0", Placement(Mode.LOCAL, None, "d0"))
+        router.on_status(replace(windowed, requests=RequestCounts(1, 0, 0)))
+        if has_room:
+            assert router.route(ask(200)).num_decode_blocks == 13 + 3
+            continue
+        with pytest.raises(NoRoom):
             router.route(ask(200))
 
 

@@ -1,0 +1,89 @@
+"""KVGroups: layers with equal needs share a block table, and all tables share one pool; pure arithmetic.
+
+A block holds `block_size` tokens' KV of one group's layers. All groups have equally many layers, so any block of the
+pool serves any group. The tables of a request are one list of *rows*: row r has a block of each group for the tokens
+from r * block_size on, groups with full attention first.
+
+    block_ids    row 0            row 1            row 2                 2 groups; 0 is the null block
+                 [full, windowed, full, windowed,  full, windowed]
+    after a while [5,   0,        8,    0,         9,    12]             rows 0 and 1 have left the window
+"""
+
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+NULL_BLOCK_ID = 0
+"""Never handed out: it stands in tables where a group has no block, or none any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    """`num_full` groups whose layers attend to all tokens, and `num_windowed` that attend to the last `window`."""
+
+    num_full: int = 1
+    num_windowed: int = 0
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0 if no group has a window."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_full, self.num_windowed) < 0 or self.num_full + self.num_windowed == 0:
+            raise ConfigError(f"kv groups: got {self.num_full} full and {self.num_windowed} windowed groups")
+        if self.window < 2 if self.num_windowed else self.window:
+            raise ConfigError(
+                f"kv groups: a window of {self.window} tokens does not suit {self.num_windowed} windowed groups; "
+                "it must be at least 2 with such groups, and 0 without"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_full + self.num_windowed
+
+    def num_left_rows(self, num_computed_tokens: int, block_size: int) -> int:
+        """Rows that no later token's window reaches, once so many tokens are computed; 0 without windows."""
+        if not self.num_windowed:
+            return 0
+        return max(0, num_computed_tokens - self.window + 1) // block_size
+
+    def leaves_at(self, row: int, block_size: int) -> int:
+        """The number of computed tokens at which the row has left the window."""
+        return (row + 1) * block_size + self.window - 1
+
+    def num_rows_of_window(self, block_size: int) -> int:
+        """Full rows that the next token's window may reach."""
+        return -(-(self.window - 1) // block_size)
+
+    def needed_entries(self, num_tokens: int, block_size: int) -> list[int]:
+        """Indices into a request's block ids of the blocks that later tokens need of the first `num_tokens`."""
+        num_rows, num_groups = -(-num_tokens // block_size), self.num_groups
+        num_left = self.num_left_rows(num_tokens, block_size)
+        return [
+            row * num_groups + group
+            for row in range(num_rows)
+            for group in range(num_groups if row >= num_left else self.num_full)
+        ]
+
+    def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Blocks of a request with room for so many tokens, of which all but the last are computed."""
+        num_left = self.num_left_rows(num_tokens - 1, block_size)
+        return -(-num_tokens // block_size) * self.num_groups - num_left * self.num_windowed
+
+    def most_rows(self, num_blocks: int, block_size: int, most_per_step: int) -> int | None:
+        """Rows that one request can get of `num_blocks` blocks if a step computes up to `most_per_step` of its tokens.
+
+        None: no number of blocks limits it, since all groups have a window.
+        """
+        num_rows = num_blocks // self.num_groups
+        if not self.num_windowed:
+            return num_rows
+        # A step's tokens get their rows before those that they push out of the window are given back.
+        num_rows_in_step = -(-(self.window - 1 + most_per_step) // block_size) + 1
+        if num_rows_in_step > num_rows:
+            return num_rows
+        if not self.num_full:
+            return None
+        return (num_blocks - self.num_windowed * num_rows_in_step) // self.num_full
+
+
+ONE_GROUP = KVGroups()
+"""Full attention in all layers."""

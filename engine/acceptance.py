@@ -1,0 +1,45 @@
+"""Acceptance: how likely a request's next draft is to be right; knows no token."""
+
+import math
+
+WEIGHT = 0.2
+"""Of the latest draft in the moving average of a request's acceptance."""
+FIRST_LIKELIHOOD, MAX_LIKELIHOOD = 0.8, 0.98
+LEAST_LIKELIHOOD = 0.3
+"""A draft that is less likely to be right does not pay, however cheap it is to verify."""
+PROBE_COST = 0.01
+"""Share of a token's time that goes into drafts for a request that is rarely guessed, in case its text changes."""
+
+
+class Acceptance:
+    """How likely a request's next draft is to be right, from those that were verified."""
+
+    __slots__ = ("_is_probing", "_likelihood", "_num_skipped")
+
+    def __init__(self) -> None:
+        self._likelihood = FIRST_LIKELIHOOD
+        self._num_skipped = 0
+        """Steps since a draft was verified."""
+        self._is_probing = False
+        """The next draft is a probe: it is not likely to be right."""
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts the accepted drafts and the first wrong one; those behind it say nothing."""
+        if self._is_probing and num_accepted == num_drafts:
+            self._likelihood = max(self._likelihood, FIRST_LIKELIHOOD)  # the text has changed
+        likelihood = 1.0 - (1.0 - self._likelihood) * (1.0 - WEIGHT) ** num_accepted
+        if num_accepted < num_drafts:
+            likelihood *= 1.0 - WEIGHT
+        self._likelihood, self._num_skipped = min(likelihood, MAX_LIKELIHOOD), 0
+
+    def num_useful(self, cost: float) -> int:
+        """How many drafts in a row are likely enough to be right; call it once in a step.
+
+        `cost`: what guessing and verifying a draft takes, as a share of what a token takes without drafts.
+        """
+        least = LEAST_LIKELIHOOD + (1.0 - LEAST_LIKELIHOOD) * cost
+        self._num_skipped += 1
+        self._is_probing = self._likelihood < least
+        if self._is_probing:
+            return int(self._num_skipped * PROBE_COST > cost)
+        return int(math.log(least) / math.log(self._likelihood))

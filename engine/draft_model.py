@@ -1,0 +1,193 @@
+"""DraftModel: guesses a request's next tokens with a smaller model; knows no plan, and not how the model was loaded.
+
+    known        ... the  quick             guessed   brown  fox
+    computed               quick                      brown  fox        by the small model, one token a pass
+    sampled                brown                      fox    jumps      three drafts
+
+A draft is sampled from the small model's logits as its request samples there: with its temperature, filters, penalties
+and grammar, and with the noise of the draft's own position. Equal logits give equal tokens, at any temperature, and
+similar logits mostly do.
+
+A request's blocks have the same ids in every pool. So a small model with a pool of its own needs no block tables, and
+the served model's first layers find their KV where the served model left it. Drafts for which a request has no slots go
+into spare blocks. What a pass computes of a draft does not count: it is computed again with the next known token.
+
+Shape suffixes: T tokens of a pass, B its sequences, M blocks of the longest context, R rows that sample, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from baton.config import SchedulerConfig
+from engine.batch import DraftedRequest, SampledRequest, StepBatch
+from engine.drafts import Wanted
+from engine.forward import Forward
+from engine.kv_cache import NULL_BLOCK
+from engine.request_table import NONE, IntArray
+from engine.sampler import Sampler
+
+CATCH_UP = 64
+"""Tokens that a step computes for requests which lack more in the small model's own pool. On a CPU they take one or two
+decode steps' time."""
+
+MOST_CAUGHT_UP = 8
+"""Such tokens for each token that the request may still get: more of them take longer than drafts save."""
+
+
+class DraftModel:
+    """Satisfies `engine.drafts.Proposer`."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: Sampler,
+        block_size: int,
+        spare_blocks: range,
+        num_drafts: int,
+        cost: float,
+        *,
+        shares_kv: bool,
+    ) -> None:
+        """`spare_blocks`: of the pool of `forward`; see `num_spare_blocks`. `num_drafts`: the most of a request.
+        `cost`: one pass of the small model, as a share of one of the served model. `shares_kv`: the small model is the
+        served one's first layers, in its pool.
+        """
+        self._forward = forward
+        self._sampler = sampler
+        self._block_size = block_size
+        self._spare_blocks = spare_blocks
+        self._num_spare_blocks = -(-num_drafts // block_size)
+        """Of each request."""
+        self._shares_kv = shares_kv
+        self.cost = cost
+
+    @torch.inference_mode()
+    def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
+        """One pass for each place of a draft, of all requests together."""
+        assert len(wanted) * self._num_spare_blocks <= len(self._spare_blocks), f"{len(wanted)} requests"
+        sequences = [self._begin(place, each) for place, each in enumerate(wanted)]
+        under_way = sequences if self._shares_kv else self._catch_up(sequences)
+        while under_way:
+            under_way = sorted(under_way, key=_order)
+            sampling = [sequence for sequence in under_way if sequence.samples]
+            batch = _batch_of(under_way, sampling, self._block_size)
+            logits_RV = self._forward(batch)
+            if sampling:
+                sampled = self._sampler(logits_RV, batch.sampling_requests).wait()
+                for sequence, token in zip(sampling, sampled, strict=True):
+                    sequence.add(token.token_id, is_finite=token.is_finite)
+            under_way = [sequence for sequence in sampling if not sequence.has_ended]
+        return [sequence.drafts for sequence in sequences]
+
+    def _begin(self, place: int, wanted: Wanted) -> "_Sequence":
+        """The last known token is computed by the next step, so no pool has it."""
+        spare = self._spare_blocks[place * self._num_spare_blocks :][: self._num_spare_blocks]
+        start = wanted.request.num_tokens - 1 if self._shares_kv else wanted.request.num_drafting_tokens
+        return _Sequence(wanted, np.concatenate((wanted.block_ids, np.array(spare))), start)
+
+    def _catch_up(self, sequences: "list[_Sequence]") -> "list[_Sequence]":
+        """Those that this step computes in the small model's own pool. A request that lacks many tokens there gets
+        drafts once it has caught up, in parts that end with a block: full blocks may be other requests', too, and what
+        lies behind a part is cleared.
+        """
+        left, under_way = max(CATCH_UP, self._block_size), []
+        for sequence in sequences:
+            if sequence.num_tokens > CATCH_UP:
+                pays = sequence.num_tokens <= MOST_CAUGHT_UP * sequence.wanted.request.num_tokens_left
+                end = sequence.start + (left if pays else 0)
+                sequence.cut(end // self._block_size * self._block_size)
+                left -= sequence.num_tokens
+            if sequence.num_tokens:
+                under_way.append(sequence)
+                num_slots = len(sequence.wanted.block_ids) * self._block_size
+                sequence.wanted.request.num_drafting_tokens = min(sequence.end, num_slots)
+        return under_way
+
+
+class _Sequence:
+    """A request and its drafts so far."""
+
+    __slots__ = ("block_ids", "drafts", "has_ended", "samples", "start", "token_ids", "wanted")
+
+    def __init__(self, wanted: Wanted, block_ids: IntArray, start: int) -> None:
+        self.wanted = wanted
+        self.block_ids = block_ids
+        self.start = start
+        """Position of the first of `token_ids`."""
+        self.token_ids = wanted.request.token_ids[start:]
+        """To be computed by the next pass."""
+        self.samples = True
+        """The pass ends with the last token so far."""
+        self.drafts: list[int] = []
+        self.has_ended = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def sampled_request(self) -> SampledRequest:
+        request = self.wanted.request
+        return DraftedRequest(request, tuple(self.drafts)) if self.drafts else request
+
+    def cut(self, end: int) -> None:
+        """Leaves the tokens from position `end` on to a later step."""
+        self.token_ids, self.samples = self.token_ids[: max(0, end - self.start)], False
+
+    def add(self, token_id: int, *, is_finite: bool) -> None:
+        """The next draft."""
+        self.start, self.token_ids = self.end, np.array([token_id])
+        if is_finite:
+            self.drafts.append(token_id)
+        is_stop = token_id in self.wanted.request.stop_token_ids
+        self.has_ended = is_stop or not is_finite or len(self.drafts) == self.wanted.num_tokens
+
+
+def num_spare_blocks(num_drafts: int, config: SchedulerConfig) -> int:
+    """Blocks for the drafts of all requests of a step, which the scheduler does not know."""
+    return config.max_num_seqs * -(-num_drafts // config.block_size)
+
+
+def _order(sequence: _Sequence) -> tuple[bool, int]:
+    """See StepBatch."""
+    return sequence.num_tokens > 1, -sequence.end
+
+
+def _batch_of(sequences: Sequence[_Sequence], sampling: Sequence[_Sequence], block_size: int) -> StepBatch:
+    """A pass over these sequences, in this order."""
+    num_tokens_B = np.array([sequence.num_tokens for sequence in sequences])
+    ends_B = np.array([sequence.end for sequence in sequences])
+    starts_B = np.cumsum(num_tokens_B) - num_tokens_B
+    num_blocks_B = -(-ends_B // block_size)
+    block_ids_BM = np.full((len(sequences), num_blocks_B.max()), NULL_BLOCK)
+    for row, (sequence, count) in enumerate(zip(sequences, num_blocks_B, strict=True)):
+        block_ids_BM[row, :count] = sequence.block_ids[:count]
+    owners_T = np.repeat(np.arange(len(sequences)), num_tokens_B)
+    positions_T = np.arange(len(owners_T)) + (ends_B - starts_B - num_tokens_B)[owners_T]
+    block_ids_T = block_ids_BM[owners_T, positions_T // block_size]
+    samples_B = np.array([sequence.samples for sequence in sequences])
+    return StepBatch(
+        input_ids_T=np.concatenate([sequence.token_ids for sequence in sequences]),
+        sources_T=np.full(len(owners_T), NONE),
+        positions_T=positions_T,
+        slots_T=block_ids_T * block_size + positions_T % block_size,
+        num_decodes=int((num_tokens_B == 1).sum()),
+        starts_B=starts_B,
+        num_tokens_B=num_tokens_B,
+        context_lens_B=ends_B,
+        block_ids_BM=block_ids_BM,
+        num_blocks_B=num_blocks_B,
+        sampling_rows_R=(starts_B + num_tokens_B - 1)[samples_B],
+        sampling_requests=tuple(sequence.sampled_request for sequence in sampling),
+        new_tails=tuple(
+            (int(block_ids_BM[row, num_blocks_B[row] - 1]), int(offset))
+            for row, offset in enumerate(ends_B % block_size)
+            if offset
+        ),
+    )

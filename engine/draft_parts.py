@@ -1,0 +1,177 @@
+"""make_drafter: what guesses tokens, as the configuration asks; a draft model is loaded here."""
+
+import json
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.errors import ConfigError, ModelError
+from engine.draft_model import DraftModel, num_spare_blocks
+from engine.drafts import Drafter, NGramProposer, Proposer
+from engine.forward import TorchForward
+from engine.kv_cache import KVPool
+from engine.loading.loader import LoadedModel, load_model
+from engine.loading.pretrained import default_cache_dir, resolve
+from engine.loading.weights import OnProgress
+from engine.model_config import ModelArchitecture
+from engine.runner_parts import make_attention
+from engine.sampler import TorchSampler
+
+logger = logging.getLogger(__name__)
+
+EQUAL_ROWS = {"cpu": 12.0, "cuda": 200.0}
+"""By device: rows of a step whose computation takes about as long as reading the model's weights."""
+STEP_TIME = {"int8": 0.7, "int4": 0.45, "gguf": 0.45}
+"""Of a decode step with matrices in so few bits, against one with 16 bits (docs/cpu.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A model that guesses for the served one."""
+
+    model: LoadedModel
+    shares_kv: bool
+    """It is the served model's first layers: it needs no KV pool."""
+    num_drafts: int
+    """The most of one request in a step."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """What its KV adds to a block of the served model."""
+        return 0 if self.shares_kv else self.model.kv_block_shape(block_size).size_bytes
+
+    def num_spare_blocks(self, config: SchedulerConfig) -> int:
+        """Blocks of each pool that the scheduler does not know."""
+        return num_spare_blocks(self.num_drafts, config)
+
+
+def load_draft(
+    speculation: SpeculationConfig,
+    model_config: ModelConfig,
+    engine: EngineConfig,
+    model_path: Path,
+    model: LoadedModel,
+    on_progress: OnProgress | None = None,
+) -> Draft | None:
+    """The draft model that guesses for `model`, of the folder `model_path`; None if there is none, or on a rank that
+    does not sample. ConfigError or ModelError if it does not fit.
+    """
+    if speculation.method != "draft_model" or model.collectives.rank > 0:
+        return None
+    if model.layer_groups.groups.num_windowed:
+        raise ConfigError(
+            "speculation.method: got 'draft_model', but the served model has sliding windows, and gives back KV that a "
+            "draft model needs; use 'ngram'"
+        )
+    if speculation.draft_layers is not None:
+        first = _first_layers(model, speculation.draft_layers)
+        return Draft(first, shares_kv=True, num_drafts=speculation.num_drafts)
+    assert speculation.draft_model is not None
+    try:
+        path = resolve(speculation.draft_model, default_cache_dir(os.environ))
+        config = model_config
+        if speculation.draft_quantization is not None:
+            config = config.with_values("speculation", quantization=speculation.draft_quantization)
+        draft = load_model(
+            config, path, model.device, kv_cache_dtype=engine.kv_cache_dtype, on_progress=on_progress
+        )
+        _check_vocabulary(draft, path, model, model_path)
+        if draft.layer_groups.groups.num_windowed:
+            raise ModelError(f"{path} has sliding windows, which a draft model may not have")
+    except ModelError as error:
+        raise ModelError(f"speculation.draft_model: {error}") from error
+    return Draft(draft, shares_kv=False, num_drafts=speculation.num_drafts)
+
+
+def make_drafter(
+    speculation: SpeculationConfig,
+    config: SchedulerConfig,
+    model: LoadedModel,
+    pool: KVPool,
+    draft: Draft | None,
+) -> Drafter | None:
+    """`config`: complete. `pool`: of the served model, with the spare blocks of `draft` behind the others."""
+    proposer: Proposer
+    if draft is not None:
+        proposer = _make_draft_model(draft, config, model, pool)
+    elif speculation.method == "ngram":
+        proposer = NGramProposer(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+    else:
+        return None
+    equal_rows = EQUAL_ROWS[model.device.type]
+    return Drafter(proposer, speculation.num_drafts, config.max_num_batched_tokens, equal_rows)
+
+
+def _make_draft_model(draft: Draft, config: SchedulerConfig, model: LoadedModel, pool: KVPool) -> DraftModel:
+    shape = draft.model.kv_block_shape(config.block_size)
+    own_pool = pool if draft.shares_kv else KVPool(pool.num_blocks, shape, model.device)
+    cost = _cost(draft.model, model)
+    logger.info(
+        "a draft model of %d layers guesses up to %d tokens; a guess takes about %.2f of a token's time, its KV %s",
+        draft.model.architecture.num_layers,
+        draft.num_drafts,
+        cost,
+        "no memory" if draft.shares_kv else f"{pool.num_blocks * shape.size_bytes / 2**20:,.0f} MiB",
+    )
+    spare_blocks = range(pool.num_blocks - draft.num_spare_blocks(config), pool.num_blocks)
+    return DraftModel(
+        TorchForward(draft.model.decoder, make_attention(draft.model, own_pool), model.device),
+        TorchSampler(),
+        config.block_size,
+        spare_blocks,
+        draft.num_drafts,
+        cost,
+        shares_kv=draft.shares_kv,
+    )
+
+
+def _first_layers(model: LoadedModel, num_layers: int) -> LoadedModel:
+    a = model.architecture
+    if num_layers > a.num_layers:
+        raise ConfigError(
+            f"speculation.draft_layers: got {num_layers}, but the served model has {a.num_layers} layers"
+        )
+    windows, ropes = a.sliding_windows[:num_layers], a.ropes[:num_layers]
+    architecture = replace(a, num_layers=num_layers, sliding_windows=windows, ropes=ropes)
+    return replace(model, architecture=architecture, decoder=model.decoder.first_layers(num_layers))
+
+
+def _check_vocabulary(draft: LoadedModel, path: Path, model: LoadedModel, model_path: Path) -> None:
+    """ModelError if the same id would be another token."""
+    if draft.vocab_size != model.vocab_size:
+        raise ModelError(
+            f"{path} has {draft.vocab_size} tokens in its vocabulary, and the served model {model_path} has "
+            f"{model.vocab_size}; a draft model needs the same vocabulary"
+        )
+    if path != model_path and _tokens(path) != _tokens(model_path):
+        raise ModelError(
+            f"{path} has other tokens than the served model {model_path}; both need the same vocabulary"
+        )
+
+
+def _tokens(path: Path) -> tuple[Any, Any]:
+    """The vocabulary and the added tokens of a folder's tokenizer."""
+    try:
+        values = json.loads((path / "tokenizer.json").read_bytes())
+        added = [(each["id"], each["content"]) for each in values.get("added_tokens", ())]
+        return values["model"]["vocab"], added
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"cannot read the vocabulary in {path / 'tokenizer.json'}: {error!r}") from error
+
+
+def _cost(draft: LoadedModel, model: LoadedModel) -> float:
+    """The time of a draft, in tokens of the served model. A token takes as long as reading the matrices."""
+    draft_time, time = (
+        _num_weights(each.architecture) * STEP_TIME.get(each.quantization or "", 1.0)
+        for each in (draft, model)
+    )
+    return draft_time / time
+
+
+def _num_weights(a: ModelArchitecture) -> int:
+    """That a token is multiplied with."""
+    attention = 2 * (a.num_heads + a.num_kv_heads) * a.head_dim
+    layer = (attention + 3 * a.intermediate_size) * a.hidden_size
+    return a.num_layers * layer + a.vocab_size * a.hidden_size

@@ -1,0 +1,58 @@
+"""GroupedAttention: attention of a model with several KV groups over one pool; knows no block."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from engine.batch import StepBatch
+from engine.forward import PagedAttentions
+from engine.layer_groups import LayerGroups
+from engine.layers.attention import Attention, HeadNorm
+from engine.model_config import ModelArchitecture
+
+
+class GroupedAttention:
+    """Each group's layers have an attention of their own, with the group's blocks."""
+
+    def __init__(
+        self,
+        groups: LayerGroups,
+        architecture: ModelArchitecture,
+        make: Callable[[ModelArchitecture], PagedAttentions],
+    ) -> None:
+        """`make`: attention of a model whose layers are those of one group."""
+        self._attentions = [make(_of_layers(architecture, layers)) for layers in groups.layers]
+        self._places = {
+            layer: (group, index)
+            for group, layers in enumerate(groups.layers)
+            for index, layer in enumerate(layers)
+        }
+
+    def prepare(self, batch: StepBatch) -> Attention:
+        steps = [attention.prepare(batch.of_group(group)) for group, attention in enumerate(self._attentions)]
+        return GroupedStepAttention(steps, self._places)
+
+
+class GroupedStepAttention:
+    """Satisfies `engine.layers.attention.Attention` for one step."""
+
+    def __init__(self, steps: Sequence[Attention], places: dict[int, tuple[int, int]]) -> None:
+        """`places`: of each layer, its group and its place in the group."""
+        self._steps = steps
+        self._places = places
+
+    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+        group, index = self._places[layer]
+        return self._steps[group](index, qkv_TPD, head_norm)
+
+
+def _of_layers(architecture: ModelArchitecture, layers: Sequence[int]) -> ModelArchitecture:
+    """A model of these layers. Every tuple of an architecture has a value for each layer."""
+    per_layer: dict[str, Any] = {
+        field.name: tuple(values[layer] for layer in layers)
+        for field in fields(architecture)
+        if isinstance(values := getattr(architecture, field.name), tuple)
+    }
+    return replace(architecture, num_layers=len(layers), **per_layer)

@@ -1,0 +1,45 @@
+"""LayerGroups: which layers form which KV group, and their places in its blocks; knows no tensor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.kv_groups import ONE_GROUP, KVGroups
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """`layers` of each group. A block has room for as many as the first has; the last of a kind may have fewer."""
+
+    groups: KVGroups
+    layers: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a block."""
+        return max(map(len, self.layers))
+
+
+def one_group(num_layers: int) -> LayerGroups:
+    return LayerGroups(ONE_GROUP, (tuple(range(num_layers)),))
+
+
+def group_layers(windows: Sequence[int | None], max_len: int) -> LayerGroups:
+    """Groups of as many layers as the rarer kind has, as vLLM makes them. A window of `max_len` tokens is none.
+
+    Layers with several windows form one group: attention masks what they do not see, and all blocks stay.
+    """
+    full = [layer for layer, window in enumerate(windows) if window is None or window >= max_len]
+    windowed = [layer for layer in range(len(windows)) if layer not in set(full)]
+    sizes = {windows[layer] for layer in windowed} - {None}
+    if len(sizes) != 1 or sizes == {1}:
+        return one_group(len(windows))
+    (window,) = sizes
+    assert window is not None
+    num_layers = min(len(kind) for kind in (full, windowed) if kind)
+    parts = [
+        tuple(kind[first : first + num_layers])
+        for kind in (full, windowed)
+        for first in range(0, len(kind), num_layers)
+    ]
+    num_full = -(-len(full) // num_layers)
+    return LayerGroups(KVGroups(num_full, len(parts) - num_full, window), tuple(parts))

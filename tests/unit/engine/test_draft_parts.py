@@ -1,0 +1,128 @@
+"""Loading a draft model: what does not fit is refused by name, and its KV takes a part of the memory."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.errors import ConfigError, ModelError
+from engine.capacity import reckon
+from engine.draft_parts import Draft, load_draft, make_drafter
+from engine.kv_cache import KVPool
+from engine.loading.loader import LoadedModel, load_model
+from tests.factories.models import make_draft_pair, make_model_dir
+
+CPU = torch.device("cpu")
+FLOAT32 = ModelConfig(dtype="float32")
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_draft_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def model(pair: tuple[Path, Path]) -> LoadedModel:
+    return load_model(FLOAT32, pair[0], CPU)
+
+
+def configured(**keys: object) -> SpeculationConfig:
+    return SpeculationConfig.model_validate({"method": "draft_model", "num_speculative_tokens": 3, **keys})
+
+
+def draft_of(model: LoadedModel, model_path: Path, **keys: object) -> Draft:
+    draft = load_draft(configured(**keys), FLOAT32, EngineConfig(), model_path, model)
+    assert draft is not None
+    return draft
+
+
+def test_layers_that_the_model_has_not_are_refused(model: LoadedModel, pair: tuple[Path, Path]) -> None:
+    assert draft_of(model, pair[0], draft_layers=6).model.architecture.num_layers == 6
+    with pytest.raises(
+        ConfigError, match=r"speculation.draft_layers: got 7, but the served model has 6 layers"
+    ):
+        draft_of(model, pair[0], draft_layers=7)
+
+
+def test_a_model_that_is_not_there_is_named(model: LoadedModel, pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError, match=r"speculation.draft_model: model '/nowhere' is neither a folder"):
+        draft_of(model, pair[0], draft_model="/nowhere")
+
+
+def test_models_with_windows_are_refused(pair: tuple[Path, Path], model: LoadedModel, tmp_path: Path) -> None:
+    """They give back KV that a draft model would read."""
+    windowed = make_model_dir(tmp_path / "windowed", "mistral", sliding_window=7, vocab_size=300)
+    with pytest.raises(
+        ConfigError, match=r"speculation.method: got 'draft_model', but the served model has sliding"
+    ):
+        draft_of(load_model(FLOAT32, windowed, CPU), windowed, draft_layers=1)
+    with pytest.raises(ModelError, match=r"speculation.draft_model: .*windowed has sliding windows"):
+        draft_of(model, pair[0], draft_model=str(windowed))
+
+
+def test_another_vocabulary_is_refused(model: LoadedModel, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    larger = make_model_dir(tmp_path / "larger", num_hidden_layers=1, vocab_size=320)
+    with pytest.raises(
+        ModelError, match=r"draft_model: .*larger has 320 tokens .* and the served model .*whole has 300"
+    ):
+        draft_of(model, pair[0], draft_model=str(larger))
+    other = make_model_dir(tmp_path / "other", num_hidden_layers=1)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(
+        ModelError, match=r"draft_model: .*other has other tokens than the served model .*whole;"
+    ):
+        draft_of(model, pair[0], draft_model=str(other))
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(
+        ModelError, match=r"draft_model: cannot read the vocabulary in .*other/tokenizer.json"
+    ):
+        draft_of(model, pair[0], draft_model=str(other))
+
+
+def test_a_draft_model_is_kept_in_as_many_bits_as_asked(model: LoadedModel, pair: tuple[Path, Path]) -> None:
+    kept = [
+        draft_of(model, pair[0], draft_model=str(pair[0]), **keys).model.quantization
+        for keys in ({}, {"draft_quantization": "int4"})
+    ]
+    assert kept == [None, "int4"]
+
+
+def test_memory_holds_the_kv_of_both_models_and_of_drafts(
+    model: LoadedModel, pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens of a layer take 256 bytes."""
+    scheduler = SchedulerConfig(max_num_seqs=10, block_size=2)
+    engine = EngineConfig(kv_cache_memory_mib=1)
+
+    def num_blocks(draft: Draft | None) -> int | None:
+        return reckon(engine, scheduler, model, 3, draft).scheduler_config.num_blocks
+
+    layer, spare = 2 * 256, 10 * 2
+    assert num_blocks(None) == MIB // (6 * layer)
+    assert num_blocks(draft_of(model, pair[0], draft_layers=2)) == MIB // (6 * layer) - spare
+    other = draft_of(model, pair[0], draft_model=str(pair[1]))
+    assert num_blocks(other) == MIB // (8 * layer) - spare
+    little = SchedulerConfig(max_num_seqs=1000, block_size=2)
+    with pytest.raises(
+        ConfigError, match="too little for two blocks of this model beside 2000 blocks for drafts"
+    ):
+        reckon(engine, little, model, 3, other)
+    with caplog.at_level(logging.INFO, logger="engine.draft_parts"):
+        pool = KVPool(2048, model.kv_block_shape(2), CPU)
+        make_drafter(
+            configured(draft_layers=2), scheduler, model, pool, draft_of(model, pair[0], draft_layers=2)
+        )
+        make_drafter(configured(draft_model="x"), scheduler, model, pool, other)
+    assert (
+        "a draft model of 2 layers guesses up to 3 tokens; a guess takes about 0.39 of a token's time"
+        in caplog.text
+    )
+    assert "its KV no memory" in caplog.text
+    assert "its KV 2 MiB" in caplog.text
