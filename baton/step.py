@@ -96,6 +96,9 @@ class ModelRunnerOutput:
     """Guesses of the tokens after those sampled, for a later step to verify."""
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The tokens after those sampled, where the request's grammar leaves no choice."""
+    unforeseeable: Set[str] = frozenset()
+    """Requests that sampled, and whose next step may bring more than one token, or new drafts. No step may be planned
+    past that one before its output is known. Requests with drafts need not be named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,19 +122,18 @@ class Side:
         self.name = name
         self._clock = clock
         asked = SpeculationConfig.model_validate({"forced_tokens": False, **speculation})
-        config = CONFIG.with_values("benchmark", async_scheduling=not asked.needs_last_step)
         grammars = GrammarCompiler(folder, model.vocab_size, model.eos_token_ids, lambda: None, SystemClock())
         draft = load_draft(asked, model_config, EngineConfig(), folder, model)
-        num_blocks = (CONFIG.num_blocks or 0) + (0 if draft is None else draft.num_spare_blocks(config))
-        pool = KVPool(num_blocks, model.kv_block_shape(config.block_size), model.device)
-        drafter = make_drafter(asked, config, model, pool, draft)
+        num_blocks = (CONFIG.num_blocks or 0) + (0 if draft is None else draft.num_spare_blocks(CONFIG))
+        pool = KVPool(num_blocks, model.kv_block_shape(CONFIG.block_size), model.device)
+        drafter = make_drafter(asked, CONFIG, model, pool, draft)
         self.core = EngineCore(
             Scheduler(
-                config, KVConnectorScheduler(config.block_size), num_speculative_tokens=asked.num_drafts
+                CONFIG, KVConnectorScheduler(CONFIG.block_size), num_speculative_tokens=asked.num_drafts
             ),
             make_pipeline(
                 make_runner(model, pool, None, grammars, drafter, takes_forced=bool(asked.forced_tokens)),
-                async_scheduling=config.async_scheduling,
+                async_scheduling=CONFIG.async_scheduling,
             ),
             InstantLoads(),
             grammars,

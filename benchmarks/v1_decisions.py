@@ -17,6 +17,7 @@ With `--ahead 1` both sides plan a step while the one before it is computed, V1 
 running request when it preempts one before it whose last token is under way; such workloads count as different.
 
 With `--drafts` both sides get the same drafts, some right and some wrong, and the same numbers of them are accepted.
+V1 does not plan ahead with guessed drafts, so Baton's side does not either.
 
 With `--windows` the model has several KV groups, some with a sliding window: V1's side is its hybrid coordinator.
 
@@ -152,8 +153,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--reference", required=True, help="an interpreter with vllm 0.13.0")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1_000, help="how many workloads to compare")
-    parser.add_argument("--ahead", type=int, choices=(0, 1), default=0, help="1: compare with AsyncScheduler")
-    parser.add_argument("--drafts", action="store_true", help="compare with drafts")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--ahead", type=int, choices=(0, 1), default=0, help="1: compare with AsyncScheduler")
+    either.add_argument("--drafts", action="store_true", help="compare with drafts")
     parser.add_argument("--windows", action="store_true", help="compare with sliding windows")
     parser.add_argument("--record", type=Path, help="write V1's decisions into this folder instead")
     parser.add_argument("--workloads", type=int, default=100, help="how many of each kind to record")

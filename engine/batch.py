@@ -237,8 +237,7 @@ class RequestBatch:
     def update(self, plan: SchedulerOutput) -> None:
         """Applies the plan's finished, new and changed requests. Preempted requests keep their tokens."""
         for request_id in plan.finished_req_ids:
-            gone = self._requests.pop(request_id, None)
-            if gone is not None:  # it may have ended before it ever ran
+            if (gone := self._requests.pop(request_id, None)) is not None:  # else it ended before it ever ran
                 assert gone.row is not None
                 self._table.remove(gone.row)
                 gone.row = None
@@ -286,6 +285,11 @@ class RequestBatch:
         if request.row is not None and index == request.num_tokens - 1:
             self._table.last_tokens_S[request.row] = token_id
             self._table.sampled_rows_S[request.row] = NONE
+
+    def known_token_ids(self, request: RunnerRequest) -> IntArray:
+        """Without the token that a step under way samples; a view."""
+        is_under_way = request.row is not None and self._table.sampled_rows_S[request.row] != NONE
+        return request.token_ids[: request.num_tokens - int(is_under_way)]
 
     def build(self, plan: SchedulerOutput) -> StepBatch:
         """The step's arrays, after `update` with the same plan."""

@@ -147,13 +147,6 @@ def build_device_engine(
 
     The collectives need not be connected.
     """
-    if speculation.forced_tokens and config.device != "cpu":
-        raise ConfigError(
-            f"speculation.forced_tokens (true) needs engine.device 'cpu', got {config.device!r}; "
-            "remove one of the two keys"
-        )
-    if speculation.needs_last_step:
-        scheduler = scheduler.with_values("scheduler", async_scheduling=False)
     keep_freed_memory()
     torch.set_num_threads(config.num_threads or max(1, find_machine().num_cores // collectives.size))
     device = rank_device(config, collectives.rank)
@@ -209,8 +202,7 @@ def build_device_engine(
         num_threads,
         compiler,
         make_drafter(speculation, capacity.scheduler_config, model, pool, draft),
-        takes_forced=device.type == "cpu"
-        and speculation.takes_forced_tokens(runs_ahead=scheduler.async_scheduling),
+        takes_forced=device.type == "cpu" and speculation.forced_tokens is not False,
     )
 
 

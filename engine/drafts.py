@@ -23,6 +23,8 @@ class Wanted:
     """Drafts that a request wants."""
 
     request: RunnerRequest
+    token_ids: IntArray
+    """Its known tokens."""
     block_ids: IntArray
     """The blocks that the request holds."""
     num_tokens: int
@@ -54,7 +56,7 @@ class NGramProposer:
 
     def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         """Each from its own tokens."""
-        return [self.propose(each.request.token_ids, each.num_tokens) for each in wanted]
+        return [self.propose(each.token_ids, each.num_tokens) for each in wanted]
 
     def propose(self, token_ids: IntArray, num_tokens: int) -> list[int]:
         """Guesses the next `num_tokens` tokens; none if the last ones did not occur before."""
@@ -92,9 +94,13 @@ class Drafter:
     def draft(
         self, requests: Sequence[RunnerRequest], batch: RequestBatch
     ) -> Iterator[tuple[RunnerRequest, list[int]]]:
-        """Drafts of the requests that the last step sampled for, and that share the next step."""
+        """Drafts of the requests that the last step sampled for, and that share the next step; none of those for which
+        drafts would not pay."""
         if self._proposer.cost and any(request.num_own_tokens == 1 for request in requests):
-            return  # a first token must not wait until drafts are guessed
+            yield from (
+                (request, []) for request in requests
+            )  # a first token must not wait until drafts are guessed
+            return
         num_requests = max(1, len(requests))
         cost = num_requests / (num_requests + self._num_equal_rows) + self._proposer.cost
         most = min(self._num_drafts, self._max_num_rows // num_requests - 1)
@@ -102,6 +108,8 @@ class Drafter:
         for request in requests:
             num_drafts = min(most, request.acceptance.num_useful(cost), request.num_tokens_left - 1)
             if num_drafts > 0:
-                wanted.append(Wanted(request, batch.block_ids(request), num_drafts))
+                wanted.append(
+                    Wanted(request, batch.known_token_ids(request), batch.block_ids(request), num_drafts)
+                )
         for each, drafts in zip(wanted, self._proposer.propose_all(wanted), strict=True):
             yield each.request, drafts

@@ -73,9 +73,10 @@ class ModelRunner:
         """Computes the plan's tokens into their blocks, and samples for every request whose known tokens are computed.
 
         A plan without tokens still updates finished requests, and swaps KV to host memory. Until a step has been waited
-        for, only one more may be launched, and that one may not resume a request of the first. Steps with drafts or
-        forced tokens are waited for before the next step is launched.
+        for, only one more may be launched, and that one may not resume a request of the first. A step with drafts is
+        waited for before the next one is launched, and so is one that such a step or forced tokens follow.
         """
+        self._settle_before(plan)
         self._requests.update(plan)  # first: finished requests must be removed even if something below fails
         self._host_blocks.swap(plan.swap_out, plan.swap_in)
         step = LaunchedStep(self._requests, self._drafter, takes_forced=self._takes_forced)
@@ -91,6 +92,15 @@ class ModelRunner:
             step.ends_at(self._mark())
         self._last_step = step
         return step
+
+    def _settle_before(self, plan: SchedulerOutput) -> None:
+        """Waits for the previous step if it has drafts, which decide how many tokens it brings, or if drafts or forced
+        tokens follow it. The rank that samples has waited, or there would be no such plan.
+        """
+        if self._samples or self._last_step is None:
+            return
+        if self._last_step.has_drafts or plan.scheduled_spec_decode_tokens or plan.forced_token_ids:
+            self._last_step.wait()
 
     def _settle_for(self, requests: Sequence[SampledRequest]) -> None:
         """Waits for the previous step if sampling needs the tokens that it sampled.
@@ -132,6 +142,10 @@ class LaunchedStep:
     @property
     def samples(self) -> bool:
         return self._sampled is not None
+
+    @property
+    def has_drafts(self) -> bool:
+        return bool(self._drafts)
 
     def begin(
         self,
@@ -191,8 +205,11 @@ class LaunchedStep:
             if token.logprobs is not None:
                 logprobs.setdefault(request_id, []).append(token.logprobs)
         forced = dict(self._forced(token_ids.keys())) if self._takes_forced else {}
-        drafts = {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys() - forced))
-        return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, drafts, forced)
+        taken = {name: each for name, each in forced.items() if each}
+        drafts = {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys() - taken))
+        useful = {name: each for name, each in drafts.items() if each}
+        unforeseeable = forced.keys() | drafts.keys()
+        return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, useful, taken, unforeseeable)
 
     def _verified(self, sampled: Sequence[SampledToken]) -> Iterable[tuple[RunnerRequest, int, SampledToken]]:
         """The sampled tokens that count, each with its index among the request's tokens: of a request with drafts, up
@@ -222,8 +239,8 @@ class LaunchedStep:
                 request.acceptance.verified(len(drafts), num_right)
 
     def _forced(self, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """What the grammars of these requests force behind their last tokens. Where log-probabilities are asked for,
-        nothing: they are those of computed logits.
+        """What the grammars of these requests force behind their last tokens; empty where there is a choice. Requests
+        that ask for log-probabilities are left out: those are of computed logits.
         """
         for request, _ in self._sampling:
             p = request.sampling_params
@@ -231,19 +248,19 @@ class LaunchedStep:
                 continue
             if int(request.token_ids[-1]) not in request.stop_token_ids:
                 limit = p.max_tokens - request.num_output_tokens
-                if forced := request.matcher.take_forced(limit, request.stop_token_ids):
-                    yield request.request_id, forced
+                yield request.request_id, request.matcher.take_forced(limit, request.stop_token_ids)
 
     def _draft(self, drafter: Drafter, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Guesses for these requests."""
+        """Guesses for these requests; empty where there is none now, but the next one is likely to be right."""
         requests = [
             request
             for request, _ in self._sampling
             if request.request_id in request_ids and request.request_id not in self._failed
         ]
         for request, drafts in drafter.draft(requests, self._batch):
-            if useful := _useful(drafts, request):
-                yield request.request_id, tuple(useful)
+            useful = tuple(_useful(drafts, request))
+            if useful or not request.acceptance.is_probing:
+                yield request.request_id, useful
 
 
 def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:

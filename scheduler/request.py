@@ -87,6 +87,7 @@ class Request:
         "client_id",
         "first_token",
         "is_finished",
+        "is_unforeseeable",
         "kv_transfer",
         "max_num_tokens",
         "may_load",
@@ -160,6 +161,8 @@ class Request:
         """Tokens that current steps will sample: they have a position, but no id yet."""
         self.spec_token_ids: tuple[int, ...] = ()
         """Drafts: guesses of its next tokens, for its next step to verify; see Speculation."""
+        self.is_unforeseeable = False
+        """Its next step that samples may bring several tokens, or drafts for the one after it; see Speculation."""
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_preemptions = 0

@@ -118,13 +118,13 @@ class Running:
         return 0 if any(_is_prompt_that_ends(other, step) for other in step.requests) else step.token_budget
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens the request lacks and its drafts, limited to one step's share; 0 if a token in flight will surely end
-        it.
+        """Tokens the request lacks and its drafts, limited to one step's share. 0 if a token in flight will surely end
+        it, or if more than that token may be in flight.
         """
         num_tokens = len(request.all_token_ids)
         if request.num_output_placeholders:
             num_tokens += request.num_output_placeholders
-            if num_tokens >= request.max_num_tokens:
+            if num_tokens >= request.max_num_tokens or request.is_unforeseeable:
                 return 0
         num_wanted = num_tokens - num_computed_tokens
         if request.spec_token_ids:

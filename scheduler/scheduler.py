@@ -48,8 +48,8 @@ class Scheduler:
     """The V1 loop over one device's requests and blocks.
 
     With `config.async_scheduling`, `schedule()` may be called before the output of the last step is known. A token in
-    flight then counts as known except for its id. Called in turn with `update_from_output()`, it plans the same steps
-    either way.
+    flight then counts as known except for its id; see also `awaits_output`. Called in turn with `update_from_output()`,
+    it plans the same steps either way.
 
     `config.num_blocks` and `config.max_model_len` must be set. `hash_key` (16 to 64 bytes) makes block hashes
     comparable between processes that share it; by default it is random. `joins_parts`: a step takes about as long with
@@ -80,7 +80,7 @@ class Scheduler:
         waiting, order = WaitingQueue(), make_order(config)
         self._order = order
         self._preemption = Preemption(config, order, waiting, kv, swap, counters)
-        self._speculation = Speculation(config, num_speculative_tokens, self._limits)
+        self._speculation = Speculation(num_speculative_tokens, self._limits)
         self._running = Running(
             config, order, kv, self._preemption, self._speculation, joins_parts=joins_parts
         )
@@ -104,6 +104,7 @@ class Scheduler:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
         self._kv.tokens_arrived(request)
         self._requests[request.request_id] = request
+        self._speculation.begin(request)
         self._remote.announce(request)
         self._admission.add(request)
 
@@ -139,12 +140,11 @@ class Scheduler:
                 request.num_output_placeholders -= 1
             if self._must_sample_again(request):
                 continue
-            behind = forced.get(request.request_id, ()) if forced else ()
-            asked = logprobs.get(request.request_id)
+            behind, asked = forced.get(request.request_id, ()), logprobs.get(request.request_id)
             num_taken = self._take_tokens(request, [*token_ids, *behind], asked, outputs)
             if behind:
                 self._speculation.append_forced(request, behind, num_taken - len(token_ids))
-        self._speculation.propose(requests, model_runner_output.draft_token_ids)
+        self._speculation.propose(requests, model_runner_output)
         if failed := model_runner_output.failed:
             self._ending.fail(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
         if wrong := dict.fromkeys(model_runner_output.non_finite, NON_FINITE):
@@ -170,10 +170,8 @@ class Scheduler:
         self._under_way.clear()
         for request in self._requests.values():
             request.num_output_placeholders = 0
-        resting = self._remote.resting_on_hits()
-        self._ending.finish(
-            resting, RequestStatus.FINISHED_GIVEN_BACK, outputs, "a step failed on this worker"
-        )
+        status, error = RequestStatus.FINISHED_GIVEN_BACK, "a step failed on this worker"
+        self._ending.finish(self._remote.resting_on_hits(), status, outputs, error)
         self._ending.end_given_back(outputs)
         self.reset_prefix_cache(force=True)
         self._ending.since_last_plan |= self._preemption.begin_anew(self._requests.values())
@@ -186,6 +184,11 @@ class Scheduler:
                 [culprit], status, outputs, f"its step failed, with no other request in it: {reason}", kind
             )
         return outputs.by_client()
+
+    @property
+    def awaits_output(self) -> bool:
+        """The next step should be planned when the output of those under way is known; see Speculation."""
+        return self._speculation.awaits_output(self._under_way)
 
     @property
     def is_trying(self) -> bool:
@@ -247,7 +250,7 @@ class Scheduler:
             self._admission.add_returning(request)  # each before those that returned already
         self._admission.ask_again(output.can_load)
         self._remote.end_holds([*output.finished_sending, *output.quiesced])
-        unwanted = [request_id for request_id in output.unwanted if self._is_computed_for_others(request_id)]
+        unwanted = [i for i in output.unwanted if i in self._requests and self._requests[i].is_producer]
         self._ending.finish(
             unwanted, RequestStatus.FINISHED_ABORTED, outputs, "no decode worker needs it any more"
         )
@@ -346,7 +349,7 @@ class Scheduler:
             request.num_computed_tokens += num_scheduled[request.request_id]
             if is_async:
                 num_tokens = len(request.all_token_ids) + request.num_output_placeholders
-                request.num_output_placeholders += request.num_computed_tokens == num_tokens
+                request.num_output_placeholders += request.num_computed_tokens >= num_tokens  # >: drafts
         if step.requests:
             assert len(num_scheduled) <= self._config.max_num_seqs
             self._under_way[self._num_steps] = step.requests
@@ -395,6 +398,3 @@ class Scheduler:
         """A producer that lost its blocks must compute everything again, unless it is given back."""
         is_victim = request.is_producer and request.status is RequestStatus.PREEMPTED
         return is_victim and request.request_id not in self._preemption.given_back
-
-    def _is_computed_for_others(self, request_id: str) -> bool:
-        return request_id in self._requests and self._requests[request_id].is_producer

@@ -7,13 +7,17 @@
 The first draft was a. So a and b are new tokens, and b is computed by the next step, where the wrong draft was.
 
 A token that a grammar forces is no draft. It is a token of the request at once, and computed like the rest of a prompt.
+
+A step is planned past another one only where it is foreseeable what that one brings. With drafts or forced tokens it
+is not: how many tokens there will be, and which drafts follow them, is known with the step's output. The runner says
+for which requests (`ModelRunnerOutput.unforeseeable`).
 """
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
+from itertools import chain
 
-from baton.config import SchedulerConfig
-from baton.errors import ConfigError
+from baton.step import ModelRunnerOutput
 from scheduler.limits import ContextLimits
 from scheduler.request import Request, RequestStatus
 from scheduler.step import StepPlan
@@ -22,21 +26,31 @@ from scheduler.step import StepPlan
 class Speculation:
     """Drafts are proposed after a step, scheduled with the next one, and verified by it."""
 
-    def __init__(self, config: SchedulerConfig, num_speculative_tokens: int, limits: ContextLimits) -> None:
+    def __init__(self, num_speculative_tokens: int, limits: ContextLimits) -> None:
         """`num_speculative_tokens`: the most drafts of a request in one step; 0: none."""
-        if num_speculative_tokens and config.async_scheduling:
-            raise ConfigError(
-                f"scheduler: async_scheduling (true) contradicts {num_speculative_tokens} drafts of a request, which "
-                "are guessed from the last step's tokens"
-            )
         self._num_speculative_tokens = num_speculative_tokens
         self._max_num_computed_tokens = limits.max_model_len - 1
+        self._is_active = False
+        """There has been an unforeseeable request."""
         self._num_forced = 0
         """Forced tokens that requests took."""
         self._forced: dict[str, tuple[int, ...]] = {}
         """Forced tokens that the runner has to append."""
         self._outcomes: Counter[tuple[int, int]] = Counter()
         """How often so many drafts were verified, and so many of them were right."""
+
+    def begin(self, request: Request) -> None:
+        """Before its first output, the runner has not said yet whether tokens are forced or guessed behind it."""
+        may_speculate = self._num_speculative_tokens or request.sampling_params.structured_output is not None
+        request.is_unforeseeable = bool(may_speculate) and not request.is_producer
+        self._is_active |= request.is_unforeseeable
+
+    def awaits_output(self, under_way: Mapping[int, Iterable[Request]]) -> bool:
+        """Whether a step planned now would leave out a request, for its token in flight may not be the only one."""
+        return self._is_active and any(
+            request.is_unforeseeable and request.num_output_placeholders
+            for request in chain.from_iterable(under_way.values())
+        )
 
     def num_wanted_tokens(self, request: Request, num_wanted: int, num_computed_tokens: int) -> int:
         """With drafts, what the request wants. The last token of a full context is never computed."""
@@ -69,22 +83,25 @@ class Speculation:
         their places are not computed.
         """
         num_accepted = num_sampled - 1
-        if (
-            request.status is RequestStatus.RUNNING
-        ):  # else it has been preempted since, and computes all again
+        if request.num_computed_tokens:  # else it has been preempted since, and computes all again
             request.num_computed_tokens -= num_drafts - num_accepted
         self._outcomes[num_drafts, num_accepted] += 1
 
-    def propose(self, requests: Iterable[Request], drafts: Mapping[str, tuple[int, ...]]) -> None:
-        """Keeps the drafts of a step's requests for the next one."""
-        if not drafts:
+    def propose(self, requests: Iterable[Request], output: ModelRunnerOutput) -> None:
+        """Keeps the drafts of a step's requests for the next one, unless that is under way. Then they come too late."""
+        if not self._is_active:
             return
         for request in requests:
-            if request.status is RequestStatus.RUNNING:
-                request.spec_token_ids = drafts.get(request.request_id, ())[: self._num_speculative_tokens]
+            name = request.request_id
+            if name in output.sampled_token_ids:
+                drafts = output.draft_token_ids.get(name, ())[: self._num_speculative_tokens]
+                request.is_unforeseeable = bool(drafts) or name in output.unforeseeable
+                if request.status is RequestStatus.RUNNING and not request.num_output_placeholders:
+                    request.spec_token_ids = drafts
 
     def append_forced(self, request: Request, forced: tuple[int, ...], num_taken: int) -> None:
         """The request took the first `num_taken` of them: all, unless one of its tokens ended it."""
+        assert not request.num_output_placeholders, f"{request.request_id}: planned past forced tokens"
         self._num_forced += max(0, num_taken)
         self._forced[request.request_id] = forced
 

@@ -68,6 +68,17 @@ def guesses(prompt: tuple[int, ...], position: int, most: int) -> tuple[int, ...
     return tuple(drafts)
 
 
+def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
+    """What a grammar forces behind an output position: nothing, or some tokens, up to one that ends the answer."""
+    run: list[int] = []
+    draw = xxhash.xxh32_intdigest(f"{hash(prompt)}@{position} forces".encode())
+    for at in range(position, position + draw % 12 - 6):
+        run.append(next_token(prompt, at))
+        if run[-1] == EOS:
+            break
+    return tuple(run)
+
+
 def kv_of(token_ids: Sequence[int], previous: bytes = b"") -> bytearray:
     """SLOT_BYTES for each token; each depends on all tokens before it."""
     kv = bytearray()
@@ -86,6 +97,7 @@ class KnownRequest:
     block_ids: list[int]
     kv: bytearray
     """What the slots of all its tokens must hold."""
+    has_grammar: bool
 
 
 class SimRunner:
@@ -141,7 +153,7 @@ class SimRunner:
             known = self._known[request_id]
             known.kv += kv_of(drafts[request_id], bytes(known.kv[-SLOT_BYTES:]))
             self._write(known, starts[request_id], end)
-        sampled, non_finite, guessed = {}, set(), {}
+        sampled, non_finite, guessed, taken = {}, set(), {}, dict[str, tuple[int, ...]]()
         for request_id, end in ends.items():
             known = self._known[request_id]
             num_missing = known.num_tokens + len(drafts[request_id]) - end
@@ -157,8 +169,18 @@ class SimRunner:
             if samples:
                 sampled[request_id] = self._verified(known, drafts[request_id], is_right)
                 position = known.num_tokens - len(known.prompt)
-                guessed[request_id] = guesses(known.prompt, position, self._num_drafts)
-        return ModelRunnerOutput(sampled, non_finite=non_finite, draft_token_ids=guessed)
+                if known.has_grammar and is_right:
+                    taken[request_id] = forced(known.prompt, position)
+                following = guesses(known.prompt, position, self._num_drafts)
+                if following and not taken.get(request_id):
+                    guessed[request_id] = following
+        return ModelRunnerOutput(
+            sampled,
+            non_finite=non_finite,
+            draft_token_ids=guessed,
+            forced_token_ids={name: run for name, run in taken.items() if run},
+            unforeseeable=guessed.keys() | taken.keys(),
+        )
 
     def _suffer(self, first_tokens: set[int]) -> None:
         if KILLS_WORKERS in first_tokens:
@@ -170,12 +192,20 @@ class SimRunner:
             raise DeviceFailure("a request breaks the step")
 
     def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
-        """Takes in new requests and new blocks; returns where each scheduled request's step starts."""
+        """Takes in forced tokens, new requests and blocks; returns where each scheduled request's step starts."""
         starts = {}
+        for request_id, token_ids in plan.forced_token_ids.items():
+            if request_id in self._known:
+                known = self._known[request_id]
+                known.kv += kv_of(token_ids, bytes(known.kv[-SLOT_BYTES:]))
+                known.num_tokens += len(token_ids)
         for new in plan.scheduled_new_reqs:
-            tokens = new.prompt_token_ids + new.output_token_ids
+            tokens, has_grammar = (
+                new.prompt_token_ids + new.output_token_ids,
+                new.sampling_params.structured_output,
+            )
             self._known[new.request_id] = KnownRequest(
-                new.prompt_token_ids, len(tokens), list(new.block_ids), kv_of(tokens)
+                new.prompt_token_ids, len(tokens), list(new.block_ids), kv_of(tokens), has_grammar is not None
             )
             starts[new.request_id] = new.num_computed_tokens
         cached = plan.scheduled_cached_reqs

@@ -14,7 +14,7 @@ from baton.config import GatewayConfig
 from baton.errors import HarmfulRequest
 from baton.messages.request_plane import KVEvents
 from baton.request import EngineRequest, FinishReason, RequestOutput
-from baton.sampling import SamplingParams
+from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from baton.worker import KVBlockCounts, WorkerStatus
 from gateway.auth.callers import Caller
 from gateway.requests.dispatcher import Dispatcher
@@ -46,6 +46,7 @@ from simulator.world import World
 _PLENTY = KVBlockCounts(total=10**6, free=10**6, leased=0, quarantined=0)
 
 HEARTBEAT_S = 0.05
+GRAMMAR = StructuredOutput(GrammarKind.REGEX, "what the device forces")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class RequestSpec:
     priority: int
     caller: str = ""
     """Empty: one of three, by the id."""
+    has_grammar: bool = False
+    """Some of its tokens are forced."""
 
 
 class End(Enum):
@@ -155,7 +158,9 @@ class SimGateway:
         request = GatewayRequest(
             request_id=spec.request_id,
             prompt_token_ids=spec.prompt,
-            sampling_params=SamplingParams(max_tokens=spec.max_tokens, seed=1),
+            sampling_params=SamplingParams(
+                max_tokens=spec.max_tokens, seed=1, structured_output=GRAMMAR if spec.has_grammar else None
+            ),
             text=SilentText(),
             priority=spec.priority,
             cache_salt=spec.cache_salt,

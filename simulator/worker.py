@@ -19,10 +19,11 @@ from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.messages.request_plane import AbortRequests, Heartbeat, Hello, SubmitRequest
 from baton.messages.session import WorkerSessions
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
+from baton.sampling import StructuredOutput
 from baton.system.progress import Progress
 from baton.worker import WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeWorker
-from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.compiler import CompiledGrammar, GrammarCompiler
 from engine.pipeline import InlinePipeline, Pipeline
 from kv_transfer.pool import KVBytes
 from kv_transfer.protocol.transports import ZMQ_TCP
@@ -136,7 +137,7 @@ class Worker(Process):
             self.scheduler,
             self._make_pipeline(),
             self.connector,
-            _grammars(self.clock),
+            InstantGrammars(self.clock, self.wake),
             (EOS,),
             self.clock,
             progress=Progress("its engine", self.clock, PROGRESS_TIMEOUT_S),
@@ -357,9 +358,15 @@ class Worker(Process):
         endpoint._consumer_end._pools._exits = SimExits(site.pools, lambda: self.connector.wake_up())
 
 
-def _grammars(clock: Clock) -> GrammarCompiler:
-    """Never used: no request asks for a structured output."""
-    return GrammarCompiler(Path("no model"), 100_000, (EOS,), lambda: None, clock)
+class InstantGrammars(GrammarCompiler):
+    """Compiles nothing: the device knows what is forced."""
+
+    def __init__(self, clock: Clock, on_compiled: Callable[[], None]) -> None:
+        super().__init__(Path("no model"), 100_000, (EOS,), on_compiled, clock)
+
+    def compile(self, output: StructuredOutput, caller: int = 0) -> None:
+        self._done.put(CompiledGrammar(output))
+        self._on_compiled()
 
 
 def _refusal(request_id: str, error: RequestError) -> RequestOutput:

@@ -1,7 +1,7 @@
 """EngineCore: connects scheduler, device, connector and grammars, and advances them by one step at a time.
 
 Knows no thread, no socket and no role; `worker/loop.py` owns the thread it runs on. With asynchronous scheduling one
-step is computed while the next is planned:
+step is computed while the next is planned, unless the next one depends on what it brings:
 
     plan      | step 2 |            | step 3 |            | step 4 |
     device    |  step 1 ............|  step 2 ............|  step 3 ....
@@ -27,7 +27,7 @@ from engine.pipeline import DeviceLostError, Pipeline
 from scheduler import Request, RequestStatus, Scheduler
 from worker.load import LoadMeter
 from worker.stages import StageTimer
-from worker.step_counts import StepCounts
+from worker.step_counts import PromptTokens, StepCounts
 from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWriter
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class EngineCore:
         self.num_non_finite_steps = 0
         """Steps whose logits were not all finite."""
         self._meter = LoadMeter()
+        self._prompt_tokens = PromptTokens()
         self.progress = progress or Progress("its engine", clock, math.inf)
         """The size of a step is the number of tokens that the device computes."""
         self.steps = StepCounts()
@@ -102,7 +103,7 @@ class EngineCore:
         self._submit(plan)
         num_kept = self._pipeline.num_ahead(plan)
         is_computing = self._scheduler.is_trying  # requests outside the trial wait for its end
-        while len(self._under_way) > num_kept:
+        while len(self._under_way) > num_kept or self._scheduler.awaits_output:
             is_computing |= not self._under_way[0].plan.is_empty
             self._stamp(self._complete_oldest(), outputs)
         has_more = is_computing or self._under_way or self._scheduler.is_trying
@@ -257,14 +258,10 @@ class EngineCore:
             logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
 
     def _measure(self, step: StepUnderWay) -> None:
-        plan = step.plan
-        counts = plan.num_scheduled_tokens
-        drafts, forced = plan.scheduled_spec_decode_tokens, plan.forced_token_ids
-        is_decoding = plan.total_num_scheduled_tokens - sum(map(len, drafts.values())) == len(counts)
-        chunks = (n for name, n in counts.items() if n > 1 and name not in drafts and name not in forced)
-        num_prompt_tokens = 0 if is_decoding else sum(chunks)
-        time_s = self._meter.step_done(num_prompt_tokens, len(counts), step.submitted_at, self._clock.now())
-        if num_tokens := step.plan.total_num_scheduled_tokens:
+        num_tokens, num_requests = step.plan.total_num_scheduled_tokens, len(step.plan.num_scheduled_tokens)
+        num_prompt_tokens = self._prompt_tokens.count(step.plan)
+        time_s = self._meter.step_done(num_prompt_tokens, num_requests, step.submitted_at, self._clock.now())
+        if num_tokens:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> dict[str, EngineCoreOutputs]:

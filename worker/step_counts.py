@@ -1,5 +1,6 @@
-"""StepCounts: the number, sizes and times of an engine's steps; plain numbers."""
+"""StepCounts: the number, sizes and times of an engine's steps; PromptTokens: which of their tokens are of prompts."""
 
+from baton.step import SchedulerOutput
 from baton.system.histogram import Histogram
 
 STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -24,3 +25,30 @@ class StepCounts:
         self.num_prompt_tokens += num_prompt_tokens
         self.num_decode_tokens += num_decode_tokens
         (self.prefill_s if num_prompt_tokens else self.decode_s).add(time_s)
+
+
+class PromptTokens:
+    """Tells the parts of prompts from all else that is more than a token: drafts, and runs of forced tokens."""
+
+    def __init__(self) -> None:
+        self._forced: dict[str, int] = {}
+        """By request: how many tokens of a forced run are not computed yet, with the sampled one before them."""
+
+    def count(self, plan: SchedulerOutput) -> int:
+        """The step's tokens of prompts. Every step must be counted, in order."""
+        counts, drafts, forced = plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens, self._forced
+        forced |= {name: 1 + len(token_ids) for name, token_ids in plan.forced_token_ids.items()}
+        for name in plan.preempted_req_ids | plan.finished_req_ids if forced else ():
+            forced.pop(name, None)  # one that goes on computes its tokens anew, like a prompt
+        is_decoding = plan.total_num_scheduled_tokens - sum(map(len, drafts.values())) == len(counts)
+        if is_decoding and not forced:
+            return 0
+        num_prompt_tokens = 0
+        for name, num_tokens in counts.items():
+            if name in forced:
+                forced[name] -= num_tokens
+                if forced[name] <= 0:
+                    del forced[name]
+            elif num_tokens > 1 and name not in drafts:
+                num_prompt_tokens += num_tokens
+        return num_prompt_tokens

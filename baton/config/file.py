@@ -56,11 +56,9 @@ class BatonConfig(Section):
                 "one of cluster.prefill_tensor_parallel and cluster.decode_tensor_parallel must be a "
                 "multiple of the other"
             )
-        ahead = "async_scheduling" in self.scheduler.model_fields_set and self.scheduler.async_scheduling
-        if ahead and (key := self.speculation.needs_last_step):
+        if self.speculation.forced_tokens and self.engine.device == "cuda":
             raise ValueError(
-                f"scheduler.async_scheduling (true) contradicts speculation.{key}, which needs the last step's tokens "
-                "before the next step is planned; remove one of the two keys"
+                "speculation.forced_tokens (true) needs engine.device 'cpu', got 'cuda'; remove one of the two keys"
             )
         self._check_draft_model()
         if self.autoscaling.mode != "off":

@@ -30,7 +30,8 @@ class SchedulerConfig(Section):
     priority_ageing_s: float = Field(0.0, ge=0.0)
     """With `priority`: waiting this long improves a request's priority by one, so that no request starves; 0: never."""
     async_scheduling: bool = True
-    """Plan the next step while the device computes the current one. Tokens are the same either way."""
+    """Plan the next step while the device computes the current one, except where drafts or forced tokens decide what
+    comes next. Tokens are the same either way."""
     batching: Literal["unified", "prefill_first", "mixed"] = "unified"
     """`prefill_first`: a step holds either whole prompts or decodes, and prompts go first (the classical two-phase
     scheduler). More requests may run than one step holds; those that started first decode. `mixed`: whole prompts go

@@ -25,7 +25,7 @@ class SpeculationConfig(Section):
     method: Literal["off", "ngram", "draft_model"] = "off"
     """`ngram`: where a request's last tokens occurred before in its prompt or answer, the tokens that followed them
     there are its drafts. `draft_model`, on CPUs: a smaller model guesses; set the key `draft_model` or `draft_layers`.
-    Both need `scheduler.async_scheduling` off, and turn it off where it is unset."""
+    """
     num_speculative_tokens: int = Field(4, ge=1, le=16)
     """The most drafts of one request in one step. A request whose drafts are rarely right gets fewer."""
     prompt_lookup_min: int = Field(2, ge=1)
@@ -42,9 +42,8 @@ class SpeculationConfig(Section):
     """`draft_model`: instead of another model, the first layers of the served one guess. They take no memory. It needs
     `engine.tensor_parallel` 1."""
     forced_tokens: bool | None = None
-    """Append the tokens that a structured output's grammar forces, without a step for each. It needs
-    `scheduler.async_scheduling` off, and a CPU; `true` turns `async_scheduling` off where it is unset. None: only where
-    `async_scheduling` is off for another reason, on a CPU."""
+    """Append the tokens that a structured output's grammar forces, without a step for each. It needs a CPU. None: on
+    a CPU, yes; on a GPU, no."""
 
     @field_validator("method", mode="before")
     @classmethod
@@ -82,14 +81,3 @@ class SpeculationConfig(Section):
     def num_drafts(self) -> int:
         """The most drafts of one request in one step; 0: there are none."""
         return 0 if self.method == "off" else self.num_speculative_tokens
-
-    @property
-    def needs_last_step(self) -> str:
-        """The key for which the next step can only be planned when the last one's tokens are known; or empty."""
-        if self.method != "off":
-            return f"method '{self.method}'"
-        return "forced_tokens (true)" if self.forced_tokens else ""
-
-    def takes_forced_tokens(self, *, runs_ahead: bool) -> bool:
-        """Whether an engine does that runs ahead of what it samples, or does not."""
-        return not runs_ahead if self.forced_tokens is None else self.forced_tokens

@@ -40,11 +40,9 @@ def make_config(**overrides: Any) -> SchedulerConfig:
 
 
 def make_scheduler(connector: "FakeConnector | None" = None, /, **overrides: Any) -> Scheduler:
-    """`num_speculative_tokens`: with drafts, and no step planned ahead."""
+    """`num_speculative_tokens`: with drafts."""
     num_speculative_tokens = overrides.pop("num_speculative_tokens", 0)
     kv_groups = overrides.pop("kv_groups", ONE_GROUP)
-    if num_speculative_tokens:
-        overrides["async_scheduling"] = False
     return Scheduler(
         make_config(**overrides),
         connector,
@@ -94,23 +92,12 @@ def token_at(request_id: str, position: int) -> int:
     return 100 + crc32(f"{request_id}@{position}".encode()) % 50_000
 
 
-Guess = Callable[[str, int], tuple[int, ...]]
-"""Drafts of a request for the positions from one on."""
+Guess = Callable[[str, int], tuple[int, ...] | None]
+"""Drafts of a request for the positions from one on; None if none are likely for the next positions either."""
 
 
-def guess_nothing(_request_id: str, _position: int) -> tuple[int, ...]:
-    return ()
-
-
-def guesses(num_drafts: int, next_token: Callable[[str, int], int] = token_at) -> Guess:
-    """Up to so many drafts, three of four of which are right: a pure function, too."""
-
-    def guess(request_id: str, position: int) -> tuple[int, ...]:
-        draws = [crc32(f"draft {request_id}@{position}+{ahead}".encode()) for ahead in range(num_drafts)]
-        drafts = [next_token(request_id, position + i) + (draw % 4 == 0) for i, draw in enumerate(draws)]
-        return tuple(drafts[: crc32(f"drafts {request_id}@{position}".encode()) % (num_drafts + 1)])
-
-    return guess
+def guess_nothing(_request_id: str, _position: int) -> None:
+    """Never."""
 
 
 @dataclass(slots=True)
@@ -121,10 +108,13 @@ class KnownRequest:
     block_ids: list[int]
     kv: list[int]
     """What should stand in the slots of all its tokens."""
+    has_grammar: bool
 
 
 class FakeRunner:
     """Samples for every request whose known tokens are all computed, and verifies drafts.
+
+    Its drafts are announced one step before, or come without an announcement.
 
     It writes into slots and reads them back as attention would, so a block that is lost, shared by mistake, hit before
     it was filled or reused too early fails the test.
@@ -135,9 +125,12 @@ class FakeRunner:
         next_token: Callable[[str, int], int] = token_at,
         memory: PagedMemory | None = None,
         guess: Guess = guess_nothing,
+        force: Guess = guess_nothing,
     ) -> None:
+        """`force`: the tokens that grammars force from a position on."""
         self._next_token = next_token
         self._guess = guess
+        self._force = force
         self._known: dict[str, KnownRequest] = {}
         self.memory = memory or PagedMemory(16)
 
@@ -165,19 +158,28 @@ class FakeRunner:
             assert is_own, f"{request_id} reads foreign KV"
         complete = [request_id for request_id, end in ends.items() if end == len(kv[request_id])]
         sampled = {request_id: self._verified(request_id, drafts[request_id]) for request_id in complete}
-        guessed = {
-            request_id: self._guess(request_id, self._num_outputs(request_id)) for request_id in complete
-        }
-        return ModelRunnerOutput(sampled, draft_token_ids=guessed)
+        behind = {request_id: self._num_outputs(request_id) for request_id in complete}
+        forced = {i: self._force(i, at) or () for i, at in behind.items() if self._known[i].has_grammar}
+        guessed = {i: self._guess(i, at) for i, at in behind.items() if not forced.get(i)}
+        return ModelRunnerOutput(
+            sampled,
+            draft_token_ids={i: drafts for i, drafts in guessed.items() if drafts},
+            forced_token_ids={i: run for i, run in forced.items() if run},
+            unforeseeable=forced.keys() | {i for i, drafts in guessed.items() if drafts is not None},
+        )
 
     def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
         """Takes in new requests and new blocks; returns where each scheduled request's step starts."""
         starts = {}
+        for request_id, token_ids in plan.forced_token_ids.items():
+            if known := self._known.get(request_id):
+                known.kv += kv_of(token_ids, known.kv[-1])
         for new in plan.scheduled_new_reqs:
             assert new.request_id not in self._known, f"{new.request_id} is not new"
-            tokens = new.prompt_token_ids + new.output_token_ids
+            tokens, p = new.prompt_token_ids + new.output_token_ids, new.sampling_params
+            has_grammar = p.structured_output is not None and p.logprobs is None
             self._known[new.request_id] = KnownRequest(
-                len(new.prompt_token_ids), list(new.block_ids), kv_of(tokens)
+                len(new.prompt_token_ids), list(new.block_ids), kv_of(tokens), has_grammar
             )
             starts[new.request_id] = new.num_computed_tokens
         cached = plan.scheduled_cached_reqs

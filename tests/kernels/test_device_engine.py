@@ -160,7 +160,8 @@ def with_drafts(
         parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
     drafter = Drafter(HalfRight(expected), num_drafts, 32, num_equal_rows=200.0)
     runner = parts.runner(pool, config.num_swap_blocks or 0, drafter=drafter)
-    return answers_of(InlinePipeline(runner), config, num_drafts=num_drafts)
+    pipeline = StreamPipeline(runner) if config.async_scheduling else InlinePipeline(runner)
+    return answers_of(pipeline, config, num_drafts=num_drafts)
 
 
 def assert_same(device: Answers, cpu: Answers) -> None:
@@ -228,9 +229,14 @@ def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device)
     [
         ({}, 16, True, {}),
         ({"architecture": "mistral", "sliding_window": 7}, 16, False, {}),
-        ({}, 4, False, {"num_blocks": 5, "preemption": "swap", "num_swap_blocks": 8}),
+        (
+            {},
+            4,
+            False,
+            {"num_blocks": 5, "preemption": "swap", "num_swap_blocks": 8, "async_scheduling": False},
+        ),
     ],
-    ids=["graphs", "window", "swap"],
+    ids=["graphs", "window", "swap, in turn"],
 )
 def test_c62_drafts_change_no_token_on_a_device(
     tmp_path: Path,
@@ -241,7 +247,7 @@ def test_c62_drafts_change_no_token_on_a_device(
     settings: dict[str, Any],
 ) -> None:
     path = make_model_dir(tmp_path / "model", **(SMALL | overrides))
-    config = make_config(block_size, **({"num_blocks": 16} | settings), async_scheduling=False)
+    config = make_config(block_size, **({"num_blocks": 16} | settings))
     expected = on_cpu(path, config)
     assert_same(with_drafts(path, device, config, expected, uses_graphs=uses_graphs), expected)
 

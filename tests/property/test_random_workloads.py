@@ -15,7 +15,6 @@ from tests.factories.scheduling import (
     FakeConnector,
     failed,
     flatten,
-    make_request,
     make_scheduler,
     received,
 )
@@ -24,6 +23,7 @@ from tests.property.workloads import (
     MODES,
     Mode,
     Options,
+    add,
     check,
     expected_tokens,
     make_workload,
@@ -47,6 +47,7 @@ def test_every_mode_leads_to_the_same_tokens() -> None:
     assert all(happened[what] > 100 for what in ("preemptions", "swap_preemptions", "prefix_cache_hits"))
     num_accepted = happened["spec_decode_num_accepted_tokens"]
     assert 1_000 < num_accepted < happened["spec_decode_num_draft_tokens"] - 1_000
+    assert happened["forced_tokens"] > 1_000
 
 
 def test_c27_with_windows_every_mode_leads_to_the_same_tokens() -> None:
@@ -105,7 +106,7 @@ def run_with_transfers(seed: int, mode: Mode, groups: KVGroups = ONE_GROUP) -> N
         options["request_id"]: rng.choice([None, TransferRole.CONSUMER]) for options in workload.requests
     }
     requests = {
-        o["request_id"]: make_request(**o, role=roles[o["request_id"]], output_token_ids=some_outputs(o, rng))
+        o["request_id"]: mode.request(o, role=roles[o["request_id"]], output_token_ids=some_outputs(o, rng))
         for o in workload.requests
     }
     transfers = RandomTransfers(rng, connector, requests)
@@ -114,7 +115,7 @@ def run_with_transfers(seed: int, mode: Mode, groups: KVGroups = ONE_GROUP) -> N
 
     def before_step() -> None:
         if arrivals and rng.random() < 0.5:
-            driver.add(arrivals.pop(0))
+            add(driver, arrivals.pop(0))
         for output in transfers.outputs():
             driver.note(flatten(scheduler.update_connector_output(output)))
         if rng.random() < 0.05 and scheduler.has_requests():
@@ -178,7 +179,7 @@ def give_back_and_go_on(seed: int, mode: Mode) -> int:
             if request_id not in at:
                 name, driver = f"{request_id}#{num_moves}", rng.choice(drivers)
                 moved = options | {"request_id": name, "output_token_ids": said[request_id]}
-                driver.add(make_request(**moved, on_preemption=OnPreemption.GIVE_BACK))
+                add(driver, mode.request(moved, on_preemption=OnPreemption.GIVE_BACK))
                 at[request_id] = name, driver
                 num_moves += 1
         for driver in drivers:

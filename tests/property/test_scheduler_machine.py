@@ -11,13 +11,13 @@ from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import EngineCoreOutputs, KVConnectorOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.guesses import forces, guesses
 from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import (
     FakeConnector,
     FakeRunner,
     failed,
     flatten,
-    guesses,
     make_request,
     make_scheduler,
     received,
@@ -76,7 +76,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         **settings: object,
     ) -> None:
         self.splits_prompts = batching == "unified"
-        num_ahead = 0 if num_drafts else num_ahead
         if batching == "unchunked":
             settings |= {"enable_chunked_prefill": False, "max_model_len": 200}
         elif batching == "mini_vllm":
@@ -99,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             **preemption,
             **settings,
         )
-        runner = FakeRunner(memory=self.connector.memory, guess=guesses(num_drafts))
+        runner = FakeRunner(memory=self.connector.memory, guess=guesses(num_drafts), force=forces())
         self.driver = Driver(self.scheduler, runner, num_ahead, self.connector)
         self.requests: dict[str, Request] = {}
 

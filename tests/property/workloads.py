@@ -16,14 +16,15 @@ from typing import Any
 
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import FinishReason
+from baton.sampling import GrammarKind, StructuredOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
+from tests.factories.guesses import forces, guesses
 from tests.factories.paged_memory import PagedMemory
 from tests.factories.scheduling import (
     EOS,
     FakeRunner,
     flatten,
-    guesses,
     make_request,
     make_scheduler,
     token_at,
@@ -51,9 +52,16 @@ class Mode:
     batching: str
     num_ahead: int
     num_drafts: int = 0
+    has_grammars: bool = False
+    """Every request that may have one has one, which forces tokens."""
 
     def __str__(self) -> str:
-        return f"{self.batching}-{self.num_ahead}-{self.num_drafts}"
+        return f"{self.batching}-{self.num_ahead}-{self.num_drafts}" + "-forced" * self.has_grammars
+
+    def request(self, options: "Options", **others: Any) -> Request:
+        has_grammar = self.has_grammars and not (options["ignore_eos"] or options["min_tokens"])
+        grammar = GRAMMAR if has_grammar else None
+        return make_request(**options, structured_output=grammar, **others)
 
 
 BATCHINGS = ("unified", "prefill_first", "mixed")
@@ -61,6 +69,8 @@ MODES = [Mode(batching, num_ahead) for batching in BATCHINGS for num_ahead in (0
 GROUPS = [KVGroups(1, 1, 20), KVGroups(1, 2, 33), KVGroups(2, 1, 5), KVGroups(0, 1, 16)]
 """Of models with sliding windows."""
 MODES += [Mode(batching, 0, num_drafts=3) for batching in BATCHINGS]
+MODES.append(Mode("unified", 1, num_drafts=3, has_grammars=True))
+GRAMMAR = StructuredOutput(GrammarKind.REGEX, "whatever the runner says")
 
 
 def make_workload(seed: int, groups: KVGroups = ONE_GROUP) -> Workload:
@@ -145,20 +155,27 @@ def runner_for(
     memory: PagedMemory,
     next_token: Callable[[str, int], int] = next_token,
 ) -> FakeRunner:
-    return FakeRunner(next_token, memory, guesses(mode.num_drafts, next_token))
+    return FakeRunner(next_token, memory, guesses(mode.num_drafts, next_token), forces(next_token))
+
+
+def add(driver: Driver, request: Request) -> None:
+    """Its grammar takes no time to compile."""
+    driver.add(request)
+    for grammar in driver.scheduler.wanted_grammars():
+        driver.note(flatten(driver.scheduler.grammar_compiled(grammar)))
 
 
 def play(workload: Workload, mode: Mode) -> Driver:
     """Runs a workload to its end with every check of the driver; the driver, at rest."""
     scheduler = make_scheduler(**settings_for(workload, mode))
     driver = Driver(scheduler, runner_for(mode, memory_for(workload)), mode.num_ahead)
-    arrivals: list[Request] = [make_request(**options) for options in workload.requests]
+    arrivals: list[Request] = [mode.request(options) for options in workload.requests]
     num_steps = 0
 
     def before_step() -> None:
         nonlocal num_steps
         while arrivals and workload.arrivals[arrivals[0].request_id] <= num_steps:
-            driver.add(arrivals.pop(0))
+            add(driver, arrivals.pop(0))
         due = [i for i, at in workload.aborts.items() if at == num_steps]
         driver.note(flatten(scheduler.finish_requests(due, RequestStatus.FINISHED_ABORTED)))
         num_steps += 1

@@ -1,4 +1,4 @@
-"""Scenarios whose workers verify drafts; drawn apart from the rest of their seeds."""
+"""Scenarios whose workers verify drafts, or take forced tokens; drawn apart from the rest of their seeds."""
 
 import random
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def with_drafts(
     where a block ends, since only full blocks hit.
     """
     rng = random.Random(f"drafts of {seed}")
-    drafting = [_drafting(spec, rng.choice([1, 3, 5])) for spec in workers]
+    drafting = [replace(spec, num_drafts=rng.choice([1, 3, 5])) for spec in workers]
     asked: list[RequestSpec] = []
     for spec in requests:
         if asked and rng.random() < 0.7:
@@ -34,9 +34,15 @@ def with_drafts(
     return tuple(drafting), tuple(asked)
 
 
-def _drafting(spec: WorkerSpec, num_drafts: int) -> WorkerSpec:
-    scheduler = spec.scheduler.model_copy(update={"async_scheduling": False})
-    return replace(spec, scheduler=scheduler, num_drafts=num_drafts)
+def has_grammars(seed: int) -> bool:
+    """One seed in four, none of which is crowded, greedy or poisoned; half of them have drafts, too."""
+    return seed % (2 * EVERY) in (1, 2)
+
+
+def with_grammars(seed: int, requests: Iterable[RequestSpec]) -> tuple[RequestSpec, ...]:
+    """Tokens are forced in some answers."""
+    rng = random.Random(f"grammars of {seed}")
+    return tuple(replace(spec, has_grammar=rng.random() < 0.6) for spec in requests)
 
 
 def _next_turn(

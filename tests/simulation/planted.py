@@ -37,7 +37,7 @@ from kv_transfer.protocol.messages import Ack, End, Open, TransferKey
 from kv_transfer.protocol.outgoing import OutgoingTransfer
 from kv_transfer.protocol.producer import Producer
 from scheduler.kv_cache import KVCache
-from scheduler.request import Request
+from scheduler.request import Request, RequestStatus
 from scheduler.speculation import Speculation
 from simulator.connector import SimConnector
 from tests.simulation.run import Result, results
@@ -172,6 +172,23 @@ def keep_rejected_drafts_in_the_prefix_cache(
     original(self, request, num_drafts, num_sampled)
     if request.num_tokens + num_sampled >= request.max_num_tokens:
         request.num_computed_tokens = num_computed_tokens
+
+
+@planted(Speculation, "append_forced")
+def count_forced_tokens_as_computed(
+    original: Any, self: Speculation, request: Request, forced: tuple[int, ...], num_taken: int
+) -> None:
+    """As if they were right drafts: nothing writes their KV."""
+    original(self, request, forced, num_taken)
+    if request.status is RequestStatus.RUNNING:
+        request.num_computed_tokens += max(0, num_taken)
+
+
+@planted(Speculation, "begin")
+def plan_past_first_tokens(original: Any, self: Speculation, request: Request) -> None:
+    """A request with a grammar is planned ahead until the runner has said that tokens may be forced."""
+    original(self, request)
+    request.is_unforeseeable = False
 
 
 @planted(KVCache, "end_hold")

@@ -15,7 +15,7 @@ from simulator.gateway import RequestSpec
 from simulator.network import NetworkFaults
 from simulator.pools import ReadFaults
 from simulator.worker import WorkerSpec
-from tests.simulation.drafts import has_drafts, with_drafts
+from tests.simulation.drafts import has_drafts, has_grammars, with_drafts, with_grammars
 from tests.simulation.windows import has_windows, with_windows
 
 MAX_MODEL_LEN = 48
@@ -92,6 +92,8 @@ def make_scenario(seed: int) -> Scenario:
     if has_drafts(seed):
         workers, requests = with_drafts(seed, scenario.workers, scenario.requests, MAX_MODEL_LEN)
         scenario = replace(scenario, workers=workers, requests=requests)
+    if has_grammars(seed):
+        scenario = replace(scenario, requests=with_grammars(seed, scenario.requests))
     if has_windows(seed):
         workers, requests = with_windows(seed, scenario.workers, scenario.requests, MAX_MODEL_LEN)
         scenario = replace(scenario, workers=workers, requests=requests)

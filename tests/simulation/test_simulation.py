@@ -31,7 +31,7 @@ PATHS = (
     "asked another gateway", "stopped", "unfit",
 )  # fmt: skip
 COUNTERS = (
-    "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",
+    "forced_tokens", "kv_bad_messages", "kv_checksum_failures", "kv_duplicate_messages", "kv_foreign_messages",
     "kv_late_messages", "kv_lease_expiries", "kv_loads_aborted", "kv_loads_failed", "kv_loads_not_needed",
     "kv_loads_postponed", "kv_loads_received", "kv_pieces_resent", "kv_prompt_loads_failed",
     "kv_prompt_loads_not_needed", "kv_prompt_loads_postponed", "kv_sends_aborted", "kv_sends_cancelled",
@@ -87,6 +87,8 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 QUICK = (
     "give back rows that are still read",
     "keep rejected drafts in the prefix cache",
+    "count forced tokens as computed",
+    "plan past first tokens",
     "free producers blocks at the end",
     "skip the checksum",
     "let no lease end",

@@ -94,12 +94,8 @@ from baton.worker import WorkerRole
             r"speculation: prompt_lookup_min \(5\) must not be above prompt_lookup_max \(4\)",
         ),
         (
-            {"speculation": {"method": "ngram"}, "scheduler": {"async_scheduling": True}},
-            r"scheduler.async_scheduling \(true\) contradicts speculation.method 'ngram'",
-        ),
-        (
-            {"speculation": {"forced_tokens": True}, "scheduler": {"async_scheduling": True}},
-            r"scheduler.async_scheduling \(true\) contradicts speculation.forced_tokens \(true\)",
+            {"speculation": {"forced_tokens": True}, "engine": {"device": "cuda"}},
+            r"speculation.forced_tokens \(true\) needs engine.device 'cpu', got 'cuda'",
         ),
         (
             {"scheduler": {"enable_chunked_prefill": False, "max_num_batched_tokens": 5, "max_model_len": 9}},

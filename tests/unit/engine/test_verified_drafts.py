@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,18 +132,22 @@ def sampled_after_drafts(
     sampler = ScriptedSampler()
     pool = KVPool(4, model.kv_block_shape(16), CPU)
     runner = ModelRunner(no_logits, sampler, HostBlocks(0, pool), 16, drafter=drafter)
-    new = make_request_data([5, 6, 7, 8, 5], stop_token_ids=[9], num_computed_tokens=4)
     sampler.rows = rows
-    plan = SchedulerOutput(
+    return runner.execute(first_plan(drafts))
+
+
+def first_plan(drafts: tuple[int, ...]) -> SchedulerOutput:
+    """The last of five known tokens, with drafts."""
+    new = make_request_data([5, 6, 7, 8, 5], stop_token_ids=[9], num_computed_tokens=4)
+    return SchedulerOutput(
         scheduled_new_reqs=(new,),
         scheduled_cached_reqs=CachedRequestData(),
         num_scheduled_tokens={"r": 1 + len(drafts)},
         total_num_scheduled_tokens=1 + len(drafts),
         preempted_req_ids=frozenset(),
         finished_req_ids=frozenset(),
-        scheduled_spec_decode_tokens={"r": drafts},
+        scheduled_spec_decode_tokens={"r": drafts} if drafts else {},
     )
-    return runner.execute(plan)
 
 
 def rows(*token_ids: int, wrong: Sequence[int] = ()) -> list[SampledToken]:
@@ -178,8 +183,58 @@ def test_what_follows_the_taken_tokens_is_guessed_up_to_the_end_of_the_request(m
     drafter = Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=64, num_equal_rows=12.0)
     output = sampled_after_drafts(model, (6, 7), rows(6, 7, 0), drafter)
     assert output.draft_token_ids == {}, "nothing like it occurred before"
+    assert output.unforeseeable == {"r"}, "the next guess may be right"
     output = sampled_after_drafts(model, (6, 3), rows(6, 7, 0), drafter)
     assert output.sampled_token_ids == {"r": [6, 7]}
     assert output.draft_token_ids == {"r": (8, 5)}, "a wrong draft before, so fewer now"
     output = sampled_after_drafts(model, (6, 9), rows(6, 7, 0), drafter)
     assert output.draft_token_ids == {"r": (8, 5)}
+
+
+def test_c11_a_request_for_which_drafts_do_not_pay_may_be_planned_ahead(model: LoadedModel) -> None:
+    dear = Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=64, num_equal_rows=0.01)
+    output = sampled_after_drafts(model, (), rows(6), dear)
+    assert (output.draft_token_ids, output.unforeseeable) == ({}, set())
+    for drafter in (None, Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=2, num_equal_rows=12.0)):
+        output = sampled_after_drafts(model, (), rows(6), drafter)
+        assert (output.draft_token_ids, output.unforeseeable) == ({}, set()), "there is no room for drafts"
+
+
+def two_steps(drafts: tuple[int, ...], num_taken: int) -> Iterator[SchedulerOutput]:
+    """A step of the last token of [5, 6, 7, 8, 5] with drafts, and the next after it."""
+    yield first_plan(drafts)
+    cached = CachedRequestData(("r",), ((),), (4 + num_taken,))
+    yield replace(
+        first_plan(()), scheduled_new_reqs=(), scheduled_cached_reqs=cached, num_scheduled_tokens={"r": 1}
+    )
+
+
+def test_c62_a_rank_that_does_not_sample_computes_a_step_with_drafts_before_it_begins_the_next(
+    model: LoadedModel,
+) -> None:
+    sampler, batches = ScriptedSampler(), list[StepBatch]()
+
+    def forward(batch: StepBatch) -> torch.Tensor:
+        batches.append(batch)
+        return no_logits(batch)
+
+    pool = KVPool(4, model.kv_block_shape(16), CPU)
+    runner = ModelRunner(forward, sampler, HostBlocks(0, pool), 16, samples=False)
+    for plan, sampler.rows in zip(two_steps((1, 2), 2), (rows(1, 4, 3), rows(9)), strict=True):
+        runner.launch(plan)
+    assert (batches[1].positions_T.tolist(), batches[1].input_ids_T.tolist()) == ([6], [4])
+
+
+def test_drafts_of_a_request_whose_next_step_is_under_way_are_guessed_from_its_known_tokens(
+    model: LoadedModel,
+) -> None:
+    """The scheduler drops them, but they tell it that the step after the next may have some."""
+    sampler, pool = ScriptedSampler(), KVPool(4, model.kv_block_shape(16), CPU)
+    drafter = Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=64, num_equal_rows=12.0)
+    runner = ModelRunner(no_logits, sampler, HostBlocks(0, pool), 16, drafter=drafter)
+    steps = []
+    for plan, sampler.rows in zip(two_steps((), 1), (rows(6), rows(7)), strict=True):
+        steps.append(runner.launch(plan))
+    first, second = (step.wait() for step in steps)
+    assert (first.draft_token_ids["r"][:3], first.unforeseeable) == ((7, 8, 5), {"r"})
+    assert second.draft_token_ids["r"][:3] == (8, 5, 6)

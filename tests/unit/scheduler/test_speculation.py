@@ -4,21 +4,21 @@ That vLLM's scheduler decides the same is shown by test_v1_decisions.py, that no
 tests/property/test_random_workloads.py.
 """
 
+from collections.abc import Callable
+
 import pytest
 
-from baton.errors import ConfigError
 from baton.kv import BlocksStored
 from baton.request import FinishReason
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from scheduler import Request, RequestStatus, Scheduler
 from tests.factories.driving import Driver
+from tests.factories.guesses import guesses
 from tests.factories.scheduling import (
     EOS,
     FakeRunner,
     Guess,
     flatten,
-    guesses,
-    make_config,
     make_request,
     make_scheduler,
     run_step,
@@ -28,7 +28,7 @@ from tests.factories.scheduling import (
 NUM_DRAFTS = 3
 
 
-def right(num_right: int, num_drafts: int = NUM_DRAFTS) -> Guess:
+def right(num_right: int, num_drafts: int = NUM_DRAFTS) -> Callable[[str, int], tuple[int, ...]]:
     """Drafts of which the first so many are right."""
 
     def guess(request_id: str, position: int) -> tuple[int, ...]:
@@ -335,11 +335,6 @@ def test_c16_a_request_that_fails_while_its_drafts_are_verified_ends_alone() -> 
     assert wrong.is_failed
     assert fine.num_output_tokens == 2 + NUM_DRAFTS
     scheduler.check_integrity()
-
-
-def test_drafts_and_steps_planned_ahead_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="async_scheduling"):
-        Scheduler(make_config(), num_speculative_tokens=2)
 
 
 def test_c64_forced_tokens_count_at_once_and_the_next_plan_names_them() -> None:

@@ -43,8 +43,9 @@ def test_every_step_is_what_v1_decided(kind: str, is_async: bool) -> None:
     check(kind, is_async=is_async)
 
 
-def test_c61_every_step_with_drafts_is_what_v1_decided() -> None:
-    check("drafts", is_async=False)
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_c61_every_step_with_drafts_is_what_v1_decided(is_async: bool) -> None:
+    check("drafts", is_async=is_async)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

@@ -7,12 +7,15 @@ import pytest
 
 from baton.clock import VirtualClock
 from baton.kv import TransferRole
+from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from scheduler.load import waiting_load
 from scheduler.request import RequestStatus
+from tests.factories.driving import Driver
 from tests.factories.engine import RunningLoop, StepHook, make_core, make_engine_request
-from tests.factories.scheduling import FakeRunner, make_request, token_at
+from tests.factories.scheduling import FakeRunner, flatten, make_request, make_scheduler, token_at
 from worker.load import LoadMeter
+from worker.step_counts import PromptTokens
 
 
 def test_steps_that_computed_prompts_give_a_rate_and_others_a_time() -> None:
@@ -96,6 +99,39 @@ def test_c61_drafts_are_no_prompt_tokens() -> None:
     load, _ = core.load()
     assert load.prefill_tokens_per_s == pytest.approx(66.7, abs=5)
     assert load.decode_step_s == 0.5
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_c64_a_forced_run_of_several_steps_is_no_prompt(is_preempted: bool) -> None:
+    def force(request_id: str, position: int) -> tuple[int, ...]:
+        return tuple(token_at(request_id, 1 + i) for i in range(20)) if position == 1 else ()
+
+    grammar = StructuredOutput(GrammarKind.REGEX, "whatever the runner says")
+    driver = Driver(
+        make_scheduler(max_num_batched_tokens=8, enable_prefix_caching=False), FakeRunner(force=force)
+    )
+    forced = make_request(10, max_tokens=30, structured_output=grammar)
+    driver.add(forced)
+    driver.note(flatten(driver.scheduler.grammar_compiled(grammar)))
+    counts, prompt_tokens = PromptTokens(), list[int]()
+
+    def step() -> None:
+        prompt_tokens.append(counts.count(driver.step()))
+
+    for _ in range(3):
+        step()
+    assert prompt_tokens == [8, 2, 0]
+    if is_preempted:
+        driver.scheduler.reset_prefix_cache(force=True)
+    else:
+        driver.add(make_request(9, max_tokens=2))
+    for _ in range(4):
+        step()
+    if is_preempted:
+        assert prompt_tokens[3:] == [8, 8, 8, 7], "it computes all of its tokens anew"
+    else:
+        assert prompt_tokens[3:] == [0, 3, 6, 0], "the prompt of the other one"
+    driver.run_to_end()
 
 
 def test_an_engine_measures_itself() -> None:
