@@ -142,6 +142,10 @@ class RequestOutput:
     error_kind: ErrorKind = ErrorKind.INTERNAL
     num_cached_tokens: int = 0
     """Prompt tokens this worker took from its own prefix cache."""
+    num_draft_tokens: int = 0
+    """Drafts that the step verified for the request."""
+    num_accepted_draft_tokens: int = 0
+    """Those of them that were right."""
     stage_times: StageTimes | None = None
     """Set with this worker's first token and with the finish, as of then. Sent once more, by itself, when the
     handed-over blocks have been released."""

@@ -14,18 +14,18 @@ PROBE_COST = 0.01
 class Acceptance:
     """How likely a request's next draft is to be right, from those that were verified."""
 
-    __slots__ = ("_is_probing", "_likelihood", "_num_skipped")
+    __slots__ = ("_likelihood", "_num_skipped", "is_probing")
 
     def __init__(self) -> None:
         self._likelihood = FIRST_LIKELIHOOD
         self._num_skipped = 0
         """Steps since a draft was verified."""
-        self._is_probing = False
+        self.is_probing = False
         """The next draft is a probe: it is not likely to be right."""
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Counts the accepted drafts and the first wrong one; those behind it say nothing."""
-        if self._is_probing and num_accepted == num_drafts:
+        if self.is_probing and num_accepted == num_drafts:
             self._likelihood = max(self._likelihood, FIRST_LIKELIHOOD)  # the text has changed
         likelihood = 1.0 - (1.0 - self._likelihood) * (1.0 - WEIGHT) ** num_accepted
         if num_accepted < num_drafts:
@@ -39,7 +39,7 @@ class Acceptance:
         """
         least = LEAST_LIKELIHOOD + (1.0 - LEAST_LIKELIHOOD) * cost
         self._num_skipped += 1
-        self._is_probing = self._likelihood < least
-        if self._is_probing:
+        self.is_probing = self._likelihood < least
+        if self.is_probing:
             return int(self._num_skipped * PROBE_COST > cost)
         return int(math.log(least) / math.log(self._likelihood))

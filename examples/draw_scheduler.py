@@ -22,8 +22,8 @@ from engine.loading.pretrained import default_cache_dir, resolve
 from gateway import GatewayClient
 
 WORD = "one "
-LIST = "apple: red\nlemon: yellow\ncherry: red\nsky: blue\n" * 2
-"""A text that repeats itself for a while, and then goes on otherwise."""
+LINES = "".join(f"Line {number}: the cat sat on the mat.\n" for number in (1, 2, 3))
+"""A text that repeats itself, except for its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ PICTURES = (
         "speculation",
         {"max_num_batched_tokens": 128},
         (
-            Question(0, 28, text=LIST),
+            Question(0, 28, text=LINES),
             Question(30, 12, after=0, num_tokens=4),
         ),
         speculation={"method": "ngram"},

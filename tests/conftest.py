@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
 
+    from tests.factories.whole_engines import EnginesOf
+
 # Started in the background, a shell's children ignore SIGINT, and so would every process that a test starts and
 # interrupts. A handler of our own is not inherited: they begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,6 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
     return make_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def engines(folder: Path) -> Iterator["EnginesOf"]:
+    """Whole engines with that model; a test starts them."""
+    from tests.factories.whole_engines import EnginesOf
+
+    with EnginesOf(folder) as engines:
+        yield engines
 
 
 @pytest.fixture(autouse=True)

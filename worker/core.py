@@ -11,7 +11,7 @@ step is computed while the next is planned, unless the next one depends on what 
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
@@ -249,6 +249,8 @@ class EngineCore:
             self._num_failed_steps = 0
         self._count_non_finite(result.output.non_finite)
         outputs = self._scheduler.update_from_output(step.plan, result.output)
+        if step.plan.scheduled_spec_decode_tokens:
+            _note_drafts(step.plan.scheduled_spec_decode_tokens, result.output.sampled_token_ids, outputs)
         return self._traced(step.plan, result.output, outputs)
 
     def _count_non_finite(self, request_ids: Set[str]) -> None:
@@ -315,3 +317,16 @@ class EngineCore:
             for output in part.outputs:
                 stages = self._stages.produced(output)
                 outputs[client_id].append(replace(output, stage_times=stages) if stages else output)
+
+
+def _note_drafts(
+    drafts: Mapping[str, tuple[int, ...]],
+    sampled: Mapping[str, list[int]],
+    outputs: dict[str, EngineCoreOutputs],
+) -> None:
+    """Says in a step's outputs what became of its drafts: all samples of a request but one are right drafts."""
+    for output in (output for part in outputs.values() for output in part.outputs):
+        token_ids = sampled.get(output.request_id)
+        if token_ids and output.token_ids and output.request_id in drafts:
+            output.num_draft_tokens = len(drafts[output.request_id])
+            output.num_accepted_draft_tokens = len(token_ids) - 1

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import sampling_pb2 as baton_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!baton/v1/generation_service.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"\x90\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x01\x88\x01\x01\x12+\n\x0crouting_mode\x18\x08 \x01(\x0e\x32\x15.baton.v1.RoutingMode\x12\x1b\n\x13keep_special_tokens\x18\t \x01(\x08\x12!\n\x19skip_reading_prefix_cache\x18\n \x01(\x08\x12\x1a\n\rmax_model_len\x18\x0b \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x10\n\x0e_max_model_len\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"Z\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.baton.v1.Chat.Message\x1a(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x94\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12 \n\x06\x66inish\x18\x05 \x01(\x0b\x32\x10.baton.v1.Finish\"\xce\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x05 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\tplacement\x18\x06 \x01(\x0b\x32\x13.baton.v1.PlacementB\t\n\x07matched\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xdb\x02\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05itl_s\x18\x02 \x03(\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x12\n\nhandover_s\x18\x07 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x08 \x01(\x01\x12\x0f\n\x07total_s\x18\t \x01(\x01\x12\x17\n\x0ftransfer_wait_s\x18\n \x01(\x01\x12\x11\n\ttransport\x18\x0b \x01(\t\x12%\n\ttransfers\x18\x0c \x03(\x0b\x32\x12.baton.v1.Transfer\x12\'\n\nttft_parts\x18\r \x01(\x0b\x32\x13.baton.v1.TtftParts\x12/\n\x0ehandover_parts\x18\x0e \x01(\x0b\x32\x17.baton.v1.HandoverParts\"\x91\x01\n\tTtftParts\x12\x11\n\tgateway_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x19\n\x11\x66\x61iled_attempts_s\x18\x03 \x01(\x01\x12\x16\n\x0eworker_queue_s\x18\x04 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\"T\n\rHandoverParts\x12\x1a\n\x12transfer_exposed_s\x18\x01 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x02 \x01(\x01\x12\x11\n\tgateway_s\x18\x03 \x01(\x01\"\xb5\x01\n\x08Transfer\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\'\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x17.baton.v1.TransferEvent\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x11\n\texposed_s\x18\t \x01(\x01\"+\n\rTransferEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\"L\n\tPlacement\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x96\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08*c\n\x0bRoutingMode\x12\x1c\n\x18ROUTING_MODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aROUTING_MODE_DISAGGREGATED\x10\x01\x12\x16\n\x12ROUTING_MODE_LOCAL\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xe1\x01\n\x11GenerationService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!baton/v1/generation_service.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/sampling.proto\"\x90\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x01\x88\x01\x01\x12+\n\x0crouting_mode\x18\x08 \x01(\x0e\x32\x15.baton.v1.RoutingMode\x12\x1b\n\x13keep_special_tokens\x18\t \x01(\x08\x12!\n\x19skip_reading_prefix_cache\x18\n \x01(\x08\x12\x1a\n\rmax_model_len\x18\x0b \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_saltB\x10\n\x0e_max_model_len\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"Z\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.baton.v1.Chat.Message\x1a(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x94\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12 \n\x06\x66inish\x18\x05 \x01(\x0b\x32\x10.baton.v1.Finish\"\xce\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0e\n\x04stop\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x05 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\tplacement\x18\x06 \x01(\x0b\x32\x13.baton.v1.PlacementB\t\n\x07matched\"\x85\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_draft_tokens\x18\x05 \x01(\r\"\xdb\x02\n\x06Timing\x12\x0e\n\x06ttft_s\x18\x01 \x01(\x01\x12\r\n\x05itl_s\x18\x02 \x03(\x01\x12\x0f\n\x07queue_s\x18\x03 \x01(\x01\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\x12\x12\n\ntransfer_s\x18\x05 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x06 \x01(\x04\x12\x12\n\nhandover_s\x18\x07 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x08 \x01(\x01\x12\x0f\n\x07total_s\x18\t \x01(\x01\x12\x17\n\x0ftransfer_wait_s\x18\n \x01(\x01\x12\x11\n\ttransport\x18\x0b \x01(\t\x12%\n\ttransfers\x18\x0c \x03(\x0b\x32\x12.baton.v1.Transfer\x12\'\n\nttft_parts\x18\r \x01(\x0b\x32\x13.baton.v1.TtftParts\x12/\n\x0ehandover_parts\x18\x0e \x01(\x0b\x32\x17.baton.v1.HandoverParts\"\x91\x01\n\tTtftParts\x12\x11\n\tgateway_s\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x19\n\x11\x66\x61iled_attempts_s\x18\x03 \x01(\x01\x12\x16\n\x0eworker_queue_s\x18\x04 \x01(\x01\x12\x1a\n\x12transfer_exposed_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\"T\n\rHandoverParts\x12\x1a\n\x12transfer_exposed_s\x18\x01 \x01(\x01\x12\x14\n\x0c\x66irst_step_s\x18\x02 \x01(\x01\x12\x11\n\tgateway_s\x18\x03 \x01(\x01\"\xb5\x01\n\x08Transfer\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\'\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x17.baton.v1.TransferEvent\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x11\n\texposed_s\x18\t \x01(\x01\"+\n\rTransferEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\"L\n\tPlacement\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"$\n\rAbortResponse\x12\x13\n\x0bnum_aborted\x18\x01 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x96\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nmodel_path\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08*c\n\x0bRoutingMode\x12\x1c\n\x18ROUTING_MODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aROUTING_MODE_DISAGGREGATED\x10\x01\x12\x16\n\x12ROUTING_MODE_LOCAL\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xe1\x01\n\x11GenerationService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12M\n\x0cGetModelInfo\x12\x1d.baton.v1.GetModelInfoRequest\x1a\x1e.baton.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROUTINGMODE']._serialized_start=2176
-  _globals['_ROUTINGMODE']._serialized_end=2275
-  _globals['_FINISHREASON']._serialized_start=2277
-  _globals['_FINISHREASON']._serialized_end=2372
+  _globals['_ROUTINGMODE']._serialized_start=2230
+  _globals['_ROUTINGMODE']._serialized_end=2329
+  _globals['_FINISHREASON']._serialized_start=2331
+  _globals['_FINISHREASON']._serialized_end=2426
   _globals['_GENERATEREQUEST']._serialized_start=73
   _globals['_GENERATEREQUEST']._serialized_end=473
   _globals['_TOKENIDS']._serialized_start=475
@@ -48,28 +48,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATERESPONSE']._serialized_end=741
   _globals['_FINISH']._serialized_start=744
   _globals['_FINISH']._serialized_end=950
-  _globals['_USAGE']._serialized_start=952
-  _globals['_USAGE']._serialized_end=1032
-  _globals['_TIMING']._serialized_start=1035
-  _globals['_TIMING']._serialized_end=1382
-  _globals['_TTFTPARTS']._serialized_start=1385
-  _globals['_TTFTPARTS']._serialized_end=1530
-  _globals['_HANDOVERPARTS']._serialized_start=1532
-  _globals['_HANDOVERPARTS']._serialized_end=1616
-  _globals['_TRANSFER']._serialized_start=1619
-  _globals['_TRANSFER']._serialized_end=1800
-  _globals['_TRANSFEREVENT']._serialized_start=1802
-  _globals['_TRANSFEREVENT']._serialized_end=1845
-  _globals['_PLACEMENT']._serialized_start=1847
-  _globals['_PLACEMENT']._serialized_end=1923
-  _globals['_ABORTREQUEST']._serialized_start=1925
-  _globals['_ABORTREQUEST']._serialized_end=1960
-  _globals['_ABORTRESPONSE']._serialized_start=1962
-  _globals['_ABORTRESPONSE']._serialized_end=1998
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2000
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2021
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2024
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2174
-  _globals['_GENERATIONSERVICE']._serialized_start=2375
-  _globals['_GENERATIONSERVICE']._serialized_end=2600
+  _globals['_USAGE']._serialized_start=953
+  _globals['_USAGE']._serialized_end=1086
+  _globals['_TIMING']._serialized_start=1089
+  _globals['_TIMING']._serialized_end=1436
+  _globals['_TTFTPARTS']._serialized_start=1439
+  _globals['_TTFTPARTS']._serialized_end=1584
+  _globals['_HANDOVERPARTS']._serialized_start=1586
+  _globals['_HANDOVERPARTS']._serialized_end=1670
+  _globals['_TRANSFER']._serialized_start=1673
+  _globals['_TRANSFER']._serialized_end=1854
+  _globals['_TRANSFEREVENT']._serialized_start=1856
+  _globals['_TRANSFEREVENT']._serialized_end=1899
+  _globals['_PLACEMENT']._serialized_start=1901
+  _globals['_PLACEMENT']._serialized_end=1977
+  _globals['_ABORTREQUEST']._serialized_start=1979
+  _globals['_ABORTREQUEST']._serialized_end=2014
+  _globals['_ABORTRESPONSE']._serialized_start=2016
+  _globals['_ABORTRESPONSE']._serialized_end=2052
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2054
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2075
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2078
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2228
+  _globals['_GENERATIONSERVICE']._serialized_start=2429
+  _globals['_GENERATIONSERVICE']._serialized_end=2654
 # @@protoc_insertion_point(module_scope)

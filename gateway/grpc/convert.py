@@ -151,6 +151,8 @@ def _finish_to_message(finish: Finish) -> generation_pb.Finish:
             prompt_tokens=finish.num_prompt_tokens,
             completion_tokens=finish.num_completion_tokens,
             cached_tokens=finish.num_cached_tokens,
+            draft_tokens=finish.num_draft_tokens,
+            accepted_draft_tokens=finish.num_accepted_draft_tokens,
         ),
         timing=filled(
             generation_pb.Timing,

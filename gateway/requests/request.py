@@ -58,6 +58,10 @@ class Finish:
     timing: Timing
     placement: Placement
     num_attempts: int
+    num_draft_tokens: int = 0
+    """Drafts that workers verified for this answer, in all its attempts."""
+    num_accepted_draft_tokens: int = 0
+    """Those of them that were right."""
 
 
 @dataclass(frozen=True, slots=True)

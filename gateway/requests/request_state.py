@@ -68,6 +68,8 @@ class RequestState:
         self._last: tuple[RequestOutput, int] | None = None
         """The output that ends the request, and the answer's length at its end."""
         self._num_cached_tokens = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_draft_tokens = 0
 
     # the request
 
@@ -186,6 +188,9 @@ class RequestState:
             return None if verdict is Verdict.IGNORE else verdict
         if self._contradicts(output):
             return attempt.contradiction(worker)
+        if output.num_draft_tokens and output.first_position >= len(self._delivered):  # it repeats nothing
+            self._num_draft_tokens += output.num_draft_tokens
+            self._num_accepted_draft_tokens += output.num_accepted_draft_tokens
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._last = (output, output.first_position + len(output.token_ids))
             self._note_fallback(attempt, worker, output)
@@ -262,4 +267,6 @@ class RequestState:
             timing=self.times.timing(self.placement, self.attempt.num_tokens_before, now),
             placement=self.placement,
             num_attempts=self.num_attempts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_draft_tokens=self._num_accepted_draft_tokens,
         )

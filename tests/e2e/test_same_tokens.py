@@ -208,6 +208,10 @@ def test_c62_workers_that_guess_tokens_answer_as_transformers_does(tmp_path: Pat
             for mode in MODES:
                 answers = await ask_all(cluster, prompts, mode, mode, 2, max_tokens=NUM_TO_REPEAT)
                 assert answers == expected, mode
+                alone = [await ask(cluster, each, mode, mode, max_tokens=NUM_TO_REPEAT) for each in prompts]
+                usages = [answer.completion.usage for answer in alone]
+                num_right = sum(usage["accepted_draft_tokens"] for usage in usages)
+                assert 0 < num_right < sum(usage["draft_tokens"] for usage in usages)
             await cluster.at_rest()
             prefill, decode = [await cluster.counters(name) for name in ("w0", "w1")]
             assert 0 < decode["spec_decode_num_accepted_tokens"] < decode["spec_decode_num_draft_tokens"]

@@ -183,10 +183,13 @@ def unrest(description: dict[str, Any]) -> list[str]:
 
 @asynccontextmanager
 async def fragile_cluster(
-    config: BatonConfig, model_path: Path, on_begun: OnBegun | None = None
+    config: BatonConfig,
+    model_path: Path,
+    on_begun: OnBegun | None = None,
+    worker_options: Sequence[str] = (),
 ) -> AsyncIterator[FragileCluster]:
-    """`cluster.prefill` + `cluster.decode` processes; see warm_worker.py. The gateway learns of a worker after
-    `on_begun`."""
+    """`cluster.prefill` + `cluster.decode` processes with these options; see warm_worker.py. The gateway learns of a
+    worker after `on_begun`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         values = config.model_dump(exclude_unset=True)
@@ -195,6 +198,7 @@ async def fragile_cluster(
         values.setdefault("network", {})["metrics_port"] = None
         (folder / "baton.json").write_text(json.dumps(values))  # JSON is YAML
         command = [executable, "-m", "tests.factories.warm_worker", "--config", str(folder / "baton.json")]
+        command += worker_options
         gateway = make_gateway(config, KEYS, model_path, Tokenizer(model_path))
         await gateway.start()
         async with GatewayClient(f"127.0.0.1:{gateway.grpc_port}") as client:

@@ -1,10 +1,11 @@
 """A real worker for tests that break it: warm before it is needed, on given ports if asked, and open to questions.
 
-    python -m tests.factories.warm_worker --config FILE
+    python -m tests.factories.warm_worker --config FILE [--interpreted]
 
 One line of JSON each way: it says "warm" once everything is imported; receives `{"role", "name", "ports"}`, starts, and
 says its endpoint; from then on it answers every line with how it stands. After the line "hang" no step of its engine
-ends any more. Prompts that begin with BREAKS_STEPS or KILLS_WORKERS do so. It ends when its stdin does.
+ends any more. Prompts that begin with BREAKS_STEPS or KILLS_WORKERS do so. It ends when its stdin does. With
+--interpreted it has a GPU's engine, whose kernels are interpreted.
 """
 
 import argparse
@@ -38,7 +39,12 @@ def main() -> None:
     suffer_from_prompts()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--interpreted", action="store_true")
     options = parser.parse_args()
+    if options.interpreted:
+        from tests.factories.interpreted_engine import interpret_kernels  # most workers need no Triton
+
+        interpret_kernels()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     config = BatonConfig.from_yaml(options.config)
     say("warm")

@@ -10,7 +10,7 @@ from typing import Any
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.kv import OnLoadFailure, WorkerRef
-from baton.request import EngineRequest, RequestOutput, TokenLogprobs
+from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from engine.grammars.compiler import GrammarCompiler
 from scheduler import Scheduler
 from tests.factories.hand_overs import both_ends
@@ -30,6 +30,14 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: RequestOutput | None = None
+    outputs: list[RequestOutput] = field(default_factory=list)
+    """All of that, as it came."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """It has ended."""
+        assert self.end is not None
+        return self.end.finish_reason
 
     def note(self, output: RequestOutput) -> None:
         if output.finish_reason is None and not output.token_ids:
@@ -38,6 +46,7 @@ class Answer:
         if self.first_position is None:
             self.first_position = output.first_position
         assert output.first_position == self.first_position + len(self.token_ids)
+        self.outputs.append(output)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
         if output.finish_reason is not None:
@@ -106,6 +115,11 @@ class WholeEngine:
         for output in (output for news in outputs.values() for output in news):
             self.answers[output.request_id].note(output)
 
+    def take_answers(self) -> dict[str, Answer]:
+        """By request; the engine forgets them."""
+        answers, self.answers = self.answers, {}
+        return answers
+
     @property
     def is_idle(self) -> bool:
         """Nobody runs or waits, and no block is in use, here or elsewhere."""
@@ -120,8 +134,10 @@ class WholeEngine:
 class EnginesOf:
     """Engines that are stepped in turn; a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience_s: float = PATIENCE_S) -> None:
+        """`run` may take `patience_s`."""
         self._folder = folder
+        self._patience_s = patience_s
         self._news = threading.Event()
         self._engines: list[WholeEngine] = []
 
@@ -157,7 +173,7 @@ class EnginesOf:
 
     def run(self) -> None:
         """Until everybody is idle."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + self._patience_s
         while not all(engine.is_idle for engine in self._engines):
             assert time.monotonic() < end, "it does not come to an end"
             self.step()

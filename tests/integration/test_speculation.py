@@ -1,6 +1,5 @@
 """Drafts change no token: whole engines with them and without, over every way that a request can take."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,152 +7,64 @@ from typing import Any
 import pytest
 
 from baton.request import EngineRequest
-from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
-from tests.factories.models import make_tokenizer
-from tests.factories.whole_engines import Answer, EnginesOf, WholeEngine, hand_over
+from tests.factories.speculation import (
+    NGRAM,
+    PLAIN,
+    REPEATING,
+    ROOMY,
+    SCHEDULERS,
+    Answers,
+    ask,
+    ask_one_by_one,
+    assert_preempted_as,
+    assert_rest,
+    assert_same,
+    begun,
+    drafts_of,
+    num_drafts,
+)
+from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
 
-NGRAM = {"method": "ngram"}
-ROOMY: dict[str, Any] = {"max_num_batched_tokens": 256, "num_blocks": 256}
-TIGHT = {**ROOMY, "num_blocks": 40}
-"""Too few blocks for sixteen requests at once."""
-LIST = StructuredOutput(
-    GrammarKind.JSON_SCHEMA,
-    '{"type": "array", "items": {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"], '
-    '"additionalProperties": false}, "minItems": 3, "maxItems": 4}',
-)
-PARAMS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 1.0, "top_k": 2},
-    {"temperature": 1.0, "min_p": 0.5, "logprobs": 2},
-    {"temperature": 0.0, "logprobs": 3, "ignore_eos": True},
-    {"temperature": 0.0, "repetition_penalty": 1.05, "presence_penalty": 0.1},
-    {"temperature": 1.0, "top_p": 0.3, "frequency_penalty": 0.05, "min_tokens": 20},
-    {"temperature": 0.0, "logit_bias": {5: 9.0, 6: 8.0, 7: 9.0}},
-    {"temperature": 1.0, "logit_bias": {5: 30.0, 6: 30.0}, "logprobs": 0},
-    {"temperature": 0.0, "logit_bias": {5: 9.0, 2: 7.0}, "min_tokens": 15},
-    {"temperature": 0.0, "structured_output": LIST},
-    {"temperature": 1.0, "top_k": 3, "structured_output": LIST},
-)
-TEXTS = (
-    "The quick brown fox jumps over the lazy dog. " * 3 + "The quick brown",
-    'Here is a list: [{"name": "a"}, {"name": "b"}, {"name": "a"}]. Write it again: ',
-    "One, two, three, four. One, two, three, four. One, two,",
-)
-NUM_REQUESTS, NUM_TOKENS = 24, 56
+NUM_REQUESTS = 24
 
 
 def make_requests() -> list[EngineRequest]:
-    tokenizer = make_tokenizer()
-    return [
-        EngineRequest(
-            request_id=f"r{i}",
-            prompt_token_ids=tuple(tokenizer.encode(TEXTS[i % len(TEXTS)]).ids),
-            sampling_params=SamplingParams(max_tokens=NUM_TOKENS - i, seed=i, **PARAMS[i % len(PARAMS)]),
-        )
-        for i in range(NUM_REQUESTS)
-    ]
+    return REPEATING.requests(NUM_REQUESTS)
 
 
-Answers = Mapping[str, Answer]
-
-
-def said(engine: WholeEngine) -> Answers:
-    """By request; the engine's answers are forgotten."""
-    answers, engine.answers = engine.answers, {}
-    return answers
-
-
-def assert_same(answers: Answers, expected: Answers, *, is_whole: bool = True) -> None:
-    """`is_whole`: with log-probabilities; else the tokens alone."""
-    assert tokens_of(answers) == tokens_of(expected)
-    for name, answer in answers.items():
-        other = expected[name]
-        assert answer.end is not None
-        assert other.end is not None
-        assert answer.end.finish_reason == other.end.finish_reason
-        if is_whole:
-            ours, theirs = answer.logprobs, other.logprobs
-            assert [(each.token_id, each.rank) for each in ours] == [
-                (each.token_id, each.rank) for each in theirs
-            ]
-            assert [each.logprob for each in ours] == pytest.approx(
-                [each.logprob for each in theirs], abs=1e-4
-            )
-
-
-def tokens_of(answers: Answers) -> dict[str, list[int]]:
-    return {name: answer.token_ids for name, answer in answers.items()}
-
-
-def num_drafts(engine: WholeEngine) -> tuple[int, int]:
-    """Verified, and accepted."""
-    counters = engine.core.counters()
-    return (
-        counters.get("spec_decode_num_draft_tokens", 0),
-        counters.get("spec_decode_num_accepted_tokens", 0),
-    )
-
-
-def assert_some_were_right_and_some_wrong(engine: WholeEngine) -> None:
+def assert_some_were_right_and_some_wrong(engine: WholeEngine, answers: Answers) -> None:
+    """The engine counts what its outputs say."""
     num_verified, num_accepted = num_drafts(engine)
     assert 0 < num_accepted < num_verified
+    assert drafts_of(answers) == (num_verified, num_accepted)
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
     """Without drafts, all at once."""
     with EnginesOf(folder) as engines:
-        plain = engines.start("plain", **ROOMY)
-        for request in make_requests():
-            plain.add(request)
-        engines.run()
-        assert num_drafts(plain) == (0, 0)
-        return said(plain)
-
-
-@pytest.fixture
-def engines(folder: Path) -> Iterator[EnginesOf]:
-    with EnginesOf(folder) as engines:
-        yield engines
+        plain = engines.start("plain", speculation=PLAIN, **ROOMY)
+        answers = ask(engines, plain, make_requests())
+        assert num_drafts(plain) == drafts_of(answers) == (0, 0)
+        return answers
 
 
 def test_c62_drafts_change_no_token_of_a_request_alone(engines: EnginesOf, expected: Answers) -> None:
     engine = engines.start("drafting", speculation={**NGRAM, "num_speculative_tokens": 8}, **ROOMY)
-    answers: dict[str, Answer] = {}
-    for request in make_requests():
-        engine.add(request)
-        engines.run()
-        answers |= said(engine)
+    answers = ask_one_by_one(engines, engine, make_requests())
     assert_same(answers, expected)
-    assert_some_were_right_and_some_wrong(engine)
+    assert_some_were_right_and_some_wrong(engine, answers)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ROOMY,
-        {**ROOMY, "block_size": 1, "num_blocks": 4096},
-        {**ROOMY, "max_num_batched_tokens": 80},
-        {**ROOMY, "batching": "prefill_first"},
-        {**ROOMY, "batching": "mixed"},
-        {**TIGHT, "preemption": "recompute"},
-        {**TIGHT, "preemption": "swap"},
-    ],
-    ids=["roomy", "blocks of one", "little budget", "two-phase", "mixed", "recompute", "swap"],
-)
+@pytest.mark.parametrize("settings", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 def test_c62_drafts_change_no_token_of_many_requests_at_once(
     engines: EnginesOf, expected: Answers, settings: dict[str, Any]
 ) -> None:
     engine = engines.start("drafting", speculation=NGRAM, **settings)
-    for request in make_requests():
-        engine.add(request)
-    engines.run()
-    assert_same(said(engine), expected)
-    assert_some_were_right_and_some_wrong(engine)
-    counters = engine.core.counters()
-    assert (counters.get("preemptions", 0) > 0) == (settings.get("num_blocks") == 40)
-    assert (counters.get("swapped_in_blocks", 0) > 0) == (settings.get("preemption") == "swap")
+    answers = ask(engines, engine, make_requests())
+    assert_same(answers, expected)
+    assert_some_were_right_and_some_wrong(engine, answers)
+    assert_preempted_as(settings, engine)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -165,19 +76,37 @@ def test_c62_drafts_change_no_token_of_requests_that_are_handed_over(
     for request in make_requests():
         hand_over(producer, consumer, request)
     engines.run()
-    assert_same(said(consumer), expected, is_whole=num_ranks == 1)
-    assert_some_were_right_and_some_wrong(consumer)
+    answers = consumer.take_answers()
+    assert_same(answers, expected, is_whole=num_ranks == 1)
+    assert_some_were_right_and_some_wrong(consumer, answers)
     assert num_drafts(producer) == (0, 0), "a prefill worker samples one token, which was never guessed"
 
 
 def test_c62_a_migrated_request_goes_on_with_drafts(engines: EnginesOf, expected: Answers) -> None:
     """It continues after the tokens that its client has."""
     engine = engines.start("drafting", speculation=NGRAM, **ROOMY)
-    for request in make_requests():
-        tokens = expected[request.request_id].token_ids
-        engine.add(replace(request, output_token_ids=tuple(tokens[: len(tokens) // 3])))
-    engines.run()
-    for name, answer in said(engine).items():
-        whole = expected[name].token_ids
-        assert answer.token_ids == whole[len(whole) // 3 :]
-    assert_some_were_right_and_some_wrong(engine)
+    answers = ask(engines, engine, begun(make_requests(), expected))
+    assert_rest(answers, expected)
+    assert_some_were_right_and_some_wrong(engine, answers)
+
+
+def test_c62_a_hand_over_costs_no_right_draft(engines: EnginesOf, expected: Answers) -> None:
+    """D has the drafts of an engine that continues behind token 0, and as many as one that computes all of it. Only the
+    step of token 1 has none on D, since they are guessed at the end of a step."""
+    producer, consumer, alone = (
+        engines.start(name, speculation=NGRAM, **ROOMY) for name in ("producer", "consumer", "alone")
+    )
+    num_right = 0
+    for request in make_requests()[: len(REPEATING.params)]:
+        first, *others = expected[request.request_id].token_ids
+        if not others:
+            continue
+        hand_over(producer, consumer, request)
+        engines.run()
+        handed_over = consumer.take_answers()
+        behind = ask(engines, alone, [replace(request, output_token_ids=(first,))])
+        assert drafts_of(handed_over) == drafts_of(behind), request.request_id
+        whole = ask(engines, alone, [request])
+        assert drafts_of(handed_over) == pytest.approx(drafts_of(whole), abs=1), request.request_id
+        num_right += drafts_of(handed_over)[1]
+    assert num_right > 50

@@ -1,9 +1,7 @@
 """Behaviour 52: a request may be cut anywhere and continue on any worker: tokens and log-probabilities are the same."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -93,12 +91,6 @@ def assert_goes_on(spec: Spec, cut: int, answer: Answer) -> None:
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4), what
         assert [i for i, _ in ours.top] == [i for i, _ in theirs.top], what
         assert [v for _, v in ours.top] == pytest.approx([v for _, v in theirs.top], abs=1e-4), what
-
-
-@pytest.fixture
-def engines(folder: Path) -> Iterator[EnginesOf]:
-    with EnginesOf(folder) as engines:
-        yield engines
 
 
 def test_c52_a_request_that_moves_goes_on_as_if_it_had_not(engines: EnginesOf) -> None:

@@ -79,13 +79,6 @@ from baton.worker import WorkerRole
             r"speculation.draft_layers \(2\) needs workers of one rank, and there are workers of 2",
         ),
         (
-            {
-                "speculation": {"method": "draft_model", "draft_layers": 2},
-                "scheduler": {"async_scheduling": True},
-            },
-            r"scheduler.async_scheduling \(true\) contradicts speculation.method 'draft_model'",
-        ),
-        (
             {"speculation": {"method": "ngram", "num_speculative_tokens": 17}},
             "speculation.num_speculative_tokens: got 17",
         ),

@@ -1,10 +1,10 @@
-"""A worker's counters come from its scheduler and its connector: no name may mean two things."""
+"""A worker's counters come from its scheduler and its connector: no name means two things, and outputs agree."""
 
 from baton.kv import KVTransferParams, TransferRole
 from baton.request import FirstToken
 from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from tests.factories.engine import FakeConnectorWorker, make_core, make_engine_request
-from tests.factories.scheduling import PEER
+from tests.factories.scheduling import PEER, FakeRunner, token_at
 
 
 def test_prompts_are_counted_by_the_scheduler_and_rank_transfers_by_the_connector_under_other_names() -> None:
@@ -27,3 +27,26 @@ def test_prompts_are_counted_by_the_scheduler_and_rank_transfers_by_the_connecto
         "kv_prompt_loads_not_needed": 1,
     }
     assert counters["kv_loads_started"] == connector.counters()["kv_loads_started"] == 0
+
+
+def test_outputs_say_what_became_of_their_requests_drafts() -> None:
+    """As often as the worker counts it: also where a right draft is the last token of the answer."""
+
+    def half_right(request_id: str, position: int) -> tuple[int, ...]:
+        return (token_at(request_id, position), 7) if request_id == "drafted" else ()
+
+    core = make_core(FakeRunner(guess=half_right), num_speculative_tokens=2, async_scheduling=False)
+    for request_id in ("drafted", "plain"):
+        core.add_request(make_engine_request(request_id, max_tokens=4), "gateway")
+    said: dict[str, list[tuple[int, int, int]]] = {"drafted": [], "plain": []}
+    for _ in range(4):
+        for output in core.step().get("gateway", ()):
+            counts = (
+                len(output.token_ids),
+                output.num_draft_tokens,
+                output.num_accepted_draft_tokens,
+            )
+            said[output.request_id].append(counts)
+    assert said == {"drafted": [(1, 0, 0), (2, 2, 1), (1, 2, 1)], "plain": [(1, 0, 0)] * 4}
+    counters = core.counters()
+    assert (counters["spec_decode_num_draft_tokens"], counters["spec_decode_num_accepted_tokens"]) == (4, 2)

@@ -111,6 +111,9 @@ def test_request_plane_messages_survive_the_wire() -> None:
         token_ids=(5,),
         logprobs=(TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, -1.0))),),
         finish_reason=FinishReason.HANDED_OVER,
+        num_cached_tokens=2,
+        num_draft_tokens=4,
+        num_accepted_draft_tokens=3,
         stage_times=StageTimes(queue_s=0.1),
     )
     assert TO_GATEWAY.decode(TO_GATEWAY.encode(Outputs((output,)))) == Outputs((output,))

@@ -18,6 +18,7 @@ from gateway.requests.request import Delta, Finish
 from gateway.requests.timing import HandoverParts, Timing, TtftParts
 from gateway.routing.placement import Mode, Placement
 from gateway.text import ChatMessage
+from tests.factories.answers import finish_of
 
 
 def params_of(**fields: Any) -> Any:
@@ -167,3 +168,15 @@ def timing_of(ttft: TtftParts | None, handover: HandoverParts | None) -> pb.Timi
     timing = Timing(21.0, (24.0,), 0.0, 0.0, 0.0, 0, 24.0, 24.0, 45.0, 0.0, "", (), ttft, handover)
     finish = Finish(FinishReason.LENGTH, None, None, 3, 2, 0, timing, Placement(Mode.LOCAL, None, "d0"), 1)
     return convert.delta_to_response("a", Delta(finish=finish)).finish.timing
+
+
+def test_usage_counts_tokens_and_drafts() -> None:
+    finish = finish_of(num_completion_tokens=9, num_draft_tokens=8, num_accepted_draft_tokens=6)
+    usage = convert.delta_to_response("a", Delta(finish=finish)).finish.usage
+    assert {field.name: value for field, value in usage.ListFields()} == {
+        "prompt_tokens": 5,
+        "completion_tokens": 9,
+        "cached_tokens": 3,
+        "draft_tokens": 8,
+        "accepted_draft_tokens": 6,
+    }

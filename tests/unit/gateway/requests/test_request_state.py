@@ -121,6 +121,19 @@ def test_c52_another_attempt_goes_on_where_the_client_is() -> None:
     assert finish.num_cached_tokens == 3, "of the prompt, not of the answer"
 
 
+def test_drafts_of_all_attempts_count_and_repeated_outputs_do_not() -> None:
+    state = make_state()
+    drafts = {"num_draft_tokens": 4, "num_accepted_draft_tokens": 2}
+    first = ("d0", output(1, *TOKENS[1:4], **drafts))
+    collect(state, [("d0", output(0, TOKENS[0])), first, first])
+    begin(state, Placement(Mode.LOCAL, None, "d1"), 10.0)
+    drafts = {"num_draft_tokens": 3, "num_accepted_draft_tokens": 0}
+    end = ("d1", output(5, *TOKENS[5:], finish_reason=FinishReason.LENGTH))
+    (*_, last) = collect(state, [("d1", output(4, TOKENS[4], **drafts)), end])
+    assert last.finish is not None
+    assert (last.finish.num_draft_tokens, last.finish.num_accepted_draft_tokens) == (7, 2)
+
+
 def test_c52_a_request_is_whole_when_its_last_token_was_delivered() -> None:
     state = make_state()
     collect(state, whole_story()[:-1])

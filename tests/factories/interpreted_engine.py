@@ -1,0 +1,41 @@
+"""A GPU's engine without a GPU: the Triton kernels of workers in this process are interpreted, from here on.
+
+Import it before any kernel. Graphs, compilers and memory of a GPU are left out.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared
+
+import pytest
+import torch
+
+import engine.build
+from baton.config import ModelConfig
+from engine.build import DeviceEngine
+from engine.gpu.device_parts import make_device_parts
+from engine.grammars.compiler import GrammarCompiler
+from engine.layers.triton_backend import TritonBackend
+from engine.loading.loader import LoadedModel, load_model
+from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline
+
+
+def interpret_kernels() -> None:
+    """Engines made from now on compute by Triton's kernels."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(engine.build, "load_model", _load_model)
+    patch.setattr(DeviceEngine, "make_pipeline", _make_pipeline)
+
+
+def _load_model(config: ModelConfig, path: Path, device: torch.device, **options: Any) -> LoadedModel:
+    return load_model(config, path, device, TritonBackend(), **options)
+
+
+def _make_pipeline(built: DeviceEngine, grammars: GrammarCompiler | None = None) -> Pipeline:
+    """As for a GPU."""
+    parts = make_device_parts(built.model, built.pool, built.capacity.limits, num_multiprocessors=2)
+    num_swap_blocks = built.scheduler_config.num_swap_blocks or 0
+    runner = parts.runner(built.pool, num_swap_blocks, grammars, built.drafter)
+    return StreamPipeline(runner) if built.scheduler_config.async_scheduling else InlinePipeline(runner)
