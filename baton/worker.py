@@ -49,8 +49,9 @@ class WorkerEndpoint:
     cpus: tuple[int, ...] = ()
     """The logical CPUs of its machine that it is pinned to; empty: it is not pinned."""
     quantization: str = ""
-    """How it keeps the model's matrices: `int8`, `int4`, `fp8`, or `gguf` (a GGUF file's own bits); empty: in the
-    model's data type. With `model.quantization: auto` this depends on the worker's machine."""
+    """How it keeps the model's matrices: `int8`, `int4`, `fp8`, `gguf` (a GGUF file's own bits), or the method of a
+    checkpoint that is quantized already (`gptq`, `awq`, `compressed-tensors`); empty: in the model's data type. With
+    `model.quantization: auto` this depends on the worker's machine."""
 
 
 @dataclass(frozen=True, slots=True)

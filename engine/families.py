@@ -128,7 +128,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "num_shared_experts": (0,),
     "partial_rotary_factor": (1.0,),
     "qk_layernorm": (False,),
-    "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_local_base_freq": (),
@@ -223,9 +222,7 @@ def refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         if key == "sliding_window" and config.get("use_sliding_window") is False:
             continue
         if not is_without_effect(config.get(key), WITHOUT_EFFECT[key]):
-            hint = "; use the model's unquantized weights" if key == "quantization_config" else ""
-            value = "" if key == "quantization_config" else f" {config[key]!r:.80}"
-            raise ModelError(f"{key}{value} is not supported for model_type {family.value!r}{hint}")
+            raise ModelError(f"{key} {config[key]!r:.80} is not supported for model_type {family.value!r}")
     supported = _GELU if family.is_gemma else _SILU
     for key, value in config.items():
         names_activation = {"act", "activation"} & set(key.split("_"))

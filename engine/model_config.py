@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from baton.errors import ModelError
 from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
+from engine.quantization_config import read_quantization
 from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -125,6 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelArchitecture:
     family = family_of(given)
     refuse_unsupported(given, family)
+    read_quantization(given)  # refuses what the loader could not read
     config = {**DEFAULTS[family], **given}
     num_layers, num_heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
     num_kv_heads = _count(config, "num_key_value_heads", num_heads)

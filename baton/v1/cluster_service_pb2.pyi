@@ -544,8 +544,9 @@ class Worker(_message.Message):
     threads: _builtins.int
     """The threads with which each of its ranks computes. 0 on a GPU."""
     quantization: _builtins.str
-    """How it keeps the model's matrices: `int8`, `int4`, `fp8`, or `gguf` (a GGUF file's own bits). Empty if it keeps them
-    in the model's data type.
+    """How it keeps the model's matrices: `int8`, `int4`, `fp8`, `gguf` (a GGUF file's own bits), or the method of a
+    checkpoint that is quantized already (`gptq`, `awq`, `compressed-tensors`). Empty if it keeps them in the model's
+    data type.
     """
     @_builtins.property
     def kv_blocks(self) -> Global___KVBlocks: ...

@@ -11,11 +11,12 @@ from typing import Protocol
 
 import torch
 
+from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.model_config import Gate, Mixture
 
-Matrix = torch.Tensor | GroupedWeight
-"""O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits."""
+Matrix = torch.Tensor | GroupedWeight | Fp8Weight
+"""O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits, or 8-bit floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Backend(Protocol):
         ...
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
-        """The same with 8-bit floats as weights, quantized here; not for a matrix that is quantized already."""
+        """The same with 8-bit floats as weights, quantized here if they are none; not for a matrix in 4 or 8 bits."""
         ...
 
     def mixture(

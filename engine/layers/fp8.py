@@ -3,8 +3,13 @@
 float8_e4m3fn: 1 bit of sign, 4 of exponent, 3 of mantissa; see FP8 Formats for Deep Learning (Micikevicius et al.,
 2022).
 
-Shape suffixes: T rows, I columns.
+Shape suffixes: T rows, I columns, O output features.
 """
+# ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -34,3 +39,50 @@ def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """8-bit floats as uint8, whose rows torch can index on every device; any other tensor unchanged."""
     return x.view(torch.uint8) if x.dtype is FP8 else x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Weight:
+    """weight = value x scale, with a scale for each output."""
+
+    values_OI: torch.Tensor
+    """FP8."""
+    scales_O1: torch.Tensor
+    """float32."""
+    dtype: torch.dtype
+    """Of the activations that it is multiplied with."""
+
+    def __post_init__(self) -> None:
+        assert self.values_OI.dtype is FP8
+        assert self.scales_O1.dtype is torch.float32
+        assert self.scales_O1.shape == (len(self.values_OI), 1), self.scales_O1.shape
+
+    @classmethod
+    def quantize(cls, weight_OI: torch.Tensor) -> Self:
+        """The nearest weight of this kind."""
+        return cls(*quantize_rows(weight_OI), weight_OI.dtype)
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
+        """The outputs of all parts, which have the same inputs."""
+        values_OI = torch.cat([as_bytes(part.values_OI) for part in parts]).view(FP8)
+        return cls(values_OI, torch.cat([part.scales_O1 for part in parts]), parts[0].dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """O x I."""
+        return self.values_OI.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values_OI.device
+
+    def dequantized(self) -> torch.Tensor:
+        """O x I, in the activations' dtype."""
+        return (self.values_OI.to(torch.float32) * self.scales_O1).to(self.dtype)
+
+    def outputs(self, index: torch.Tensor) -> Self:
+        """The outputs of a tensor of indices."""
+        index = index.to(self.device)
+        values_OI = as_bytes(self.values_OI)[index].view(FP8)
+        return replace(self, values_OI=values_OI, scales_O1=self.scales_O1[index])

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 
 from engine.device import gpu_of
 from engine.layers.backend import Activations, QuantizedRows
-from engine.layers.fp8 import quantize_rows
+from engine.layers.fp8 import Fp8Weight, quantize_rows
 
 QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """T x I to 8-bit floats of that shape and T x 1 float32 scales."""
 
 
 class Fp8Linear:
-    """`x_TI @ weight_OI.T + bias_O`, quantized when it is made; the given weight is not kept.
+    """`x_TI @ weight_OI.T + bias_O`; a weight of numbers is quantized here, and not kept.
 
     On GPUs with 8-bit matrix units (compute capability 8.9 and newer) activations in bfloat16 or float16 are quantized
     too, token by token: half the bytes and twice the arithmetic rate of 16 bits. Elsewhere only weights are quantized,
@@ -29,13 +29,14 @@ class Fp8Linear:
 
     def __init__(
         self,
-        weight_OI: torch.Tensor,
+        weight_OI: torch.Tensor | Fp8Weight,
         bias_O: torch.Tensor | None = None,
         quantize: QuantizeRows = quantize_rows,
     ) -> None:
         """`quantize` quantizes activations."""
         self._quantize = quantize
-        self.weight_OI, self.scale_O1 = quantize_rows(weight_OI)
+        weight = weight_OI if isinstance(weight_OI, Fp8Weight) else Fp8Weight.quantize(weight_OI)
+        self.weight_OI, self.scale_O1 = weight.values_OI, weight.scales_O1
         self.bias_O = bias_O
         self._quantizes_activations = can_multiply_fp8(weight_OI)
 
@@ -72,10 +73,15 @@ class Fp8Linear:
         return y_TO.to(dtype)
 
 
-def can_multiply_fp8(weight_OI: torch.Tensor) -> bool:
+def can_multiply_fp8(weight_OI: torch.Tensor | Fp8Weight) -> bool:
     """Whether torch multiplies 8-bit floats on this device in this shape. Never for float32: the result is bfloat16."""
-    gpu = gpu_of(weight_OI.device)
-    if gpu is None or weight_OI.dtype is torch.float32:
-        return False
     is_aligned = weight_OI.shape[0] % 16 == 0 and weight_OI.shape[1] % 16 == 0
-    return is_aligned and torch.cuda.get_device_capability(gpu) >= (8, 9)
+    return is_aligned and has_fp8_units(weight_OI.device, weight_OI.dtype)
+
+
+def has_fp8_units(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device multiplies 8-bit floats, for activations of this dtype."""
+    gpu = gpu_of(device)
+    if gpu is None or dtype is torch.float32:
+        return False
+    return torch.cuda.get_device_capability(gpu) >= (8, 9)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.layers.backend import Activations, LinearLayer, MakeLinear, Matrix
+from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 
 
@@ -22,6 +23,11 @@ def merged_linear(
     groups = [part for part in parts if isinstance(part, GroupedWeight)]
     if len(groups) == len(parts) and len({(part.bits, part.group_size) for part in groups}) == 1:
         return linear(GroupedWeight.concatenated(groups), bias_O)
+    floats = [part for part in parts if isinstance(part, Fp8Weight)]
+    if len(floats) == len(parts):
+        return linear(Fp8Weight.concatenated(floats), bias_O)
+    if floats:  # kernels fuse what follows one product only
+        return merged_linear(linear, [_numbers(part) for part in parts], biases)
     own_biases = [None] * len(parts) if biases is None else biases
     return SideBySide([linear(part, bias) for part, bias in zip(parts, own_biases, strict=True)])
 
@@ -34,6 +40,10 @@ class SideBySide:
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
         return torch.cat([layer(x_TI) for layer in self._layers], -1)
+
+
+def _numbers(part: Matrix) -> Matrix:
+    return part.dequantized() if isinstance(part, Fp8Weight) else part
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

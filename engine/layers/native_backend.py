@@ -8,6 +8,7 @@ import ctypes
 import torch
 
 from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix
+from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
 from engine.layers.native_linear import NativeLinear
@@ -35,12 +36,14 @@ class NativeBackend(TorchBackend):
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):
             return NativeLinear.of_groups(self._products, weight_OI, bias_O)
+        if isinstance(weight_OI, Fp8Weight):
+            return super().linear(weight_OI, bias_O)
         if has_matrix_units(weight_OI.dtype):
             return Linear(weight_OI, bias_O)
         return NativeLinear.of_floats(self._products, weight_OI, bias_O)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
-        if isinstance(weight_VE, GroupedWeight):
+        if not isinstance(weight_VE, torch.Tensor):
             return super().embed(tokens, weight_VE, first_token)
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"
         out_TE = self._embedded.take(weight_VE.dtype, len(tokens.ids_T), weight_VE.shape[1])

@@ -17,6 +17,7 @@ from engine.layers.backend import (
     Matrix,
     MixtureLayer,
 )
+from engine.layers.fp8 import Fp8Weight
 from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.grouped_linear import GroupedLinear
 from engine.layers.grouped_weight import GroupedWeight
@@ -32,10 +33,12 @@ class TorchBackend:
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         if isinstance(weight_OI, GroupedWeight):
             return GroupedLinear(weight_OI, bias_O)
+        if isinstance(weight_OI, Fp8Weight):
+            return Fp8Linear(weight_OI, bias_O)
         return Linear(weight_OI, bias_O)
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
-        assert isinstance(weight_OI, torch.Tensor), "quantized already"
+        assert not isinstance(weight_OI, GroupedWeight), "quantized already"
         return Fp8Linear(weight_OI, bias_O)
 
     def mixture(
@@ -56,6 +59,7 @@ class TorchBackend:
         if isinstance(weight_VE, GroupedWeight):
             x_TE = weight_VE.outputs(rows_T).dequantized()
         else:
+            assert isinstance(weight_VE, torch.Tensor), "rows of 8-bit floats are not looked up"
             x_TE = F.embedding(rows_T, weight_VE)
         return x_TE.masked_fill_(is_elsewhere_T.unsqueeze(-1), 0.0)
 

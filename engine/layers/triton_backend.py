@@ -24,6 +24,8 @@ from engine.layers.backend import (
     UnnormedRows,
 )
 from engine.layers.few_rows import FewRows
+from engine.layers.fp8 import Fp8Weight
+from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
@@ -43,12 +45,15 @@ class TritonBackend:
         self.timed_products = TimedProducts()
         self._has_fp8_linears = False
 
-    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonLinear:
+    def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonLinear | TritonFp8Linear:
+        """A checkpoint in 8-bit floats may also have others, so its linears quantise their own inputs."""
+        if isinstance(weight_OI, Fp8Weight):
+            return TritonFp8Linear(weight_OI, bias_O)
         assert isinstance(weight_OI, torch.Tensor), "4 and 8 bits in groups are for CPUs"
         return TritonLinear(weight_OI, bias_O, self.timed_products)
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonFp8Linear:
-        assert isinstance(weight_OI, torch.Tensor), "quantized already"
+        assert not isinstance(weight_OI, GroupedWeight), "4 and 8 bits in groups are for CPUs"
         self._has_fp8_linears = True
         return TritonFp8Linear(weight_OI, bias_O)
 

@@ -10,7 +10,7 @@ from engine.kernels.row_launch import MAX_WIDTH
 from engine.kernels.switches import kernel_switches
 from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.few_rows import FewRows, normed
-from engine.layers.fp8 import quantize_rows
+from engine.layers.fp8 import Fp8Weight, quantize_rows
 from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.timed_products import TimedProducts, by_library
 
@@ -40,7 +40,7 @@ class TritonFp8Linear:
     """The same with 8-bit weights; see Fp8Linear. Few tokens are multiplied unquantised: reading the weights takes the
     same time, and the result is more precise."""
 
-    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+    def __init__(self, weight_OI: torch.Tensor | Fp8Weight, bias_O: torch.Tensor | None = None) -> None:
         is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # a program holds a whole row
         self._linear = Fp8Linear(weight_OI, bias_O, quantize_fp8 if is_narrow else quantize_rows)
         self.few_rows = FewRows(self._linear.weight_OI, self._linear.bias_O, self._linear.scale_O1.view(-1))

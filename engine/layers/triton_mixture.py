@@ -4,14 +4,15 @@ Shape suffixes: T tokens of a step, K experts of a token, N pairs of both, X exp
 intermediate size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
 from engine.kernels.silu_mul import silu_mul
-from engine.layers.backend import Expert, LinearLayer
-from engine.layers.fp8 import FP8, quantize_rows
+from engine.layers.backend import Expert, LinearLayer, Matrix
+from engine.layers.fp8 import FP8, Fp8Weight
+from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.mixture import route
 from engine.model_config import Mixture
 
@@ -31,9 +32,7 @@ class TritonMixture:
         down = _Stack(mixture.num_experts, is_fp8=is_fp8)
         for number, expert in enumerate(experts):
             for stack, parts in ((gate_up, (expert.gate_IE, expert.up_IE)), (down, (expert.down_EI,))):
-                tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-                assert len(tensors) == len(parts), "4 and 8 bits in groups are for CPUs"
-                stack.put(number, tensors)
+                stack.put(number, parts)
         self._gate_up, self._down = gate_up.matrices(), down.matrices()
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
@@ -54,22 +53,40 @@ class _Stack:
         self._weight_XOI: torch.Tensor | None = None
         self._scales_XO: torch.Tensor | None = None
 
-    def put(self, number: int, parts: list[torch.Tensor]) -> None:
+    def put(self, number: int, parts: Sequence[Matrix]) -> None:
         """The outputs of all parts, in order."""
-        num_outputs, num_inputs = sum(len(part) for part in parts), parts[0].shape[1]
         if self._weight_XOI is None:
-            shape = (self._num_experts, num_outputs)
-            dtype = FP8 if self._is_fp8 else parts[0].dtype
-            self._weight_XOI = parts[0].new_empty((*shape, num_inputs), dtype=dtype)
-            self._scales_XO = parts[0].new_empty(shape, dtype=torch.float32) if self._is_fp8 else None
+            self._allocate(parts)
+            assert self._weight_XOI is not None
         first = 0
         for part in parts:
-            outputs = slice(first, first := first + len(part))
-            if self._scales_XO is not None:
-                part, scales_O1 = quantize_rows(part)
-                self._scales_XO[number, outputs] = scales_O1.squeeze(1)
-            self._weight_XOI[number, outputs] = part
+            outputs = slice(first, first := first + part.shape[0])
+            if self._scales_XO is None:
+                self._weight_XOI[number, outputs] = _numbers(part)
+                continue
+            weight = part if isinstance(part, Fp8Weight) else Fp8Weight.quantize(_numbers(part))
+            self._weight_XOI[number, outputs] = weight.values_OI
+            self._scales_XO[number, outputs] = weight.scales_O1.squeeze(1)
+
+    def _allocate(self, parts: Sequence[Matrix]) -> None:
+        """For all experts, like these parts of the first one: a checkpoint in 8-bit floats keeps them."""
+        first = parts[0]
+        is_fp8 = self._is_fp8 or isinstance(first, Fp8Weight)
+        shape = (self._num_experts, sum(part.shape[0] for part in parts))
+        dtype, device = FP8 if is_fp8 else _numbers(first).dtype, _device(first)
+        self._weight_XOI = torch.empty(*shape, first.shape[1], dtype=dtype, device=device)
+        self._scales_XO = torch.empty(shape, dtype=torch.float32, device=device) if is_fp8 else None
 
     def matrices(self) -> ExpertMatrices:
         assert self._weight_XOI is not None
         return ExpertMatrices(self._weight_XOI, self._scales_XO)
+
+
+def _device(part: Matrix) -> torch.device:
+    assert not isinstance(part, GroupedWeight), "4 and 8 bits in groups are for CPUs"
+    return part.device
+
+
+def _numbers(part: Matrix) -> torch.Tensor:
+    assert not isinstance(part, GroupedWeight), "4 and 8 bits in groups are for CPUs"
+    return part.dequantized() if isinstance(part, Fp8Weight) else part

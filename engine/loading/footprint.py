@@ -12,7 +12,8 @@ from engine.allocator import available_memory
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import indexed_files, read_safetensors_header
-from engine.model_config import read_architecture
+from engine.model_config import read_architecture, read_json
+from engine.quantization_config import Quantization, read_quantization
 
 CPU_KV_CACHE_MIB = 1024
 """A CPU's pool for keys and values of 16 or 8 bits; twice as much in float32, which then holds as many tokens as 16
@@ -32,6 +33,8 @@ class StoredWeights:
     num_parameters: int
     num_bytes: int
     is_gguf: bool
+    quantization: Quantization | None = None
+    """Of a checkpoint that is quantized already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +115,14 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     files = [folder / name for name in indexed_files(folder)]
     if not all(file.is_file() for file in files):
         return None
-    entries = [entry for file in files for entry in read_safetensors_header(file).tensors.values()]
-    num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries)
-    return StoredWeights(sum(prod(entry["shape"]) for entry in entries), num_bytes, False)
+    entries = [entry for file in files for entry in read_safetensors_header(file).tensors.items()]
+    num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in entries)
+    quantization = read_quantization(read_json(folder / "config.json"))
+    sizes = [(name, prod(entry["shape"])) for name, entry in entries]
+    counts = [
+        size if quantization is None else quantization.num_parameters(name, size) for name, size in sizes
+    ]
+    return StoredWeights(sum(counts), num_bytes, False, quantization)
 
 
 def gpu_memory() -> int | None:
@@ -128,11 +136,25 @@ def gpu_memory() -> int | None:
 
 
 def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
-    """On a CPU, a GGUF file's groups are kept, and weights that have 16 bits stay so in float32."""
+    """On a CPU, a GGUF file's groups are kept, and weights that have 16 bits stay so in float32.
+
+    A quantized checkpoint's matrices are kept in groups on a CPU, with a scale and a minimum for every 32 numbers, and
+    in 8-bit floats on a GPU.
+    """
     is_cpu, quantization = config.engine.device == "cpu", config.model.quantization
     in_dtype = weights.num_parameters * BYTES[config.model.dtype]
     if quantization in BITS_KEPT:
         return min(int(weights.num_parameters * BITS_KEPT[quantization] / 8), in_dtype)
+    if weights.quantization is not None:
+        schemes = [scheme for _, scheme in weights.quantization.schemes] if quantization == "auto" else []
+        if is_cpu and any(scheme.can_stay_in_groups for scheme in schemes):
+            return min(weights.num_bytes + weights.num_parameters // 4, in_dtype)
+        stays = (
+            not is_cpu
+            and config.model.dtype != "float32"
+            and any(scheme.can_stay_in_fp8 for scheme in schemes)
+        )
+        return min(weights.num_bytes, in_dtype) if stays else in_dtype
     if is_cpu and (quantization == "auto" or not weights.is_gguf):
         return min(weights.num_bytes, in_dtype)
     return in_dtype

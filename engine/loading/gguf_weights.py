@@ -195,4 +195,4 @@ def _kind(tensor: GgufTensor) -> str:
 
 
 def _floats(matrix: Matrix) -> torch.Tensor:
-    return matrix.dequantized() if isinstance(matrix, GroupedWeight) else matrix
+    return matrix if isinstance(matrix, torch.Tensor) else matrix.dequantized()

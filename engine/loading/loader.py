@@ -14,10 +14,17 @@ from engine.kv_cache import KVBlockShape
 from engine.layer_groups import LayerGroups, group_layers, one_group
 from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
+from engine.layers.fp8_linear import has_fp8_units
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
+from engine.loading.quantized_checkpoint import (
+    OutlinedCheckpoint,
+    QuantizedCheckpoint,
+    StoredWeights,
+    refuse_kv_scales,
+)
 from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weight_stream import CudaCopies
@@ -30,9 +37,10 @@ from engine.loading.weights import (
     WeightSource,
     model_digest,
 )
-from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids
+from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids, read_json
 from engine.models.decoder import Decoder
 from engine.native.library import native_library
+from engine.quantization_config import read_quantization
 
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 """Of `model.quantization`."""
@@ -80,9 +88,11 @@ class LoadedModel:
 
     @property
     def layer_groups(self) -> LayerGroups:
-        """On a GPU one group, whose blocks stay: its attention has one block table for all layers, and masks."""
+        """With a GPU's kernels one group, whose blocks stay: their attention has one block table for all layers, and
+        masks.
+        """
         a = self.architecture
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or not isinstance(self.backend, NativeBackend | TorchBackend):
             return one_group(a.num_layers)
         return group_layers(a.sliding_windows, a.max_position_embeddings)
 
@@ -120,6 +130,8 @@ def load_model(
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
     quantization = _kept_as(config, path, device)
+    if kv_dtype is FP8 and not is_dummy and gguf_of(path) is None:
+        refuse_kv_scales(path)
     decoder = (
         _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives)
         if is_dummy
@@ -165,9 +177,15 @@ def outline_model(
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, torch.device("cuda"))
     architecture = read_architecture(path)
+    quantization = (
+        None if config.load_format == "dummy" else read_quantization(read_json(path / "config.json"))
+    )
+    source: WeightSource = TakeRecorder(dtype)
+    if quantization is not None and _kept_as(config, path, torch.device("meta")) is not None:
+        source = OutlinedCheckpoint(path, quantization, dtype)
     return LoadedModel(
         architecture=architecture,
-        decoder=_decoder(config, architecture, TakeRecorder(dtype), backend, collectives),
+        decoder=_decoder(config, architecture, source, backend, collectives),
         backend=backend,
         collectives=collectives,
         device=torch.device("meta"),
@@ -264,12 +282,21 @@ def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch
 def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | None:
     """How matrices are kept, if not as numbers of the model's dtype.
 
-    Torch alone would dequantise a GGUF file's matrices at every step, so `auto` keeps them only for our own kernels.
+    Torch alone would dequantise groups at every step, so `auto` keeps them only for our own kernels.
     """
-    if config.quantization == "auto":
-        is_gguf = config.load_format == "auto" and gguf_of(path) is not None
-        return "gguf" if is_gguf and device.type == "cpu" and native_library() is not None else None
-    return None if config.quantization == "none" else config.quantization
+    if config.quantization != "auto" or config.load_format == "dummy":
+        return None if config.quantization in ("auto", "none") else config.quantization
+    multiplies_groups = device.type == "cpu" and native_library() is not None
+    if gguf_of(path) is not None:
+        return "gguf" if multiplies_groups else None
+    quantization = read_quantization(read_json(path / "config.json"))
+    if quantization is None:
+        return None
+    schemes = [scheme for _, scheme in quantization.schemes]
+    stays = (multiplies_groups and any(scheme.can_stay_in_groups for scheme in schemes)) or (
+        has_fp8_units(device, DTYPES[config.dtype]) and any(scheme.can_stay_in_fp8 for scheme in schemes)
+    )
+    return quantization.method if stays else None
 
 
 def _open_weights(
@@ -279,19 +306,35 @@ def _open_weights(
     device: torch.device,
     takes: Sequence[Take],
     on_progress: OnProgress | None,
-) -> CheckpointWeights | StreamedWeights | GgufWeights:
+) -> StoredWeights | GgufWeights | QuantizedCheckpoint:
     dtype, gguf = DTYPES[config.dtype], gguf_of(path)
+    kept_as = _kept_as(config, path, device)
     if gguf is not None:
-        keeps_groups = _kept_as(config, path, device) in ("gguf", *BITS)
         return GgufWeights(
             gguf,
             dtype,
             device,
             architecture.head_dim,
-            keeps_groups=keeps_groups,
+            keeps_groups=kept_as in ("gguf", *BITS),
             takes=takes,
             on_progress=on_progress,
         )
-    if device.type == "cuda":
-        return StreamedWeights(path, dtype, takes, CudaCopies(device), on_progress)
-    return CheckpointWeights(path, dtype, takes, on_progress)
+
+    def open_stored(takes: Sequence[Take], dtype: torch.dtype | None = None) -> StoredWeights:
+        if device.type == "cuda":
+            return StreamedWeights(path, dtype, takes, CudaCopies(device), on_progress)
+        return CheckpointWeights(path, dtype, takes, on_progress)
+
+    quantization = read_quantization(read_json(path / "config.json"))
+    if quantization is None:
+        return open_stored(takes, dtype)
+    keeps = kept_as is not None
+    return QuantizedCheckpoint(
+        path,
+        quantization,
+        dtype,
+        takes,
+        open_stored,
+        keeps_groups=keeps and device.type == "cpu" and kept_as != "fp8",
+        keeps_fp8=keeps and (device.type == "cuda" or kept_as == "fp8"),
+    )

@@ -35,9 +35,9 @@ class QuantizedWeights(WeightSource):
         """ModelError if the inputs, or a rank's part of them, are not whole groups."""
         bits: Bits = 8 if name in _VOCABULARY else self._bits
         matrix = self._source.take_matrix(name, num_outputs, num_inputs, shard=shard)
-        if isinstance(matrix, GroupedWeight):
-            if matrix.bits <= bits:
-                return matrix
+        if isinstance(matrix, GroupedWeight) and matrix.bits <= bits:
+            return matrix
+        if not isinstance(matrix, torch.Tensor):
             matrix = matrix.dequantized()
         if matrix.shape[1] % _GROUP_SIZE:
             raise ModelError(

@@ -4,7 +4,7 @@ The format: 8 bytes of header length (little-endian), a JSON object from names t
 counted from the header's end, then the bytes, row-major. https://github.com/huggingface/safetensors#format
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,7 +17,21 @@ from engine.loading.gguf_folder import hint_of_gguf
 from engine.loading.model_files import indexed_files, read_safetensors_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Supported types. Integers and 8-bit floats are useless without scales that other tensors hold."""
+"""Types of numbers."""
+CODES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""Types that are useless without scales that other tensors hold; see `quantized_checkpoint`."""
+
+
+def types_for(dtype: torch.dtype | None) -> Mapping[str, torch.dtype]:
+    """What may be stored if it becomes numbers of `dtype`; None: if it stays as it is stored."""
+    return DTYPES | CODES if dtype is None else DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype_name]
+        return (DTYPES | CODES)[self.dtype_name]
 
 
 class CheckpointIndex:
@@ -48,8 +62,18 @@ class CheckpointIndex:
         """Reads the index of a model folder; ModelError names a file that is missing or damaged."""
         return cls(path, {name: stored for file in weight_files(path) for name, stored in _tensors_of(file)})
 
-    def find(self, name: str, shape: Sequence[int]) -> StoredTensor:
-        """ModelError if the tensor is missing, has another shape, or is stored in an unsupported format."""
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def stored(self, name: str) -> StoredTensor:
+        """One of `names`."""
+        return self._tensors[name]
+
+    def find(
+        self, name: str, shape: Sequence[int], types: Mapping[str, torch.dtype] = DTYPES
+    ) -> StoredTensor:
+        """ModelError if the tensor is missing, has another shape, or is not stored in one of these types."""
         stored = self._tensors.get(name)
         if stored is None:
             raise ModelError(f"{self._path}: tensor {name} (shape {list(shape)}) is missing")
@@ -58,11 +82,18 @@ class CheckpointIndex:
                 f"{stored.file}: tensor {name} has shape {list(stored.shape)}, but config.json implies "
                 f"{list(shape)}"
             )
-        if stored.dtype_name not in DTYPES:
+        if stored.dtype_name not in types:
             raise ModelError(
-                f"{stored.file}: tensor {name} is stored as {stored.dtype_name}; supported are {', '.join(DTYPES)}"
+                f"{stored.file}: tensor {name} is stored as {stored.dtype_name}; supported are {', '.join(types)}"
             )
         return stored
+
+    def find_one_of(
+        self, name: str, shapes: Sequence[tuple[int, ...]], types: Mapping[str, torch.dtype]
+    ) -> StoredTensor:
+        """The same for a tensor that may have any of these shapes."""
+        stored = self._tensors.get(name)
+        return self.find(name, stored.shape if stored and stored.shape in shapes else shapes[0], types)
 
     def check_all_taken(self, taken: Collection[str], *, allowed: tuple[str, ...] = ()) -> None:
         """ModelError if some tensors were not taken, except those ending in one of `allowed`."""

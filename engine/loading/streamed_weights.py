@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from engine.loading.safetensors_index import CheckpointIndex, StoredTensor
+from engine.loading.safetensors_index import CheckpointIndex, StoredTensor, types_for
 from engine.loading.weight_stream import Copies, FilePart, WeightStream
 from engine.loading.weights import OnProgress, Shard, Take, WeightSource
 
@@ -24,15 +24,19 @@ class StreamedWeights(WeightSource):
     def __init__(
         self,
         path: Path,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         takes: Sequence[Take],
         copies: Copies,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """ModelError, before anything is read, if a tensor is missing, misshapen or cannot be divided."""
+        """ModelError, before anything is read, if a tensor is missing, misshapen or cannot be divided.
+
+        `dtype` None: as tensors are stored, which may be codes.
+        """
         self._dtype = dtype
         self._index = CheckpointIndex.read(path)
-        self._takes = deque((take, self._index.find(take.name, take.shape)) for take in takes)
+        types = types_for(dtype)
+        self._takes = deque((take, self._index.find(take.name, take.shape, types)) for take in takes)
         self._names = {take.name for take in takes}
         parts = [part_of(take, stored) for take, stored in self._takes]
         self._on_progress = on_progress
@@ -54,7 +58,8 @@ class StreamedWeights(WeightSource):
         self._loaded_bytes += flat.numel()
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
-        return flat.view(stored.dtype).view(take.part_shape).to(self._dtype)
+        tensor = flat.view(stored.dtype).view(take.part_shape)
+        return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
         """ModelError if the files hold a tensor that was not asked for, unless its name ends in one of `allowed`."""

@@ -1,6 +1,6 @@
 """Sources of a model's tensors: a folder's safetensors files, or random numbers; knows no architecture.
 
-`gguf_weights` has another source, and `quantized_weights` one on top of the others.
+`gguf_weights` has another source; `quantized_checkpoint` and `quantized_weights` have some on top of others.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from engine.layers.backend import Matrix
 from engine.loading.commit import commit_of
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import gguf_of
-from engine.loading.safetensors_index import CheckpointIndex, open_safetensors, weight_files
+from engine.loading.safetensors_index import CheckpointIndex, open_safetensors, types_for, weight_files
 
 DIGEST_WINDOWS = 64
 DIGEST_WINDOW_BYTES = 4096
@@ -120,19 +120,22 @@ class CheckpointWeights(WeightSource):
     def __init__(
         self,
         path: Path,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         takes: Sequence[Take] = (),
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`takes`: what will be asked for; only `on_progress` needs it."""
+        """`dtype` None: as tensors are stored, which may be codes. `takes`: what will be asked for; only `on_progress`
+        needs it."""
         self._dtype = dtype
+        self._types = types_for(dtype)
         self._index = CheckpointIndex.read(path)
         self._handles = {file: open_safetensors(file) for file in weight_files(path)}
         self._taken: set[str] = set()
         self._on_progress = on_progress
         self._loaded_bytes = 0
         self._total_bytes = sum(
-            prod(take.part_shape) * self._index.find(take.name, take.shape).dtype.itemsize for take in takes
+            prod(take.part_shape) * self._index.find(take.name, take.shape, self._types).dtype.itemsize
+            for take in takes
         )
 
     def __enter__(self) -> Self:
@@ -145,7 +148,7 @@ class CheckpointWeights(WeightSource):
             handle.__exit__(kind, error, trace)
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        handle = self._handles[self._index.find(name, shape).file]
+        handle = self._handles[self._index.find(name, shape, self._types).file]
         tensor: torch.Tensor
         if shard is None:
             tensor = handle.get_tensor(name)
@@ -156,7 +159,7 @@ class CheckpointWeights(WeightSource):
         self._loaded_bytes += tensor.nbytes
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
-        return tensor.to(self._dtype)
+        return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
         """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`."""

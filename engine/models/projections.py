@@ -13,7 +13,6 @@ import torch
 from engine.collectives import Collectives
 from engine.layers.attention import HeadNorm
 from engine.layers.backend import Backend, Expert, LinearLayer, MakeLinear, Matrix, MixtureLayer
-from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.merged_linear import merged_linear
 from engine.layers.rope import head_order
 from engine.loading.weights import Shard, WeightSource
@@ -110,7 +109,7 @@ class Projections:
         if part.order_D is None:
             return matrix
         index_O = _of_every_head(part.order_D, matrix.shape[0])
-        return matrix.outputs(index_O) if isinstance(matrix, GroupedWeight) else _reordered(matrix, index_O)
+        return _reordered(matrix, index_O) if isinstance(matrix, torch.Tensor) else matrix.outputs(index_O)
 
     def _bias(self, part: Columns) -> torch.Tensor:
         bias_O = self.weights.take(

@@ -11,6 +11,7 @@ from engine.native.library import native_library
 from tests.factories.gguf_files import make_gguf
 from tests.factories.local_cluster import LocalCluster, local_cluster
 from tests.factories.models import make_model_dir
+from tests.factories.quantized_checkpoints import KINDS, make_quantized
 
 pytestmark = pytest.mark.slow
 
@@ -41,16 +42,18 @@ async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in found]
 
 
-def check(path: Path, quantization: str, num_ranks: int, **engine: object) -> None:
+def check(path: Path, quantization: str, num_ranks: int, kept: str = "gguf", **engine: object) -> None:
+    """`kept`: what `auto` keeps where our kernels multiply it."""
+
     async def run() -> None:
         async with local_cluster(make_config(path, quantization, num_ranks, **engine), path) as cluster:
             assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
             counters = await cluster.counters("w1")
             assert counters["kv_prompt_loads_done"] == len(PROMPTS)
             description = await cluster.client.describe()
-            named = {"none": "", "auto": "gguf" if native_library() is not None else ""}
-            kept = {worker["quantization"] for worker in description["workers"]}
-            assert kept == {named.get(quantization, quantization)}
+            named = {"none": "", "auto": kept if native_library() is not None else ""}
+            found = {worker["quantization"] for worker in description["workers"]}
+            assert found == {named.get(quantization, quantization)}
 
     asyncio.run(run())
 
@@ -74,6 +77,15 @@ def test_a_gguf_file_as_it_is(tmp_path: Path, num_ranks: int) -> None:
         lambda name: "Q8_0" if "attn_v" in name or "token_embd" in name else "Q4_1",
     )
     check(resolve(str(gguf), tmp_path / "cache"), "auto", num_ranks)
+
+
+@pytest.mark.by_hand  # unit tests compare the tokens; a GGUF file takes the same way through workers
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_published_quantized_checkpoint(tmp_path: Path, num_ranks: int) -> None:
+    """Both workers keep its bits."""
+    source = make_model_dir(tmp_path / "source", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+    quantized, _ = make_quantized(tmp_path, source, KINDS["awq"])
+    check(quantized, "auto", num_ranks, kept="awq")
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.by_hand)])

@@ -5,6 +5,7 @@ import torch
 
 from engine.kernels.skinny_linear import MAX_TOKENS
 from engine.layers.backend import QuantizedRows
+from engine.layers.fp8 import Fp8Weight
 from engine.layers.triton_backend import TritonBackend
 from tests.kernels.references import add_rms_norm_reference_, silu_mul_reference
 
@@ -37,6 +38,23 @@ def test_many_tokens_are_quantized_by_the_kernel_before_the_product(
     assert isinstance(gated, QuantizedRows) == (num_tokens > MAX_TOKENS)
     expected_TO = silu_mul_reference(gate_up_TM).float() @ weight_OI.float().T
     assert (linear(gated).float() - expected_TO).norm() < 0.06 * expected_TO.norm()
+
+
+@pytest.mark.parametrize("num_tokens", [1, MAX_TOKENS + 1])
+def test_a_checkpoints_8_bit_floats_quantise_their_own_inputs(
+    num_tokens: int, device: torch.device, generator: torch.Generator
+) -> None:
+    """Beside them there may be linears that are not in 8 bits."""
+    backend = TritonBackend()
+    weight_OI = random(generator, device, OUTPUTS, WIDTH)
+    weight = Fp8Weight.quantize(weight_OI)
+    in_8_bits, in_16_bits = backend.linear(weight, None), backend.linear(weight_OI, None)
+    x_TE, residual_TE = (random(generator, device, num_tokens, WIDTH) for _ in range(2))
+    normed = backend.add_rms_norm(x_TE, residual_TE, random(generator, device, WIDTH), EPS)
+    assert isinstance(normed, torch.Tensor)
+    for linear, numbers_OI in ((in_8_bits, weight.dequantized()), (in_16_bits, weight_OI)):
+        expected_TO = normed.float() @ numbers_OI.float().T
+        assert (linear(normed).float() - expected_TO).norm() < 0.04 * expected_TO.norm()
 
 
 def test_without_8_bit_products_nothing_is_quantized(

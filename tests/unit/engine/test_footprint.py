@@ -15,6 +15,7 @@ from engine.loading.gguf_folder import describe
 from engine.loading.loader import load_model
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
+from tests.factories.quantized_checkpoints import KINDS, make_quantized
 
 CPU = torch.device("cpu")
 
@@ -73,6 +74,38 @@ def test_a_gguf_files_bits_are_counted(tmp_path: Path, folder: Path) -> None:
     assert own.weights == floats.weights
     assert own.weight_bytes < 1.2 * own.weights.num_parameters
     assert floats.weight_bytes == 4 * own.weights.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "bits"),
+    [
+        ("gptq, 4 bits", "cpu", 6.0),
+        ("int8 by channel", "cpu", 10.0),
+        ("fp8 by channel", "cpu", 32.0),
+        ("gptq, act-order", "cpu", 32.0),
+        ("gptq, 4 bits", "cuda", 16.0),
+        ("fp8 by channel", "cuda", 8.0),
+        ("fp8 by block", "cuda", 16.0),
+    ],
+)
+def test_a_quantized_checkpoints_parameters_are_those_of_its_numbers(
+    tmp_path: Path, name: str, device: str, bits: float
+) -> None:
+    dtype, num_bytes = ("float32", 4) if device == "cpu" else ("bfloat16", 2)
+    source = make_model_dir(tmp_path / "m", hidden_size=128, intermediate_size=256, dtype=dtype)
+    quantized, numbers = make_quantized(tmp_path, source, KINDS[name], lambda _: False)
+    takes, plain = (
+        footprint(
+            config_of(model={"dtype": dtype}, engine={"device": device}, scheduler={"num_blocks": 9}), folder
+        )
+        for folder in (quantized, numbers)
+    )
+    assert takes.weights is not None
+    assert plain.weights is not None
+    assert takes.weights.num_parameters == plain.weights.num_parameters
+    outside = 300 * 128 + (2 * 3 + 1) * 128  # embeddings and norms
+    inside = takes.weights.num_parameters - outside
+    assert takes.weight_bytes == pytest.approx(outside * num_bytes + inside * bits / 8, rel=0.1)
 
 
 def test_a_folder_without_weights_says_only_what_kv_takes(tmp_path: Path) -> None:

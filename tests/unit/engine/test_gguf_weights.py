@@ -122,7 +122,7 @@ def test_ranks_parts_are_parts_of_the_whole(tmp_path: Path, kind: str, keeps_gro
             full = f"model.layers.0.{name}.weight"
             whole = source.take(full, *shape)
             parts = [source.take_matrix(full, *shape, shard=Shard(dim, rank, 2)) for rank in range(2)]
-            floats = [part.dequantized() if isinstance(part, GroupedWeight) else part for part in parts]
+            floats = [part if isinstance(part, torch.Tensor) else part.dequantized() for part in parts]
             assert torch.equal(torch.cat(floats, dim), whole)
             assert all(isinstance(part, GroupedWeight) == (keeps_groups and kind != "F16") for part in parts)
     bias = "model.layers.0.self_attn.q_proj.bias"

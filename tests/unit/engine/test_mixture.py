@@ -62,7 +62,7 @@ def random_experts(dtype: torch.dtype, bits: Any = None) -> tuple[torch.Tensor, 
 
 
 def as_floats(matrix: Matrix) -> torch.Tensor:
-    return (matrix.dequantized() if isinstance(matrix, GroupedWeight) else matrix).to(torch.float64)
+    return (matrix if isinstance(matrix, torch.Tensor) else matrix.dequantized()).to(torch.float64)
 
 
 def literally(x_TE: torch.Tensor, router_XE: torch.Tensor, experts: list[Expert]) -> torch.Tensor:

@@ -137,7 +137,10 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported; supported are Llama"),
         ({"architectures": None, "model_type": "mamba"}, "'mamba' is not supported"),
         ({"sliding_window": 9}, "sliding_window 9 is not supported for model_type 'llama'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
+        (
+            {"quantization_config": {"quant_method": "quip"}},
+            "quantization_config.quant_method 'quip' is not supp",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu' is"),
         (
             {"hidden_activation": "gelu_pytorch_tanh"},

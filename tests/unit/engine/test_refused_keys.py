@@ -60,7 +60,6 @@ EFFECTIVE: dict[str, Any] = {
     "num_shared_experts": 1,
     "partial_rotary_factor": 0.25,
     "qk_layernorm": True,
-    "quantization_config": {"quant_method": "awq"},
     "query_pre_attn_scalar": 24,
     "residual_multiplier": 0.5,
     "rope_local_base_freq": 123.0,

@@ -1,0 +1,177 @@
+"""QuantizedCheckpoint: a published checkpoint's quantized matrices, in their bits or as numbers; knows no layout."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from baton.errors import ModelError
+from engine.layers.backend import Matrix
+from engine.layers.fp8 import FP8, Fp8Weight
+from engine.loading.coded_matrix import CodedMatrix
+from engine.loading.safetensors_index import CheckpointIndex, open_safetensors
+from engine.loading.stored_matrix import StoredMatrix
+from engine.loading.streamed_weights import StreamedWeights
+from engine.loading.weights import CheckpointWeights, Shard, Take, TakeRecorder, WeightSource
+from engine.quantization_config import Quantization
+
+logger = logging.getLogger(__name__)
+
+StoredWeights = CheckpointWeights | StreamedWeights
+"""Gives tensors as they are stored."""
+
+_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+_WITHOUT_USE = (*_KV_SCALES, ".q_scale", ".input_scale", ".input_zero_point")
+"""Scales of activations, which are never rounded by them, and of keys and values; see docs/weights.md."""
+
+
+class QuantizedCheckpoint(WeightSource):
+    """Satisfies WeightSource. A context manager; leave it through `check_all_taken`.
+
+    The tensors say which matrices are quantized, and the configuration says how: a matrix without scales is taken as
+    numbers. A rank decodes its own part.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        quantization: Quantization,
+        dtype: torch.dtype,
+        takes: Sequence[Take],
+        open_stored: Callable[[Sequence[Take]], StoredWeights],
+        *,
+        keeps_groups: bool,
+        keeps_fp8: bool,
+    ) -> None:
+        """`takes`: what will be asked for, in order; ModelError if a tensor is missing or misshapen.
+
+        `keeps_groups`, `keeps_fp8`: which matrices stay in their bits; the others become numbers of `dtype`.
+        """
+        self._quantization = quantization
+        self._dtype = dtype
+        self._index = CheckpointIndex.read(path)
+        self._keeps_groups = keeps_groups
+        self._keeps_fp8 = keeps_fp8
+        self._num_kept = self._num_converted = 0
+        self._stored = open_stored([part for take in takes for part in self._parts_of(take)])
+
+    def __enter__(self) -> Self:
+        self._stored.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stored.__exit__(kind, error, trace)
+
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        self._index.find(name, shape)  # ModelError if it is stored as codes, without scales
+        return self._stored.take(name, *shape, shard=shard).to(self._dtype)
+
+    def take_matrix(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> Matrix:
+        stored = self._find(Take(name, (num_outputs, num_inputs), shard))
+        if stored is None:
+            return self.take(name, num_outputs, num_inputs, shard=shard)
+        tensors = {
+            role: self._stored.take(part.name, *part.shape, shard=part.shard)
+            for role, part in stored.parts.items()
+        }
+        coded = stored.coded(tensors)
+        kept = self._kept(stored, coded)
+        if kept is None:
+            self._num_converted += 1
+            return coded.numbers(self._dtype)
+        self._num_kept += 1
+        return kept
+
+    def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
+        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`."""
+        self._stored.check_all_taken(allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()))
+        logger.info(
+            "quantization_config %s: %d matrices stay in their bits, %d were dequantised to %s",
+            self._quantization.method,
+            self._num_kept,
+            self._num_converted,
+            str(self._dtype).removeprefix("torch."),
+        )
+
+    def _find(self, take: Take) -> StoredMatrix | None:
+        return _stored_matrix(self._index, self._quantization, take)
+
+    def _parts_of(self, take: Take) -> list[Take]:
+        """What is read for it, in order."""
+        stored = self._find(take)
+        if stored is not None:
+            return list(stored.parts.values())
+        self._index.find(take.name, take.shape)
+        return [take]
+
+    def _kept(self, stored: StoredMatrix, coded: CodedMatrix) -> Matrix | None:
+        """The matrix in its bits, if a kernel takes it so."""
+        if self._keeps_groups and stored.scheme.can_stay_in_groups:
+            return coded.grouped()
+        return coded.in_fp8(self._dtype) if self._keeps_fp8 and _may_stay_in_fp8(stored) else None
+
+    def _zero_biases(self) -> list[str]:
+        """Biases of quantized matrices that are all zero: AutoGPTQ writes one for each matrix."""
+        return [name for name in self._index.names if name.endswith(".bias") and self._is_zero_bias(name)]
+
+    def _is_zero_bias(self, name: str) -> bool:
+        qweight = f"{name.removesuffix('.bias')}.qweight"
+        if qweight not in self._index.names:
+            return False
+        stored = self._index.stored(name)
+        with open_safetensors(stored.file) as handle:
+            return not bool(handle.get_tensor(name).any())
+
+
+class OutlinedCheckpoint(WeightSource):
+    """Satisfies WeightSource for an outline: tensors without memory, of the kinds that `QuantizedCheckpoint` has."""
+
+    def __init__(self, path: Path, quantization: Quantization, dtype: torch.dtype) -> None:
+        """For a device that keeps 8-bit floats, and no groups."""
+        self._recorder = TakeRecorder(dtype)
+        self._index = CheckpointIndex.read(path)
+        self._quantization = quantization
+        self._dtype = dtype
+
+    def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        return self._recorder.take(name, *shape, shard=shard)
+
+    def take_matrix(
+        self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
+    ) -> Matrix:
+        numbers_OI = self.take(name, num_outputs, num_inputs, shard=shard)
+        stored = _stored_matrix(self._index, self._quantization, Take(name, (num_outputs, num_inputs), shard))
+        if stored is None or not _may_stay_in_fp8(stored):
+            return numbers_OI
+        scales_O1 = numbers_OI.new_empty(len(numbers_OI), 1, dtype=torch.float32)
+        return Fp8Weight(numbers_OI.to(FP8), scales_O1, self._dtype)
+
+
+def _stored_matrix(index: CheckpointIndex, quantization: Quantization, take: Take) -> StoredMatrix | None:
+    """None if the tensor is not a quantized matrix."""
+    if len(take.shape) != 2:
+        return None
+    scheme = quantization.scheme_of(take.name.removesuffix(".weight"))
+    return None if scheme is None else StoredMatrix.find(index, scheme, take)
+
+
+def _may_stay_in_fp8(stored: StoredMatrix) -> bool:
+    """Rows of 8-bit floats are not looked up."""
+    return stored.scheme.can_stay_in_fp8 and stored.take.name != "model.embed_tokens.weight"
+
+
+def refuse_kv_scales(path: Path) -> None:
+    """ModelError if the checkpoint has scales for keys and values in 8 bits, which are stored without scales."""
+    names = [name for name in CheckpointIndex.read(path).names if name.endswith(_KV_SCALES)]
+    if names:
+        raise ModelError(
+            f"{path}: tensor {min(names)} scales keys or values in 8 bits, but engine.kv_cache_dtype 'fp8' stores them "
+            "without scales; use 'auto'"
+        )

@@ -1,0 +1,349 @@
+"""Quantization: how a published checkpoint's matrices are stored, by its `quantization_config`; reads no weights.
+
+Imports no torch: the command that starts a fleet reads config.json files, too. A key that is not known is refused: it
+may change what the numbers mean.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from baton.errors import ModelError
+
+KEY = "quantization_config"
+
+
+class Layout(Enum):
+    """Which tensors a matrix has, and how its numbers lie in them."""
+
+    NUMBERS = "numbers"
+    """`weight`: a number of 8 bits for each weight; `weight_scale` or `weight_scale_inv`."""
+    PACKED = "packed"
+    """`weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx` of compressed-tensors."""
+    GPTQ = "gptq"
+    """`qweight`, `qzeros` (less 1), `scales`, `g_idx` of AutoGPTQ."""
+    GPTQ_V2 = "gptq_v2"
+    """The same, with zero points as they are."""
+    AWQ = "awq"
+    """`qweight`, `qzeros`, `scales` of AutoAWQ's GEMM format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How some matrices are stored."""
+
+    layout: Layout
+    bits: Literal[4, 8]
+    is_float: bool = False
+    """8-bit floats (e4m3), not integers."""
+    outputs_per_scale: int | None = 1
+    """How many outputs share a scale; None: all."""
+    inputs_per_scale: int | None
+    """How many inputs share a scale; None: all."""
+    has_zero_points: bool = False
+    has_own_order: bool = False
+    """Whether inputs that share a scale need not be neighbours (act-order): a tensor names each input's group."""
+
+    @property
+    def can_stay_in_groups(self) -> bool:
+        """Whether a matrix may be a GroupedWeight, if its groups are whole."""
+        return not self.is_float and not self.has_own_order
+
+    @property
+    def can_stay_in_fp8(self) -> bool:
+        """Whether a matrix may be an Fp8Weight, which has a scale for each output."""
+        return self.is_float and self.inputs_per_scale is None and self.outputs_per_scale in (1, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """The schemes of a checkpoint."""
+
+    method: str
+    """`quant_method`."""
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
+    """Each with its targets."""
+    ignored: tuple[str, ...] = ()
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """How the matrix of a module (`model.layers.0.mlp.up_proj`) is stored if it is quantized; None: it is not."""
+        if any(_matches(module, pattern) for pattern in self.ignored):
+            return None
+        for matches in (_is_named, _is_of_class):  # compressed-tensors prefers names to classes
+            for targets, scheme in self.schemes:
+                if any(matches(module, target) for target in targets):
+                    return scheme
+        return None
+
+    def num_parameters(self, name: str, num_values: int) -> int:
+        """How many of the model's parameters a tensor of so many values holds; of scales and zero points none."""
+        module, _, kind = name.rpartition(".")
+        if kind in ("qweight", "weight_packed"):
+            scheme = self.scheme_of(module)
+            return num_values * (1 if scheme is None else 32 // scheme.bits)
+        return num_values if kind in ("weight", "bias") else 0
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """Of a config.json; None if it has none. ModelError names the key that is not supported."""
+    given = config.get(KEY)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ModelError(f"{KEY} must be an object, got {given!r:.80}")
+    method = given.get("quant_method")
+    if method not in _READERS:
+        raise ModelError(
+            f"{KEY}.quant_method {method!r} is not supported; supported are {', '.join(_READERS)}; "
+            "use other weights of the model"
+        )
+    return _READERS[method](given)
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
+    _refuse_others(config, KEY, _COMPRESSED_TENSORS)
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ModelError(f"{KEY}.config_groups must be an object with groups, got {groups!r:.80}")
+    schemes = []
+    for name, group in groups.items():
+        where = f"{KEY}.config_groups.{name}"
+        if not isinstance(group, Mapping):
+            raise ModelError(f"{where} must be an object, got {group!r:.80}")
+        _refuse_others(group, where, _GROUP)
+        stored_as = group.get("format") or config.get("format")
+        schemes.append((_names(group, "targets", where), _scheme_of(group.get("weights"), stored_as, where)))
+    return Quantization(
+        method="compressed-tensors", schemes=tuple(schemes), ignored=_names(config, "ignore", KEY)
+    )
+
+
+def _scheme_of(weights: object, stored_as: object, where: str) -> Scheme:
+    """Of a group of compressed-tensors."""
+    if not isinstance(weights, Mapping):
+        raise ModelError(f"{where}.weights must be an object, got {weights!r:.80}")
+    _refuse_others(weights, f"{where}.weights", _WEIGHTS)
+    kind = (weights.get("type", "int"), weights.get("num_bits", 8))
+    if kind not in _FORMATS.get(stored_as if isinstance(stored_as, str) else "", ()):
+        raise ModelError(
+            f"{where}: {kind[1]} bits of type {kind[0]!r} in format {stored_as!r} are not supported; "
+            f"supported formats are {', '.join(_FORMATS)}"
+        )
+    is_packed, is_float = stored_as == "pack-quantized", kind[0] == "float"
+    outputs, inputs = _sharing(weights, f"{where}.weights")
+    has_zero_points = not weights.get("symmetric", True)
+    if has_zero_points and (is_float or outputs != 1):
+        raise ModelError(
+            f"{where}.weights.symmetric false is only supported for integers by channel or group"
+        )
+    return Scheme(
+        layout=Layout.PACKED if is_packed else Layout.NUMBERS,
+        bits=4 if kind[1] == 4 else 8,
+        is_float=is_float,
+        outputs_per_scale=outputs,
+        inputs_per_scale=inputs,
+        has_zero_points=has_zero_points,
+        has_own_order=weights.get("actorder") in (True, "group", "dynamic"),
+    )
+
+
+def _sharing(weights: Mapping[str, Any], where: str) -> tuple[int | None, int | None]:
+    """How many outputs, and how many inputs, share a scale."""
+    size, block = weights.get("group_size"), weights.get("block_structure")
+    strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
+    if strategy == "tensor":
+        return None, None
+    if strategy == "channel":
+        return 1, None
+    if strategy == "group":
+        return 1, _count(size, f"{where}.group_size")
+    if strategy == "block":
+        return _block(block, f"{where}.block_structure")
+    raise ModelError(
+        f"{where}.strategy {strategy!r} is not supported; supported are tensor, channel, group, block"
+    )
+
+
+def _fp8(config: Mapping[str, Any]) -> Quantization:
+    _refuse_others(config, KEY, _FP8)
+    block = config.get("weight_block_size")
+    outputs, inputs = (None, None) if block is None else _block(block, f"{KEY}.weight_block_size")
+    scheme = Scheme(
+        layout=Layout.NUMBERS, bits=8, is_float=True, outputs_per_scale=outputs, inputs_per_scale=inputs
+    )
+    return _of_all("fp8", scheme)
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantization:
+    _refuse_others(config, KEY, _GPTQ)
+    if config.get("bits") is None:
+        raise ModelError(f"{KEY}.bits is missing; supported: 4, 8")
+    stored_as = config.get("checkpoint_format") or config.get("format") or "gptq"
+    size = config.get("group_size", 128)
+    scheme = Scheme(
+        layout=Layout.GPTQ_V2 if stored_as == "gptq_v2" else Layout.GPTQ,
+        bits=4 if config["bits"] == 4 else 8,
+        inputs_per_scale=None if size == -1 else _count(size, f"{KEY}.group_size"),
+        has_zero_points=True,
+        has_own_order=bool(config.get("desc_act", False)),
+    )
+    return _of_all("gptq", scheme)
+
+
+def _awq(config: Mapping[str, Any]) -> Quantization:
+    _refuse_others(config, KEY, _AWQ)
+    size = config.get("group_size", config.get("q_group_size", 128))
+    scheme = Scheme(
+        layout=Layout.AWQ,
+        bits=4,
+        inputs_per_scale=None if size == -1 else _count(size, f"{KEY}.group_size"),
+        has_zero_points=True,
+    )
+    return _of_all("awq", scheme)
+
+
+def _of_all(method: str, scheme: Scheme) -> Quantization:
+    """These checkpoints name no targets: the tensors of a matrix say whether it is quantized."""
+    return Quantization(method=method, schemes=((("re:.*",), scheme),))
+
+
+_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+
+ANY = None
+"""Every value: the key is read above, or has no effect on the numbers."""
+Values = Mapping[str, tuple[object, ...] | None]
+
+
+def _any(names: str) -> Values:
+    return dict.fromkeys(names.split(), ANY)
+
+
+_FORMATS: Mapping[str, tuple[tuple[str, int], ...]] = {
+    "float-quantized": (("float", 8),),
+    "int-quantized": (("int", 8), ("int", 4)),
+    "naive-quantized": (("float", 8), ("int", 8)),
+    "pack-quantized": (("int", 4), ("int", 8)),
+}
+"""`format` -> types and bits."""
+
+_COMPRESSED_TENSORS: Values = {
+    **_any("quant_method config_groups format ignore kv_cache_scheme quantization_status version"),
+    **_any("global_compression_ratio run_compressed dequantize use_optimized_inference"),
+    "sparsity_config": ({}, {"format": "dense"}),
+    "transform_config": ({},),
+}
+_GROUP: Values = {**_any("targets weights input_activations format"), "output_activations": ()}
+_WEIGHTS: Values = {
+    **_any("num_bits type symmetric strategy group_size block_structure"),
+    **_any("observer observer_kwargs scale_dtype zp_dtype"),
+    "dynamic": (False,),
+    "actorder": (True, False, "group", "dynamic", "weight", "static"),
+}
+_FP8: Values = {
+    **_any("quant_method activation_scheme weight_block_size modules_to_not_convert ignored_layers"),
+    **_any("kv_cache_scheme dequantize"),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "scale_fmt": ("float", "ue8m0"),
+    "expert_dtype": ("fp8",),
+    "modules_to_convert": ([],),
+}
+_CALIBRATION: Values = {
+    **_any(
+        "dataset tokenizer damp_percent damp_auto_increment true_sequential static_groups mse meta quantizer"
+    ),
+    **_any("act_group_aware batch_size pad_token_id model_seqlen version model_name_or_path lm_head sym"),
+    **_any(
+        "model_file_base_name block_name_to_quantize cache_block_outputs module_name_preceding_first_block"
+    ),
+    **_any(
+        "modules_in_block_to_quantize max_input_length backend use_exllama disable_exllama exllama_config"
+    ),
+    **_any("use_cuda_fp16"),
+}
+"""How a checkpoint was made, and which kernels others shall take."""
+_GPTQ: Values = {
+    **_CALIBRATION,
+    **_any("quant_method group_size desc_act"),
+    "bits": (4, 8),
+    "checkpoint_format": ("gptq", "gptq_v2"),
+    "format": ("gptq", "gptq_v2"),
+    "dynamic": ({},),
+    "pack_dtype": ("int32",),
+    "is_marlin_format": (False,),
+}
+_AWQ: Values = {
+    **_CALIBRATION,
+    **_any("quant_method group_size q_group_size modules_to_not_convert"),
+    **_any("do_fuse modules_to_fuse fuse_max_seq_len"),
+    "bits": (4,),
+    "w_bit": (4,),
+    "zero_point": (True,),
+    "version": ("gemm", "GEMM"),
+    "format": ("gemm", "GEMM"),
+    "backend": ("auto", "autoawq"),
+    "desc_act": (False,),
+}
+"""Keys of each method, and the values, beside null, that are supported."""
+
+
+def _refuse_others(config: Mapping[str, Any], where: str, supported: Values) -> None:
+    for key, value in config.items():
+        if key not in supported:
+            raise ModelError(f"{where}.{key} is not supported; use other weights of the model")
+        values = supported[key]
+        if values is ANY or value is None or value in values:
+            continue
+        if isinstance(value, Mapping) and {"format": value.get("format")} in values:
+            continue  # the other keys of a format without effect have none
+        hint = f"; supported: {', '.join(map(repr, values))}" if values else ""
+        raise ModelError(f"{where}.{key} {value!r:.80} is not supported{hint}")
+
+
+def _names(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    names = config.get(key)
+    if names is None:
+        return ()
+    if (
+        not isinstance(names, Sequence)
+        or isinstance(names, str)
+        or not all(isinstance(n, str) for n in names)
+    ):
+        raise ModelError(f"{where}.{key} must be a list of names, got {names!r:.80}")
+    for name in names:
+        try:
+            re.compile(name.removeprefix("re:"))
+        except re.error as error:
+            if name.startswith("re:"):
+                raise ModelError(f"{where}.{key}: {name!r} is no regular expression: {error}") from None
+    return tuple(names)
+
+
+def _count(value: object, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{where} must be a positive integer, got {value!r}")
+    return value
+
+
+def _block(value: object, where: str) -> tuple[int, int]:
+    if isinstance(value, str):  # "128x128", of older files
+        value = [int(size) if size.isdigit() else size for size in value.split("x")]
+    if not isinstance(value, list) or len(value) != 2:
+        raise ModelError(f"{where} must be two sizes, got {value!r:.80}")
+    return _count(value[0], where), _count(value[1], where)
+
+
+def _matches(module: str, pattern: str) -> bool:
+    return _is_named(module, pattern) or _is_of_class(module, pattern)
+
+
+def _is_named(module: str, pattern: str) -> bool:
+    """A name, or `re:` and a regular expression for its beginning."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return module == pattern
+
+
+def _is_of_class(module: str, pattern: str) -> bool:
+    return pattern == ("Embedding" if module.endswith("embed_tokens") else "Linear")

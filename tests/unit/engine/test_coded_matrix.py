@@ -1,0 +1,55 @@
+"""Packed integers and their zero points, by tensors that are computed by hand."""
+
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from engine.loading.coded_matrix import CodedMatrix, gptq_zeros, mxfp4_numbers, unpacked, unpacked_awq
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor([[value - 2**32 if value >= 2**31 else value for value in values]], dtype=torch.int32)
+
+
+def test_the_lowest_bits_are_first() -> None:
+    assert unpacked(int32(0x76543210, 0xFEDCBA98), 4).tolist() == [list(range(16))]
+    assert unpacked(int32(0x03020100, 0xFFFEFDFC), 8).tolist() == [[0, 1, 2, 3, 252, 253, 254, 255]]
+
+
+def test_awq_has_even_outputs_in_the_lower_half() -> None:
+    assert unpacked_awq(int32(0x75316420, 0xFDB9ECA8)).tolist() == [[value] for value in range(16)]
+
+
+def test_one_is_added_to_packed_zero_points_with_carries() -> None:
+    assert unpacked(gptq_zeros(int32(0x77777777), 4), 4).tolist() == [[8] * 8]
+    assert unpacked(gptq_zeros(int32(0x7F7F7F7F), 8), 8).tolist() == [[128] * 4]
+    # Zero points 0, 8, 0, 5, 0, 0, 0, 0, less 1 each, with what they borrow.
+    assert unpacked(gptq_zeros(int32(0x5080 - 0x11111111 + 2**32), 4), 4).tolist() == [
+        [0, 8, 0, 5, 0, 0, 0, 0]
+    ]
+
+
+def test_a_weight_is_the_value_less_zero_times_the_scale_of_its_group() -> None:
+    matrix = CodedMatrix(
+        torch.tensor([[0, 15, 3, 8], [7, 8, 9, 1]], dtype=torch.uint8),
+        4,
+        torch.tensor([[0.5, 2.0], [1.0, -1.0]]),
+        torch.tensor([[8.0, 3.0], [7.0, 0.0]]),
+        torch.tensor([0, 0, 1, 0]),
+    )
+    assert matrix.numbers(torch.float32).tolist() == [[-4.0, 3.5, 0.0, 0.0], [0.0, 1.0, -9.0, -6.0]]
+    assert matrix.grouped() is None
+
+
+def test_mxfp4() -> None:
+    """By hand, and as transformers has it."""
+    blocks = torch.zeros(1, 2, 16, dtype=torch.uint8)
+    blocks[0, 0, :3] = torch.tensor([0x10, 0x7E, 0xF9])
+    scales = torch.tensor([[127, 130]], dtype=torch.uint8)
+    numbers = mxfp4_numbers(blocks, scales)
+    assert numbers.shape == (1, 64)
+    assert numbers[0, :6].tolist() == [0.0, 0.5, -4.0, 6.0, -0.5, -6.0]
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 6, 4, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(100, 150, (2, 6, 4), generator=generator).to(torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    assert torch.equal(mxfp4_numbers(blocks, scales), expected)
