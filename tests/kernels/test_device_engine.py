@@ -13,6 +13,7 @@ import torch
 
 from baton.clock import SystemClock
 from baton.config import ModelConfig, SchedulerConfig
+from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.batch import StepLimits
@@ -62,11 +63,20 @@ def make_config(block_size: int, num_blocks: int, **settings: Any) -> SchedulerC
 
 
 def answers_of(
-    pipeline: Pipeline, config: SchedulerConfig, given: Answers | None = None, num_drafts: int = 0
+    pipeline: Pipeline,
+    config: SchedulerConfig,
+    given: Answers | None = None,
+    num_drafts: int = 0,
+    kv_groups: KVGroups = ONE_GROUP,
 ) -> Answers:
     """`given`: the output that every request already has, which is part of the answer."""
     core = EngineCore(
-        Scheduler(config, KVConnectorScheduler(config.block_size), num_speculative_tokens=num_drafts),
+        Scheduler(
+            config,
+            KVConnectorScheduler(config.block_size),
+            num_speculative_tokens=num_drafts,
+            kv_groups=kv_groups,
+        ),
         pipeline,
         FakeConnectorWorker(),
         make_grammars(),
@@ -105,7 +115,8 @@ def on_cpu(path: Path, config: SchedulerConfig) -> Answers:
     model = load_model(FLOAT32, path, CPU)
     pool = KVPool(64, model.kv_block_shape(config.block_size), CPU)
     roomy = make_config(config.block_size, 64)
-    return answers_of(make_pipeline(make_runner(model, pool), async_scheduling=False), roomy)
+    pipeline = make_pipeline(make_runner(model, pool), async_scheduling=False)
+    return answers_of(pipeline, roomy, kv_groups=model.layer_groups.groups)
 
 
 def on_device(
