@@ -175,6 +175,7 @@ def build_device_engine(
         model_path,
         model,
         lambda done, count: on_progress("loading the draft model", done, count),
+        scheduler.max_model_len,
     )
     capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts, draft))
     num_blocks = capacity.scheduler_config.num_blocks

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 EQUAL_ROWS = {"cpu": 12.0, "cuda": 200.0}
 """By device: rows of a step whose computation takes about as long as reading the model's weights."""
-STEP_TIME = {"int8": 0.7, "int4": 0.45, "gguf": 0.45}
-"""Of a decode step with matrices in so few bits, against one with 16 bits (docs/cpu.md)."""
+STEP_TIME = {"int8": 0.7, "compressed-tensors": 0.7, "int4": 0.45, "gguf": 0.45, "gptq": 0.45, "awq": 0.45}
+"""Of a decode step with matrices that are kept so, against one with 16 bits (docs/cpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ def load_draft(
     model_path: Path,
     model: LoadedModel,
     on_progress: OnProgress | None = None,
+    max_model_len: int | None = None,
 ) -> Draft | None:
     """The draft model that guesses for `model`, of the folder `model_path`; None if there is none, or on a rank that
     does not sample. ConfigError or ModelError if it does not fit.
@@ -75,7 +76,12 @@ def load_draft(
         if speculation.draft_quantization is not None:
             config = config.with_values("speculation", quantization=speculation.draft_quantization)
         draft = load_model(
-            config, path, model.device, kv_cache_dtype=engine.kv_cache_dtype, on_progress=on_progress
+            config,
+            path,
+            model.device,
+            kv_cache_dtype=engine.kv_cache_dtype,
+            on_progress=on_progress,
+            max_model_len=max_model_len,
         )
         _check_vocabulary(draft, path, model, model_path)
         if draft.layer_groups.groups.num_windowed:

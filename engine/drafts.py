@@ -92,14 +92,13 @@ class Drafter:
         self._num_equal_rows = num_equal_rows
 
     def draft(
-        self, requests: Sequence[RunnerRequest], batch: RequestBatch
+        self, requests: Sequence[RunnerRequest], batch: RequestBatch, *, has_first_token: bool
     ) -> Iterator[tuple[RunnerRequest, list[int]]]:
         """Drafts of the requests that the last step sampled for, and that share the next step; none of those for which
-        drafts would not pay."""
-        if self._proposer.cost and any(request.num_own_tokens == 1 for request in requests):
-            yield from (
-                (request, []) for request in requests
-            )  # a first token must not wait until drafts are guessed
+        drafts would not pay. `has_first_token`: of any request, which must not wait until drafts are guessed.
+        """
+        if self._proposer.cost and has_first_token:
+            yield from ((request, []) for request in requests)
             return
         num_requests = max(1, len(requests))
         cost = num_requests / (num_requests + self._num_equal_rows) + self._proposer.cost

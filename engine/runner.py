@@ -206,7 +206,9 @@ class LaunchedStep:
                 logprobs.setdefault(request_id, []).append(token.logprobs)
         forced = dict(self._forced(token_ids.keys())) if self._takes_forced else {}
         taken = {name: each for name, each in forced.items() if each}
-        drafts = {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys() - taken))
+        drafts = (
+            {} if self._drafter is None else dict(self._draft(self._drafter, token_ids.keys(), taken.keys()))
+        )
         useful = {name: each for name, each in drafts.items() if each}
         unforeseeable = forced.keys() | drafts.keys()
         return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, useful, taken, unforeseeable)
@@ -250,14 +252,21 @@ class LaunchedStep:
                 limit = p.max_tokens - request.num_output_tokens
                 yield request.request_id, request.matcher.take_forced(limit, request.stop_token_ids)
 
-    def _draft(self, drafter: Drafter, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Guesses for these requests; empty where there is none now, but the next one is likely to be right."""
+    def _draft(
+        self, drafter: Drafter, request_ids: Set[str], forced: Set[str]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Guesses for these requests, except for those with forced tokens; empty where there is none now, but the next
+        one is likely to be right.
+        """
         requests = [
             request
             for request, _ in self._sampling
             if request.request_id in request_ids and request.request_id not in self._failed
         ]
-        for request, drafts in drafter.draft(requests, self._batch):
+        has_first_token = any(request.num_own_tokens == 1 for request in requests)
+        # A step that was launched since may have removed a request.
+        requests = [each for each in requests if each.request_id not in forced and each.row is not None]
+        for request, drafts in drafter.draft(requests, self._batch, has_first_token=has_first_token):
             useful = tuple(_useful(drafts, request))
             if useful or not request.acceptance.is_probing:
                 yield request.request_id, useful

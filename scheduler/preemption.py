@@ -84,6 +84,9 @@ class Preemption:
         if not 0 < len(self._kv.needed_entries(victim)) <= self._swap.num_free:
             return False
         if victim.num_output_placeholders:
+            has_drafts = victim.num_computed_tokens >= victim.num_tokens + victim.num_output_placeholders
+            if has_drafts and self._kv.groups.num_windowed:
+                return False  # if they are wrong, it needs rows again that have left the window
             if victim.is_producer:
                 return False  # its token will be refused, so its last position must be recomputed
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:

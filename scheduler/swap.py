@@ -41,10 +41,13 @@ class SwapSpace:
         return list(zip(block_ids, request.swapped_block_ids, strict=True))
 
     def swap_in(self, request: Request, block_ids: Sequence[int], num_hit_blocks: int) -> Copies:
-        """Copies that bring the request's KV back into `block_ids`, of which the first `num_hit_blocks` have it."""
+        """Copies that bring the request's KV back into `block_ids`, of which the first `num_hit_blocks` have it. They
+        may be fewer than were swapped out: wrong drafts that were under way then do not count.
+        """
         held = self._take(request)
         self._being_read += held
-        return list(zip(held, block_ids, strict=True))[num_hit_blocks:]
+        assert len(held) >= len(block_ids), f"{request.request_id} needs more than was swapped out"
+        return list(zip(held, block_ids, strict=False))[num_hit_blocks:]
 
     def discard(self, request: Request) -> None:
         """Drops the request's KV; does nothing if it has none here."""

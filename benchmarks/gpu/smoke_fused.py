@@ -1,6 +1,7 @@
-"""Smoke tests of fused products of few rows, and of launches that begin before others end.
+"""Smoke tests of fused products of few rows, of experts' products, and of launches that begin before others end.
 
-Shape suffixes: T tokens, I input features, O output features, P pairs of outputs, E hidden size.
+Shape suffixes: T tokens, I input features, O output features, P pairs of outputs, E hidden size, K experts of a token,
+X experts.
 """
 
 from collections.abc import Iterator
@@ -9,9 +10,15 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.smoke_case import Maker, Outputs, Shapes, SmokeCase
+from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
 from engine.kernels.skinny_epilogue import InputNorm
 from engine.kernels.skinny_linear import norms_input, skinny_add_, skinny_linear, skinny_silu_mul
-from tests.kernels.references import rms_norm_reference, silu_mul_reference, skinny_linear_reference
+from tests.kernels.references import (
+    expert_linear_reference,
+    rms_norm_reference,
+    silu_mul_reference,
+    skinny_linear_reference,
+)
 
 EPS = 1e-5
 NUM_LINKS = 4
@@ -23,7 +30,8 @@ def makers(shapes: Shapes) -> list[Maker]:
     found = [
         partial(_fused, shapes, num_tokens, is_fp8) for num_tokens in (1, 4, 16) for is_fp8 in (False, True)
     ]
-    return [*found, *(partial(_chain, shapes, num_tokens) for num_tokens in (1, 16))]
+    found += [partial(_chain, shapes, num_tokens) for num_tokens in (1, 16)]
+    return [*found, partial(_experts, shapes)]
 
 
 def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]:
@@ -96,6 +104,20 @@ def _chain(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
         ("dependent_launch",),
         partial(chained, False),
         partial(chained, True),
+        shapes.max_error,
+    )
+
+
+def _experts(shapes: Shapes) -> Iterator[SmokeCase]:
+    """Each token's products with the matrices of two of four experts."""
+    x_TI = shapes.randn(shapes.tokens, shapes.hidden)
+    matrices = ExpertMatrices(shapes.randn(4, shapes.hidden, shapes.hidden) * shapes.hidden**-0.5)
+    experts_TK = torch.arange(2 * shapes.tokens, device=shapes.device).view(-1, 2) % 4
+    yield SmokeCase(
+        "expert_linear",
+        ("expert_linear",),
+        lambda: (expert_linear(x_TI, matrices, SortedPairs.of(experts_TK, 4)),),
+        lambda: (expert_linear_reference(x_TI, matrices, experts_TK, None),),
         shapes.max_error,
     )
 

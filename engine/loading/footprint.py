@@ -9,7 +9,8 @@ from baton.config import BatonConfig
 from baton.errors import ModelError
 from baton.worker import WorkerRole
 from engine.allocator import available_memory
-from engine.loading.gguf import read_gguf
+from engine.layer_groups import group_layers, one_group
+from engine.loading.gguf import GgufType, read_gguf
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import indexed_files, read_safetensors_header
 from engine.model_config import read_architecture, read_json
@@ -18,8 +19,22 @@ from engine.quantization_config import Quantization, read_quantization
 CPU_KV_CACHE_MIB = 1024
 """A CPU's pool for keys and values of 16 or 8 bits; twice as much in float32, which then holds as many tokens as 16
 bits."""
-BITS_KEPT = {"fp8": 8.0, "int8": 10.0, "int4": 6.0}
-"""Bits of a weight by `model.quantization`; 8 and 4 have a scale and a minimum for every 32 numbers."""
+BITS_KEPT = {"fp8": 8.0, "int8": 9.0, "int4": 5.0}
+"""Bits of a weight by `model.quantization`; 8 and 4 have a scale and a minimum of 16 bits for every 32 numbers."""
+GGUF_BITS_KEPT = {
+    GgufType.F32: 32,
+    GgufType.F16: 16,
+    GgufType.BF16: 16,
+    GgufType.Q4_0: 5,
+    GgufType.Q4_1: 5,
+    GgufType.Q4_K: 5,
+    GgufType.Q5_0: 9,
+    GgufType.Q5_1: 9,
+    GgufType.Q5_K: 9,
+    GgufType.Q8_0: 9,
+    GgufType.Q6_K: 10,
+}
+"""Likewise, on a CPU: 5 and 6 bits are kept in 8, and groups of Q6_K have 16 numbers."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 GPU_BLOCK_SIZE = 64
 """The default of `scheduler.block_size` on a GPU, whose copy engine needs blocks of 64 tokens
@@ -32,6 +47,7 @@ class StoredWeights:
 
     num_parameters: int
     num_bytes: int
+    """In the files; of a GGUF file's tensors, as a CPU keeps them."""
     is_gguf: bool
     quantization: Quantization | None = None
     """Of a checkpoint that is quantized already."""
@@ -49,7 +65,9 @@ class Footprint:
     kv_pool_bytes: int | None
     """Of all ranks together; None if it is measured when the worker starts, or this machine has no such device."""
     num_kv_tokens: int | None
-    """How many tokens of KV the pool holds."""
+    """How many tokens of KV the pool holds; more if `gives_back`."""
+    gives_back: bool = False
+    """Layers with a window give back KV that left it."""
 
     def __str__(self) -> str:
         parts = []
@@ -61,7 +79,8 @@ class Footprint:
         parts.append(f"{kib} KiB of KV per token")
         if self.kv_pool_bytes is not None:
             pool = _mib(self.kv_pool_bytes)
-            parts.append(f"{pool} of KV hold {self.num_kv_tokens:,} tokens on each worker")
+            tokens = f"{'at least ' if self.gives_back else ''}{self.num_kv_tokens:,} tokens"
+            parts.append(f"{pool} of KV hold {tokens} on each worker")
         return "; ".join(parts)
 
 
@@ -71,14 +90,17 @@ def footprint(config: BatonConfig, folder: Path) -> Footprint:
     kept = 0 if weights is None else _kept_bytes(config, weights)
     architecture = read_architecture(folder)
     kv_dtype = config.engine.kv_cache_dtype if config.engine.kv_cache_dtype != "auto" else config.model.dtype
-    per_token = (
-        2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim * BYTES[kv_dtype]
-    )
-    block_size = _block_size(config)
-    pool = _pool_bytes(config, kept, per_token * block_size)
-    num_blocks = None if pool is None else pool // (per_token * block_size)
-    num_tokens = None if num_blocks is None else max(num_blocks - 1, 0) * block_size  # one is the null block
-    return Footprint(weights, kept, per_token, pool, num_tokens)
+    per_layer = 2 * architecture.num_kv_heads * architecture.head_dim * BYTES[kv_dtype]
+    per_token = architecture.num_layers * per_layer
+    block_size, groups = _block_size(config), one_group(architecture.num_layers)
+    if config.engine.device == "cpu":
+        groups = group_layers(architecture.sliding_windows, architecture.max_position_embeddings)
+    block_bytes = groups.num_layers * per_layer * block_size
+    pool = _pool_bytes(config, kept, block_bytes)
+    num_tokens = None
+    if pool is not None:  # one block is the null block
+        num_tokens = max(pool // block_bytes - 1, 0) // groups.groups.num_groups * block_size
+    return Footprint(weights, kept, per_token, pool, num_tokens, groups.groups.num_windowed > 0)
 
 
 def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -> None:
@@ -90,7 +112,7 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
     if config.engine.device == "cuda":
         if (total := gpu_memory()) is None:
             return
-        ranks = config.num_ranks(WorkerRole.DECODE)
+        ranks = min(map(config.num_ranks, WorkerRole))
         room = int(total * config.engine.gpu_memory_utilization) * ranks
         where = f"{ranks} GPU{'s' if ranks > 1 else ''} of {_mib(total)}"
         remedies = "use more GPUs (--tensor-parallel)"
@@ -110,8 +132,9 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
 def stored_weights(folder: Path) -> StoredWeights | None:
     """None if the folder has no weights, or not all. ModelError if a file is damaged."""
     if (gguf := gguf_of(folder)) is not None:
-        tensors = read_gguf(gguf).tensors.values()
-        return StoredWeights(sum(prod(t.shape) for t in tensors), sum(t.num_bytes for t in tensors), True)
+        kinds = [(prod(tensor.shape), tensor.type) for tensor in read_gguf(gguf).tensors.values()]
+        num_bits = sum(size * GGUF_BITS_KEPT[kind] for size, kind in kinds)
+        return StoredWeights(sum(size for size, _ in kinds), num_bits // 8, True)
     files = [folder / name for name in indexed_files(folder)]
     if not all(file.is_file() for file in files):
         return None
@@ -143,12 +166,14 @@ def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
     """
     is_cpu, quantization = config.engine.device == "cpu", config.model.quantization
     in_dtype = weights.num_parameters * BYTES[config.model.dtype]
-    if quantization in BITS_KEPT:
-        return min(int(weights.num_parameters * BITS_KEPT[quantization] / 8), in_dtype)
+    if quantization in BITS_KEPT:  # at most: what has fewer bits stays
+        auto = config.model_copy(update={"model": config.model.with_values("model", quantization="auto")})
+        at_most = int(weights.num_parameters * BITS_KEPT[quantization] / 8)
+        return min(at_most, _kept_bytes(auto, weights) if is_cpu and quantization != "fp8" else in_dtype)
     if weights.quantization is not None:
         schemes = [scheme for _, scheme in weights.quantization.schemes] if quantization == "auto" else []
         if is_cpu and any(scheme.can_stay_in_groups for scheme in schemes):
-            return min(weights.num_bytes + weights.num_parameters // 4, in_dtype)
+            return min(weights.num_bytes + weights.num_parameters // 8, in_dtype)
         stays = (
             not is_cpu
             and config.model.dtype != "float32"
@@ -168,7 +193,7 @@ def _block_size(config: BatonConfig) -> int:
 
 def _pool_bytes(config: BatonConfig, weight_bytes: int, block_bytes: int) -> int | None:
     """As engine/capacity.py reckons it; on a GPU about so much, since the largest step's memory is measured later."""
-    engine, ranks = config.engine, config.num_ranks(WorkerRole.DECODE)
+    engine, ranks = config.engine, max(map(config.num_ranks, WorkerRole))
     if config.scheduler.num_blocks is not None:
         return config.scheduler.num_blocks * block_bytes
     if engine.kv_cache_memory_mib is not None:

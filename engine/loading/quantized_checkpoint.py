@@ -68,20 +68,19 @@ class QuantizedCheckpoint(WeightSource):
         self._stored.__exit__(kind, error, trace)
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        if (coded := self._coded(Take(name, shape, shard))) is not None:  # such as a mixture's router
+            self._num_converted += 1
+            return coded[1].numbers(self._dtype)
         self._index.find(name, shape)  # ModelError if it is stored as codes, without scales
         return self._stored.take(name, *shape, shard=shard).to(self._dtype)
 
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
-        stored = self._find(Take(name, (num_outputs, num_inputs), shard))
-        if stored is None:
+        found = self._coded(Take(name, (num_outputs, num_inputs), shard))
+        if found is None:
             return self.take(name, num_outputs, num_inputs, shard=shard)
-        tensors = {
-            role: self._stored.take(part.name, *part.shape, shard=part.shard)
-            for role, part in stored.parts.items()
-        }
-        coded = stored.coded(tensors)
+        stored, coded = found
         kept = self._kept(stored, coded)
         if kept is None:
             self._num_converted += 1
@@ -99,6 +98,17 @@ class QuantizedCheckpoint(WeightSource):
             self._num_converted,
             str(self._dtype).removeprefix("torch."),
         )
+
+    def _coded(self, take: Take) -> tuple[StoredMatrix, CodedMatrix] | None:
+        """A quantized matrix, read."""
+        stored = self._find(take)
+        if stored is None:
+            return None
+        tensors = {
+            role: self._stored.take(part.name, *part.shape, shard=part.shard)
+            for role, part in stored.parts.items()
+        }
+        return stored, stored.coded(tensors)
 
     def _find(self, take: Take) -> StoredMatrix | None:
         return _stored_matrix(self._index, self._quantization, take)

@@ -147,7 +147,8 @@ class WorkerEstimate:
         spoken_for = sum(
             sub_request.num_decode_blocks for sub_request in self._youngest(self._num_without_blocks())
         )
-        self.room = self._status.kv_blocks.free - spoken_for + self._num_freed - self.num_requests
+        growth = self.num_requests * self._groups.num_groups
+        self.room = self._status.kv_blocks.free - spoken_for + self._num_freed - growth
 
     def _num_without_blocks(self) -> int:
         if self._status is None:

@@ -65,6 +65,8 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
             assert now("handover_part_seconds_sum", part="first_step") > 0.0
             assert now("kv_handover_bytes_count") == now("kv_handover_moving_seconds_count") == 1
 
+            await cluster.at_rest()  # the prefill worker knows the end of the hand-over
+            now = await scrape(url)
             targets = json.loads(await asyncio.to_thread(read_url, f"{url}/metrics/targets"))
             assert len(targets) == 2
             workers = [
@@ -81,7 +83,6 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
 
             families = now.families.union(*(worker.families for worker in workers))
             assert documented_metrics() == {name.removeprefix("baton_") for name in families}
-            await cluster.at_rest()
             exposed = now.names.union(*(worker.names for worker in workers))
             for where, expression in (*dashboard_expressions(), *alert_expressions()):
                 missing = metrics_in(expression) - exposed

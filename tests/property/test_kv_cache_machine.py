@@ -1,5 +1,7 @@
 """KVCache: whatever is opened, extended, leased, quarantined, freed and reset, a hit is always the same prefix."""
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -83,7 +85,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         new = self.kv.extend_table(request, request.num_tokens + num_tokens)
         if new is None:
             num_given_back = num_null(self.kv.block_ids(request)) - num_left
-            assert self.kv.counts().free - before.free <= num_given_back
+            assert 0 <= self.kv.counts().free - before.free <= num_given_back
+            assert replace(self.kv.counts(), free=before.free) == before
             assert num_given_back == 0 or self.groups.num_windowed
             return
         request.all_token_ids.extend([7] * num_tokens)

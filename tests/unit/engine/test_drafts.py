@@ -158,7 +158,8 @@ def test_no_guess_that_takes_time_delays_a_first_token(num_own: int, num_drafted
         drafter = Drafter(proposer, 4, 64, num_equal_rows=1e6)
         for request in requests:
             request.acceptance.verified(4, 4)
-        assert sum(bool(drafts) for _, drafts in drafter.draft(requests, batch)) == expected
+        drafted = drafter.draft(requests, batch, has_first_token=num_own == 1)
+        assert sum(bool(drafts) for _, drafts in drafted) == expected
 
 
 def drafts_of(
@@ -169,7 +170,7 @@ def drafts_of(
     for request in requests:
         for _ in range(num_right):
             request.acceptance.verified(4, 4)
-    return [len(drafts) for _, drafts in drafter.draft(requests, batch)]
+    return [len(drafts) for _, drafts in drafter.draft(requests, batch, has_first_token=False)]
 
 
 def repeating_requests(count: int, params: SamplingParams) -> tuple[RequestBatch, list[RunnerRequest]]:

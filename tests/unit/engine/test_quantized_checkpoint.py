@@ -18,6 +18,7 @@ from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model, takes_of
 from engine.loading.quantized_checkpoint import QuantizedCheckpoint
+from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weights import CheckpointWeights, Shard
 from engine.model_config import read_architecture
@@ -78,6 +79,17 @@ def test_tokens_are_those_of_the_numbers(tmp_path: Path, source: Path, name: str
     model = load(quantized, quantization="none")
     assert tokens(model) == tokens(load(numbers))
     assert model.quantization is None
+
+
+@pytest.mark.parametrize("name", ["gptq, 4 bits", "awq", "int8 by channel", "fp8 by channel"])
+def test_a_mixtures_experts_and_its_router_are_read(tmp_path: Path, name: str) -> None:
+    """The router becomes numbers in any case."""
+    sizes = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2}
+    quantized, numbers = make_quantized(
+        tmp_path, make_model_dir(tmp_path / "m", "mixtral", **sizes), KINDS[name]
+    )
+    assert tokens(load(quantized, quantization="none")) == tokens(load(numbers))
+    assert len(tokens(load(quantized))) == 8
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -361,7 +373,23 @@ def test_scales_of_activations_and_kv_have_no_effect_unless_kv_has_8_bits(
 
 
 def test_at_most_so_many_bits(tmp_path: Path, source: Path) -> None:
-    """int4 keeps 4 bits and rounds 8-bit floats."""
-    for name, digest in (("awq", "-int4"), ("fp8 by block", "-int4")):
-        quantized, _ = make_quantized(tmp_path / name, source, KINDS[name])
-        assert load(quantized, quantization="int4").digest.endswith(digest)
+    """int4 keeps 4 bits and rounds 8-bit floats; int8 keeps 4 bits, too."""
+    name, size = "model.layers.0.mlp.down_proj.weight", (128, 256)
+    cases: list[tuple[str, Bits, int]] = [
+        ("awq", 4, 4),
+        ("awq", 8, 4),
+        ("fp8 by block", 4, 4),
+        ("fp8 by block", 8, 8),
+    ]
+    for kind, bits, expected in cases:
+        quantized, _ = make_quantized(tmp_path / f"{kind} {bits}", source, KINDS[kind])
+        matrix = QuantizedWeights(weights_of(quantized, keeps=True), bits).take_matrix(name, *size)
+        own = weights_of(quantized, keeps=True).take_matrix(name, *size)
+        assert isinstance(matrix, GroupedWeight)
+        assert matrix.bits == expected
+        if kind == "awq":
+            assert isinstance(own, GroupedWeight)
+            assert torch.equal(matrix.dequantized(), own.dequantized())
+        else:
+            assert isinstance(own, torch.Tensor)
+            assert torch.equal(matrix.dequantized(), GroupedWeight.quantize(own, bits).dequantized())

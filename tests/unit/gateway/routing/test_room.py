@@ -44,9 +44,11 @@ def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
 
 
 def test_a_request_takes_the_blocks_of_every_kv_group_but_not_those_that_left_a_window() -> None:
-    """200 tokens and the next: 13 rows of two groups, of which 10 have left the window."""
+    """200 tokens and the next: 13 rows of two groups, of which 10 have left the window. The running request may need
+    the next row of both.
+    """
     groups = KVGroups(1, 1, 32)
-    for num_free, has_room in ((17, True), (16, False)):
+    for num_free, has_room in ((18, True), (17, False)):
         windowed = replace(status("d0", free=num_free), kv_groups=groups)
         router = router_of("kv_aware", DISAGGREGATED, P[0])
         router.on_status(windowed)
