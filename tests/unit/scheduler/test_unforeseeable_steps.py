@@ -127,13 +127,18 @@ def test_c61_drafts_that_come_while_the_next_step_is_under_way_are_too_late_and_
 def test_c16_a_block_of_wrong_drafts_that_was_swapped_out_does_not_come_back(num_right: int) -> None:
     """Drafts of a prompt of 29 tokens reach into the third block of 16."""
     old, young = make_request(31, max_tokens=9), make_request(29, max_tokens=12)
-    settings = {"num_blocks": 6, "preemption": "swap", "num_swap_blocks": 6, "enable_prefix_caching": False}
-    driver = drafting(right(num_right, young), **settings)
+    driver = drafting(
+        right(num_right, young),
+        num_blocks=6,
+        preemption="swap",
+        num_swap_blocks=6,
+        enable_prefix_caching=False,
+    )
     driver.add(old, young)
     plans = [driver.step() for _ in range(4)]
     assert plans[3].preempted_req_ids == {young.request_id}, "while its drafts were verified"
     assert len(plans[3].swap_out) == 3
-    swapped_in = []
+    swapped_in: list[tuple[int, int]] = []
     while driver.scheduler.has_requests():
         swapped_in += driver.step().swap_in
     assert len(swapped_in) >= (2 if num_right < 3 else 3)
