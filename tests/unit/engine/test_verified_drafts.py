@@ -96,6 +96,20 @@ def test_c62_right_and_wrong_drafts_change_no_token(
     assert [each.token_id for each in logprobs] == driver.requests["r4"].outputs
 
 
+def test_a_request_that_ended_while_its_step_was_under_way_gets_no_drafts(model: LoadedModel) -> None:
+    """A device's next step is launched before this one is waited for."""
+    driver = StepDriver(model, drafter=lambda _: Drafter(NGramProposer(1, 4), 3, 32, num_equal_rows=1e6))
+    for name in ("stays", "ends"):
+        driver.add(name, [5, 6, 7] * 4, SamplingParams(temperature=0.0, max_tokens=100, logit_bias={5: 99.0}))
+    driver.step({"stays": 12, "ends": 12})
+    step = driver.runner.launch(driver.plan({"stays": 1, "ends": 1}))
+    driver.finish("ends")
+    driver.runner.launch(driver.plan({}))
+    output = step.wait()
+    assert output.sampled_token_ids == {"stays": [5], "ends": [5]}
+    assert output.draft_token_ids.keys() == {"stays"}
+
+
 def test_a_preempted_request_forgets_what_its_drafts_left(
     model: LoadedModel, alone: dict[str, list[int]]
 ) -> None:
