@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.clock import SystemClock
-from baton.config import BatonConfig, NetworkConfig, merge
+from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
 from baton.system.watched import Watched
 from cli.flags import (
@@ -166,10 +166,14 @@ def _count(text: str) -> int:
 
 def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
     """Resolves paths against this command's folder, since workers may run in another one."""
-    if config.engine.trace_dir is None:
-        return config
-    trace_dir = str(here / config.engine.trace_dir)
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"trace_dir": trace_dir})})
+    changed: dict[str, Section] = {}
+    if (trace_dir := config.engine.trace_dir) is not None:
+        changed["engine"] = config.engine.model_copy(update={"trace_dir": str(here / trace_dir)})
+    draft_model = config.speculation.draft_model
+    if draft_model is not None and (here / draft_model).exists():  # else it is a name
+        path = str(here / draft_model)
+        changed["speculation"] = config.speculation.model_copy(update={"draft_model": path})
+    return config.model_copy(update=changed)
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -125,3 +125,11 @@ def test_workers_write_where_the_command_was_started() -> None:
     assert resolved.engine.num_threads == 3
     assert with_absolute_paths(resolved, Path("/elsewhere")) == resolved
     assert with_absolute_paths(BatonConfig(), Path("/home/me")) == BatonConfig()
+
+
+def test_a_draft_models_folder_is_found_by_workers_that_run_in_another_one(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    for given, resolved in (("draft", str(tmp_path / "draft")), ("org/name", "org/name")):
+        speculation = {"method": "draft_model", "draft_model": given}
+        config = with_absolute_paths(BatonConfig.from_mapping({"speculation": speculation}), tmp_path)
+        assert config.speculation.draft_model == resolved
