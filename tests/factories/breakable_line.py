@@ -38,8 +38,12 @@ class BreakableLine:
         if self.is_cut:
             writer.transport.abort()
             return
+        self._writers.add(writer)  # `cut` breaks it also while the other end is being reached
         far_reader, far_writer = await asyncio.open_connection(*self._target)
-        self._writers |= {writer, far_writer}
+        if writer not in self._writers:
+            far_writer.transport.abort()
+            return
+        self._writers.add(far_writer)
         ways: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, Direction]] = [
             (reader, far_writer, "to worker"),
             (far_reader, writer, "to gateway"),

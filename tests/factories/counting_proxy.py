@@ -23,6 +23,9 @@ class CountingProxy:
         except ConnectionError:
             writer.close()
             return
+        except asyncio.CancelledError:
+            writer.close()
+            raise
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._pass_on(reader, there_writer, counted=False))
