@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.scheduler_workloads import RequestSpec, Settings, Workload, clip
+from benchmarks.scheduler_workloads import RequestSpec, Workload, clip, workload_by_hand
 
 
 def with_drafts(workload: Workload) -> Workload:
@@ -33,19 +33,8 @@ def with_drafts(workload: Workload) -> Workload:
 
 
 def _by_hand(number: int, requests: list[RequestSpec], **settings: Any) -> Workload:
-    roomy = Settings(
-        policy="fcfs",
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        long_prefill_token_threshold=0,
-        enable_prefix_caching=True,
-        enable_chunked_prefill=True,
-        block_size=4,
-        num_blocks=60,
-        max_model_len=40,
-        num_speculative_tokens=4,
-    )
-    return Workload(-number, replace(roomy, **settings), tuple(requests))
+    roomy = {"num_blocks": 60, "max_model_len": 40, "num_speculative_tokens": 4}
+    return workload_by_hand(number, requests, **roomy | settings)
 
 
 def _ask(number: int, num_tokens: int, max_tokens: int, quality: float, **values: Any) -> RequestSpec:

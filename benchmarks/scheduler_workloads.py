@@ -190,3 +190,24 @@ def _make_settings(rng: random.Random, max_model_len: int, requests: list[Reques
         num_blocks=1 + num_needed + rng.randrange(1 + rng.choice([1, 1, 4]) * num_needed),
         max_model_len=max_model_len,
     )
+
+
+def workload_by_hand(number: int, requests: list[RequestSpec], **settings: Any) -> Workload:
+    """With room for all requests and no limits, but for what `settings` says; `num_blocks` and `max_model_len` at
+    least."""
+    return Workload(
+        -number,
+        Settings(
+            **{
+                "policy": "fcfs",
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 64,
+                "long_prefill_token_threshold": 0,
+                "enable_prefix_caching": True,
+                "enable_chunked_prefill": True,
+                "block_size": 4,
+                **settings,
+            }
+        ),
+        tuple(requests),
+    )

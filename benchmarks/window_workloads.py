@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.scheduler_workloads import RequestSpec, Settings, Workload
+from benchmarks.scheduler_workloads import RequestSpec, Settings, Workload, workload_by_hand
 
 
 def with_windows(workload: Workload) -> Workload:
@@ -41,20 +41,8 @@ def num_blocks_needed(settings: Settings, requests: tuple[RequestSpec, ...]) -> 
 
 
 def _by_hand(number: int, requests: list[RequestSpec], **settings: Any) -> Workload:
-    roomy = Settings(
-        policy="fcfs",
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        long_prefill_token_threshold=0,
-        enable_prefix_caching=True,
-        enable_chunked_prefill=True,
-        block_size=4,
-        num_blocks=100,
-        max_model_len=96,
-        num_windowed=1,
-        window=8,
-    )
-    return Workload(-number, replace(roomy, **settings), tuple(requests))
+    roomy = {"num_blocks": 100, "max_model_len": 96, "num_windowed": 1, "window": 8}
+    return workload_by_hand(number, requests, **roomy | settings)
 
 
 def _ask(number: int, prompt: tuple[tuple[str, int], ...], max_tokens: int, arrival_step: int) -> RequestSpec:

@@ -19,8 +19,6 @@ CHUNK_VALUES = 2**24
 """Values that are made floats at a time, so that a large matrix is not held in float32."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Of 8 outputs in an int32 of AWQ's GEMM format: in which 4 bits each lies (AutoAWQ, awq/utils/packing_utils.py)."""
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of e2m1; the fourth bit is the sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +104,3 @@ def gptq_zeros(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:
     """
     ones = 0x11111111 if bits == 4 else 0x01010101
     return (packed_RC.to(torch.int64) + ones).to(torch.int32)
-
-
-def mxfp4_numbers(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """MXFP4 (OCP Microscaling Formats, 2023) as float32: `blocks` ... x G x 16 and `scales` ... x G, both uint8.
-
-    A block is 32 values of 4 bits (e2m1), two a byte, the low half first; its scale is 2^(byte - 127). The result is
-    ... x G * 32.
-    """
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    table = torch.tensor((*_FP4, *(-value for value in _FP4)), device=blocks.device)
-    return torch.ldexp(table[codes.long()], scales.to(torch.int32).unsqueeze(-1) - 127).flatten(-2)

@@ -1,9 +1,8 @@
 """Packed integers and their zero points, by tensors that are computed by hand."""
 
 import torch
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.loading.coded_matrix import CodedMatrix, gptq_zeros, mxfp4_numbers, unpacked, unpacked_awq
+from engine.loading.coded_matrix import CodedMatrix, gptq_zeros, unpacked, unpacked_awq
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -38,18 +37,3 @@ def test_a_weight_is_the_value_less_zero_times_the_scale_of_its_group() -> None:
     )
     assert matrix.numbers(torch.float32).tolist() == [[-4.0, 3.5, 0.0, 0.0], [0.0, 1.0, -9.0, -6.0]]
     assert matrix.grouped() is None
-
-
-def test_mxfp4() -> None:
-    """By hand, and as transformers has it."""
-    blocks = torch.zeros(1, 2, 16, dtype=torch.uint8)
-    blocks[0, 0, :3] = torch.tensor([0x10, 0x7E, 0xF9])
-    scales = torch.tensor([[127, 130]], dtype=torch.uint8)
-    numbers = mxfp4_numbers(blocks, scales)
-    assert numbers.shape == (1, 64)
-    assert numbers[0, :6].tolist() == [0.0, 0.5, -4.0, 6.0, -0.5, -6.0]
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (2, 6, 4, 16), generator=generator).to(torch.uint8)
-    scales = torch.randint(100, 150, (2, 6, 4), generator=generator).to(torch.uint8)
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    assert torch.equal(mxfp4_numbers(blocks, scales), expected)

@@ -11,12 +11,12 @@ import torch
 from baton.config import ModelConfig
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, ModelRunnerOutput, SchedulerOutput
-from engine.batch import SampledRequest, StepBatch
+from engine.batch import RequestBatch, RunnerRequest, SampledRequest, StepBatch
 from engine.drafts import Drafter, NGramProposer
 from engine.kv_cache import HostBlocks, KVPool
 from engine.loading.loader import LoadedModel, load_model
 from engine.native.library import native_library
-from engine.runner import ModelRunner
+from engine.runner import LaunchedStep, ModelRunner
 from engine.sampler import KnownTokens, SampledToken
 from tests.factories.stepping import StepDriver, make_request_data
 
@@ -108,6 +108,32 @@ def test_a_request_that_ended_while_its_step_was_under_way_gets_no_drafts(model:
     output = step.wait()
     assert output.sampled_token_ids == {"stays": [5], "ends": [5]}
     assert output.draft_token_ids.keys() == {"stays"}
+
+
+def test_a_first_token_with_forced_tokens_behind_it_is_known_to_the_drafter(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets no draft of its own, and those of others must not delay it."""
+    asked: list[tuple[list[str], bool]] = []
+
+    class Asked(Drafter):
+        def draft(
+            self, requests: Sequence[RunnerRequest], batch: RequestBatch, *, has_first_token: bool
+        ) -> Iterator[tuple[RunnerRequest, list[int]]]:
+            asked.append(([each.request_id for each in requests], has_first_token))
+            return super().draft(requests, batch, has_first_token=has_first_token)
+
+    monkeypatch.setattr(
+        LaunchedStep, "_forced", lambda _, names: {"new": (5,)}.items() if "new" in names else ()
+    )
+    driver = StepDriver(model, drafter=lambda _: Asked(NGramProposer(1, 4), 3, 32, num_equal_rows=1e6))
+    driver.runner._takes_forced = True
+    driver.add("old", [5, 6, 7] * 4)
+    driver.step({"old": 12})
+    driver.step({"old": 1})
+    driver.add("new", [5, 6, 7] * 4)
+    driver.step({"old": 1, "new": 12})
+    assert asked == [(["old"], True), (["old"], False), (["old"], True)]
 
 
 def test_a_preempted_request_forgets_what_its_drafts_left(
