@@ -11,21 +11,23 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
+from gateway.conversation import Conversation, new_plain_parser
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest
 from gateway.routing.placement import Mode
-from gateway.text import ChatMessage, TextStream, Tokenizer, TokenizerPool
+from gateway.text import TextStream, Tokenizer, TokenizerPool
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | tuple[int, ...] | list[ChatMessage]
+Prompt = str | tuple[int, ...] | Conversation
 """Text, token ids, or a conversation."""
 
 UNLIMITED = sys.maxsize
@@ -98,6 +100,12 @@ class Preprocessor:
             logger.info("request %s: %r", request_id, prompt, extra=extra)
         now = asyncio.get_running_loop().time
         began = now()
+        answer_format = self._tokenizer.answer_format
+        new_parser = new_plain_parser
+        if isinstance(prompt, Conversation):
+            grammar = answer_format.grammar(prompt, params.structured_output)
+            params = replace(params, structured_output=grammar)
+            new_parser = partial(answer_format.new_parser, prompt)
         self._check_max_model_len(max_model_len)
         self._check_token_ids("logit_bias", tuple(params.logit_bias))
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
@@ -110,6 +118,7 @@ class Preprocessor:
             prompt_token_ids=prompt_token_ids,
             sampling_params=params,
             text=self._text(params, keep_special_tokens, prompt_token_ids),
+            new_parser=new_parser,
             priority=_priority_for(caller, priority),
             cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
             skip_reading_prefix_cache=skip_reading_prefix_cache,
@@ -119,7 +128,7 @@ class Preprocessor:
             preprocess_s=now() - began,
             api=api,
             trace=trace,
-            is_chat=isinstance(prompt, list),
+            is_chat=isinstance(prompt, Conversation),
         )
 
     def room_behind(self, num_tokens: int, max_model_len: int | None = None) -> int:
@@ -184,7 +193,7 @@ class Preprocessor:
             return prompt
         try:
             async with asyncio.timeout(timeout_s):
-                if isinstance(prompt, list):
+                if isinstance(prompt, Conversation):
                     return await self.pool.encode_chat(caller.name, prompt)
                 return await self.pool.encode(caller.name, prompt)
         except TimeoutError:

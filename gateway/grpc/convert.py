@@ -18,11 +18,11 @@ from baton.sampling import (
 )
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
+from gateway.conversation import ChatMessage, Conversation
 from gateway.preprocess import UNLIMITED, Prompt
 from gateway.requests.request import Delta, Finish
 from gateway.requests.timing import SeenTransfer
 from gateway.routing.placement import Mode
-from gateway.text import ChatMessage
 
 M = TypeVar("M", bound=Message)
 
@@ -59,7 +59,8 @@ def prompt_from(message: generation_pb.GenerateRequest) -> Prompt:
                     f"a conversation must have 1 to {MAX_MESSAGES} messages, got "
                     f"{len(message.chat.messages)}",
                 )
-            return [ChatMessage(turn.role, turn.content) for turn in message.chat.messages]
+            turns = message.chat.messages
+            return Conversation(tuple(ChatMessage(turn.role, turn.content) for turn in turns))
         case _:
             raise InvalidRequest("prompt", "set one of text, token_ids and chat")
 

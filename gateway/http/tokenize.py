@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequest, UnknownModel
 from gateway.auth.callers import Caller
+from gateway.conversation import Conversation
 from gateway.http.openai.chat_request import Messages
 from gateway.http.openai.description import ERRORS
 from gateway.http.openai.fields import Body, TokenId
@@ -84,7 +85,7 @@ class TokenizeRoutes:
         else:
             token_ids = await self._pool.encode_chat(
                 caller,
-                [message.as_chat_message() for message in body.messages or ()],
+                Conversation(tuple(message.as_chat_message() for message in body.messages or ())),
                 add_generation_prompt=body.add_generation_prompt is not False,
                 add_special_tokens=adds is True,
             )

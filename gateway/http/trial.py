@@ -13,14 +13,14 @@ from baton.errors import BatonError
 from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
 from gateway.call_ids import TraceContext
+from gateway.conversation import ChatMessage, Conversation
 from gateway.http.errors import body_of
 from gateway.http.event_stream import event
-from gateway.preprocess import Preprocessor
+from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.timing import SeenTransfer
 from gateway.routing.placement import Mode, Placement
-from gateway.text import ChatMessage
 
 
 class TrialRequest(BaseModel):
@@ -49,9 +49,9 @@ class PageTrial:
         self, request: TrialRequest, caller: Caller, request_id: str, trace: TraceContext | None
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events; raises InvalidRequest at once if the prompt cannot be served."""
-        prompt = (
-            [ChatMessage("user", request.prompt)] if self._preprocessor.has_chat_template else request.prompt
-        )
+        prompt: Prompt = request.prompt
+        if self._preprocessor.has_chat_template:
+            prompt = Conversation((ChatMessage("user", request.prompt),))
         gateway_request = await self._preprocessor.preprocess(
             prompt,
             SamplingParams(max_tokens=request.max_tokens, temperature=request.temperature),

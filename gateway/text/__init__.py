@@ -2,6 +2,6 @@
 
 from gateway.text.pool import TokenizerPool
 from gateway.text.stream import Detokenizer, StopStrings, TextStream
-from gateway.text.tokenizer import ChatMessage, Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
-__all__ = ["ChatMessage", "Detokenizer", "StopStrings", "TextStream", "Tokenizer", "TokenizerPool"]
+__all__ = ["Detokenizer", "StopStrings", "TextStream", "Tokenizer", "TokenizerPool"]

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from baton.errors import InvalidRequest, PromptTooLong
+from gateway.conversation import Conversation
 from gateway.text.fair_threads import FairThreads
 from gateway.text.time_limit import run_within
-from gateway.text.tokenizer import ChatMessage, Tokenizer
+from gateway.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARACTERS = 2_000
 """Shorter texts are tokenised at once: a thread would take longer to start on them."""
@@ -44,7 +45,7 @@ class TokenizerPool:
     async def encode_chat(
         self,
         caller: str,
-        messages: Sequence[ChatMessage],
+        conversation: Conversation,
         *,
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
@@ -52,7 +53,7 @@ class TokenizerPool:
         """Templates write special tokens themselves. InvalidRequest names `chat`; Overloaded if too many of
         this caller's wait already.
         """
-        text = await self._render(caller, messages, add_generation_prompt)
+        text = await self._render(caller, conversation, add_generation_prompt)
         self._check_length("chat", text)
         return await self._encode(caller, text, add_special_tokens)
 
@@ -85,14 +86,14 @@ class TokenizerPool:
                 f"{len(text)} characters exceed the model's limit of {self.max_characters}",
             )
 
-    async def _render(self, caller: str, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+    async def _render(self, caller: str, conversation: Conversation, add_generation_prompt: bool) -> str:
         """The time counts from when a thread begins."""
 
         def render() -> str:
-            return self.tokenizer.render_chat(messages, add_generation_prompt)
+            return self.tokenizer.render_chat(conversation, add_generation_prompt)
 
         timeout_s = self._template_timeout_s
-        num_characters = sum(len(message.content) for message in messages)
+        num_characters = sum(len(message.content) for message in conversation.messages)
         try:
             return await self._template_threads.run(
                 caller, num_characters, lambda: run_within(timeout_s, render)

@@ -1,25 +1,17 @@
 """Tokenizer: a model folder's own tokenizer and chat template."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import InvalidRequest, ModelError
+from gateway.conversation import AnswerFormat, Conversation, answer_format_of
 from gateway.text.plain_tokenizer import PlainTokenizer
 from gateway.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
 
 
 class Tokenizer:
@@ -36,6 +28,7 @@ class Tokenizer:
         self._token_bytes = TokenBytes(self.backend)
         self.longest_token = max(map(len, self.backend.get_vocab()), default=1)
         """Characters of the longest token."""
+        self.answer_format: AnswerFormat = answer_format_of(self._tokenizer.chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -70,7 +63,7 @@ class Tokenizer:
         """Tokens as written in the vocabulary; empty for an unknown id."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
+    def render_chat(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
         """The conversation in the format the model was trained on, up to where the assistant speaks next.
 
         The template is a program by the model's author, in transformers' sandbox. Its exceptions become an
@@ -80,10 +73,10 @@ class Tokenizer:
             raise InvalidRequest(
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        arguments = self.answer_format.template_arguments(conversation)
         try:
             text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=add_generation_prompt
+                **arguments, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # it may raise anything
             raise InvalidRequest(

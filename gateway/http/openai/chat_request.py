@@ -6,9 +6,9 @@ from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
+from gateway.conversation import ChatMessage, Conversation
 from gateway.http.openai.fields import Body, GenerationFields, NotSupported
 from gateway.preprocess import UNLIMITED
-from gateway.text import ChatMessage
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -96,8 +96,8 @@ class ChatCompletionRequest(GenerationFields):
         return self
 
     @property
-    def chat(self) -> list[ChatMessage]:
-        return [message.as_chat_message() for message in self.messages]
+    def chat(self) -> Conversation:
+        return Conversation(tuple(message.as_chat_message() for message in self.messages))
 
     def sampling(self) -> SamplingParams:
         """InvalidRequest names the field that contradicts another one."""

@@ -15,7 +15,8 @@ from engine.loading.gguf_folder import describe, gguf_of, hugging_face_config
 from engine.loading.gguf_tokenizer import special_token_ids
 from engine.model_config import read_architecture, read_eos_token_ids
 from engine.rope_config import RopeType
-from gateway.text.tokenizer import ChatMessage, Tokenizer
+from gateway.conversation import ChatMessage, Conversation
+from gateway.text.tokenizer import Tokenizer
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
 
@@ -53,7 +54,7 @@ def test_the_architecture_is_that_of_the_original_folder(
 def test_tokens_and_chat_are_those_of_the_original_folder(tmp_path: Path, source: Path) -> None:
     describe(make_gguf(tmp_path / "m.gguf", source), tmp_path / "folder")
     theirs, ours = Tokenizer(source), Tokenizer(tmp_path / "folder")
-    messages = [ChatMessage("user", "What is the capital?")]
+    messages = Conversation((ChatMessage("user", "What is the capital?"),))
     chat = ours.render_chat(messages)
     assert chat == theirs.render_chat(messages)
     assert ours.encode(chat) == theirs.encode(chat)

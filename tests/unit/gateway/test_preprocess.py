@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -13,11 +12,12 @@ from baton.clock import SystemClock
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
+from gateway.conversation import ChatMessage, Conversation
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.model import ServedModel
 from gateway.preprocess import UNLIMITED, Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
-from gateway.text import ChatMessage, Tokenizer
+from gateway.text import Tokenizer
 from tests.factories.models import make_tokenizer
 
 VOCAB_SIZE = make_tokenizer().get_vocab_size()
@@ -133,21 +133,23 @@ def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_toke
 
 
 async def test_a_deadline_counts_from_before_the_prompt_is_tokenised(preprocessor: Preprocessor) -> None:
-    def slow(turns: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+    def slow(turns: Conversation, add_generation_prompt: bool) -> str:
         time.sleep(0.2)
         return "hi"
 
     with patch.object(preprocessor.pool.tokenizer, "render_chat", slow):
         generation = await preprocessor.preprocess(
-            [ChatMessage("user", "hi")], SamplingParams(), timeout_s=30.0
+            Conversation((ChatMessage("user", "hi"),)), SamplingParams(), timeout_s=30.0
         )
         assert generation.timeout_s is not None
         assert 0.0 < generation.timeout_s <= 29.8
         with pytest.raises(DeadlinePassed, match="before its prompt was tokenised"):
-            await preprocessor.preprocess([ChatMessage("user", "hi")], SamplingParams(), timeout_s=0.05)
+            await preprocessor.preprocess(
+                Conversation((ChatMessage("user", "hi"),)), SamplingParams(), timeout_s=0.05
+            )
 
 
 def test_a_conversation_is_rendered_with_the_models_own_template(preprocessor: Preprocessor) -> None:
-    said = take_in(preprocessor, [ChatMessage("user", "hi")]).prompt_token_ids
+    said = take_in(preprocessor, Conversation((ChatMessage("user", "hi"),))).prompt_token_ids
     assert take_in(preprocessor, "hi").prompt_token_ids[-1] in said
-    assert said != take_in(preprocessor, [ChatMessage("system", "hi")]).prompt_token_ids
+    assert said != take_in(preprocessor, Conversation((ChatMessage("system", "hi"),))).prompt_token_ids

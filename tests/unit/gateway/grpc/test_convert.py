@@ -11,13 +11,13 @@ from baton.request import FinishReason
 from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import sampling_pb2
+from gateway.conversation import ChatMessage, Conversation
 from gateway.grpc import convert, vllm_convert
 from gateway.grpc.generated import vllm_engine_pb2
 from gateway.preprocess import UNLIMITED, Prompt
 from gateway.requests.request import Delta, Finish
 from gateway.requests.timing import HandoverParts, Timing, TtftParts
 from gateway.routing.placement import Mode, Placement
-from gateway.text import ChatMessage
 from tests.factories.answers import finish_of
 
 
@@ -80,7 +80,7 @@ def test_a_bad_sampling_field_is_named(field: str, fields: dict[str, Any]) -> No
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2])), (1, 2)),
         (
             pb.GenerateRequest(chat=pb.Chat(messages=[pb.Chat.Message(role="user", content="hi")])),
-            [ChatMessage("user", "hi")],
+            Conversation((ChatMessage("user", "hi"),)),
         ),
     ],
 )

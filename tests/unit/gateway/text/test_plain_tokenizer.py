@@ -12,7 +12,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from engine.loading.gguf_folder import describe
-from gateway.text import ChatMessage, Tokenizer
+from gateway.conversation import ChatMessage, Conversation
+from gateway.text import Tokenizer
 from gateway.text.plain_tokenizer import PlainTokenizer
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
@@ -67,10 +68,10 @@ def check_same(folder: Path) -> None:
         expected_text = theirs.apply_chat_template(
             MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-        assert (
-            ours.render_chat([ChatMessage(**message) for message in MESSAGES], add_generation_prompt)
-            == expected_text
+        conversation = Conversation(
+            tuple(ChatMessage(message["role"], message["content"]) for message in MESSAGES)
         )
+        assert ours.render_chat(conversation, add_generation_prompt) == expected_text
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -145,8 +146,9 @@ def test_its_files_are_the_folders_own(tmp_path: Path) -> None:
 def test_no_class_of_transformers_is_imported_for_it(tmp_path: Path) -> None:
     """They take 80 % of the time."""
     code = (
-        "import sys; from pathlib import Path; from gateway.text import Tokenizer, ChatMessage\n"
-        f"Tokenizer(Path({str(gguf_folder(tmp_path))!r})).render_chat([ChatMessage('user', 'x')])\n"
+        "import sys; from pathlib import Path; from gateway.text import Tokenizer\n"
+        "from gateway.conversation import ChatMessage, Conversation\n"
+        f"Tokenizer(Path({str(gguf_folder(tmp_path))!r})).render_chat(Conversation((ChatMessage('user', 'x'),)))\n"
         "print(sorted({'torch', 'transformers.models', 'transformers.tokenization_utils_base'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

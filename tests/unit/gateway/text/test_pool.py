@@ -13,12 +13,13 @@ from unittest.mock import Mock
 import pytest
 
 from baton.errors import InvalidRequest, Overloaded
-from gateway.text import ChatMessage, Tokenizer, TokenizerPool
+from gateway.conversation import ChatMessage, Conversation
+from gateway.text import Tokenizer, TokenizerPool
 from gateway.text.pool import MAX_INLINE_CHARACTERS, MAX_WAITING, NUM_THREADS
 from gateway.text.time_limit import run_within
 from tests.factories.models import make_tokenizer_dir
 
-HELLO = [ChatMessage("user", "hello")]
+HELLO = Conversation((ChatMessage("user", "hello"),))
 MAX_TOKENS = 2000
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -69,7 +70,7 @@ async def test_texts_that_cannot_fit_are_refused_without_tokenising(tmp_path: Pa
         with pytest.raises(InvalidRequest, match=rf"prompt: {pool.max_characters + 1} characters"):
             await pool.encode("alice", "x" * (pool.max_characters + 1))
         with pytest.raises(InvalidRequest, match=r"chat: \d+ characters exceed the model's limit"):
-            await pool.encode_chat("alice", [ChatMessage("user", "x" * pool.max_characters)])
+            await pool.encode_chat("alice", Conversation((ChatMessage("user", "x" * pool.max_characters),)))
 
 
 class HeldTokenizer:
@@ -107,7 +108,7 @@ async def test_c57_one_callers_surplus_is_refused_and_others_go_on(tmp_path: Pat
                 await task
             assert caught.value.retry_after_s > 0
         assert await pool.encode("bob", long_text("b")) == (MAX_INLINE_CHARACTERS + 1,)
-        assert await pool.encode_chat("bob", [ChatMessage("user", "b" * 3000)])
+        assert await pool.encode_chat("bob", Conversation((ChatMessage("user", "b" * 3000),)))
         with pytest.raises(Overloaded):
             await pool.encode("alice", long_text("h"))
         waiting[-6].cancel()  # a cancelled call makes room
@@ -230,7 +231,7 @@ async def test_a_template_that_does_not_end_is_ended_and_others_go_on(tmp_path: 
     own = tokenizer(tmp_path, "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}fine")
 
     async with pool_of(own, template_timeout_s=0.2) as pool:
-        loops = [pool.encode_chat("alice", [ChatMessage("user", "loop")]) for _ in range(4)]
+        loops = [pool.encode_chat("alice", Conversation((ChatMessage("user", "loop"),))) for _ in range(4)]
         errors = await asyncio.wait_for(asyncio.gather(*loops, return_exceptions=True), 30)
         assert {str(error) for error in errors} == {"chat: the model's chat template took longer than 0.2 s"}
         assert await pool.encode_chat("alice", HELLO) == own.encode("fine")

@@ -1,0 +1,75 @@
+"""AnswerFormat: how one model writes reasoning and calls, and how its chat template is told of tools."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from baton.errors import InvalidRequest
+from baton.sampling import StructuredOutput
+from gateway.conversation.events import AnswerEvent, Text
+from gateway.conversation.messages import Conversation
+
+
+class AnswerParser(Protocol):
+    """Turns one answer's text into events as it comes. Never raises, whatever the model wrote."""
+
+    def push(self, text: str) -> Sequence[AnswerEvent]:
+        """The events that are certain by now; what could still become something else waits."""
+
+    def flush(self) -> Sequence[AnswerEvent]:
+        """The rest, when no more text comes."""
+
+
+class AnswerFormat(Protocol):
+    """One model's way of writing. Stateless; one instance serves all requests."""
+
+    @property
+    def kept_special_tokens(self) -> frozenset[str]:
+        """Special tokens that the parser must see in the text, though special tokens are left out of it."""
+
+    def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
+        """`conversation`, `tools` and further variables of the model's chat template."""
+
+    def grammar(self, conversation: Conversation, answer: StructuredOutput | None) -> StructuredOutput | None:
+        """What the model may write, so that calls parse and fit their schemas; None: anything. `answer`: what the
+        text must match if it calls nothing. InvalidRequest names the field where both cannot be had together."""
+
+    def new_parser(self, conversation: Conversation) -> AnswerParser:
+        """A parser of the turn that continues this conversation."""
+
+
+class PlainParser:
+    """All text is the answer's."""
+
+    def push(self, text: str) -> Sequence[AnswerEvent]:
+        return (Text(text),) if text else ()
+
+    def flush(self) -> Sequence[AnswerEvent]:
+        return ()
+
+
+def new_plain_parser() -> AnswerParser:
+    """For prompts that are no conversation."""
+    return PlainParser()
+
+
+class PlainFormat:
+    """A model without reasoning and without tools."""
+
+    kept_special_tokens: frozenset[str] = frozenset()
+
+    def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
+        turns = [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
+        return {"conversation": turns, **conversation.template_options}
+
+    def grammar(self, conversation: Conversation, answer: StructuredOutput | None) -> StructuredOutput | None:
+        if conversation.tools:
+            raise InvalidRequest("tools", "this model is served without tools")
+        return answer
+
+    def new_parser(self, conversation: Conversation) -> AnswerParser:  # noqa: ARG002 - AnswerFormat's signature
+        return PlainParser()
+
+
+def answer_format_of(chat_template: str | None) -> AnswerFormat:  # noqa: ARG001 - one format for now
+    """The format that a model's chat template asks for."""
+    return PlainFormat()
