@@ -54,6 +54,14 @@ def leaves_open(asked: str, served: str) -> bool:
     return name is not None and other is not None and name == replace(other, revision=None)
 
 
+def is_same_repository(text: str | None, other_text: str | None) -> bool:
+    """Whether both name the same files of the Hub, at any two revisions."""
+    if text is None or other_text is None:
+        return False
+    name, other = HubName.parse(text), HubName.parse(other_text)
+    return name is not None and other is not None and name.served_name == other.served_name
+
+
 def is_pinned(text: str) -> bool:
     """Whether the text names a commit of the Hub, and so the same model on every machine, wherever its folder is."""
     name = HubName.parse(text)

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from baton.config import SchedulerConfig
 from engine.batch import DraftedRequest, SampledRequest, StepBatch
 from engine.drafts import Wanted
 from engine.forward import Forward
@@ -50,7 +49,8 @@ class DraftModel:
         *,
         shares_kv: bool,
     ) -> None:
-        """`spare_blocks`: of the pool of `forward`; see `num_spare_blocks`. `num_drafts`: the most of a request.
+        """`spare_blocks`: of the pool of `forward`; see `SpeculationConfig.num_spare_blocks`. `num_drafts`: the most of
+        a request.
         `cost`: one pass of the small model, as a share of one of the served model. `shares_kv`: the small model is the
         served one's first layers, in its pool.
         """
@@ -147,11 +147,6 @@ class _Sequence:
             self.drafts.append(token_id)
         is_stop = token_id in self.wanted.request.stop_token_ids
         self.has_ended = is_stop or not is_finite or len(self.drafts) == self.wanted.num_tokens
-
-
-def num_spare_blocks(num_drafts: int, config: SchedulerConfig) -> int:
-    """Blocks for the drafts of all requests of a step, which the scheduler does not know."""
-    return config.max_num_seqs * -(-num_drafts // config.block_size)
 
 
 def _order(sequence: _Sequence) -> tuple[bool, int]:

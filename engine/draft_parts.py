@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError, ModelError
-from engine.draft_model import DraftModel, num_spare_blocks
+from engine.draft_model import DraftModel
 from engine.drafts import Drafter, NGramProposer, Proposer
 from engine.forward import TorchForward
 from engine.kv_cache import KVPool
@@ -35,8 +35,13 @@ class Draft:
     model: LoadedModel
     shares_kv: bool
     """It is the served model's first layers: it needs no KV pool."""
-    num_drafts: int
-    """The most of one request in a step."""
+    speculation: SpeculationConfig
+    """How it guesses."""
+
+    @property
+    def num_drafts(self) -> int:
+        """The most of one request in a step."""
+        return self.speculation.num_drafts
 
     def block_bytes(self, block_size: int) -> int:
         """What its KV adds to a block of the served model."""
@@ -44,7 +49,7 @@ class Draft:
 
     def num_spare_blocks(self, config: SchedulerConfig) -> int:
         """Blocks of each pool that the scheduler does not know."""
-        return num_spare_blocks(self.num_drafts, config)
+        return self.speculation.num_spare_blocks(config.block_size, config.max_num_seqs)
 
 
 def load_draft(
@@ -68,7 +73,7 @@ def load_draft(
         )
     if speculation.draft_layers is not None:
         first = _first_layers(model, speculation.draft_layers)
-        return Draft(first, shares_kv=True, num_drafts=speculation.num_drafts)
+        return Draft(first, shares_kv=True, speculation=speculation)
     assert speculation.draft_model is not None
     try:
         path = resolve(speculation.draft_model, default_cache_dir(os.environ))
@@ -88,7 +93,7 @@ def load_draft(
             raise ModelError(f"{path} has sliding windows, which a draft model may not have")
     except ModelError as error:
         raise ModelError(f"speculation.draft_model: {error}") from error
-    return Draft(draft, shares_kv=False, num_drafts=speculation.num_drafts)
+    return Draft(draft, shares_kv=False, speculation=speculation)
 
 
 def make_drafter(

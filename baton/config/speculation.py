@@ -81,3 +81,11 @@ class SpeculationConfig(Section):
     def num_drafts(self) -> int:
         """The most drafts of one request in one step; 0: there are none."""
         return 0 if self.method == "off" else self.num_speculative_tokens
+
+    def num_spare_blocks(self, block_size: int, max_num_seqs: int) -> int:
+        """Blocks of each pool for the drafts of all requests of a step, which the scheduler does not know."""
+        return (
+            0
+            if self.method != "draft_model"
+            else max_num_seqs * -(-self.num_speculative_tokens // block_size)
+        )

@@ -46,7 +46,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         check_access(config)
         secret = load_secret(config.network, os.environ, may_create=True)
         keys = derive_keys(secret)
-        model_path = resolve_model(config, screen)
+        config, model_path = resolve_model(config, screen)
         fleet = make_fleet(config, secret, model_path, screen, stack)
         # Not before Ray runs: its start would wait for the interpreter's lock. Now this process waits for workers.
         loading = stack.push(Loading(partial(load_tokenizer, model_path)))

@@ -55,7 +55,7 @@ def run_fleet(
         signals = stack.enter_context(StopSignals())
         check_owner(config, "fleet")
         secret = load_secret(config.network, os.environ, may_create=True)
-        model_path = resolve_model(config, screen)
+        config, model_path = resolve_model(config, screen)
         fleet = make_fleet(config, secret, model_path, screen, stack)
         keys = derive_fleet_keys(secret)
         signals.run(_run(config, keys, fleet, screen, while_open, reread, signals))

@@ -17,7 +17,7 @@ from cluster.control_api.configuration import keys_digest, unpack_configuration
 from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing
 from cluster.serve.screen import Screen
-from engine.loading.commit import commit_of, with_commit
+from engine.loading.commit import commit_of, pinned, with_commit
 from engine.loading.dtype import choose_dtype, with_chosen_dtype, with_dtype
 from engine.loading.footprint import check_room, footprint
 from engine.loading.pretrained import default_cache_dir, resolve
@@ -76,22 +76,28 @@ def most_ranks(config: BatonConfig) -> int:
     return sum(config.num_ranks(role) * count for role, count in workers.items())
 
 
-def resolve_model(config: BatonConfig, screen: Screen) -> Path:
+def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Path]:
     """The model's folder, downloaded now if necessary; on a Ray of several hosts, each worker's host downloads weights.
 
-    Says what the model takes. ModelError if this machine's workers have no room for it.
+    So is a draft model, and the configuration returned names its commit, so that all workers guess alike. Says what
+    the models take. ModelError if this machine's workers have no room for them.
     """
+    draft, draft_folder = config.speculation.draft_model, None
     is_here = config.cluster.ray_address in ("none", "local")
     weights = is_here and config.model.load_format == "auto"
     with screen.bar() as progress:
         path = resolve(config.model.path, default_cache_dir(os.environ), progress, weights=weights)
+        if draft is not None:
+            draft_folder = resolve(draft, default_cache_dir(os.environ), progress, weights=weights)
+            speculation = config.speculation.with_values("draft", draft_model=pinned(draft, draft_folder))
+            config = config.model_copy(update={"speculation": speculation})
     dtype = choose_dtype(config, path)
     screen.line("model", f"{path} in {dtype}")
-    takes = footprint(with_dtype(config, dtype.dtype), path)
+    takes = footprint(with_dtype(config, dtype.dtype), path, draft_folder)
     screen.line("", str(takes))
     if is_here:
         check_room(takes, config)
-    return path
+    return config, path
 
 
 async def with_choices_of(

@@ -20,14 +20,18 @@ def commit_of(folder: Path) -> str | None:
 
 
 def with_commit(config: BatonConfig, model_path: Path) -> BatonConfig:
-    """The same configuration, in which `model.path` means the same on all machines and after any restart.
-
-    A name of the Hub gets the commit of its folder `model_path`. A folder whose relative path could be such a name
-    gets its whole path.
-    """
-    name = HubName.parse(config.model.path)
-    if name is None:
+    """The same configuration, in which `model.path` means the same on all machines and after any restart."""
+    path = pinned(config.model.path, model_path)
+    if path == config.model.path:
         return config
-    commit = commit_of(model_path)
-    path = str(model_path) if commit is None else str(name.at(commit))
     return config.model_copy(update={"model": config.model.with_values("model", path=path)})
+
+
+def pinned(text: str, folder: Path) -> str:
+    """A name of the Hub gets the commit of its folder `folder`. A folder whose relative path could be such a name gets
+    its whole path."""
+    name = HubName.parse(text)
+    if name is None:
+        return text
+    commit = commit_of(folder)
+    return str(folder) if commit is None else str(name.at(commit))

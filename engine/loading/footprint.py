@@ -13,7 +13,7 @@ from engine.layer_groups import group_layers, one_group
 from engine.loading.gguf import GgufType, read_gguf
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import indexed_files, read_safetensors_header
-from engine.model_config import read_architecture, read_json
+from engine.model_config import ModelArchitecture, read_architecture, read_json
 from engine.quantization_config import Quantization, read_quantization
 
 CPU_KV_CACHE_MIB = 1024
@@ -68,6 +68,8 @@ class Footprint:
     """How many tokens of KV the pool holds; more if `gives_back`."""
     gives_back: bool = False
     """Layers with a window give back KV that left it."""
+    draft_weight_bytes: int = 0
+    """Of another model that guesses; its KV is in the pool's bytes, and in those of a token."""
 
     def __str__(self) -> str:
         parts = []
@@ -75,6 +77,8 @@ class Footprint:
             parts.append(
                 f"{_count(self.weights.num_parameters)} parameters, {_mib(self.weight_bytes)} of weights"
             )
+        if self.draft_weight_bytes:
+            parts.append(f"{_mib(self.draft_weight_bytes)} of a draft model's weights")
         kib = f"{self.kv_bytes_per_token / 1024:,.2f}".rstrip("0").rstrip(".")
         parts.append(f"{kib} KiB of KV per token")
         if self.kv_pool_bytes is not None:
@@ -84,23 +88,33 @@ class Footprint:
         return "; ".join(parts)
 
 
-def footprint(config: BatonConfig, folder: Path) -> Footprint:
-    """`config` names the data type. ModelError if the model is not supported, or a file is damaged."""
+def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = None) -> Footprint:
+    """`config` names the data type; `draft_folder`: of the model of `speculation.draft_model`. ModelError if a model is
+    not supported, or a file is damaged."""
     weights = stored_weights(folder) if config.model.load_format == "auto" else None
     kept = 0 if weights is None else _kept_bytes(config, weights)
     architecture = read_architecture(folder)
-    kv_dtype = config.engine.kv_cache_dtype if config.engine.kv_cache_dtype != "auto" else config.model.dtype
-    per_layer = 2 * architecture.num_kv_heads * architecture.head_dim * BYTES[kv_dtype]
+    per_layer = _kv_bytes_per_layer(config, architecture)
     per_token = architecture.num_layers * per_layer
     block_size, groups = _block_size(config), one_group(architecture.num_layers)
     if config.engine.device == "cpu":
         groups = group_layers(architecture.sliding_windows, architecture.max_position_embeddings)
     block_bytes = groups.num_layers * per_layer * block_size
-    pool = _pool_bytes(config, kept, block_bytes)
+    draft_kept = 0
+    if draft_folder is not None:
+        draft_kept = _draft_bytes(config, draft_folder)
+        draft = read_architecture(draft_folder)
+        draft_per_token = draft.num_layers * _kv_bytes_per_layer(config, draft)
+        per_token += draft_per_token
+        block_bytes += draft_per_token * block_size
+    num_spare = config.speculation.num_spare_blocks(block_size, config.scheduler.max_num_seqs)
+    pool = _pool_bytes(config, kept, block_bytes, num_spare)
     num_tokens = None
     if pool is not None:  # one block is the null block
-        num_tokens = max(pool // block_bytes - 1, 0) // groups.groups.num_groups * block_size
-    return Footprint(weights, kept, per_token, pool, num_tokens, groups.groups.num_windowed > 0)
+        num_blocks = pool // block_bytes - num_spare
+        num_tokens = max(num_blocks - 1, 0) // groups.groups.num_groups * block_size
+    gives_back = groups.groups.num_windowed > 0
+    return Footprint(weights, kept, per_token, pool, num_tokens, gives_back, draft_kept)
 
 
 def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -> None:
@@ -108,7 +122,8 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
 
     `name`: the model's, if it is not the configuration's.
     """
-    needed, needs = takes.weight_bytes, f"{_mib(takes.weight_bytes)} of weights"
+    needed = takes.weight_bytes + takes.draft_weight_bytes
+    needs = f"{_mib(needed)} of weights"
     if config.engine.device == "cuda":
         if (total := gpu_memory()) is None:
             return
@@ -185,17 +200,32 @@ def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
     return in_dtype
 
 
+def _draft_bytes(config: BatonConfig, folder: Path) -> int:
+    """As the worker keeps the draft model's weights."""
+    if config.model.load_format != "auto" or (weights := stored_weights(folder)) is None:
+        return 0
+    quantization = config.speculation.draft_quantization or config.model.quantization
+    model = config.model.with_values("speculation", quantization=quantization)
+    return _kept_bytes(config.model_copy(update={"model": model}), weights)
+
+
+def _kv_bytes_per_layer(config: BatonConfig, architecture: ModelArchitecture) -> int:
+    """Keys and values of one token."""
+    kv_dtype = config.engine.kv_cache_dtype if config.engine.kv_cache_dtype != "auto" else config.model.dtype
+    return 2 * architecture.num_kv_heads * architecture.head_dim * BYTES[kv_dtype]
+
+
 def _block_size(config: BatonConfig) -> int:
     scheduler = config.scheduler
     is_default = config.engine.device == "cuda" and "block_size" not in scheduler.model_fields_set
     return GPU_BLOCK_SIZE if is_default else scheduler.block_size
 
 
-def _pool_bytes(config: BatonConfig, weight_bytes: int, block_bytes: int) -> int | None:
+def _pool_bytes(config: BatonConfig, weight_bytes: int, block_bytes: int, num_spare: int) -> int | None:
     """As engine/capacity.py reckons it; on a GPU about so much, since the largest step's memory is measured later."""
     engine, ranks = config.engine, max(map(config.num_ranks, WorkerRole))
     if config.scheduler.num_blocks is not None:
-        return config.scheduler.num_blocks * block_bytes
+        return (config.scheduler.num_blocks + num_spare) * block_bytes
     if engine.kv_cache_memory_mib is not None:
         return engine.kv_cache_memory_mib * 2**20 * ranks
     if engine.device == "cpu":

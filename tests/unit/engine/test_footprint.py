@@ -9,6 +9,7 @@ import torch
 from baton.config import BatonConfig
 from baton.errors import ModelError
 from engine.capacity import reckon
+from engine.draft_parts import load_draft
 from engine.loading import footprint as module
 from engine.loading.footprint import check_room, footprint
 from engine.loading.gguf_folder import describe
@@ -64,6 +65,31 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path: Path, sections:
     assert takes.kv_bytes_per_token * scheduler.block_size == 3 * block.size_bytes
     assert takes.num_kv_tokens == (scheduler.num_blocks - 1) // 3 * scheduler.block_size
     assert f"hold at least {takes.num_kv_tokens:,} tokens" in str(takes)
+
+
+@pytest.mark.parametrize("scheduler", [{}, {"num_blocks": 12, "block_size": 2, "max_num_seqs": 3}], ids=str)
+def test_a_draft_models_weights_and_kv_count(tmp_path: Path, folder: Path, scheduler: dict[str, Any]) -> None:
+    small = make_model_dir(tmp_path / "small", num_hidden_layers=1)
+    config = config_of(
+        speculation={"method": "draft_model", "draft_model": str(small), "draft_quantization": "int8"},
+        scheduler=scheduler,
+    )
+    model = load_model(config.model, folder, CPU)
+    draft = load_draft(config.speculation, config.model, config.engine, folder, model)
+    assert draft is not None
+    takes, alone = footprint(config, folder, small), footprint(config_of(scheduler=scheduler), folder)
+    reckoned = reckon(config.engine, config.scheduler, model, draft=draft).scheduler_config
+    assert reckoned.num_blocks is not None
+    assert takes.kv_pool_bytes is not None
+    block_bytes = model.kv_block_shape(reckoned.block_size).size_bytes + draft.block_bytes(
+        reckoned.block_size
+    )
+    assert takes.kv_bytes_per_token * reckoned.block_size == block_bytes
+    assert takes.kv_pool_bytes // block_bytes == reckoned.num_blocks + draft.num_spare_blocks(reckoned)
+    assert takes.num_kv_tokens == (reckoned.num_blocks - 1) * reckoned.block_size
+    assert 0 < takes.draft_weight_bytes < alone.weight_bytes / 2
+    assert "MiB of a draft model's weights" in str(takes)
+    assert (takes.weights, takes.weight_bytes) == (alone.weights, alone.weight_bytes)
 
 
 @pytest.mark.parametrize("tie", [True, False])

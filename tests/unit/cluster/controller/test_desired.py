@@ -55,6 +55,23 @@ def test_a_data_type_that_is_left_to_the_fleet_agrees_with_the_one_chosen_there(
     ]
 
 
+def test_a_draft_models_commit_may_differ() -> None:
+    """It changes no token."""
+
+    def config_of(draft_model: str) -> BatonConfig:
+        return BatonConfig.from_mapping(
+            {"speculation": {"method": "draft_model", "draft_model": draft_model}}
+        )
+
+    there = config_of(f"acme/tiny@{'a' * 40}")
+    for name in ("acme/tiny", "acme/tiny@main", f"acme/tiny@{'b' * 40}"):
+        assert differences(there, config_of(name)) == []
+    for name in ("acme/other", "acme/tiny:Q8_0", "/models/tiny"):
+        assert differences(there, config_of(name)) == [
+            f"speculation.draft_model is 'acme/tiny@{'a' * 40}' there, '{name}' here"
+        ]
+
+
 def test_a_name_of_the_hub_leaves_its_commit_to_the_fleet_unless_it_names_a_revision() -> None:
     there = BatonConfig.from_mapping({"model": {"path": f"acme/tiny@{'a' * 40}"}})
     assert differences(there, BatonConfig.from_mapping({"model": {"path": "acme/tiny"}})) == []

@@ -110,11 +110,32 @@ def test_weights_come_where_the_workers_are(
     monkeypatch.setattr(owned_fleet, "resolve", resolve)
     out = io.StringIO()
     config = BatonConfig.from_mapping({"engine": {"kv_cache_memory_mib": 8}, **sections})
-    assert resolve_model(config, Screen(Console(file=out, width=200))) == folder
+    assert resolve_model(config, Screen(Console(file=out, width=200))) == (config, folder)
     assert asked == [weights]
     said = out.getvalue()
     assert "KiB of KV per token; 8 MiB of KV hold" in said
     assert ("M parameters" in said) is (sections.get("model") is None)
+
+
+def test_all_workers_get_the_draft_model_of_one_commit_and_room_for_it(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshots" / COMMIT
+    snapshot.parent.mkdir()
+    snapshot.symlink_to(folder)
+    folders = {"smollm2": folder, "acme/draft": snapshot}
+    monkeypatch.setattr(owned_fleet, "resolve", lambda name, *_, **__: folders[name])
+    out = io.StringIO()
+    config = BatonConfig.from_mapping(
+        {
+            "engine": {"kv_cache_memory_mib": 8},
+            "speculation": {"method": "draft_model", "draft_model": "acme/draft"},
+        }
+    )
+    chosen, path = resolve_model(config, Screen(Console(file=out, width=200)))
+    assert (chosen.speculation.draft_model, path) == (f"acme/draft@{COMMIT}", folder)
+    assert chosen.model == config.model
+    assert "of a draft model's weights" in out.getvalue()
 
 
 @pytest.mark.parametrize(
