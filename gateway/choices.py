@@ -6,7 +6,6 @@ from contextlib import aclosing
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
-from gateway.conversation import AnswerEvent
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.turn_budget import TurnBudget
@@ -60,21 +59,6 @@ async def batches_of(
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-class AnswerParsers:
-    """What the answers to one call say: each delta's text as events."""
-
-    def __init__(self, requests: Sequence[GatewayRequest]) -> None:
-        self._parsers = [request.new_parser() for request in requests]
-
-    def parse(self, index: int, delta: Delta) -> list[AnswerEvent]:
-        """The events that are certain with this delta of the answer `index`; its deltas must come in order."""
-        parser = self._parsers[index]
-        events = [*parser.push(delta.text)]
-        if delta.finish is not None:
-            events += parser.flush()
-        return events
 
 
 async def _pump(

@@ -11,14 +11,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
-from gateway.conversation import Conversation, new_plain_parser
+from gateway.conversation import Conversation
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest
@@ -100,12 +99,6 @@ class Preprocessor:
             logger.info("request %s: %r", request_id, prompt, extra=extra)
         now = asyncio.get_running_loop().time
         began = now()
-        answer_format = self._tokenizer.answer_format
-        new_parser = new_plain_parser
-        if isinstance(prompt, Conversation):
-            grammar = answer_format.grammar(prompt, params.structured_output)
-            params = replace(params, structured_output=grammar)
-            new_parser = partial(answer_format.new_parser, prompt)
         self._check_max_model_len(max_model_len)
         self._check_token_ids("logit_bias", tuple(params.logit_bias))
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
@@ -118,7 +111,6 @@ class Preprocessor:
             prompt_token_ids=prompt_token_ids,
             sampling_params=params,
             text=self._text(params, keep_special_tokens, prompt_token_ids),
-            new_parser=new_parser,
             priority=_priority_for(caller, priority),
             cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
             skip_reading_prefix_cache=skip_reading_prefix_cache,

@@ -7,7 +7,6 @@ from baton.request import FinishReason, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import TraceContext
-from gateway.conversation import AnswerParser, new_plain_parser
 from gateway.requests.timing import Timing
 from gateway.routing.placement import Mode, Placement
 from gateway.text import TextStream
@@ -26,8 +25,6 @@ class GatewayRequest:
     sampling_params: SamplingParams
     text: TextStream
     """Turns the answer into text; still empty."""
-    new_parser: Callable[[], AnswerParser] = new_plain_parser
-    """Makes what turns the answer's text into events."""
     priority: int = 0
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False

@@ -64,13 +64,7 @@ class PlainTokenizer:
         return self.backend_tokenizer.get_vocab_size()
 
     def apply_chat_template(
-        self,
-        conversation: list[dict[str, Any]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        tools: list[dict[str, Any]] | None = None,
-        **variables: Any,
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
         assert self._render is not None, "there is no chat template"
         assert not tokenize, "the caller does so"
@@ -78,10 +72,9 @@ class PlainTokenizer:
             raise ValueError("a conversation needs a message")
         (text,), _ = self._render(
             [conversation],
-            tools=tools,
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
-            **self._special_tokens | variables,
+            **self._special_tokens,
         )
         return str(text)
 

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import InvalidRequest, ModelError
-from gateway.conversation import AnswerFormat, Conversation, answer_format_of
+from gateway.conversation import Conversation
 from gateway.text.plain_tokenizer import PlainTokenizer
 from gateway.text.token_bytes import TokenBytes
 
@@ -28,7 +28,6 @@ class Tokenizer:
         self._token_bytes = TokenBytes(self.backend)
         self.longest_token = max(map(len, self.backend.get_vocab()), default=1)
         """Characters of the longest token."""
-        self.answer_format: AnswerFormat = answer_format_of(self._tokenizer.chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -73,10 +72,10 @@ class Tokenizer:
             raise InvalidRequest(
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )
-        arguments = self.answer_format.template_arguments(conversation)
+        turns = [{"role": message.role, "content": message.content} for message in conversation.messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                **arguments, tokenize=False, add_generation_prompt=add_generation_prompt
+                turns, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # it may raise anything
             raise InvalidRequest(

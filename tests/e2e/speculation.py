@@ -44,6 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "forced_tokens": False},
     "ngram of 8, forced tokens": {"method": "ngram", "num_speculative_tokens": 8, "forced_tokens": True},
     "forced tokens": {"forced_tokens": True},
+    "the first layer": {"method": "draft_model", "draft_layers": 1, "forced_tokens": False},
 }
 """Sections `speculation` of the configuration."""
 NUM_PROMPTS = {"cpu": 200, "triton": 10}
