@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
 from engine.layers.native_linear import NativeLinear
-from engine.native.instructions import machine_instructions
+from engine.native.instructions import cpu_flags, machine_instructions
 from engine.native.library import native_library
 from engine.native.products import Products
 
@@ -80,7 +80,8 @@ def sides(products: Products) -> Iterator[Side]:
     yield Side("int8", OURS, float32, lambda w: grouped(w, 8))
     yield Side("int4", OURS, float32, lambda w: grouped(w, 4))
     yield Side("int8", "torch, int8pack", bfloat16, _int8pack)
-    yield Side("int8", "oneDNN, 8-bit activations", float32, _onednn)
+    if "avx512_vnni" in cpu_flags() or "avx_vnni" in cpu_flags():  # elsewhere its sums of two products overflow
+        yield Side("int8", "oneDNN, 8-bit activations", float32, _onednn)
     yield Side("int4", "torch, int4pack", bfloat16, _int4pack)
 
 

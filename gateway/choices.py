@@ -6,6 +6,7 @@ from contextlib import aclosing
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
+from gateway.conversation import AnswerEvent, parsed
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.turn_budget import TurnBudget
@@ -73,6 +74,17 @@ async def _pump(
                 await waiting.put((index, delta))
     except Exception as error:
         await waiting.put(error)
+
+
+class AnswerParsers:
+    """What the answers to one call say: each delta's text as events."""
+
+    def __init__(self, requests: Sequence[GatewayRequest]) -> None:
+        self._parsers = [request.new_parser() for request in requests]
+
+    def events(self, index: int, delta: Delta) -> list[AnswerEvent]:
+        """The events that are certain with this delta of the answer `index`; its deltas must come in order."""
+        return parsed(self._parsers[index], delta.text, delta.finish is not None)
 
 
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:

@@ -8,21 +8,20 @@ import json
 import logging
 import secrets
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
-from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
+from baton.sampling import MAX_SEED, SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
 from gateway.conversation import Conversation
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
-from gateway.requests.request import GatewayRequest
+from gateway.requests.request import GatewayRequest, no_parser
 from gateway.routing.placement import Mode
-from gateway.text import TextStream, Tokenizer, TokenizerPool
+from gateway.text import NO_TOKENS, TextStream, Tokenizer, TokenizerPool
 
 logger = logging.getLogger(__name__)
 
@@ -102,15 +101,23 @@ class Preprocessor:
         self._check_max_model_len(max_model_len)
         self._check_token_ids("logit_bias", tuple(params.logit_bias))
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        async with self._grammar_checked(params.structured_output, caller, timeout_s):
-            prompt_token_ids = await self._tokenise(prompt, caller, timeout_s)
-            room = self._room(prompt_token_ids, max_model_len)
-            params = replace(params, max_tokens=min(params.max_tokens, room))
+        prompt_token_ids = await self._tokenise(prompt, caller, timeout_s)
+        room = self._room(prompt_token_ids, max_model_len)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        new_parser = no_parser
+        if isinstance(prompt, Conversation):
+            answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
+            grammar = answer_format.grammar(prompt, end, params.structured_output)
+            params = replace(params, structured_output=grammar)
+            new_parser = partial(answer_format.new_parser, prompt, end)
+        if params.structured_output is not None:
+            await self._grammars.check(params.structured_output, caller.name, _left(timeout_s, now() - began))
         return GatewayRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=params,
-            text=self._text(params, keep_special_tokens, prompt_token_ids),
+            text=self._text(params, keep_special_tokens, prompt_token_ids, isinstance(prompt, Conversation)),
+            new_parser=new_parser,
             priority=_priority_for(caller, priority),
             cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
             skip_reading_prefix_cache=skip_reading_prefix_cache,
@@ -152,33 +159,27 @@ class Preprocessor:
                 call_id=request.call_id or request.request_id,
                 repeats_prompt=True,
                 sampling_params=replace(params, seed=_derived(params.seed, index)),
-                text=self._text(params, keep_special_tokens, request.prompt_token_ids),
+                text=self._text(params, keep_special_tokens, request.prompt_token_ids, request.is_chat),
             )
             for index in range(1, number)
         ]
         return [request, *others]
 
     def _text(
-        self, params: SamplingParams, keep_special_tokens: bool, prompt_token_ids: tuple[int, ...]
+        self,
+        params: SamplingParams,
+        keep_special_tokens: bool,
+        prompt_token_ids: tuple[int, ...],
+        is_chat: bool,
     ) -> TextStream:
-        backend = self._tokenizer.backend
-        return TextStream(backend, params.stop, params.min_tokens, not keep_special_tokens, prompt_token_ids)
-
-    @asynccontextmanager
-    async def _grammar_checked(
-        self, output: StructuredOutput | None, caller: Caller, timeout_s: float | None
-    ) -> AsyncIterator[None]:
-        """The grammar is checked while the block runs, and the block's end waits for it."""
-        if output is None:
-            yield
-            return
-        checking = asyncio.create_task(self._grammars.check(output, caller.name, timeout_s))
-        try:
-            yield
-            await checking
-        finally:
-            checking.cancel()
-            await asyncio.gather(checking, return_exceptions=True)
+        return TextStream(
+            self._tokenizer.backend,
+            params.stop,
+            params.min_tokens,
+            not keep_special_tokens,
+            prompt_token_ids,
+            self._tokenizer.kept_tokens if is_chat else NO_TOKENS,
+        )
 
     async def _tokenise(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
         if isinstance(prompt, tuple):

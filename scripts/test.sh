@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # usage: test.sh PYTHON
-# Runs every test that needs no GPU, four files at a time, with mypy beside them, which computes on one core.
+# Runs every test that needs no GPU, four files at a time, with mypy beside them, which computes on one core and
+# gives way. Native kernels are compiled first: the first workers would wait for that, beside everything else.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 
-"$python" -m mypy > "$types" 2>&1 &
+"$python" -c "from engine.native.library import native_library; native_library()"
+nice -n 10 "$python" -m mypy > "$types" 2>&1 &
 mypy=$!
 "$python" -m pytest -m "not gpu and not by_hand" --numprocesses 4 --durations=20
 tests=$?

@@ -28,8 +28,11 @@ class RayCarrier:
     address = "its name on this Ray cluster"
     connection = 0  # constant: an actor's handle never refers to another fleet
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, start_s: float = RESTART_S) -> None:
+        """`start_s`: how long a call waits, beyond its own time, for a controller that has not answered yet. On a busy
+        machine, its process may take minutes to start."""
         self.actor = actor
+        self._start_s = start_s
         self.has_answered = False
         """Before its first reply, the controller may have no process."""
         self._process: Introduction | None = None
@@ -64,7 +67,7 @@ class RayCarrier:
             raise ClusterError(f"{_WHO} did not answer for {within_s:g} s") from None
 
     async def _ask(self, frame: CallFrame) -> Reply:
-        bound_s = frame.timeout_s + RESTART_S
+        bound_s = frame.timeout_s + (RESTART_S if self.has_answered else max(RESTART_S, self._start_s))
         try:
             async with awake_timeout(bound_s):
                 reply = read_reply(await answer(self.actor.call.remote(write_call(frame)), _WHO))

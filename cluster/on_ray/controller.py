@@ -107,7 +107,7 @@ class OwnedController:
     """The owner's handle of a fleet's controller, which may end the fleet."""
 
     def __init__(self, actor: Any, config: BatonConfig) -> None:
-        self._carrier = RayCarrier(actor)
+        self._carrier = RayCarrier(actor, config.cluster.start_timeout_s)
         self._fleet = fleet_of(actor._actor_id.hex())
         self._store = RayStore(config.cluster.name, self._fleet)
         self.control = ControlClient(self._carrier, Patience.of(config))

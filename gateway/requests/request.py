@@ -7,9 +7,15 @@ from baton.request import FinishReason, TokenLogprobs
 from baton.sampling import SamplingParams
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import TraceContext
+from gateway.conversation import AnswerParser
 from gateway.requests.timing import Timing
 from gateway.routing.placement import Mode, Placement
 from gateway.text import TextStream
+
+
+def no_parser() -> AnswerParser | None:
+    """For prompts that are no conversation."""
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,6 +31,8 @@ class GatewayRequest:
     sampling_params: SamplingParams
     text: TextStream
     """Turns the answer into text; still empty."""
+    new_parser: Callable[[], AnswerParser | None] = no_parser
+    """Makes what turns the answer's text into its events; None: all of it is text."""
     priority: int = 0
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False

@@ -64,17 +64,26 @@ class PlainTokenizer:
         return self.backend_tokenizer.get_vocab_size()
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **variables: Any,
     ) -> str:
+        """`variables`: more of what the template may read."""
         assert self._render is not None, "there is no chat template"
         assert not tokenize, "the caller does so"
         if not conversation:
             raise ValueError("a conversation needs a message")
         (text,), _ = self._render(
             [conversation],
+            tools=tools,
             chat_template=self.chat_template,
             add_generation_prompt=add_generation_prompt,
             **self._special_tokens,
+            **variables,
         )
         return str(text)
 

@@ -2,7 +2,8 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
@@ -19,6 +20,8 @@ DecodeStream decodes all of them again."""
 MAX_CHARACTER_TOKENS = 4
 """A character has at most four bytes, and a token at least one."""
 
+NO_TOKENS: Mapping[int, str] = MappingProxyType({})
+
 _NOTHING = 0
 """The state of StopStrings behind a text that ends with the beginning of no stop string."""
 _WHOLE = 2**32 - 2
@@ -30,11 +33,17 @@ class Detokenizer:
     """Turns one request's tokens into text as they arrive, never splitting a character."""
 
     def __init__(
-        self, backend: "RustTokenizer", skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()
+        self,
+        backend: "RustTokenizer",
+        skip_special_tokens: bool,
+        prompt_token_ids: Sequence[int] = (),
+        kept_tokens: Mapping[int, str] = NO_TOKENS,
     ) -> None:
-        """After a prompt, a first word keeps the space before it, which decoders drop at the beginning of a text."""
+        """After a prompt, a first word keeps the space before it, which decoders drop at the beginning of a text.
+        `kept_tokens`: special tokens that are not skipped, and their texts."""
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
+        self._kept_tokens = kept_tokens if skip_special_tokens else NO_TOKENS
         self._context = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
         """The last tokens that became text."""
         self._stream = self._stream_behind(self._context)
@@ -42,6 +51,10 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
+        if (kept := self._kept_tokens.get(token_id)) is not None:
+            before = self.flush()
+            self._stream = self._stream_behind([token_id])
+            return before + kept
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._backend, token_id)
@@ -167,8 +180,10 @@ class TextStream:
         min_tokens: int,
         skip_special_tokens: bool,
         prompt_token_ids: Sequence[int] = (),
+        kept_tokens: Mapping[int, str] = NO_TOKENS,
     ) -> None:
-        self._detokenizer = Detokenizer(backend, skip_special_tokens, prompt_token_ids)
+        """`kept_tokens`: see Detokenizer."""
+        self._detokenizer = Detokenizer(backend, skip_special_tokens, prompt_token_ids, kept_tokens)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._num_tokens = 0

@@ -6,7 +6,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from baton.errors import InvalidRequest, ModelError
-from gateway.conversation import Conversation
+from gateway.conversation import (
+    NUM_PROMPT_END_TOKENS,
+    AnswerFormat,
+    Conversation,
+    answer_format_of,
+    kept_token_ids,
+)
 from gateway.text.plain_tokenizer import PlainTokenizer
 from gateway.text.token_bytes import TokenBytes
 
@@ -28,6 +34,9 @@ class Tokenizer:
         self._token_bytes = TokenBytes(self.backend)
         self.longest_token = max(map(len, self.backend.get_vocab()), default=1)
         """Characters of the longest token."""
+        self.answer_format: AnswerFormat = answer_format_of(self._tokenizer.chat_template)
+        self.kept_tokens = kept_token_ids(self.answer_format, self.backend.get_vocab())
+        """Special tokens that stay in an answer's text, for its format to read."""
 
     @property
     def vocab_size(self) -> int:
@@ -58,6 +67,10 @@ class Tokenizer:
         (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
+    def prompt_end(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt's last tokens, special ones included; what an AnswerFormat is told of the prompt."""
+        return self.decode(token_ids[-NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
+
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as written in the vocabulary; empty for an unknown id."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
@@ -72,10 +85,10 @@ class Tokenizer:
             raise InvalidRequest(
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )
-        turns = [{"role": message.role, "content": message.content} for message in conversation.messages]
+        arguments = self.answer_format.template_arguments(conversation)
         try:
             text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=add_generation_prompt
+                **arguments, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # it may raise anything
             raise InvalidRequest(

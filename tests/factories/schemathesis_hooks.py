@@ -4,7 +4,7 @@ from typing import Any
 
 import schemathesis
 
-from gateway.http.openai.description import TIMEOUT_HEADER
+from gateway.http.call import TIMEOUT_HEADER
 
 MODEL = "tiny"
 PATIENCE_MS = 60_000

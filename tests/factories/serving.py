@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 180.0
 """Also for a command that fails while it starts, on a machine with much else to do."""
 COMMAND = [sys.executable, "-m", "cli.main"]
 OPTIONS = ["--grpc-port", "0", "--http-port", "0", "--routing-mode", "disaggregated", "--json"]

@@ -21,14 +21,14 @@ def config(tmp_path: Path) -> Path:
     sections = {
         "model": {"path": str(model), "load_format": "dummy", "dtype": "float32"},
         "engine": {"kv_cache_memory_mib": 16, "num_threads": 1},
-        "cluster": {"start_timeout_s": 180.0},
+        "cluster": {"start_timeout_s": 600.0},
     }
     path.write_text(json.dumps(sections))
     return path
 
 
 def test_a_fleet_that_lost_its_command_is_taken_over(config: Path, address_of_ray: str) -> None:
-    config.write_text(config.read_text().replace("180.0", '180.0, "orphan_timeout_s": 300.0, "name": "blue"'))
+    config.write_text(config.read_text().replace("600.0", '600.0, "orphan_timeout_s": 300.0, "name": "blue"'))
     arguments = (str(config), "--ray-address", address_of_ray)
     with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
         pids = {worker["pid"] for worker in serve.wait_ready()["workers"]}
@@ -61,7 +61,7 @@ def test_a_command_that_comes_back_after_its_fleet_has_ended_says_so(
     config: Path, address_of_ray: str
 ) -> None:
     """As on a laptop that was closed: the fleet lost its owner and ended, so its control server is gone."""
-    config.write_text(config.read_text().replace("180.0", '180.0, "orphan_timeout_s": 15.0'))
+    config.write_text(config.read_text().replace("600.0", '600.0, "orphan_timeout_s": 15.0'))
     with serving(str(config), "--ray-address", address_of_ray, environment=RAY_ENVIRONMENT) as serve:
         workers = [psutil.Process(worker["pid"]) for worker in serve.wait_ready()["workers"]]
         serve.process.send_signal(signal.SIGSTOP)
@@ -74,7 +74,7 @@ def test_a_command_that_comes_back_after_its_fleet_has_ended_says_so(
 
 def test_a_cluster_without_room_is_an_error_with_numbers(config: Path, address_of_ray: str) -> None:
     """The numbers also show that the fleet of the test before has given back everything it used."""
-    config.write_text(config.read_text().replace("180.0", "2.0"))
+    config.write_text(config.read_text().replace("600.0", "2.0"))
     arguments = (str(config), "--ray-address", address_of_ray, "--prefill", "2")
     with serving(*arguments, environment=RAY_ENVIRONMENT) as serve:
         assert serve.wait_gone() == 1

@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> Path:
     sections = {
         "model": {"path": str(model), "load_format": "dummy", "dtype": "float32"},
         "engine": {"kv_cache_memory_mib": 32, "num_threads": 1},
-        "cluster": {"name": "blue", "start_timeout_s": 180.0, "drain_timeout_s": 0.5},
+        "cluster": {"name": "blue", "start_timeout_s": 600.0, "drain_timeout_s": 0.5},
         "network": {"peer_timeout_s": 3.0},
     }
     path.write_text(json.dumps(sections))

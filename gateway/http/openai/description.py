@@ -6,8 +6,6 @@ from pydantic import TypeAdapter
 
 from gateway.http.openai.answers import ErrorAnswer
 
-TIMEOUT_HEADER = "x-request-timeout-ms"
-
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer, "description": "The request is invalid, or cannot be served now"},
     "5XX": {"model": ErrorAnswer, "description": "No worker could serve the request, or not in time"},

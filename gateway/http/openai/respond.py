@@ -1,18 +1,17 @@
 """Generated: the response to a request for completions, whole or as server-sent events."""
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import DeadlinePassed, InvalidRequest
-from gateway.choices import ChoiceDelta, batches_of, in_turns
+from gateway.choices import ChoiceDelta, in_turns
 from gateway.error_codes import codes_of
+from gateway.http.answering import answering
 from gateway.http.errors import body_of
 from gateway.http.event_stream import EventStream, Write, while_connected
 from gateway.http.openai.answers import Usage
@@ -72,9 +71,12 @@ class Generated(Response):
         else:
             await EventStream(partial(self._stream, self._stream_options))(scope, receive, send)
 
+    def _answering(self) -> AbstractAsyncContextManager[AsyncGenerator[Sequence[ChoiceDelta], None]]:
+        return answering(self._driver, self._requests, self._names)
+
     async def _send_whole(self, send: Send) -> None:
         answers = [Collected() for _ in self._requests]
-        async with self._deadline(), aclosing(self._batches()) as batches:
+        async with self._answering() as batches:
             async for index, delta in in_turns(batches):
                 self._usage.take(index, delta)
                 answers[index].take(delta)
@@ -87,7 +89,7 @@ class Generated(Response):
         opening = self._answer.opening(events)
         is_open = False
         try:
-            async with self._deadline(), aclosing(self._batches()) as batches:
+            async with self._answering() as batches:
                 async for batch in batches:
                     pieces = [] if is_open else [opening]
                     for index, delta in batch:
@@ -102,30 +104,6 @@ class Generated(Response):
                 raise
             last = _last_words(error)
         await write(last)
-
-    @asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
-        """The client's deadline. Workers know it, too; this covers a worker that no longer responds."""
-        try:
-            async with asyncio.timeout(self._requests[0].timeout_s):
-                yield
-        except TimeoutError:
-            raise DeadlinePassed("the request's deadline passed") from None
-
-    async def _batches(self) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
-        """Reports errors under the client's names."""
-        try:
-            async with aclosing(batches_of(self._driver, self._requests)) as batches:
-                async for batch in batches:
-                    yield batch
-        except InvalidRequest as error:
-            raise in_terms_of(self._names, error) from error
-
-
-def in_terms_of(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
-    """The same error under the client's name for the field."""
-    field = names.get(error.field)
-    return error if field is None else type(error)(field, error.problem)
 
 
 def _last_words(error: Exception) -> bytes:

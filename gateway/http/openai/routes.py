@@ -3,17 +3,17 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Self
+from dataclasses import replace
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.errors import InvalidRequest, UnknownModel
 from gateway.auth.callers import Caller
-from gateway.call_ids import TraceContext
 from gateway.choices import check_whole_answer
+from gateway.http.answering import in_terms_of
+from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -26,61 +26,17 @@ from gateway.http.openai.chat import ChatAnswer
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
-from gateway.http.openai.description import ERRORS, TIMEOUT_HEADER, answers_of
+from gateway.http.openai.description import ERRORS, answers_of
 from gateway.http.openai.events import Head
 from gateway.http.openai.fields import GenerationFields, StreamOptions
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
-from gateway.http.openai.respond import Generated, OpenAIAnswer, in_terms_of
-from gateway.http.request_ids import trace_of
+from gateway.http.openai.respond import Generated, OpenAIAnswer
 from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
 from gateway.turn_budget import TurnBudget
-
-MAX_TIMEOUT_MS = 24 * 3600 * 1000
-
-TimeoutMs = Annotated[
-    int | None,
-    Header(
-        alias=TIMEOUT_HEADER,
-        ge=1,
-        le=MAX_TIMEOUT_MS,
-        description="When the client gives up, in milliseconds; unfinished work then ends on all workers.",
-    ),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class HttpCall:
-    """A request's properties outside of its body."""
-
-    request_id: str
-    api: str
-    caller: Caller
-    trace: TraceContext | None
-    deadline: float | None
-    """By the event loop's clock; None: the client waits without limit."""
-
-    @classmethod
-    def of(cls, request: Request, body: GenerationFields, api: str, timeout_ms: int | None) -> Self:
-        """An id in the body becomes the request's id; one in a header does not."""
-        if body.request_id is not None:
-            request.state.request_id = body.request_id
-        return cls(
-            request.state.request_id,
-            api,
-            request.state.caller,
-            trace_of(request.headers),
-            None if timeout_ms is None else asyncio.get_running_loop().time() + timeout_ms / 1000,
-        )
-
-    @property
-    def time_left_s(self) -> float | None:
-        if self.deadline is None:
-            return None
-        return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
 
 class OpenAIRoutes:
@@ -201,7 +157,7 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
     async def chat_completions(
         body: ChatCompletionRequest, request: Request, timeout_ms: TimeoutMs = None
     ) -> Response:
-        return await api.chat_completion(body, HttpCall.of(request, body, "chat", timeout_ms))
+        return await api.chat_completion(body, HttpCall.of(request, "chat", timeout_ms, body.request_id))
 
     @routes.post(
         "/v1/completions",
@@ -212,7 +168,7 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
     async def completions(
         body: CompletionRequest, request: Request, timeout_ms: TimeoutMs = None
     ) -> Response:
-        return await api.completion(body, HttpCall.of(request, body, "completions", timeout_ms))
+        return await api.completion(body, HttpCall.of(request, "completions", timeout_ms, body.request_id))
 
     @routes.head("/v1/models", include_in_schema=False)
     @routes.get("/v1/models", summary="The models served here")

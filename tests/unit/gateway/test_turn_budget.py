@@ -16,7 +16,8 @@ from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.auth.callers import ANYBODY
 from gateway.http.openai.completion_request import CompletionRequest
-from gateway.http.openai.routes import HttpCall, OpenAIRoutes
+from gateway.http.call import HttpCall
+from gateway.http.openai.routes import OpenAIRoutes
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest
 from gateway.telemetry.loop_lag import LONGEST_S, LOOK_INTERVAL_S, LoopLag

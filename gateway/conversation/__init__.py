@@ -1,0 +1,42 @@
+"""A conversation and what a model answers in it: messages, tools, reasoning and calls; the same for every API."""
+
+from gateway.conversation.answer_format import (
+    NUM_PROMPT_END_TOKENS,
+    AnswerFormat,
+    AnswerParser,
+    answer_format_of,
+    kept_token_ids,
+    parsed,
+)
+from gateway.conversation.events import (
+    AnswerEvent,
+    AnswerParts,
+    ArgumentsDelta,
+    CallBegins,
+    CallEnds,
+    Reasoning,
+    Text,
+)
+from gateway.conversation.messages import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolUse
+
+__all__ = [
+    "NUM_PROMPT_END_TOKENS",
+    "AnswerEvent",
+    "AnswerFormat",
+    "AnswerParser",
+    "AnswerParts",
+    "ArgumentsDelta",
+    "CallBegins",
+    "CallEnds",
+    "ChatMessage",
+    "Conversation",
+    "Reasoning",
+    "Text",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolUse",
+    "answer_format_of",
+    "kept_token_ids",
+    "parsed",
+]

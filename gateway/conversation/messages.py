@@ -1,0 +1,84 @@
+"""Messages, tools, and the whole conversation that a model continues."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made in an earlier turn."""
+
+    id: str
+    """Chosen by the API that made it; a tool's result names it."""
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    """`system`, `user`, `assistant`, `tool`, or another one that the model's template knows."""
+    content: str
+    """May be empty beside `tool_calls`."""
+    reasoning: str | None = None
+    """What the assistant thought before its answer, if the client sends it back."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    """Of a tool's result: the call that it answers."""
+    name: str | None = None
+    """Of a tool's result: the tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the client can run for the model."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    """A JSON schema of its arguments."""
+    strict: bool = False
+    """Arguments match the schema even where the model is free to call or not."""
+
+
+class ToolUse(Enum):
+    """Whether the model may or must call a tool."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model may call tools, and which."""
+
+    use: ToolUse = ToolUse.AUTO
+    names: tuple[str, ...] | None = None
+    """The only tools that it may call; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the model continues with an assistant's turn."""
+
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    """One turn may have several calls."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the model's chat template, such as `enable_thinking`."""
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that this turn may call."""
+        if self.tool_choice.use is ToolUse.NONE:
+            return ()
+        names = self.tool_choice.names
+        return tuple(tool for tool in self.tools if names is None or tool.name in names)

@@ -1,0 +1,46 @@
+"""RayCarrier: how long a call waits for a controller."""
+
+import asyncio
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from baton.errors import ClusterError
+from baton.messages.control import WaitOwner
+from cluster.on_ray import carrier as carrier_module
+from cluster.on_ray.carrier import CONTROLLER_CODEC, RESTART_S, RayCarrier
+
+
+class SilentActor:
+    """Never answers a call."""
+
+    def __init__(self) -> None:
+        self.call = self
+
+    def remote(self, frame: bytes) -> "asyncio.Future[Any]":
+        assert frame
+        return asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize(("start_s", "waits_s"), [(200.0, 202.0), (1.0, RESTART_S + 2.0)])
+async def test_a_controller_that_still_starts_is_waited_for(start_s: float, waits_s: float) -> None:
+    bounds: list[float] = []
+
+    def no_time(bound_s: float) -> asyncio.Timeout:
+        bounds.append(bound_s)
+        return asyncio.timeout(0.0)
+
+    carrier = RayCarrier(SilentActor(), start_s)
+    frame = CONTROLLER_CODEC.frame(0, 2.0, WaitOwner(2.0))
+    with patch.object(carrier_module, "awake_timeout", no_time), patch.object(carrier_module, "answer", _answer):
+        with pytest.raises(ClusterError, match=f"did not answer for {waits_s:g} s"):
+            await carrier.exchange(frame)
+        carrier.has_answered = True
+        with pytest.raises(ClusterError, match=f"did not answer for {RESTART_S + 2.0:g} s"):
+            await carrier.exchange(frame)
+    assert bounds == [waits_s, RESTART_S + 2.0]
+
+
+async def _answer(reply: "asyncio.Future[Any]", _who: str) -> Any:
+    return await reply
