@@ -80,7 +80,9 @@ def sides(products: Products) -> Iterator[Side]:
     yield Side("int8", OURS, float32, lambda w: grouped(w, 8))
     yield Side("int4", OURS, float32, lambda w: grouped(w, 4))
     yield Side("int8", "torch, int8pack", bfloat16, _int8pack)
-    if "avx512_vnni" in cpu_flags() or "avx_vnni" in cpu_flags():  # elsewhere its sums of two products overflow
+    if (
+        "avx512_vnni" in cpu_flags() or "avx_vnni" in cpu_flags()
+    ):  # elsewhere its sums of two products overflow
         yield Side("int8", "oneDNN, 8-bit activations", float32, _onednn)
     yield Side("int4", "torch, int4pack", bfloat16, _int4pack)
 

@@ -15,8 +15,8 @@ from baton.request import RequestOutput
 from baton.sampling import SamplingParams
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 from gateway.auth.callers import ANYBODY
-from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.call import HttpCall
+from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.routes import OpenAIRoutes
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest

@@ -33,7 +33,10 @@ async def test_a_controller_that_still_starts_is_waited_for(start_s: float, wait
 
     carrier = RayCarrier(SilentActor(), start_s)
     frame = CONTROLLER_CODEC.frame(0, 2.0, WaitOwner(2.0))
-    with patch.object(carrier_module, "awake_timeout", no_time), patch.object(carrier_module, "answer", _answer):
+    with (
+        patch.object(carrier_module, "awake_timeout", no_time),
+        patch.object(carrier_module, "answer", _answer),
+    ):
         with pytest.raises(ClusterError, match=f"did not answer for {waits_s:g} s"):
             await carrier.exchange(frame)
         carrier.has_answered = True
