@@ -17,7 +17,15 @@ from gateway.conversation.events import (
     Reasoning,
     Text,
 )
-from gateway.conversation.messages import ChatMessage, Conversation, Tool, ToolCall, ToolChoice, ToolUse
+from gateway.conversation.messages import (
+    ChatMessage,
+    Conversation,
+    ReasoningOptions,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+)
 
 __all__ = [
     "NUM_PROMPT_END_TOKENS",
@@ -31,6 +39,7 @@ __all__ = [
     "ChatMessage",
     "Conversation",
     "Reasoning",
+    "ReasoningOptions",
     "Text",
     "Tool",
     "ToolCall",

@@ -64,6 +64,18 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningOptions:
+    """How much the model may think before it answers."""
+
+    is_enabled: bool | None = None
+    """None: as the model's chat template does by default."""
+    max_tokens: int | None = None
+    """At most so many tokens of reasoning; the answer begins there. None: without limit."""
+    effort: str | None = None
+    """A level that the model's chat template knows, such as `low`; None: its default."""
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     """What the model continues with an assistant's turn."""
 
@@ -72,6 +84,7 @@ class Conversation:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     """One turn may have several calls."""
+    reasoning: ReasoningOptions = ReasoningOptions()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the model's chat template, such as `enable_thinking`."""
 
