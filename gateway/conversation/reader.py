@@ -54,6 +54,7 @@ class Reader:
         self._at = 0
         self._mark: int | None = None
         """Where an attempt began, to which `rewind` returns."""
+        self._limit = MAX_ATTEMPT_CHARACTERS
         self._is_ended = False
 
     def push(self, text: str) -> None:
@@ -66,8 +67,10 @@ class Reader:
         """No more text comes."""
         self._is_ended = True
 
-    def begin_attempt(self) -> None:
-        self._mark = self._at
+    def begin_attempt(self, limit: int = MAX_ATTEMPT_CHARACTERS) -> None:
+        """From here on, or from where an attempt has begun already; `limit`: its most characters."""
+        self._mark = self._at if self._mark is None else self._mark
+        self._limit = limit
 
     def commit(self) -> None:
         """What was read since `begin_attempt` is what it seemed."""
@@ -84,7 +87,7 @@ class Reader:
             if self._is_ended:
                 return ""
             yield
-        if self._mark is not None and self._at - self._mark >= MAX_ATTEMPT_CHARACTERS:
+        if self._mark is not None and self._at - self._mark >= self._limit:
             return ""
         return self._text[self._at]
 
@@ -102,12 +105,22 @@ class Reader:
             self._at += 1
         return True
 
+    def next_is(self, literal: str) -> Steps[bool]:
+        """Skips this if it comes next, else nothing. Within an attempt."""
+        assert self._mark is not None, "no attempt has begun"
+        begin = self._at - self._mark
+        if (yield from self.skip(literal)):
+            return True
+        self._at = self._mark + begin
+        return False
+
     def skip_spaces(self) -> Steps[None]:
         while (character := (yield from self.peek())) and character in _SPACES:
             self._at += 1
 
     def skip_optional(self, literal: str) -> Steps[bool]:
         """Skips spaces and this, if it comes next; else nothing. Begins and ends an attempt of its own."""
+        assert self._mark is None, "an attempt has begun"
         self.begin_attempt()
         yield from self.skip_spaces()
         if (yield from self.skip(literal)):
@@ -156,6 +169,27 @@ class Reader:
             return str(json.loads("".join(characters)))
         except ValueError:
             return None
+
+    def brackets(self) -> Steps[str | None]:
+        """A text that comes next from one bracket to its partner, in Python's notation; None if there is none."""
+        characters: list[str] = []
+        depth, quote = 0, ""
+        while character := (yield from self.peek()):
+            characters.append(self.take(1))
+            if quote:
+                if character == "\\" and (yield from self.peek()):
+                    characters.append(self.take(1))
+                elif character == quote:
+                    quote = ""
+            elif character in "'\"":
+                quote = character
+            elif character in "([{":
+                depth += 1
+            elif character in ")]}":
+                depth -= 1
+            if not quote and depth <= 0:
+                return "".join(characters) if len(characters) > 1 else None
+        return None
 
     def json_container(self, show: Callable[[str], None]) -> Steps[bool]:
         """Shows an object or array that comes next, as it comes. Whether its last bracket came.

@@ -2,25 +2,35 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.conversation import (
-    AnswerEvent,
     AnswerFormat,
     AnswerParts,
+    ArgumentsDelta,
     ChatMessage,
     Conversation,
+    Reasoning,
+    Text,
     Tool,
     ToolCall,
     Vocabulary,
     answer_format_of,
 )
+from gateway.conversation.formats import deepseek
 
 WEATHER = Tool(
     "get_weather",
     "The weather of a city",
     {
         "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "hourly": {"type": "boolean"}},
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "hourly": {"type": "boolean"},
+        },
         "required": ["city"],
     },
 )
@@ -30,38 +40,112 @@ TOOLS = (WEATHER, SEARCH)
 ASKED = Conversation((ChatMessage("user", "Is it warm in Zürich?"),), TOOLS)
 """May call."""
 
-TURNS = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.reasoning_content %}<think>
-{{ m.reasoning_content }}
-</think>
+GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
-{% endif %}{{ m.content }}<|im_end|>
-{% endfor %}"""
-"""A template's way of writing turns, without tools."""
+
+def _with_calls(calls: str, also: str = "") -> str:
+    """A template that knows tools, and writes an assistant's calls like this."""
+    return (
+        "{% if tools %}<|im_start|>system\n"
+        + also
+        + "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+        "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}"
+        + calls
+        + "{% endif %}<|im_end|>\n{% endfor %}"
+        + GENERATION
+    )
+
+
+_EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
 
 TEMPLATES = {
-    "hermes": """{% if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for call in m.tool_calls or [] %}
+    "hermes": _with_calls(
+        _EACH
+        + """
 <tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
-    "generic": TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
+</tool_call>{% endfor %}"""
+    ),
+    "mistral": _with_calls(
+        "[TOOL_CALLS]["
+        + _EACH
+        + """{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ call.id }}"}
+{%- if not loop.last %}, {% endif %}{% endfor %}]"""
+    ),
+    "mistral_named": _with_calls(
+        _EACH + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}{% endfor %}"
+    ),
+    "deepseek_v3": _with_calls(
+        f"{deepseek.BEGIN}{_EACH}{deepseek.CALL}{{{{ call.type }}}}{deepseek.SEPARATOR}{{{{ f.name }}}}\n```json\n"
+        f"{{{{ f.arguments }}}}\n```{deepseek.CALL_END}"
+        f"{{% if not loop.last %}}\n{{% endif %}}{{% endfor %}}{deepseek.END}"
+    ),
+    "deepseek_v31": _with_calls(
+        f"{deepseek.BEGIN}{_EACH}{deepseek.CALL}{{{{ f.name }}}}{deepseek.SEPARATOR}{{{{ f.arguments }}}}"
+        f"{deepseek.CALL_END}{{% endfor %}}{deepseek.END}"
+    ),
+    "llama": _with_calls(
+        _EACH
+        + """{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
+{%- if not loop.last %}; {% endif %}{% endfor %}{# ipython #}"""
+    ),
+    "pythonic": _with_calls(
+        "["
+        + _EACH
+        + """{{ f.name }}({% for key, value in f.arguments.items() %}{{ key }}={{ value | tojson }}
+{%- if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]""",
+        also="Calls look like [func_name(argument=value)].\n",
+    ),
+    "qwen_coder": _with_calls(
+        _EACH
+        + """
+<tool_call>
+<function={{ f.name }}>
+{% for key, value in f.arguments.items() %}<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}"""
+    ),
+    "generic": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + GENERATION,
 }
 """By family: a template that shows its signs and writes calls as it does."""
 
 THINKING = TEMPLATES["hermes"].replace(
-    "assistant\n", "assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    GENERATION,
+    GENERATION.replace(
+        "{% endif", "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif"
+    ),
 )
 """A model that thinks unless it is told not to."""
 
 
 def format_of(family: str, vocabulary: Vocabulary | None = None) -> AnswerFormat:
     return answer_format_of(TEMPLATES[family], vocabulary or Vocabulary())
+
+
+def rendered(
+    answer_format: AnswerFormat, template: str, conversation: Conversation, *, is_prompt: bool = True
+) -> str:
+    """As a tokenizer renders it."""
+    arguments = answer_format.template_arguments(conversation)
+    turns = arguments.pop("conversation")
+    texts, _ = render_jinja_template(
+        [turns],
+        tools=arguments.pop("tools", None),
+        chat_template=template,
+        add_generation_prompt=is_prompt,
+        **arguments,
+    )
+    return str(texts[0])
+
+
+def written_answer(answer_format: AnswerFormat, template: str, turn: ChatMessage) -> str:
+    """How the template writes an assistant's turn."""
+    asked = replace(ASKED, messages=(*ASKED.messages, turn))
+    text = rendered(answer_format, template, asked, is_prompt=False)
+    return text.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>\n")
 
 
 def called(*calls: tuple[str, str]) -> ChatMessage:
@@ -76,7 +160,10 @@ def called(*calls: tuple[str, str]) -> ChatMessage:
 
 
 def parts_of(
-    answer_format: AnswerFormat, pieces: Sequence[str], conversation: Conversation = ASKED, prompt_end: str = ""
+    answer_format: AnswerFormat,
+    pieces: Sequence[str],
+    conversation: Conversation = ASKED,
+    prompt_end: str = "",
 ) -> AnswerParts:
     """What an answer says that comes in these pieces."""
     parser = answer_format.new_parser(conversation, prompt_end)
@@ -88,10 +175,24 @@ def parts_of(
     return parts
 
 
-def joined(events: Sequence[AnswerEvent]) -> AnswerParts:
-    parts = AnswerParts()
-    parts.take_in(events)
-    return parts
+def merged_events(
+    answer_format: AnswerFormat,
+    pieces: Sequence[str],
+    conversation: Conversation = ASKED,
+    prompt_end: str = "",
+) -> list[tuple[object, ...]]:
+    """The events of an answer that comes in these pieces, adjacent ones of a kind joined."""
+    parser = answer_format.new_parser(conversation, prompt_end)
+    assert parser is not None
+    events = [event for piece in pieces for event in parser.push(piece)]
+    merged: list[tuple[object, ...]] = []
+    for event in [*events, *parser.flush()]:
+        *key, last = (type(event), *(getattr(event, name) for name in event.__slots__))
+        if isinstance(event, Text | Reasoning | ArgumentsDelta) and merged and merged[-1][:-1] == tuple(key):
+            merged[-1] = (*key, f"{merged[-1][-1]}{last}")
+        else:
+            merged.append((*key, last))
+    return merged
 
 
 def calls_in(parts: AnswerParts) -> list[tuple[str, str, bool]]:
