@@ -61,8 +61,7 @@ _EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
 TEMPLATES = {
     "hermes": _with_calls(
         _EACH
-        + """
-<tool_call>
+        + """{{ '\\n' }}<tool_call>
 {"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
 </tool_call>{% endfor %}"""
     ),
@@ -78,7 +77,7 @@ TEMPLATES = {
     "deepseek_v3": _with_calls(
         f"{deepseek.BEGIN}{_EACH}{deepseek.CALL}{{{{ call.type }}}}{deepseek.SEPARATOR}{{{{ f.name }}}}\n```json\n"
         f"{{{{ f.arguments }}}}\n```{deepseek.CALL_END}"
-        f"{{% if not loop.last %}}\n{{% endif %}}{{% endfor %}}{deepseek.END}"
+        f"{{% if not loop.last %}}{{{{ '\\n' }}}}{{% endif %}}{{% endfor %}}{deepseek.END}"
     ),
     "deepseek_v31": _with_calls(
         f"{deepseek.BEGIN}{_EACH}{deepseek.CALL}{{{{ f.name }}}}{deepseek.SEPARATOR}{{{{ f.arguments }}}}"
@@ -98,8 +97,7 @@ TEMPLATES = {
     ),
     "qwen_coder": _with_calls(
         _EACH
-        + """
-<tool_call>
+        + """{{ '\\n' }}<tool_call>
 <function={{ f.name }}>
 {% for key, value in f.arguments.items() %}<parameter={{ key }}>
 {{ value if value is string else value | tojson }}

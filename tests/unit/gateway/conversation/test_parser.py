@@ -46,6 +46,7 @@ HOSTILE = (
     "[search(a=" + "[" * 100_000,
     "[search(a=" + "-" * 100_000 + "1)]",
     "<tool_call>\n<function=search>\n" + "<parameter=a>" * 20_000,
+    "<tool_call>\n<function=search>\n" + "<parameter=a>{</parameter>" * 10_000,
     "<tool_call>\n<function=search>\n<parameter=query>\n" + "\n" * 100_000,
     " \n" * 100_000,
     "<think>" * 10_000 + "</think" * 10_000,
