@@ -129,14 +129,14 @@ def rendered(
     """As a tokenizer renders it."""
     arguments = answer_format.template_arguments(conversation)
     turns = arguments.pop("conversation")
-    texts, _ = render_jinja_template(
+    result = render_jinja_template(
         [turns],
         tools=arguments.pop("tools", None),
         chat_template=template,
         add_generation_prompt=is_prompt,
         **arguments,
     )
-    return str(texts[0])
+    return str(result[0][0])
 
 
 def written_answer(answer_format: AnswerFormat, template: str, turn: ChatMessage) -> str:
@@ -185,7 +185,8 @@ def merged_events(
     events = [event for piece in pieces for event in parser.push(piece)]
     merged: list[tuple[object, ...]] = []
     for event in [*events, *parser.flush()]:
-        *key, last = (type(event), *(getattr(event, name) for name in event.__slots__))
+        fields = [type(event), *(getattr(event, name) for name in event.__slots__)]
+        key, last = fields[:-1], fields[-1]
         if isinstance(event, Text | Reasoning | ArgumentsDelta) and merged and merged[-1][:-1] == tuple(key):
             merged[-1] = (*key, f"{merged[-1][-1]}{last}")
         else:
