@@ -21,9 +21,11 @@ VALUES: dict[str, Schema] = {
     "pattern": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{2}$"},
     "list": {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3},
     "list of lists": {
-        "type": "array", "maxItems": 2, "items": {"type": "array", "maxItems": 2, "items": {"type": "integer", "maximum": 9}},
+        "type": "array", "maxItems": 2, "items": {"type": "array", "maxItems": 2, "items": {"type": "integer"}},
     },
-    "pair": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "minItems": 2, "maxItems": 2, "items": False},
+    "pair": {
+        "type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": False, "minItems": 2,
+    },
     "either": {"anyOf": [{"type": "integer"}, {"enum": ["none"]}]},
     "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
 }  # fmt: skip
@@ -49,7 +51,7 @@ def tool_schemas() -> list[Schema]:
         for first, second in zip(VALUES, [*VALUES][5:], strict=False)
     ]
     nested = [
-        _object({"outer": _object({"inner": _object({"deep": VALUES[name], "also": TEXT}, ["deep"])}, ["inner"])}, ["outer"])
+        _object({"a": _object({"b": _object({"deep": VALUES[name], "also": TEXT}, ["deep"])}, ["b"])}, ["a"])
         for name in ("integer", "unicode enum", "list", "either", "flag", "nullable", "pattern", "map")
     ]  # fmt: skip
     referring = [
@@ -62,7 +64,7 @@ def tool_schemas() -> list[Schema]:
     others = [
         {**_object({"root": {"$ref": "#/$defs/tree"}}, ["root"]), "$defs": {"tree": TREE}},
         _object({}, []),
-        _object({name: VALUES["flag"] for name in ("a", "b c", "ü", 'q"', "日本語")}, ["a", "ü", 'q"']),
+        _object(dict.fromkeys(("a", "b c", "ü", 'q"', "日本語"), VALUES["flag"]), ["a", "ü", 'q"']),
         _object({"edits": {"type": "array", "items": PLACE, "minItems": 1, "maxItems": 2}}, ["edits"]),
         _object({"value": {"allOf": [PLACE, {"properties": {"zip": TEXT}, "required": ["zip"]}]}}, ["value"]),
     ]
