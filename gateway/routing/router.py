@@ -258,8 +258,8 @@ class Router:
 
 
 def _by_affinity(workers: list[WorkerEstimate], key: str) -> list[WorkerEstimate]:
-    """The workers in an order of this key's own (rendezvous hashing, Thaler and Ravishankar, 1998). A worker that comes or
-    goes changes nothing in the order of the others."""
+    """The workers in an order of this key's own: rendezvous hashing (Thaler and Ravishankar, 1998). A worker that comes
+    or goes changes nothing in the order of the others."""
     secret = blake2b(key.encode(errors="surrogatepass"), digest_size=16).digest()
     return sorted(
         workers, key=lambda worker: blake2b(worker.name.encode(), key=secret, digest_size=8).digest()
