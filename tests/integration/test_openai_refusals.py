@@ -126,8 +126,8 @@ def part(**fields: Any) -> dict[str, Any]:
                 ("messages.0.content", {"messages": [{"role": "user"}]}, "missing"),
                 ("messages.0.content.0.type", part(type="image_url"), "must be 'text', got 'image_url'"),
                 ("messages.0.content.0.text", part(type="text"), "missing"),
-                ("response_format", {"response_format": {"type": "yaml"}}, "got 'yaml'"),
-                ("response_format", {"response_format": {}}, "must have a type"),
+                ("response_format.type", {"response_format": {"type": "yaml"}}, "got 'yaml'"),
+                ("response_format.type", {"response_format": {}}, "missing"),
                 ("response_format.json_schema", {"response_format": {"type": "json_schema"}}, "missing"),
                 (
                     "structured_outputs",
