@@ -1,4 +1,4 @@
-"""A model's way of writing that tests can read: `<think>...</think>`, then text, and calls as `<call name>{...}</call>`."""
+"""A model's way of writing that tests can read: `<think>...</think>` around reasoning, `<call name>{...}</call>`."""
 
 import json
 from collections.abc import Sequence
@@ -61,11 +61,11 @@ class MarkedParser:
         if self._part == "name":
             self._num_calls += 1
             return [CallBegins(self._num_calls - 1, content)]
-        kinds = {"text": Text, "think": Reasoning}
         events: list[AnswerEvent] = []
-        if content:
-            kind = kinds.get(self._part)
-            events.append(kind(content) if kind else ArgumentsDelta(self._num_calls - 1, content))
+        if content and self._part == "arguments":
+            events.append(ArgumentsDelta(self._num_calls - 1, content))
+        elif content:
+            events.append(Text(content) if self._part == "text" else Reasoning(content))
         if tag == "</call>":
             events.append(CallEnds(self._num_calls - 1))
         return events
@@ -93,7 +93,7 @@ class MarkedFormat:
     def grammar(
         self,
         conversation: Conversation,
-        prompt_end: str,  # noqa: ARG002 - AnswerFormat's signature
+        prompt_end: str,
         answer: StructuredOutput | None,
     ) -> StructuredOutput | None:
         if conversation.callable_tools and conversation.tool_choice.use is ToolUse.REQUIRED:
@@ -101,5 +101,5 @@ class MarkedFormat:
             return StructuredOutput(GrammarKind.REGEX, f"<call ({names})>.*</call>")
         return answer
 
-    def new_parser(self, conversation: Conversation, prompt_end: str) -> AnswerParser | None:  # noqa: ARG002
+    def new_parser(self, conversation: Conversation, prompt_end: str) -> AnswerParser | None:
         return MarkedParser()

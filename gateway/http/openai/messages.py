@@ -1,13 +1,13 @@
 """Messages of a chat: OpenAI's roles and fields as our own values."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from baton.errors import InvalidRequest
 from gateway.conversation import ChatMessage, ToolCall
+from gateway.conversation.checks import with_tools_named
 from gateway.http.openai.fields import Body, NotSupported
 
 MAX_MESSAGES = 4096
@@ -106,18 +106,10 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
     """InvalidRequest names the field of a message that contradicts itself, or those before it. A tool's result gets
     the name of the tool that was called."""
-    converted: list[ChatMessage] = []
-    name_of: dict[str, str] = {}
     for index, message in enumerate(messages):
-        place = f"messages.{index}"
-        turn = message.as_chat_message()
         if isinstance(message, AssistantMessage):
-            _check_answer(message, place)
-            name_of |= _names_of_calls(turn.tool_calls, place)
-        elif isinstance(message, ToolMessage):
-            turn = _named(turn, name_of, place)
-        converted.append(turn)
-    return tuple(converted)
+            _check_answer(message, f"messages.{index}")
+    return with_tools_named([message.as_chat_message() for message in messages], "messages")
 
 
 def _check_answer(message: AssistantMessage, place: str) -> None:
@@ -126,29 +118,6 @@ def _check_answer(message: AssistantMessage, place: str) -> None:
     both = {message.reasoning, message.reasoning_content} - {None}
     if len(both) == 2:
         raise InvalidRequest(f"{place}.reasoning", "differs from reasoning_content; send one of them")
-
-
-def _names_of_calls(calls: Sequence[ToolCall], place: str) -> dict[str, str]:
-    """Names of the called tools by the calls' ids."""
-    names: dict[str, str] = {}
-    for index, call in enumerate(calls):
-        if call.id in names:
-            raise InvalidRequest(f"{place}.tool_calls.{index}.id", "another call of this message has it, too")
-        names[call.id] = call.name
-    return names
-
-
-def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMessage:
-    assert result.tool_call_id is not None, "the body requires it"
-    name = name_of.get(result.tool_call_id)
-    if name is None:
-        raise InvalidRequest(
-            f"{place}.tool_call_id",
-            f"no assistant's message before it has a call {result.tool_call_id[:60]!r}",
-        )
-    if result.name not in (None, name):
-        raise InvalidRequest(f"{place}.name", f"that call was to {name!r}, got {result.name[:60]!r}")
-    return replace(result, name=name)
 
 
 def _text_of(content: str | Sequence[TextPart]) -> str:

@@ -8,13 +8,10 @@ from pydantic_core import to_json
 
 from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation.checks import MAX_SCHEMA_CHARACTERS, MAX_TOOLS, check_among, check_distinct
 from gateway.http.openai.fields import Body
 
-MAX_TOOLS = 128
-"""OpenAI's bound."""
 MAX_DESCRIPTION_CHARACTERS = 2**16
-MAX_SCHEMA_BYTES = 2**20
-"""Of all tools together: each schema is part of the prompt."""
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -35,6 +32,13 @@ class FunctionTool(Body):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    def as_tool(self) -> Tool:
+        name, description, schema = self.function.name, self.function.description, self.function.parameters
+        is_strict = bool(self.function.strict)
+        if schema is None:
+            return Tool(name, description, strict=is_strict)
+        return Tool(name, description, schema, is_strict)
 
 
 class FunctionName(Body):
@@ -72,33 +76,20 @@ ToolChoiceField = (
 
 def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
     """InvalidRequest names the tool's field."""
-    converted: list[Tool] = []
-    index_of: dict[str, int] = {}
     num_bytes = 0
     for index, tool in enumerate(tools or ()):
-        function = tool.function
-        place = f"tools.{index}.function"
-        first = index_of.setdefault(function.name, index)
-        if first != index:
+        place = f"tools.{index}.function.parameters"
+        schema = tool.function.parameters or {}
+        if (kind := schema.get("type", "object")) != "object":
+            raise InvalidRequest(f"{place}.type", f"must be 'object', got {str(kind)[:60]!r}")
+        num_bytes += len(to_json(schema))
+        if num_bytes > MAX_SCHEMA_CHARACTERS:
             raise InvalidRequest(
-                f"{place}.name", f"tools.{first} is called {function.name!r} too; rename one"
+                place, f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} bytes"
             )
-        converted.append(_tool_of(function, place))
-        num_bytes += len(to_json(function.parameters))
-        if num_bytes > MAX_SCHEMA_BYTES:
-            raise InvalidRequest(
-                f"{place}.parameters", f"the schemas up to this one have more than {MAX_SCHEMA_BYTES} bytes"
-            )
-    return tuple(converted)
-
-
-def _tool_of(function: FunctionDefinition, place: str) -> Tool:
-    if function.parameters is None:
-        return Tool(function.name, function.description, strict=bool(function.strict))
-    kind = function.parameters.get("type", "object")
-    if kind != "object":
-        raise InvalidRequest(f"{place}.parameters.type", f"must be 'object', got {str(kind)[:60]!r}")
-    return Tool(function.name, function.description, function.parameters, bool(function.strict))
+    converted = tuple(tool.as_tool() for tool in tools or ())
+    check_distinct(converted, "tools", "function.name")
+    return converted
 
 
 def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
@@ -113,17 +104,10 @@ def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> Too
                 raise InvalidRequest("tool_choice", "'required' needs tools")
             return ToolChoice(ToolUse.REQUIRED)
         case NamedTool():
-            _check_name("tool_choice.function.name", choice.function.name, tools)
+            check_among(tools, choice.function.name, "tool_choice.function.name")
             return ToolChoice(ToolUse.REQUIRED, (choice.function.name,))
         case AllowedTools(allowed_tools=allowed):
             names = [tool.function.name for tool in allowed.tools]
             for index, name in enumerate(names):
-                _check_name(f"tool_choice.allowed_tools.tools.{index}.function.name", name, tools)
+                check_among(tools, name, f"tool_choice.allowed_tools.tools.{index}.function.name")
             return ToolChoice(ToolUse(allowed.mode), tuple(dict.fromkeys(names)))
-
-
-def _check_name(place: str, name: str, tools: Sequence[Tool]) -> None:
-    names = [tool.name for tool in tools]
-    if name not in names:
-        known = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-        raise InvalidRequest(place, f"{name!r} is none of the tools, which are: {known or 'none'}")

@@ -8,10 +8,11 @@ import pytest
 from fastapi import FastAPI
 
 from gateway.http.openai.answers import ChatCompletion, ChatCompletionChunk, CompletionChunk
-from gateway.http.openai.chat_request import ChatCompletionRequest, Message
+from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.description import answers_of
 from gateway.http.openai.fields import Body, StreamOptions
+from gateway.http.openai.messages import AssistantMessage, InputMessage, ToolMessage
 
 API = Path(__file__).parents[4] / "docs" / "api.md"
 
@@ -22,7 +23,10 @@ def test_the_page_tells_of_every_field(body: type[Body]) -> None:
     assert [name for name in body.model_fields if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest, StreamOptions, Message])
+@pytest.mark.parametrize(
+    "body",
+    [ChatCompletionRequest, CompletionRequest, StreamOptions, InputMessage, AssistantMessage, ToolMessage],
+)
 def test_the_description_admits_no_unknown_field(body: type[Body]) -> None:
     assert body.model_json_schema()["additionalProperties"] is False
 
