@@ -8,7 +8,8 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.conversation import Conversation, ReasoningOptions
 from gateway.conversation.template_options import MAX_OPTIONS, TemplateValue, check_template_options
-from gateway.http.openai.fields import GenerationFields, NotSupported
+from gateway.http.body import NotSupported
+from gateway.http.openai.fields import GenerationFields
 from gateway.http.openai.messages import Messages, chat_messages_of
 from gateway.http.openai.tools import ToolChoiceField, Tools, tool_choice_of, tools_of
 from gateway.preprocess import UNLIMITED

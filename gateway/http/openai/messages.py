@@ -8,7 +8,7 @@ from pydantic import Field
 from baton.errors import InvalidRequest
 from gateway.conversation import ChatMessage, ToolCall
 from gateway.conversation.checks import with_tools_named
-from gateway.http.openai.fields import Body, NotSupported
+from gateway.http.body import Body, NotSupported
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024

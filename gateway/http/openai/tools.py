@@ -9,7 +9,7 @@ from pydantic_core import to_json
 from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
 from gateway.conversation.checks import MAX_SCHEMA_CHARACTERS, MAX_TOOLS, check_among, check_distinct
-from gateway.http.openai.fields import Body
+from gateway.http.body import Body
 
 MAX_DESCRIPTION_CHARACTERS = 2**16
 
