@@ -1,4 +1,4 @@
-"""Conversations and events of answers as GatewayClient sends and receives them; `grpc/chat_convert.py` is the server."""
+"""Conversations and events of answers, as GatewayClient sends and receives them; `grpc/chat_convert.py` serves it."""
 
 import json
 

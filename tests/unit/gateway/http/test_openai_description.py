@@ -1,11 +1,13 @@
 """What is said of OpenAI's API, to programs and to people, is what there is."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from openai.types.chat import completion_create_params as openai_fields
 
 from gateway.http.body import Body
 from gateway.http.openai.answers import ChatCompletion, ChatCompletionChunk, CompletionChunk
@@ -22,6 +24,23 @@ API = Path(__file__).parents[4] / "docs" / "api.md"
 def test_the_page_tells_of_every_field(body: type[Body]) -> None:
     page = API.read_text()
     assert [name for name in body.model_fields if f"`{name}`" not in page] == []
+
+
+def test_the_page_tells_what_becomes_of_every_field_of_openais_chats() -> None:
+    """As the `openai` package knows them, so that a new one is noticed; what the page calls refused is refused."""
+    kinds = (
+        openai_fields.CompletionCreateParamsBase,
+        openai_fields.CompletionCreateParamsNonStreaming,
+        openai_fields.CompletionCreateParamsStreaming,
+    )
+    known = sorted({name for kind in kinds for name in kind.__annotations__})
+    _, _, rest = API.read_text().partition("### Every field of OpenAI's chat completions\n")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", rest.partition("\n### ")[0], re.MULTILINE))
+    assert sorted(rows) == known
+    schemas = ChatCompletionRequest.model_json_schema()["properties"]
+    assert set(rows) <= set(schemas)
+    refused = [name for name in rows if schemas[name].get("type") == "null"]
+    assert [name for name, here in rows.items() if here.startswith("refused")] == refused
 
 
 @pytest.mark.parametrize(
