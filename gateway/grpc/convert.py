@@ -130,14 +130,16 @@ def delta_to_response(
     request_id: str, delta: Delta, events: Sequence[AnswerEvent] = ()
 ) -> generation_pb.GenerateResponse:
     """`events`: what the delta's text says, if the client wants to know."""
-    return generation_pb.GenerateResponse(
+    response = generation_pb.GenerateResponse(
         request_id=request_id,
         token_ids=delta.token_ids,
         text=delta.text,
         logprobs=[_logprobs_to_message(logprobs) for logprobs in delta.logprobs],
         finish=_finish_to_message(delta.finish) if delta.finish else None,
-        events=[event_to_message(request_id, event) for event in events],
     )
+    if events:  # most answers have none, and there is a response for each token
+        response.events.extend(event_to_message(request_id, event) for event in events)
+    return response
 
 
 def _finish_to_message(finish: Finish) -> generation_pb.Finish:
