@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest, UnknownModel
 from gateway.auth.callers import Caller
 from gateway.conversation import Conversation
+from gateway.http.body import Body, TokenId
 from gateway.http.openai.chat_request import Messages
 from gateway.http.openai.description import ERRORS
-from gateway.http.openai.fields import Body, TokenId
 from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
 from gateway.text import TokenizerPool

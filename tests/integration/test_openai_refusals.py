@@ -9,9 +9,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.http.body import Body
 from gateway.http.openai.chat_request import ChatCompletionRequest, Message
 from gateway.http.openai.completion_request import CompletionRequest
-from gateway.http.openai.fields import Body
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 from tests.factories.models import make_tokenizer
 

@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.conversation import ChatMessage, Conversation
-from gateway.http.openai.fields import Body, GenerationFields, NotSupported
+from gateway.http.body import Body, NotSupported
+from gateway.http.openai.fields import GenerationFields
 from gateway.preprocess import UNLIMITED
 
 MAX_MESSAGES = 4096

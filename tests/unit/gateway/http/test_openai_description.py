@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from gateway.http.body import Body
 from gateway.http.openai.answers import ChatCompletion, ChatCompletionChunk, CompletionChunk
 from gateway.http.openai.chat_request import ChatCompletionRequest, Message
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.description import answers_of
-from gateway.http.openai.fields import Body, StreamOptions
+from gateway.http.openai.fields import StreamOptions
 
 API = Path(__file__).parents[4] / "docs" / "api.md"
 
