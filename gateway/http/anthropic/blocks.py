@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway.http.openai.fields import Body, NotSupported
+from gateway.http.body import Body, NotSupported
 
 MAX_BLOCKS = 4096
 """In one turn; an agent's turn has one for each result."""

@@ -1,19 +1,13 @@
 """MessagesRequest and CountTokensRequest: the bodies of POST /v1/messages and /v1/messages/count_tokens."""
 
 import json
+from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequest
-from baton.sampling import (
-    MAX_SEED,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    GrammarKind,
-    SamplingParams,
-    StructuredOutput,
-)
+from baton.sampling import MAX_STOP_STRINGS, GrammarKind, SamplingParams, StructuredOutput
 from gateway.conversation import Conversation, ReasoningOptions
 from gateway.http.anthropic.blocks import CacheControl, TextBlocks, Turn
 from gateway.http.anthropic.conversation import messages_of
@@ -25,26 +19,17 @@ from gateway.http.anthropic.output import (
     reasoning_of,
 )
 from gateway.http.anthropic.tools import ChoiceBody, Tools, tool_choice_of, tools_of
-from gateway.http.openai.fields import MAX_NAME_CHARACTERS, MAX_TOKEN_ID, Body, NotSupported, Penalty
-from gateway.routing.placement import Mode
+from gateway.http.body import Body, NotSupported
+from gateway.http.sampling_fields import SamplingFields, Stop
 
 MAX_TURNS = 4096
-
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-"""Fields with the same name and meaning as in SamplingParams."""
+MAX_MODEL_NAME_CHARACTERS = 256
 
 
 class CountTokensRequest(Body):
     """What a prompt is made of; common to both bodies."""
 
-    model: str = Field(description="A name from GET /v1/models.", max_length=MAX_NAME_CHARACTERS)
+    model: str = Field(description="A name from GET /v1/models.", max_length=MAX_MODEL_NAME_CHARACTERS)
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)]
     system: str | TextBlocks | None = None
     tools: Tools | None = None
@@ -84,39 +69,24 @@ class Metadata(Body):
     user_id: str | None = Field(None, max_length=1024, description="Accepted and ignored.")
 
 
-class MessagesRequest(CountTokensRequest):
-    """Anthropic's fields work as Anthropic documents them, except as described here."""
+class MessagesRequest(CountTokensRequest, SamplingFields):
+    """Anthropic's fields work as Anthropic documents them, except as described here. Others are extensions, with the
+    names that they have in chat completions."""
 
     max_tokens: int = Field(ge=1, description="At most as many as the prompt leaves room for.")
     stream: bool | None = Field(None, description="Server-sent events, one for each piece of the answer.")
-    stop_sequences: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
-            Field(max_length=MAX_STOP_STRINGS),
-        ]
-        | None
-    ) = None
-    temperature: float | None = Field(None, ge=0.0, le=100.0, description="Default 1; 0 is greedy.")
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="0 and -1 keep every token.")
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    request_id: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9._:\-]{1,128}$",
+        description="Must differ from those of all running requests.",
+    )
     container: NotSupported = None
     diagnostics: NotSupported = None
     inference_geo: NotSupported = None
-
-    # Extensions, as in chat completions.
-    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    skip_reading_prefix_cache: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower values go first.")
-    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:\-]{1,128}$")
-    routing_mode: Literal["disaggregated", "local"] | None = None
-    max_model_len: int | None = Field(None, ge=1)
+    stop: NotSupported = Field(None, description="Not supported; use stop_sequences.")
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
@@ -127,21 +97,10 @@ class MessagesRequest(CountTokensRequest):
             )
         return self
 
-    @property
-    def mode(self) -> Mode | None:
-        return None if self.routing_mode is None else Mode(self.routing_mode)
-
     def sampling(self) -> SamplingParams:
         """InvalidRequest names the field that contradicts another one."""
-        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            top_k=max(0, self.top_k or 0),
-            seed=None if self.seed is None else self.seed & MAX_SEED,
-            stop=tuple(self.stop_sequences or ()),
-            structured_output=self._structured_output(),
-            **given,
-        )
+        params = self.params_with(self.max_tokens, None, self._structured_output())
+        return replace(params, stop=tuple(self.stop_sequences or ()))
 
     def _structured_output(self) -> StructuredOutput | None:
         wanted = None if self.output_config is None else self.output_config.format

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.conversation import ReasoningOptions
-from gateway.http.openai.fields import Body
+from gateway.http.body import Body
 
 Display = Literal["summarized", "omitted"]
 

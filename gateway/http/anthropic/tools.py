@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
 from gateway.http.anthropic.blocks import MAX_NAME_CHARACTERS, CacheControl
-from gateway.http.openai.fields import Body, NotSupported
+from gateway.http.body import Body, NotSupported
 
 MAX_TOOLS = 1024
 
