@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, BadRequestError
 from anthropic.types import Message, MessageParam, ToolParam
 from pydantic import TypeAdapter
 
@@ -159,12 +159,24 @@ async def test_what_workers_receive(folder: Path) -> None:
         assert params.structured_output.source == "<call (time)>.*</call>"
     async with anthropic_with(folder, answering(ANSWER)) as (under_test, client):
         schema = {"type": "object", "properties": {"town": {"type": "string"}}}
-        await client.messages.create(
-            **TURN, output_config={"format": {"type": "json_schema", "schema": schema}}
-        )
+        output_config: Any = {"format": {"type": "json_schema", "schema": schema}}
+        await client.messages.create(**TURN, output_config=output_config)
         grammar = (await under_test.workers["d0"].next_request()).sampling_params.structured_output
         assert grammar is not None
         assert (grammar.kind, json.loads(grammar.source)) == (GrammarKind.JSON_SCHEMA, schema)
+
+
+async def test_a_model_that_does_not_think_is_asked_for_nothing_else(folder: Path) -> None:
+    async with anthropic_with(folder, answering(ANSWER)) as (_, client):
+        for harmless in ({"type": "disabled"}, {"type": "adaptive"}):
+            assert (await client.messages.create(**TURN | {"thinking": harmless})).stop_reason
+        for field, value in (
+            ("thinking", {"type": "enabled", "budget_tokens": 8}),
+            ("output_config.effort", {"effort": "low"}),
+        ):
+            with pytest.raises(BadRequestError) as caught:
+                await client.messages.create(**TURN | {field.split(".")[0]: value})
+            assert f"'message': \"{field}: " in str(caught.value)
 
 
 async def test_cached_tokens_are_counted_apart(folder: Path) -> None:

@@ -70,11 +70,12 @@ def _from_user(run: Numbered, waiting: dict[str, str]) -> list[ChatMessage]:
     texts: list[str] = []
     for number, turn in run:
         text = ""
-        for place, block in _blocks(number, turn):
+        for index, block in _blocks(turn):
             if isinstance(block, TextBlock):
                 text += block.text
                 continue
             assert isinstance(block, ToolResultBlock)
+            place = _place(number, index)
             if text or any(texts):
                 raise InvalidRequest(place, "results must come before the text of a user's turn")
             results.append(_result(place, block, left))
@@ -113,7 +114,7 @@ def _from_assistant(run: Numbered) -> ChatMessage:
     calls: dict[str, ToolCall] = {}
     for number, turn in run:
         text = ""
-        for place, block in _blocks(number, turn):
+        for index, block in _blocks(turn):
             match block:
                 case TextBlock():
                     text += block.text
@@ -122,7 +123,8 @@ def _from_assistant(run: Numbered) -> ChatMessage:
                 case ToolUseBlock():
                     if block.id in calls:
                         raise InvalidRequest(
-                            f"{place}.id", f"{block.id[:60]!r} is the id of an earlier call, too"
+                            f"{_place(number, index)}.id",
+                            f"{block.id[:60]!r} is the id of an earlier call, too",
                         )
                     arguments = json.dumps(block.input, ensure_ascii=False)
                     calls[block.id] = ToolCall(block.id, block.name, arguments)
@@ -135,12 +137,16 @@ def _from_assistant(run: Numbered) -> ChatMessage:
     )
 
 
-def _blocks(number: int, turn: Turn) -> Iterator[tuple[str, Block]]:
-    """A turn's blocks with their places in the body, without those that are left out."""
+def _blocks(turn: Turn) -> Iterator[tuple[int, Block]]:
+    """A turn's blocks with their numbers, without those that are left out."""
     assert isinstance(turn, UserTurn | AssistantTurn)
     if isinstance(turn.content, str):
-        yield f"messages.{number}.content", TextBlock(type="text", text=turn.content)
+        yield 0, TextBlock(type="text", text=turn.content)
         return
     for index, block in enumerate(turn.content):
         if block.type != "redacted_thinking":
-            yield f"messages.{number}.content.{index}", block
+            yield index, block
+
+
+def _place(number: int, index: int) -> str:
+    return f"messages.{number}.content.{index}"

@@ -113,7 +113,7 @@ def _client_names(body: CountTokensRequest) -> dict[str, str]:
         "prompt": "messages",
         "chat": "messages",
         "token_ids": "messages",
-        "reasoning": "thinking",
+        "reasoning": "output_config.effort" if body.thinking is None else "thinking",
         "stop": "stop_sequences",
         "structured_output": "output_format" if body.output_format is not None else "output_config.format",
     }

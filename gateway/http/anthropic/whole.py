@@ -73,7 +73,8 @@ def usage_json(usage: Usage) -> str:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """A call's input. Of a call that the answer's end cut off, what is whole, as clients get it from a stream."""
+    """A call's input. Of a call that the answer's end cut off, what is whole, as clients get it from a stream. Empty if
+    a model that no grammar guides wrote something else than an object."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:

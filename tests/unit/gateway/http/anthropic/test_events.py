@@ -114,13 +114,14 @@ def test_the_order_is_that_of_the_documentation(events: list[AnswerEvent], order
 
 
 def test_every_event_is_as_it_is_described() -> None:
-    for event in read(stream_of([[*THOUGHT, *SAID, *CALLED]], Stop("stop_sequence", "é"))):
+    events = [*THOUGHT, *SAID, *CALLED]
+    for event in read(stream_of([events], Stop("stop_sequence", "é"))):
         OUR_EVENT.validate_json(json.dumps(event), strict=True, extra="forbid")
-    TypeAdapter(Message).validate_python(whole_of([*THOUGHT, *SAID, *CALLED]), extra="forbid")
+    TypeAdapter(Message).validate_python(whole_of(events), extra="forbid")
 
 
 def test_two_calls_are_two_blocks_with_ids_of_their_own() -> None:
-    second = [CallBegins(1, "get_time"), CallEnds(1)]
+    second: list[AnswerEvent] = [CallBegins(1, "get_time"), CallEnds(1)]
     content = whole_of([*CALLED, *second])["content"]
     assert [block["name"] for block in content] == ["get_weather", "get_time"]
     assert [block["input"] for block in content] == [{"location": "San Francisco"}, {}]
@@ -146,14 +147,14 @@ def test_an_answer_without_anything_is_a_message_without_content() -> None:
     "arguments", ['{"a": [1, {"b": "tru', '{"a": "x', '{"a', '{"a": tr', "", "{", '{"a": -']
 )
 def test_a_call_that_was_cut_off_has_what_is_whole_of_its_input(arguments: str) -> None:
-    events = [CallBegins(0, "f"), ArgumentsDelta(0, arguments)]
+    events: list[AnswerEvent] = [CallBegins(0, "f"), ArgumentsDelta(0, arguments)]
     stop = Stop("max_tokens", None)
     assert whole_of(events, stop)["content"] == accumulated(stream_of([events], stop))["content"]
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "1", '{"a": NaN}', "{a: 1}", '{"a": "\\ud800"}', '"{}"'])
 def test_a_call_whose_arguments_are_no_object_has_no_input(arguments: str) -> None:
-    """Only of models that write without a grammar."""
+    """Only of a model that no grammar guides."""
     (call,) = whole_of([CallBegins(0, "f"), ArgumentsDelta(0, arguments), CallEnds(0)])["content"]
     assert call["input"] == {}
 
