@@ -61,8 +61,15 @@ def nested(depth: int) -> dict[str, Any]:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown field": ({"temprature": 1}, "temprature: unknown field"),
     "a missing field": ({"max_tokens": None}, "max_tokens: "),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "messages.0.content.0.type: ",
+    ),
     "a tool of Anthropic's": ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools.0.type: "),
+    "a tool whose input is no object": (
+        {"tools": [{"name": "a", "input_schema": {"type": "array"}}]},
+        "tools.0.input_schema.type: ",
+    ),
     "a tool without a name": ({"tools": [{"input_schema": {}}]}, "tools.0.name: "),
     "a call in a user's turn": (
         {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},

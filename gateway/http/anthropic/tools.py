@@ -81,13 +81,17 @@ ChoiceBody = Annotated[AutoChoice | AnyChoice | OneToolChoice | NoChoice, Field(
 
 
 def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
-    """InvalidRequest if two have one name."""
+    """InvalidRequest if two have one name, or the input of one cannot be an object."""
     tools = tuple(definition.tool for definition in definitions or ())
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.name in names:
             raise InvalidRequest(f"tools.{index}.name", f"{tool.name!r} is the name of an earlier tool, too")
         names.add(tool.name)
+        if (kind := tool.parameters.get("type", "object")) != "object":
+            raise InvalidRequest(
+                f"tools.{index}.input_schema.type", f"must be 'object', got {str(kind)[:60]!r}"
+            )
     return tools
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
+from gateway.choices import call_id
 from gateway.http.anthropic.answers import Stop, Usage
 from gateway.http.anthropic.content import BlockGrows, BlockKind, BlockOpens, BlockStep
 from gateway.http.whole_json import PIECE_CHARACTERS, string_pieces
@@ -41,8 +42,8 @@ class Head:
 
     def call_start(self, block: BlockOpens) -> str:
         """A call's JSON up to its input."""
-        call_id = f"toolu_{self.request_id}_{block.call}"
-        return f'{{"type":"tool_use","id":"{call_id}","name":{json.dumps(block.name)},"input":'
+        name = call_id(self.request_id, block.call, "toolu_")
+        return f'{{"type":"tool_use","id":"{name}","name":{json.dumps(block.name)},"input":'
 
 
 @dataclass(slots=True)
