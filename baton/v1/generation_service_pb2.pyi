@@ -312,7 +312,7 @@ class Tool(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """1 to 64 letters, digits, `_` and `-`. Different for each tool."""
+    """1 to 128 letters, digits and any of `_.:/-`. Different for each tool."""
     description: _builtins.str
     parameters: _builtins.str
     """A JSON schema of the arguments, which are an object, as JSON. Default: no arguments."""

@@ -1,6 +1,5 @@
 """Checks of conversations that every API makes alike: each is told the API's own path of a field, for its errors."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ MAX_TOOLS = 128
 """OpenAI's bound."""
 MAX_SCHEMA_CHARACTERS = 2**20
 """Of all tools together: each schema is part of the prompt."""
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 def with_tools_named(messages: Sequence[ChatMessage], place: str) -> tuple[ChatMessage, ...]:

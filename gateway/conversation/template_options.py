@@ -8,34 +8,13 @@ import re
 from collections.abc import Mapping
 
 from baton.errors import InvalidRequest
+from gateway.conversation.template import RESERVED
 
 TemplateValue = str | int | float | bool | None
 
 MAX_OPTIONS = 32
 MAX_OPTION_CHARACTERS = 1_024
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "processor_kwargs",
-        "reasoning_effort",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""What the renderer or a field of its own sets. A client's template would be a client's program."""
 RESERVED_ENDS = ("_token", "_tokens")
 """Special tokens of the model, such as `bos_token`."""
 

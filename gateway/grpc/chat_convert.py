@@ -23,10 +23,10 @@ from gateway.conversation import (
     ToolChoice,
     ToolUse,
 )
+from gateway.conversation.call_syntax import is_tool_name
 from gateway.conversation.checks import (
     MAX_SCHEMA_CHARACTERS,
     MAX_TOOLS,
-    TOOL_NAME,
     check_among,
     check_distinct,
     with_tools_named,
@@ -122,9 +122,10 @@ def _tools_from(messages: Iterable[pb.Tool]) -> tuple[Tool, ...]:
     num_characters = 0
     for index, message in enumerate(messages):
         place = f"chat.tools.{index}"
-        if not TOOL_NAME.fullmatch(message.name):
+        if not is_tool_name(message.name):
             raise InvalidRequest(
-                f"{place}.name", f"must match {TOOL_NAME.pattern}, got {message.name[:80]!r}"
+                f"{place}.name",
+                f"must be 1 to 128 letters, digits and any of _.:/-, got {message.name[:60]!r}",
             )
         num_characters += len(message.parameters)
         if num_characters > MAX_SCHEMA_CHARACTERS:

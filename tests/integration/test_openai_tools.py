@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel, TypeAdapter
 
@@ -14,8 +15,9 @@ from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogpr
 from gateway.choices import call_id
 from gateway.http.openai.answers import ChatCompletion, ChatCompletionChunk
 from tests.factories.answer_format import MarkedFormat
+from tests.factories.conversations import TEMPLATES
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
-from tests.factories.models import make_tokenizer
+from tests.factories.models import make_tokenizer, make_tokenizer_dir
 from tests.factories.openai import openai_for, openai_with, raw_events
 
 TOKENIZER = make_tokenizer()
@@ -206,6 +208,32 @@ async def test_the_conversation_goes_on_with_the_calls_results(folder: Path) -> 
             + "<|im_start|>assistant\n"
         )
         assert prompt.startswith("<|im_start|>system\ntools: get_weather{")
+
+
+@pytest.mark.parametrize("family", ["hermes", "generic"])
+async def test_a_models_own_way_of_calling(tmp_path: Path, family: str) -> None:
+    """By its template: told of the tools, guided by a grammar that compiles, and read."""
+    folder = make_tokenizer_dir(tmp_path / "model", TEMPLATES[family])
+    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {ROME}}}\n</tool_call>'
+    script = answering(TOKENIZER.encode(text).ids, FinishReason.STOP)
+    async with openai_with(folder, script, max_model_len=2000) as (under_test, client):
+        for choice in ("required", "auto"):
+            answer = (await whole(client, tool_choice=choice)).choices[0]
+            assert answer.finish_reason == "tool_calls"
+            (call,) = answer.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == (
+                "get_weather",
+                {"city": "Rome"},
+            )
+            request = await under_test.workers["d0"].next_request()
+            prompt = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+            assert '"name": "get_weather"' in prompt
+            assert request.sampling_params.structured_output is not None
+            *events, _ = await raw_events(under_test, HELLO, tools=TOOLS, tool_choice=choice)
+            await under_test.workers["d0"].next_request()
+            deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+            pieces = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            assert "".join(piece["function"]["arguments"] for piece in pieces) == call.function.arguments
 
 
 async def test_a_forced_call_reaches_the_workers_as_a_grammar(folder: Path) -> None:

@@ -13,7 +13,7 @@ from gateway.http.body import Body
 
 MAX_DESCRIPTION_CHARACTERS = 2**16
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 class FunctionDefinition(Body):

@@ -87,7 +87,7 @@ def test_who_gets_events() -> None:
         ("chat", {"messages": []}, "1 to 4096 messages, got 0"),
         ("chat.tools", {"tools": [TOOL] * 129}, "at most 128 entries, got 129"),
         ("chat.tools.0.name", {"tools": [pb.Tool(name="a b")]}, "got 'a b'"),
-        ("chat.tools.0.name", {"tools": [pb.Tool(name="x" * 10**6)]}, "must match"),
+        ("chat.tools.0.name", {"tools": [pb.Tool(name="x" * 10**6)]}, "must be 1 to 128 letters"),
         ("chat.tools.1.name", {"tools": [TOOL, TOOL]}, "chat.tools.0 is called 'f' too"),
         ("chat.tools.0.parameters", {"tools": [pb.Tool(name="f", parameters="[1]")]}, "JSON object"),
         ("chat.tools.0.parameters", {"tools": [pb.Tool(name="f", parameters="{")]}, "is not JSON"),
