@@ -208,7 +208,7 @@ def build_device_engine(
 
 
 def _begin_with(device: torch.device) -> None:
-    """Makes a GPU the one that this process computes on, with the kernels' switches of the environment."""
+    """If `device` is a GPU, selects it for this process, and reads the kernels' switches from the environment."""
     if device.type == "cuda":
         set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
         torch.cuda.set_device(device)

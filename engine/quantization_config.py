@@ -87,7 +87,7 @@ class Quantization:
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Of a config.json; None if it has none. ModelError names the key that is not supported."""
+    """The quantization that a config.json declares, or None. ModelError names an unsupported key."""
     given = config.get(KEY)
     if given is None:
         return None

@@ -70,7 +70,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
-        """Computes the plan's tokens into their blocks, and samples for every request whose known tokens are computed.
+        """Runs the model on the plan's tokens, and samples for each request with no known token left to compute.
 
         A plan without tokens still updates finished requests, and swaps KV to host memory. Until a step has been waited
         for, only one more may be launched, and that one may not resume a request of the first. A step with drafts is

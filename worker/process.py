@@ -54,8 +54,9 @@ def build_worker(
     name: str,
     share: CpuShare | None = None,
 ) -> EngineHost:
-    """A worker that is not started yet. It queues as many requests as one gateway admits. With a `share`, this process
-    keeps to its CPUs from now on.
+    """A worker that is not started yet. Its queue holds as many requests as one gateway admits.
+
+    With a `share`, this process runs on the CPUs of that share only, from now on.
     """
     if share is not None:
         pin(share.cpus)

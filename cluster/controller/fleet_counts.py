@@ -26,7 +26,7 @@ async def scale_to(config: BatonConfig, before: BatonConfig, control: ControlApi
     for role in WorkerRole:
         count = getattr(config.cluster, role.value)
         if count != getattr(before.cluster, role.value):
-            logger.info("the fleet's file asks for %d %s workers", count, role.value)
+            logger.info("the configuration file now asks for %d %s workers", count, role.value)
             await control.call(ScaleRole(role, count))
 
 
