@@ -122,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--skip-reading-prefix-cache",
         action="store_true",
-        help="compute the whole prompt, whatever the prefix caches have of it",
+        help="compute the whole prompt, even if a prefix cache has a part of it",
     )
     grammar = generate.add_mutually_exclusive_group()
     grammar.add_argument("--json-schema", metavar="SCHEMA", help="constrain the answer to a JSON schema")

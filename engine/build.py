@@ -228,7 +228,7 @@ def _compiler_of(device: torch.device) -> "Compiler":
     )
     if compiler.is_suspect:
         logger.warning(
-            "ptxas %s may make wrong code of prefill's attention for this GPU; set TRITON_PTXAS_PATH to one of CUDA "
+            "ptxas %s may compile prefill's attention wrongly for this GPU; set TRITON_PTXAS_PATH to a ptxas of CUDA "
             "13.3 or later. Attention is compared with torch before this worker serves",
             compiler.version,
         )

@@ -316,7 +316,9 @@ def _names(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
             re.compile(name.removeprefix("re:"))
         except re.error as error:
             if name.startswith("re:"):
-                raise ModelError(f"{where}.{key}: {name!r} is no regular expression: {error}") from None
+                raise ModelError(
+                    f"{where}.{key}: {name!r} is not a valid regular expression: {error}"
+                ) from None
     return tuple(names)
 
 

@@ -247,7 +247,7 @@ def _priority_for(caller: Caller, asked: int) -> int:
     if asked < min(best, 0):
         raise InvalidRequest(
             "priority",
-            f"got {asked}; the key of '{caller.name}' allows {best} or higher values, which come later",
+            f"got {asked}; the key of '{caller.name}' allows only {best} or higher (lower values go first)",
         )
     return max(asked, best)
 

@@ -85,9 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
     parser.add_argument(
-        "--threads", type=int, help="threads that compute, of each rank; else the configuration's"
+        "--threads", type=int, help="compute threads of each rank; default: the configuration's"
     )
-    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to keep to, e.g. 0-3,8")
+    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to run on, e.g. 0-3,8")
     options = parser.parse_args(arguments)
     try:
         overrides = {"logging": {"level": options.log_level.lower()}} if options.log_level else {}

@@ -159,7 +159,7 @@ async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> Owne
     name = config.cluster.name
     if contradictions := await _differences(found.control, config, digest, model_path):
         raise ClusterError(
-            f"a fleet named '{name}' runs on this cluster, but differently: {'; '.join(contradictions)}. Use its "
+            f"a fleet named '{name}' runs on this cluster with another configuration: {'; '.join(contradictions)}. Use its "
             "configuration, or another cluster.name"
         )
     if (await found.control.call(WaitOwner(POLL_S + 1.0))).is_owned:

@@ -191,7 +191,7 @@ def _join(ray: ModuleType, config: ClusterConfig) -> None:
                 raise
             if not is_announced:
                 logger.warning(
-                    "waiting for Ray, for %g s at most (cluster.ray_timeout_s): %s",
+                    "waiting up to %g s for Ray (cluster.ray_timeout_s): %s",
                     config.ray_timeout_s,
                     error,
                 )
