@@ -137,7 +137,9 @@ def build_parser() -> argparse.ArgumentParser:
     key = commands.add_parser("key", help="make an API key and its configuration entry")
     key.add_argument("name", metavar="NAME", help="name of the caller")
     grants = key.add_mutually_exclusive_group()
-    grants.add_argument("--admin", action="store_true", help="may generate, observe and administer")
+    grants.add_argument(
+        "--admin", action="store_true", help="grant all scopes: generate, observe and administer"
+    )
     grants.add_argument(
         "--scope",
         action="append",

@@ -255,8 +255,9 @@ class LaunchedStep:
     def _draft(
         self, drafter: Drafter, request_ids: Set[str], forced: Set[str]
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Guesses for these requests, except for those with forced tokens; empty where there is none now, but the next
-        one is likely to be right.
+        """Guesses for these requests, except for those with forced tokens.
+
+        A guess is empty if there is none now, but the request's next one is likely to be right.
         """
         requests = [
             request
