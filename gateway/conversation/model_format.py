@@ -27,14 +27,15 @@ class ModelFormat:
         """`tags` None: the model does not reason. `style` None: its template knows no tools, so turns describe them."""
         self._template = template
         self._vocabulary = vocabulary
-        self._syntax = syntax
+        self.syntax = syntax
+        """How the model writes calls."""
         self._tags = tags
         self._style = style
 
     @property
     def kept_special_tokens(self) -> frozenset[str]:
         tags = () if self._tags is None else (self._tags.begin, self._tags.end)
-        return frozenset((*self._syntax.markers, *self._syntax.tokens, *tags))
+        return frozenset((*self.syntax.markers, *self.syntax.tokens, *tags))
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         _check(conversation)
@@ -54,12 +55,12 @@ class ModelFormat:
         self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None
     ) -> StructuredOutput | None:
         tags, has_begun = self._reasoning(prompt_end)
-        return turn_grammar(self._vocabulary, self._syntax, conversation, tags, has_begun, answer)
+        return turn_grammar(self._vocabulary, self.syntax, conversation, tags, has_begun, answer)
 
     def new_parser(self, conversation: Conversation, prompt_end: str) -> TurnParser | None:
         tags, has_begun = self._reasoning(prompt_end)
         syntax = (
-            None if conversation.tool_choice.use is ToolUse.NONE or not conversation.tools else self._syntax
+            None if conversation.tool_choice.use is ToolUse.NONE or not conversation.tools else self.syntax
         )
         if tags is None and syntax is None:
             return None

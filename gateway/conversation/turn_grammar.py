@@ -73,6 +73,12 @@ def _body(
     if use is ToolUse.REQUIRED:
         return calls
     if answer is not None:
+        if syntax.bare_beginning is not None:
+            raise InvalidRequest(
+                "structured_output",
+                "this model's calls have no mark of their own, so it cannot choose between calls and an answer in a "
+                "given form; set tool_choice to required or none, or leave out tools",
+            )
         return f"( {calls} | {_answer(lark, answer)} )"
     text = _plain(lark, syntax, shunned)
     if syntax.bare_beginning is not None:
