@@ -68,7 +68,6 @@ class ModelArchitecture:
     logits_divisor: float = 1.0
     logits_cap: float | None = None
     """As `attention_cap`."""
-    gate: Gate = Gate.SILU
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_o_bias: bool
@@ -192,7 +191,6 @@ def _gemma(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelA
         attention_cap=caps[0],
         embedding_scale=architecture.hidden_size**0.5,
         logits_cap=caps[1],
-        gate=Gate.GELU_TANH,
     )
 
 

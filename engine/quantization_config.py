@@ -87,7 +87,7 @@ class Quantization:
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Of a config.json; None if it has none. ModelError names the key that is not supported."""
+    """The quantization that a config.json declares, or None. ModelError names an unsupported key."""
     given = config.get(KEY)
     if given is None:
         return None
@@ -316,7 +316,9 @@ def _names(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
             re.compile(name.removeprefix("re:"))
         except re.error as error:
             if name.startswith("re:"):
-                raise ModelError(f"{where}.{key}: {name!r} is no regular expression: {error}") from None
+                raise ModelError(
+                    f"{where}.{key}: {name!r} is not a valid regular expression: {error}"
+                ) from None
     return tuple(names)
 
 

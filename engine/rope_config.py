@@ -133,7 +133,7 @@ def _rotary_dim(factor: object, family: Family, head_dim: int) -> int | None:
     dim = int(head_dim * factor) if isinstance(factor, int | float) else 0
     if not 0 < dim < head_dim or dim % 2:
         raise ModelError(
-            f"partial_rotary_factor {factor!r} of heads of {head_dim} is no even number of dimensions"
+            f"partial_rotary_factor {factor!r} of heads of {head_dim} does not give an even number of dimensions"
         )
     return dim
 

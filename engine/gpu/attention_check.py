@@ -31,7 +31,7 @@ CHUNK = 100
 """Tokens of the prefill step: a tile or more, the last not full."""
 NUM_DECODES = 4
 QUERY_SCALE = 4.0
-"""Standard deviation of queries. It spreads the weights: swapped weights would not show if all were equal."""
+"""Standard deviation of queries. It makes the attention weights unequal: swapped weights would not show otherwise."""
 TOLERANCES = {torch.float32: 2**-13, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """By dtype of queries and output, as shares of the weighted sum of |values|.
 

@@ -160,7 +160,12 @@ def test_another_activation_is_refused(tmp_path: Path, family: Family) -> None:
         (Family.GEMMA3, "rope_parameters", {"chunked": {}}, "rope_parameters: 'chunked' is not supported"),
         (Family.SMOLLM3, "no_rope_layers", [1, 0], "no_rope_layers must list 0 or 1 for each of 3 layers"),
         (Family.QWEN2, "max_window_layers", "all", "max_window_layers must be an integer, got 'all'"),
-        (Family.GLM4, "partial_rotary_factor", 0.01, "partial_rotary_factor 0.01 of heads of 128 is no even"),
+        (
+            Family.GLM4,
+            "partial_rotary_factor",
+            0.01,
+            "partial_rotary_factor 0.01 of heads of 128 does not give an even",
+        ),
         (
             Family.MIXTRAL,
             "num_experts_per_tok",
