@@ -22,6 +22,7 @@ from engine.loading.weights import WeightSource
 from engine.model_config import ModelArchitecture
 from engine.models.gemma import GemmaLayer
 from engine.models.glm4 import Glm4Layer
+from engine.models.gpt_oss import GptOssLayer
 from engine.models.llama import LlamaLayer
 from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
@@ -51,6 +52,7 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
     Family.GLM4: Glm4Layer,
     Family.GEMMA2: GemmaLayer,
     Family.GEMMA3: GemmaLayer,
+    Family.GPT_OSS: GptOssLayer,
 }
 
 
