@@ -109,8 +109,9 @@ def merge_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_sinks(total, maximum, sinks_ptr, heads, has_head):  # type: ignore[no-untyped-def]
-    """Sums of weights, relative to 2^maximum, with those of the heads' sinks."""
+    """Sums of weights, relative to 2^maximum, with those of the heads' sinks. Powers stay finite, and NaN stays NaN."""
     if sinks_ptr is not None:
         sinks = tl.load(sinks_ptr + heads, has_head, other=0.0)
-        total += tl.exp2(sinks * 1.4426950408889634 - maximum)
+        power = sinks * 1.4426950408889634 - maximum
+        total += tl.exp2(tl.where(power > 126.0, 126.0, power))
     return total
