@@ -62,8 +62,14 @@ class _AttentionOfRows:
     def __init__(self, attention: Attention, stream: ResidualStream, rows_R: torch.Tensor) -> None:
         self._attention, self._stream, self._rows_R = attention, stream, rows_R
 
-    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
-        heads_TX = self._attention(layer, qkv_TPD, head_norm)
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads_TX = self._attention(layer, qkv_TPD, head_norm, sinks_Q)
         self._stream.keep(self._rows_R)
         return heads_TX[self._rows_R]
 
