@@ -60,6 +60,15 @@ ROPE_KEYS_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
 """Of Phi-3's first versions."""
 _PARTIAL = (Family.PHI3, Family.GLM4)
+_OWN: Mapping[Family, Mapping[str, Any]] = {
+    Family.GPT_OSS: {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    }
+}
+"""What transformers takes where a config.json has no `rope_parameters`."""
 
 
 def read_rope(
@@ -69,7 +78,8 @@ def read_rope(
 
     `max_length`: positions that the model has; `max_model_len`: those that requests may use.
     """
-    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    own = _OWN.get(family, {})
+    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or own)
     return _rope(values, config, family, head_dim, max_length, max_model_len)
 
 
