@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from hashlib import blake2b
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
@@ -85,6 +86,13 @@ class AnswerParsers:
     def events(self, index: int, delta: Delta) -> list[AnswerEvent]:
         """The events that are certain with this delta of the answer `index`; its deltas must come in order."""
         return parsed(self._parsers[index], delta.text, delta.finish is not None)
+
+
+def call_id(request_id: str, index: int, prefix: str = "call_") -> str:
+    """A name for the call `index` of an answer, by which the tool's result refers to it. As unique as the id of the
+    answer's request, and the same whenever it is made."""
+    digest = blake2b(f"{request_id}/{index}".encode(), digest_size=12)
+    return prefix + digest.hexdigest()
 
 
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:

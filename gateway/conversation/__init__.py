@@ -10,6 +10,7 @@ from gateway.conversation.answer_format import (
 )
 from gateway.conversation.events import (
     AnswerEvent,
+    AnswerPart,
     AnswerParts,
     ArgumentsDelta,
     CallBegins,
@@ -32,6 +33,7 @@ __all__ = [
     "AnswerEvent",
     "AnswerFormat",
     "AnswerParser",
+    "AnswerPart",
     "AnswerParts",
     "ArgumentsDelta",
     "CallBegins",
