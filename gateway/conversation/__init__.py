@@ -4,7 +4,6 @@ from gateway.conversation.answer_format import (
     NUM_PROMPT_END_TOKENS,
     AnswerFormat,
     AnswerParser,
-    answer_format_of,
     kept_token_ids,
     parsed,
 )
@@ -18,6 +17,8 @@ from gateway.conversation.events import (
     Reasoning,
     Text,
 )
+from gateway.conversation.formats.choice import FAMILIES, answer_format_of
+from gateway.conversation.lark import Vocabulary
 from gateway.conversation.messages import (
     ChatMessage,
     Conversation,
@@ -29,6 +30,7 @@ from gateway.conversation.messages import (
 )
 
 __all__ = [
+    "FAMILIES",
     "NUM_PROMPT_END_TOKENS",
     "AnswerEvent",
     "AnswerFormat",
@@ -47,6 +49,7 @@ __all__ = [
     "ToolCall",
     "ToolChoice",
     "ToolUse",
+    "Vocabulary",
     "answer_format_of",
     "kept_token_ids",
     "parsed",
