@@ -50,7 +50,7 @@ class RedisStore:
             socket_connect_timeout=REDIS_TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),
         )
-        self._redis: Redis = Redis(connection_pool=pool)
+        self._redis: Redis = Redis.from_pool(pool)
 
     async def check(self) -> None:
         await self._asked(self._redis.ping())

@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import InvalidRequest, Overloaded, RequestAborted, StoreUnavailable
 from baton.request import FinishReason
 from gateway.choices import AnswerParsers, in_turns
-from gateway.conversation import AnswerPart
 from gateway.error_codes import INTERNAL_MESSAGE, codes_of
 from gateway.http.answering import answering
 from gateway.http.event_stream import EventStream, Write, while_connected
@@ -103,23 +102,16 @@ class Responding(Response):
         await send_json(self._generation.response.pieces(state, self._output.items), send)
 
     async def _stream(self, write: Write) -> None:
-        """Events that are available together are sent together."""
+        """Sends the events of each delta at once."""
         events = ResponseEvents(self._generation.response)
         is_open = False
         try:
             async with self._answering() as batches:
-                async for batch in batches:
-                    pieces = [] if is_open else [*events.opening()]
-                    is_open = True
-                    for _, delta in batch:
-                        if delta.finish is None:
-                            pieces += events.of(self._changes(delta))
-                        else:  # what ends items holds all of their text
-                            await self._write(write, pieces)
-                            pieces = []
-                            await self._write(write, events.of(self._changes(delta)))
-                    if pieces:
-                        await write("".join(pieces).encode("ascii"))
+                async for _, delta in in_turns(batches):
+                    if not is_open:
+                        is_open = True
+                        await write("".join(events.opening()).encode("ascii"))
+                    await self._write(write, events.of(self._changes(delta)))
             state = self._end_state()
             await self._store(state)
         except Exception as error:
@@ -139,10 +131,9 @@ class Responding(Response):
     def _changes(self, delta: Delta) -> Iterator[Change]:
         """Consume it before the next delta."""
         self._num_tokens += len(delta.token_ids)
-        parts = self._parts.parts(delta.token_ids)
-        logprobs = [
-            position for position, part in zip(delta.logprobs, parts, strict=False) if part is AnswerPart.TEXT
-        ]
+        logprobs = self._parts.take(delta.token_ids, delta.logprobs)
+        if delta.finish is not None:
+            logprobs += self._parts.flush()
         yield from self._output.take(self._parser.events(0, delta), logprobs)
         if delta.finish is not None:
             self._finish = delta.finish
