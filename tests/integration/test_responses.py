@@ -224,7 +224,7 @@ async def test_what_fails_later_is_the_last_event(folder: Path) -> None:
 
     async with openai_with(folder, begins) as (under_test, client):
         stream = await client.responses.create(model="tiny", input="Hello", stream=True)
-        events = []
+        events: list[Any] = []
         async for event in stream:
             if not events:
                 request = await under_test.workers["d0"].next_request()

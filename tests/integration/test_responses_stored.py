@@ -97,7 +97,7 @@ async def test_input_items_are_listed_a_page_at_a_time(folder: Path) -> None:
         assert newest.has_more
         for fields in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_nope"}):
             with pytest.raises(openai.BadRequestError):
-                await client.responses.input_items.list(made.id, **fields)  # type: ignore[arg-type]
+                await client.responses.input_items.list(made.id, **fields)
         again: Any = [{"type": "item_reference", "id": found[0].id}, {"role": "user", "content": "x"}]
         await client.responses.create(model="tiny", input=again)
 
