@@ -87,15 +87,17 @@ async def shortened(
     """
     messages = conversation.messages
     begins = [index for index, message in enumerate(messages) if message.role == "user"]
-    low, high = 0, len(begins) - 1
-    if high < 1:
+    if len(begins) < 2:
         raise PromptTooLong("input", "the prompt is too long, and has no earlier exchange to leave out")
+    low, high = 0, len(begins)
     while low < high:
         middle = (low + high) // 2
         if await fits(replace(conversation, messages=_from(messages, begins[middle]))):
             high = middle
         else:
             low = middle + 1
+    if low == len(begins):
+        raise PromptTooLong("input", "the last exchange alone is too long")
     return replace(conversation, messages=_from(messages, begins[low]))
 
 

@@ -109,7 +109,7 @@ def test_a_conversation_has_the_bodys_tools_and_choices() -> None:
     assert conversation.reasoning == ReasoningOptions(is_enabled=True, effort="low")
 
 
-@pytest.mark.parametrize("room", range(1, 12))
+@pytest.mark.parametrize("room", range(3, 12))
 async def test_the_oldest_exchanges_go_first_and_no_more_than_must(room: int) -> None:
     turns = [ChatMessage("system", "s")]
     for number in range(5):
@@ -134,6 +134,14 @@ async def test_calls_stay_beside_their_results() -> None:
 
     found = (await shortened(Conversation(turns), fits)).messages
     assert [turn.role for turn in found] == ["user", "assistant", "tool", "user"]
+
+
+async def test_a_last_exchange_that_is_too_long_is_an_error() -> None:
+    async def fits(conversation: Conversation) -> bool:
+        return False
+
+    with pytest.raises(PromptTooLong, match="the last exchange alone"):
+        await shortened(Conversation(messages_of(items_of(USER, USER, USER))), fits)
 
 
 async def test_a_single_exchange_cannot_be_shortened() -> None:
