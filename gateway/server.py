@@ -24,6 +24,7 @@ from gateway.grpc.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_t
 from gateway.grpc.generation_service import GenerationService
 from gateway.grpc.server import GrpcServer
 from gateway.grpc.vllm_engine import VllmEngine
+from gateway.http.anthropic.routes import anthropic_routes
 from gateway.http.app import make_app
 from gateway.http.cluster import cluster_routes
 from gateway.http.count_responses import CountResponses
@@ -135,6 +136,7 @@ class Gateway:
             responses_routes(
                 self._driver, preprocessor, model, self._response_store, config.max_message_mib * 2**20
             ),
+            anthropic_routes(self._driver, preprocessor, model),
             page_routes(),
             docs_routes(),
             cluster_routes(self._feed, PageTrial(self._driver, preprocessor, clock)),

@@ -17,7 +17,7 @@ from gateway.conversation.events import (
     Reasoning,
     Text,
 )
-from gateway.conversation.formats.choice import FAMILIES, answer_format_of
+from gateway.conversation.formats.choice import FORMAT_NAMES, answer_format_of
 from gateway.conversation.lark import Vocabulary
 from gateway.conversation.messages import (
     ChatMessage,
@@ -30,7 +30,7 @@ from gateway.conversation.messages import (
 )
 
 __all__ = [
-    "FAMILIES",
+    "FORMAT_NAMES",
     "NUM_PROMPT_END_TOKENS",
     "AnswerEvent",
     "AnswerFormat",

@@ -23,6 +23,8 @@ class CallWriter:
 
     def __init__(self, tools: Sequence[Tool], emit: Callable[[AnswerEvent], None]) -> None:
         self.tools = {tool.name: tool for tool in tools}
+        self.num_misread = 0
+        """Values so far that a syntax had to read twice."""
         self._emit = emit
         self._index = -1
 

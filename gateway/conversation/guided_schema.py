@@ -15,6 +15,21 @@ FORMATS = frozenset(
 )
 """Formats of strings that are guided. JSON Schema has all others, such as `int32`, as remarks."""
 
+REMARKS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$schema",
+    }
+)
+"""They guide nothing, and are most of many schemas."""
+
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python's `json.dumps` and chat templates' `tojson` write: earlier calls are found again in the prefix cache, and a
 small model cannot lose itself in spaces."""
@@ -66,7 +81,7 @@ def _guided(schema: Any, is_closing: bool) -> Any:
             guided[key] = [_guided(part, is_closing) for part in value]
         elif key in _MAPS and isinstance(value, Mapping):
             guided[key] = {name: _guided(part, is_closing) for name, part in value.items()}
-        elif key != "format" or value in FORMATS:
+        elif key not in REMARKS and (key != "format" or (isinstance(value, str) and value in FORMATS)):
             guided[key] = value
     if is_closing and "properties" in guided and _OPENING.isdisjoint(guided):
         guided["additionalProperties"] = False

@@ -1,5 +1,6 @@
 """ModelFormat: the AnswerFormat of one model, put together from its chat template, its tags and its way of calling."""
 
+from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -27,19 +28,19 @@ class ModelFormat:
         """`tags` None: the model does not reason. `style` None: its template knows no tools, so turns describe them."""
         self._template = template
         self._vocabulary = vocabulary
-        self._syntax = syntax
+        self.syntax = syntax
+        """How the model writes calls."""
         self._tags = tags
         self._style = style
 
     @property
     def kept_special_tokens(self) -> frozenset[str]:
         tags = () if self._tags is None else (self._tags.begin, self._tags.end)
-        return frozenset((*self._syntax.markers, *self._syntax.tokens, *tags))
+        return frozenset((*self.syntax.markers, *self.syntax.tokens, *tags))
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         _check(conversation)
-        self._check_reasoning(conversation)
-        variables = self._template.variables(conversation)
+        variables = self._template.variables(self._checked_reasoning(conversation))
         if self._style is None:
             has_system_role = "System role not supported" not in self._template.source
             return {
@@ -54,12 +55,12 @@ class ModelFormat:
         self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None
     ) -> StructuredOutput | None:
         tags, has_begun = self._reasoning(prompt_end)
-        return turn_grammar(self._vocabulary, self._syntax, conversation, tags, has_begun, answer)
+        return turn_grammar(self._vocabulary, self.syntax, conversation, tags, has_begun, answer)
 
     def new_parser(self, conversation: Conversation, prompt_end: str) -> TurnParser | None:
         tags, has_begun = self._reasoning(prompt_end)
         syntax = (
-            None if conversation.tool_choice.use is ToolUse.NONE or not conversation.tools else self._syntax
+            None if conversation.tool_choice.use is ToolUse.NONE or not conversation.tools else self.syntax
         )
         if tags is None and syntax is None:
             return None
@@ -71,10 +72,14 @@ class ModelFormat:
             return None, False
         return self._tags, end.endswith(self._tags.begin)
 
-    def _check_reasoning(self, conversation: Conversation) -> None:
+    def _checked_reasoning(self, conversation: Conversation) -> Conversation:
+        """Where there is no reasoning, it need not be turned off."""
         reasoning = conversation.reasoning
-        if self._tags is None and (reasoning.is_enabled or reasoning.max_tokens is not None):
+        if self._tags is not None:
+            return conversation
+        if reasoning.is_enabled or reasoning.max_tokens is not None:
             raise InvalidRequest("reasoning", "this model's chat template has no reasoning")
+        return replace(conversation, reasoning=replace(reasoning, is_enabled=None))
 
 
 def _check(conversation: Conversation) -> None:

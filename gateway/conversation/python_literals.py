@@ -1,6 +1,5 @@
 """Keyword arguments of Python literals, as in `a=1, b=[None]`, read without Python's compiler, which may recurse."""
 
-import ast
 import math
 import re
 from typing import Any
@@ -8,6 +7,22 @@ from typing import Any
 MAX_DEPTH = 64
 NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
+ESCAPES = {
+    **{character: character for character in "'\"/\\"},
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "a": "\a",
+    "v": "\v",
+    "0": "\0",
+    "\n": "",
+}
+
+_ESCAPE = re.compile(
+    r"\\(?:(?P<code>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|(?P<character>.))", re.DOTALL
+)
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>'(?:[^'\\\n]|\\.)*+'|"(?:[^"\\\n]|\\.)*+")
     | (?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
@@ -21,7 +36,7 @@ def keyword_arguments(source: str) -> dict[str, Any] | None:
     """None if it is something else, nests too deep, or has a value that JSON lacks."""
     try:
         return _Literals(source).keywords()
-    except (ValueError, SyntaxError, IndexError):
+    except (ValueError, IndexError):
         return None
 
 
@@ -58,9 +73,7 @@ class _Literals:
         if depth > MAX_DEPTH:
             raise ValueError("too deep")
         if kind == "string":
-            value = str(ast.literal_eval(text))
-            value.encode()  # no half of a character
-            return value
+            return _string(text[1:-1])
         if kind == "number":
             return _number(text)
         if kind == "name":
@@ -102,6 +115,19 @@ class _Literals:
     def _expect(self, sign: str) -> None:
         if self._take() != ("sign", sign):
             raise ValueError(f"no {sign}")
+
+
+def _string(inside: str) -> str:
+    """What stands between quotes, in Python's notation or JSON's. An escape that neither knows stays as it is."""
+    text = _ESCAPE.sub(_escaped, inside)
+    return text.encode("utf-16", "surrogatepass").decode(
+        "utf-16"
+    )  # joins halves of characters; ValueError for others
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code, character = found["code"], found["character"]
+    return chr(int(code[1:], 16)) if code else ESCAPES.get(character, "\\" + character)
 
 
 def _number(text: str) -> int | float:

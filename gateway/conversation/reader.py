@@ -28,20 +28,19 @@ class Markers:
     """Texts that end a stretch of text."""
 
     def __init__(self, markers: Sequence[str]) -> None:
-        self._markers = tuple(markers)
         self._pattern = re.compile(
             "|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)"
         )
-        self._longest = max(map(len, markers), default=0)
+        self._beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
+        self._longest = max(map(len, self._beginnings), default=0)
 
     def find(self, text: str, begin: int) -> re.Match[str] | None:
         return self._pattern.search(text, begin)
 
     def num_pending(self, text: str, begin: int) -> int:
         """Characters at the end of `text` that may be the beginning of a marker."""
-        for length in range(min(self._longest - 1, len(text) - begin), 0, -1):
-            end = text[len(text) - length :]
-            if any(marker.startswith(end) for marker in self._markers):
+        for length in range(min(self._longest, len(text) - begin), 0, -1):
+            if text[len(text) - length :] in self._beginnings:
                 return length
         return 0
 

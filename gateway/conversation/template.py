@@ -73,7 +73,9 @@ class ChatTemplate:
         variables = self._by_reasoning(conversation)
         for name, value in conversation.template_options.items():
             if name in RESERVED or not self.reads(name):
-                raise InvalidRequest("chat", f"the model's chat template has no variable {name!r}")
+                raise InvalidRequest(
+                    "template_options", f"the model's chat template has no variable {name!r}"
+                )
             if variables.setdefault(name, value) != value:
                 raise InvalidRequest(
                     "reasoning",

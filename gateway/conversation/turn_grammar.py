@@ -31,6 +31,7 @@ def turn_grammar(
         return answer
     lark = Lark(vocabulary)
     thought = "" if tags is None else _thought(lark, tags, has_begun_to_reason, budget)
+    # Else a text that begins with the mark would be text to the grammar and reasoning to the parser.
     shunned = () if tags is None or lark.is_token(tags.begin) else (tags.begin,)
     lark.rule("start", f"{thought} {_body(lark, syntax, conversation, shunned, answer)}")
     source = lark.source()
@@ -73,11 +74,17 @@ def _body(
     if use is ToolUse.REQUIRED:
         return calls
     if answer is not None:
+        if syntax.bare_beginning is not None:
+            raise InvalidRequest(
+                "structured_output",
+                "this model's calls have no mark of their own, so it cannot choose between calls and an answer in a "
+                "given form; set tool_choice to required or none, or leave out tools",
+            )
         return f"( {calls} | {_answer(lark, answer)} )"
     text = _plain(lark, syntax, shunned)
     if syntax.bare_beginning is not None:
         return f"( {calls} | {text} )"
-    opening = lark.up_to("opening", syntax.markers[0])
+    opening = lark.up_to("opening", syntax.markers[0], shunned)
     if conversation.parallel_tool_calls and syntax.repeats is not None:
         return f"( {opening} section )* {text}"
     return f"( {opening} section | {text} )"

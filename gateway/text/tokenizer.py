@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 class Tokenizer:
     """Encoding and decoding are safe from any thread; TokenizerPool provides threads."""
 
-    def __init__(self, folder: Path) -> None:
-        """May take seconds, since most folders need transformers: call it off the event loop."""
+    def __init__(self, folder: Path, answer_format: str | None = None) -> None:
+        """May take seconds, since most folders need transformers: call it off the event loop.
+
+        `answer_format`: one of FORMAT_NAMES; None: as the chat template shows.
+        """
         self.folder = folder.absolute()
         self._tokenizer: Any = PlainTokenizer.of(self.folder) or _by_transformers(folder)
         self.backend: RustTokenizer = self._tokenizer.backend_tokenizer
@@ -36,7 +39,9 @@ class Tokenizer:
         vocabulary = _vocabulary(self.backend)
         self.longest_token = max(map(len, vocabulary.ids), default=1)
         """Characters of the longest token."""
-        self.answer_format: AnswerFormat = answer_format_of(self._template_source(), vocabulary)
+        self.answer_format: AnswerFormat = answer_format_of(
+            self._template_source(), vocabulary, answer_format
+        )
         self.kept_tokens = kept_token_ids(self.answer_format, vocabulary.ids)
         """Special tokens that stay in an answer's text, for its format to read."""
 

@@ -61,8 +61,7 @@ _EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
 TEMPLATES = {
     "hermes": _with_calls(
         _EACH
-        + """
-<tool_call>
+        + """{{ '\\n' }}<tool_call>
 {"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
 </tool_call>{% endfor %}"""
     ),
@@ -78,7 +77,7 @@ TEMPLATES = {
     "deepseek_v3": _with_calls(
         f"{deepseek.BEGIN}{_EACH}{deepseek.CALL}{{{{ call.type }}}}{deepseek.SEPARATOR}{{{{ f.name }}}}\n```json\n"
         f"{{{{ f.arguments }}}}\n```{deepseek.CALL_END}"
-        f"{{% if not loop.last %}}\n{{% endif %}}{{% endfor %}}{deepseek.END}"
+        f"{{% if not loop.last %}}{{{{ '\\n' }}}}{{% endif %}}{{% endfor %}}{deepseek.END}"
     ),
     "deepseek_v31": _with_calls(
         f"{deepseek.BEGIN}{_EACH}{deepseek.CALL}{{{{ f.name }}}}{deepseek.SEPARATOR}{{{{ f.arguments }}}}"
@@ -98,8 +97,7 @@ TEMPLATES = {
     ),
     "qwen_coder": _with_calls(
         _EACH
-        + """
-<tool_call>
+        + """{{ '\\n' }}<tool_call>
 <function={{ f.name }}>
 {% for key, value in f.arguments.items() %}<parameter={{ key }}>
 {{ value if value is string else value | tojson }}
@@ -131,14 +129,14 @@ def rendered(
     """As a tokenizer renders it."""
     arguments = answer_format.template_arguments(conversation)
     turns = arguments.pop("conversation")
-    texts, _ = render_jinja_template(
+    result = render_jinja_template(
         [turns],
         tools=arguments.pop("tools", None),
         chat_template=template,
         add_generation_prompt=is_prompt,
         **arguments,
     )
-    return str(texts[0])
+    return str(result[0][0])
 
 
 def written_answer(answer_format: AnswerFormat, template: str, turn: ChatMessage) -> str:
@@ -187,7 +185,8 @@ def merged_events(
     events = [event for piece in pieces for event in parser.push(piece)]
     merged: list[tuple[object, ...]] = []
     for event in [*events, *parser.flush()]:
-        *key, last = (type(event), *(getattr(event, name) for name in event.__slots__))
+        fields = [type(event), *(getattr(event, name) for name in event.__slots__)]
+        key, last = fields[:-1], fields[-1]
         if isinstance(event, Text | Reasoning | ArgumentsDelta) and merged and merged[-1][:-1] == tuple(key):
             merged[-1] = (*key, f"{merged[-1][-1]}{last}")
         else:

@@ -24,6 +24,8 @@ PROPER = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 TIMEOUT_S = 10.0
+OPENAI_KEYS, ANTHROPIC_KEYS = {"message", "type", "param", "code"}, {"message", "type"}
+"""Of an error."""
 
 
 async def fuzz(num_http: int, num_grpc: int, seed: int) -> tuple[Counter[str], list[str]]:
@@ -83,7 +85,8 @@ async def http_answer(under_test: GatewayUnderTest, data: bytes) -> str:
     status = head.split()[1]
     if status != "200":
         details = json.loads(body)["error"]
-        if set(details) != {"message", "type", "param", "code"} or not details["message"]:
+        keys = OPENAI_KEYS if json.loads(body).keys() == {"error"} else ANTHROPIC_KEYS
+        if set(details) != keys or not details["message"]:
             return f"odd {status} {body}"
     return f"{status} {body}"
 

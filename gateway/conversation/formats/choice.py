@@ -43,25 +43,42 @@ FAMILIES: Mapping[str, Family] = {
     "mistral_named": Family(MistralNamedCalls, _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
     "mistral": Family(MistralCalls, _MISTRAL, ("[TOOL_CALLS]",)),
     "qwen_coder": Family(QwenCoderCalls, _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
-    "hermes": Family(HermesCalls, _NATIVE, ("tools", "<tool_call>")),
-    "pythonic": Family(PythonicCalls, _NATIVE, ("tools", "[func_name")),
-    "llama": Family(LlamaCalls, _NATIVE, ("tools", "ipython", '"parameters"')),
+    "hermes": Family(HermesCalls, _NATIVE, ("<tool_call>",)),
+    "pythonic": Family(PythonicCalls, _NATIVE, ("[func_name",)),
+    "llama": Family(LlamaCalls, _NATIVE, ("ipython", '"parameters"')),
     "generic": Family(HermesCalls, None, ()),
 }
-"""By name; the first one whose signs a template shows is the model's."""
+"""By name; the first one whose signs a template shows is the model's. A template that reads no tools has the last."""
+
+FORMAT_NAMES = tuple(FAMILIES)
 
 
 def answer_format_of(
-    chat_template: str | None, vocabulary: Vocabulary, family: str | None = None
+    chat_template: str | None, vocabulary: Vocabulary, name: str | None = None
 ) -> AnswerFormat:
-    """The format that a model's chat template asks for, or the one of the `family`."""
+    """The format that a model's chat template asks for, or the one of this name (ModelError if that cannot be)."""
     if chat_template is None:
         return PlainFormat()
-    name = family or next(
-        name for name, row in FAMILIES.items() if all(sign in chat_template for sign in row.signs)
-    )
-    if name not in FAMILIES:
-        raise ModelError(f"there is no answer format {name!r}; there are {', '.join(FAMILIES)}")
-    row = FAMILIES[name]
+    template = ChatTemplate(chat_template)
+    family = _chosen(template) if name is None else _named(template, name)
     tags = next((tags for tags in TAGS if tags.begin in chat_template or tags.end in chat_template), None)
-    return ModelFormat(ChatTemplate(chat_template), vocabulary, row.new_syntax(), tags, row.style)
+    return ModelFormat(template, vocabulary, family.new_syntax(), tags, family.style)
+
+
+def _chosen(template: ChatTemplate) -> Family:
+    return next(
+        family
+        for family in FAMILIES.values()
+        if (family.style is None or template.reads("tools"))
+        and all(sign in template.source for sign in family.signs)
+    )
+
+
+def _named(template: ChatTemplate, name: str) -> Family:
+    family = FAMILIES[name]
+    if family.style is not None and not template.reads("tools"):
+        raise ModelError(
+            f"gateway.answer_format: {name!r} needs a chat template that reads `tools`, and this model's does not; use "
+            "'generic' or 'auto'"
+        )
+    return family

@@ -1,7 +1,7 @@
 """Llama's Python style: an answer that is a list of calls, `[f(a=1, b='x'), g()]`.
 
 Arguments are known as JSON once the whole call is there. As nothing marks a call but its form, it counts as one only
-where the answer begins and a tool has its name. Guided values are JSON's, but for True, False and None.
+where the answer begins and a tool has its name. Guided values are JSON's; booleans may also be Python's.
 """
 
 import json
@@ -43,13 +43,15 @@ class PythonicCalls:
         return True
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
-        bodies = [
-            f'{quoted(tool.name + "(")} {_arguments(lark, index, tool)} ")"'
-            for index, tool in enumerate(tools)
-        ]
-        call = lark.rule("call", one_of(bodies))
-        more = f'( ", " {call} )*' if is_parallel else ""
-        return f'"[" {call} {more} "]"'
+        written = [_arguments(lark, index, tool) for index, tool in enumerate(tools)]
+
+        def calls_behind(before: str) -> str:
+            """As one literal with the name, so that no text that begins alike hides it."""
+            heads = [quoted(f"{before}{tool.name}(") for tool in tools]
+            return one_of([f'{head} {arguments} ")"' for head, arguments in zip(heads, written, strict=True)])
+
+        more = f"{calls_behind(', ')}*" if is_parallel else ""
+        return f'{calls_behind("[")} {more} "]"'
 
 
 def _call(reader: Reader, calls: CallWriter) -> Steps[bool]:
@@ -87,8 +89,8 @@ def _arguments(lark: Lark, index: int, tool: GuidedTool) -> str:
 def _value(part: Property) -> str:
     match part.schema:
         case {"type": "boolean"} if part.schema.keys() <= {"type", "description", "default", "title"}:
-            return '( "True" | "False" )'
+            return '( "True" | "False" | "true" | "false" )'
         case {"type": "null"}:
-            return '"None"'
+            return '( "None" | "null" )'
         case _:
             return f"%json {part.json_schema}"

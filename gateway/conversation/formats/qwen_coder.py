@@ -16,6 +16,10 @@ from gateway.conversation.reader import Markers, Reader, Steps
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_VALUE_CHARACTERS = 65_536
+"""A longer value of JSON may not contain what looks like its end."""
+MAX_MISREAD = 8
+"""So many values of an answer may begin like JSON and be none: each was read twice."""
 _VALUE_END = Markers((PARAMETER_END,))
 _NOT_PLAIN = frozenset({"pattern", "format", "minLength", "maxLength"})
 
@@ -50,7 +54,7 @@ class QwenCoderCalls:
         return True
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:  # noqa: ARG002
-        free = lark.up_to("value", f"\n{PARAMETER_END}\n")
+        free = f"{lark.up_to('value', PARAMETER_END)} {quoted(chr(10))}"
         bodies = [f"{quoted(f'{FUNCTION}{tool.name}>{chr(10)}')} {_parameters(tool, free)}" for tool in tools]
         return f'"\\n" {one_of(bodies)} {quoted(FUNCTION_END + chr(10))} {lark.marker(END)}'
 
@@ -59,7 +63,9 @@ def _is_plain(schema: Mapping[str, Any]) -> bool:
     """Whether a value is written as it is: a string that needs no guide, or one of several."""
     if "enum" in schema:
         values = schema["enum"]
-        return isinstance(values, list) and all(isinstance(value, str) for value in values)
+        return isinstance(values, list) and all(
+            isinstance(value, str) and PARAMETER_END not in value for value in values
+        )
     return schema.get("type") == "string" and _NOT_PLAIN.isdisjoint(schema)
 
 
@@ -80,17 +86,39 @@ def _read_value(reader: Reader, calls: CallWriter, schema: Mapping[str, Any]) ->
     if (yield from reader.peek()) == "\n":
         reader.take(1)
     if not _is_plain(schema):
-        pieces: list[str] = []
-        num_spaces, length = yield from reader.until(_VALUE_END, pieces.append)
-        reader.take(num_spaces + length)
-        if length:
-            calls.add(_as_json("".join(pieces)))
+        value = yield from _json_value(reader, calls)
+        if value is not None:
+            calls.add(value)
         return
     calls.add('"')
     num_spaces, length = yield from reader.until(_VALUE_END, lambda text: calls.add(_within_quotes(text)))
     if length:
         calls.add(_within_quotes(reader.take(num_spaces).removesuffix("\n")) + '"')
         reader.take(length)
+
+
+def _json_value(reader: Reader, calls: CallWriter) -> Steps[str | None]:
+    """A value that is no plain text, and its end; None if the answer ends before. JSON may contain what looks like the
+    end, so it is read as JSON if it is."""
+    reader.begin_attempt(MAX_VALUE_CHARACTERS)
+    begin = (yield from reader.peek()) if calls.num_misread < MAX_MISREAD else ""
+    if begin == '"':
+        text = yield from reader.json_string()
+        value = None if text is None else json.dumps(text, ensure_ascii=False)
+    else:
+        source = (yield from reader.brackets()) if begin and begin in "{[" else None
+        value = None if source is None else _as_json(source)
+    if value is not None:
+        yield from reader.skip_spaces()
+        if (yield from reader.skip(PARAMETER_END)):
+            reader.commit()
+            return value
+    reader.rewind()
+    calls.num_misread += bool(begin) and begin in '"{['
+    pieces: list[str] = []
+    num_spaces, length = yield from reader.until(_VALUE_END, pieces.append)
+    reader.take(num_spaces + length)
+    return _as_json("".join(pieces)) if length else None
 
 
 def _within_quotes(text: str) -> str:

@@ -35,6 +35,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "structured_output": "text.format",
+    "reasoning": "reasoning.effort",
 }
 """This API's names of fields that errors may name differently."""
 

@@ -62,7 +62,7 @@ class TextOptions(Body):
 
 
 class ReasoningFields(Body):
-    """How much the model thinks. Models that do not reason take only `none`, or no effort at all."""
+    """How much the model thinks; levels are refused if its template knows none."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = Field(
@@ -77,7 +77,7 @@ class ReasoningFields(Body):
             return ReasoningOptions()
         if self.effort == "none":
             return ReasoningOptions(is_enabled=False)
-        return ReasoningOptions(is_enabled=True, effort=self.effort)
+        return ReasoningOptions(effort=self.effort)
 
 
 class ResponseStreamOptions(Body):

@@ -46,6 +46,7 @@ HOSTILE = (
     "[search(a=" + "[" * 100_000,
     "[search(a=" + "-" * 100_000 + "1)]",
     "<tool_call>\n<function=search>\n" + "<parameter=a>" * 20_000,
+    "<tool_call>\n<function=search>\n" + "<parameter=a>{</parameter>" * 10_000,
     "<tool_call>\n<function=search>\n<parameter=query>\n" + "\n" * 100_000,
     " \n" * 100_000,
     "<think>" * 10_000 + "</think" * 10_000,
@@ -96,7 +97,7 @@ def test_text_around_calls_is_text(family: str) -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_60_answers_give_the_same_events_wherever_they_are_cut(family: str) -> None:
-    """More than 500 over all families."""
+    """More than 500 over all families: cut everywhere at once, and once at any place."""
     answer_format = format_of(family)
     rng = random.Random(family)
     pieces = [
@@ -109,7 +110,7 @@ def test_60_answers_give_the_same_events_wherever_they_are_cut(family: str) -> N
         whole = merged_events(answer_format, [answer])
 
         assert merged_events(answer_format, [*answer]) == whole
-        for cut in range(1, len(answer)):
+        for cut in rng.sample(range(len(answer)), min(len(answer), 40)):
             assert merged_events(answer_format, [answer[:cut], answer[cut:]]) == whole
 
 

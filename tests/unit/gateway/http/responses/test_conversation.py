@@ -106,7 +106,7 @@ def test_a_conversation_has_the_bodys_tools_and_choices() -> None:
     assert (g.parameters, g.strict) == ({"type": "object", "properties": {}}, False)
     assert conversation.tool_choice == ToolChoice(ToolUse.REQUIRED, ("f",))
     assert not conversation.parallel_tool_calls
-    assert conversation.reasoning == ReasoningOptions(is_enabled=True, effort="low")
+    assert conversation.reasoning == ReasoningOptions(effort="low")
 
 
 @pytest.mark.parametrize("room", range(3, 12))
