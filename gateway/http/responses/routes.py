@@ -10,7 +10,7 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest, UnknownResponse
 from gateway.auth.callers import Caller
 from gateway.http.call import HttpCall, TimeoutMs
-from gateway.http.openai.description import ERRORS, answers_of
+from gateway.http.openai.description import ERRORS
 from gateway.http.responses.answers import (
     DeletedResponse,
     InputTokens,
@@ -23,6 +23,7 @@ from gateway.http.responses.create_request import InputTokensRequest, ResponseRe
 from gateway.http.responses.history import input_items_of
 from gateway.http.responses.running import RunningResponses
 from gateway.http.responses.store import ResponseStore
+from gateway.http.schemas import whole_schema
 from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
@@ -32,6 +33,26 @@ API = "responses"
 """The label of these requests in metrics and logs."""
 PATH = "/v1/responses"
 MAX_LISTED = 100
+
+STREAM: dict[str, Any] = {
+    "description": "A stream if `stream` is true; its last event has the whole response",
+    "content": {
+        "text/event-stream": {
+            "itemSchema": {
+                "type": "object",
+                "properties": {
+                    "event": {"type": "string", "description": "The type, once more"},
+                    "data": {
+                        "type": "string",
+                        "contentMediaType": "application/json",
+                        "contentSchema": whole_schema(ResponseEvent),
+                    },
+                },
+                "required": ["event", "data"],
+            }
+        }
+    },
+}
 
 
 class StoredResponses:
@@ -116,7 +137,7 @@ def responses_routes(
         PATH,
         summary="Answer, and keep the response",
         response_model=ResponseObject,
-        responses=answers_of(ResponseEvent),
+        responses={200: STREAM, **ERRORS},
     )
     async def create(body: ResponseRequest, request: Request, timeout_ms: TimeoutMs = None) -> Response:
         return await creates.create(body, HttpCall.of(request, API, timeout_ms))
