@@ -112,7 +112,10 @@ async def test_a_chain_that_grows_ends_with_an_error_and_no_more_memory(folder: 
 
 
 async def test_paths_with_anything_in_them_are_unknown(folder: Path) -> None:
-    async with gateway_with(folder, {}, {"d0": SAYS}) as under_test, httpx2.AsyncClient() as client:
+    async with (
+        gateway_with(folder, {}, {"d0": SAYS}) as under_test,
+        httpx2.AsyncClient(timeout=60.0) as client,
+    ):
         for name in ("resp_", "resp_%00", "%2e%2e", "resp_*", "resp_%0a%0d", "x" * 4000, "%F0%9F%98%80"):
             for method, end in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
                 answer = await client.request(method, f"{under_test.http_url}/v1/responses/{name}{end}")
