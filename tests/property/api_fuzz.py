@@ -108,7 +108,11 @@ async def follow_description(examples: int, seed: int) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as folder:
         script = answering(ANSWER)
         gateway = gateway_with(
-            make_tokenizer_dir(Path(folder)), {"p0": script}, {"d0": script}, placement_timeout_s=1.0
+            make_tokenizer_dir(Path(folder)),
+            {"p0": script},
+            {"d0": script},
+            placement_timeout_s=1.0,
+            max_message_mib=64,  # one message too many, each with every field, must not be too large before
         )
         async with gateway as under_test:
             port = under_test.gateway.http_port
