@@ -287,7 +287,6 @@ def test_tools_that_are_too_large_are_refused_by_their_field() -> None:
         ("tool_choice", replace(ASKED, tool_choice=ToolChoice(names=("other",)))),
         ("tool_choice", Conversation((ChatMessage("user", "x"),), (), ToolChoice(ToolUse.REQUIRED))),
         ("reasoning", replace(ASKED, reasoning=ReasoningOptions(is_enabled=True))),
-        ("reasoning", replace(ASKED, reasoning=ReasoningOptions(is_enabled=False))),
         ("reasoning", replace(ASKED, reasoning=ReasoningOptions(max_tokens=3))),
         ("reasoning", replace(ASKED, reasoning=ReasoningOptions(effort="low"))),
         ("template_options", replace(ASKED, template_options={"enable_thinking": True})),
