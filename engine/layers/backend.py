@@ -13,7 +13,8 @@ import torch
 
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
-from engine.model_config import Gate, Mixture
+from engine.mixture_config import Mixture
+from engine.model_config import Gate
 
 Matrix = torch.Tensor | GroupedWeight | Fp8Weight
 """O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits, or 8-bit floats."""
@@ -94,9 +95,17 @@ class Backend(Protocol):
         ...
 
     def mixture(
-        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+        self,
+        mixture: Mixture,
+        router_XE: torch.Tensor,
+        experts: Iterable[Expert],
+        linear: MakeLinear,
+        bias_X: torch.Tensor | None = None,
     ) -> MixtureLayer:
-        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections."""
+        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections.
+
+        `bias_X`: float32, added to scores for the choice of experts, if the mixture has it.
+        """
         ...
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:

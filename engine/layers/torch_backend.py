@@ -23,8 +23,9 @@ from engine.layers.grouped_linear import GroupedLinear
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
 from engine.layers.merged_linear import merged_linear
-from engine.layers.mixture import LoopedMixture
-from engine.model_config import Gate, Mixture
+from engine.layers.mixture import LoopedMixture, Router
+from engine.mixture_config import Mixture
+from engine.model_config import Gate
 
 
 class TorchBackend:
@@ -42,14 +43,19 @@ class TorchBackend:
         return Fp8Linear(weight_OI, bias_O)
 
     def mixture(
-        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+        self,
+        mixture: Mixture,
+        router_XE: torch.Tensor,
+        experts: Iterable[Expert],
+        linear: MakeLinear,
+        bias_X: torch.Tensor | None = None,
     ) -> MixtureLayer:
-        router = self.linear(router_XE, None)
+        router = Router(mixture, self.linear(router_XE, None), router_XE.dtype, bias_X)
         layers = [
             (merged_linear(linear, [expert.gate_IE, expert.up_IE], None), linear(expert.down_EI, None))
             for expert in experts
         ]
-        return LoopedMixture(mixture, router, layers, self.gated)
+        return LoopedMixture(router, layers, self.gated)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"

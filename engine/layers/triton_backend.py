@@ -27,10 +27,12 @@ from engine.layers.few_rows import FewRows
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
+from engine.layers.mixture import Router
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 from engine.layers.triton_mixture import TritonMixture
-from engine.model_config import Gate, Mixture
+from engine.mixture_config import Mixture
+from engine.model_config import Gate
 
 
 class TritonBackend:
@@ -58,10 +60,16 @@ class TritonBackend:
         return TritonFp8Linear(weight_OI, bias_O)
 
     def mixture(
-        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+        self,
+        mixture: Mixture,
+        router_XE: torch.Tensor,
+        experts: Iterable[Expert],
+        linear: MakeLinear,
+        bias_X: torch.Tensor | None = None,
     ) -> TritonMixture:
         """Each rank routes for itself, so all must multiply alike: their timed products may differ."""
-        return TritonMixture(mixture, Linear(router_XE), experts, is_fp8=linear == self.fp8_linear)
+        router = Router(mixture, Linear(router_XE), router_XE.dtype, bias_X)
+        return TritonMixture(router, experts, is_fp8=linear == self.fp8_linear)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"

@@ -16,7 +16,8 @@ from engine.layers.torch_backend import TorchBackend
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import takes_of
 from engine.loading.weights import TakeRecorder
-from engine.model_config import Mixture, read_architecture
+from engine.mixture_config import Mixture
+from engine.model_config import read_architecture
 from engine.models.decoder import Decoder
 from tests.factories.models import make_model_dir
 from tests.kernels.references import expert_linear_reference

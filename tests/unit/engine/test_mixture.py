@@ -21,7 +21,7 @@ from engine.layers.mixture import route
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import load_model
-from engine.model_config import Mixture
+from engine.mixture_config import Mixture
 from engine.native.library import native_library
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver

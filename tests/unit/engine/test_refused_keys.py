@@ -8,7 +8,8 @@ import pytest
 
 from baton.errors import ModelError
 from engine.families import ARCHITECTURES, READ, WITHOUT_EFFECT, Family, refused_keys
-from engine.model_config import Mixture, ModelArchitecture, read_architecture
+from engine.mixture_config import Mixture
+from engine.model_config import ModelArchitecture, read_architecture
 from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT
 
 BASE: dict[str, Any] = {
