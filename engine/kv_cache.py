@@ -2,7 +2,7 @@
 
 Axis letters, which the fingerprint's layout uses too: N blocks, L layers, K the pair (keys, values), H kv heads,
 T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md. A pool of
-latents has one vector of a token and layer: its K and H are 1, and D is the vector's (docs/decisions/0023-latent-blocks.md).
+latents has one vector of a token and layer: its K and H are 1, and D is the vector's (docs/decisions/0023-a-block-of-latents.md).
 """
 
 from collections.abc import Callable, Sequence

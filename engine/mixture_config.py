@@ -116,7 +116,9 @@ def _groups(config: Mapping[str, Any], num_experts: int, *, is_grouped: bool) ->
         raise ModelError(f"topk_group must be at most n_group, {num_groups}, got {num_chosen_groups}")
     num_chosen, most = count_of(config, "num_experts_per_tok"), num_chosen_groups * per_group
     if num_chosen > most:
-        raise ModelError(f"num_experts_per_tok must be at most the {most} experts of a choice, got {num_chosen}")
+        raise ModelError(
+            f"num_experts_per_tok must be at most the {most} experts of a choice, got {num_chosen}"
+        )
     return num_groups, num_chosen_groups, num_chosen
 
 

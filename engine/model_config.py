@@ -85,6 +85,12 @@ class ModelArchitecture:
         per_rank = self.kv_heads_on(num_ranks) * self.head_dim * (2 if self.latent is None else 1)
         return per_rank * num_ranks
 
+    @property
+    def unread_tensors(self) -> tuple[str, ...]:
+        """What names of tensors begin with that a checkpoint may have and this model does not."""
+        last = self.num_layers + self.num_guessing_layers
+        return tuple(f"model.layers.{layer}." for layer in range(self.num_layers, last))
+
     def of_layers(self, layers: Sequence[int]) -> Self:
         """A model of these layers. Every tuple of an architecture has a value for each layer."""
         per_layer: dict[str, Any] = {
@@ -105,6 +111,15 @@ def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArch
         return _architecture(config, max_model_len)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
+
+
+def check_device(architecture: ModelArchitecture, device: str) -> None:
+    """ModelError if no attention of this kind of device (`cpu`, `cuda`) computes the model."""
+    if architecture.latent is not None and device == "cuda":
+        raise ModelError(
+            f"engine.device: got 'cuda', but model_type {architecture.family.value!r} is only computed on CPUs: no kernel "
+            "for GPUs attends to latents; use engine.device 'cpu', or another model"
+        )
 
 
 def read_eos_token_ids(path: Path) -> tuple[int, ...]:

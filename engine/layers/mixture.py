@@ -92,7 +92,8 @@ def _within_best_groups(ranked_TX: torch.Tensor, mixture: Mixture) -> torch.Tens
     groups_TG = ranked_TGX.topk(mixture.num_compared, -1).values.sum(-1)
     best_TG = groups_TG.topk(mixture.num_chosen_groups, -1).indices
     is_hidden_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(-1, best_TG, value=False)
-    return ranked_TGX.masked_fill(is_hidden_TG.unsqueeze(-1), -math.inf).flatten(-2)
+    visible_TGX: torch.Tensor = ranked_TGX.masked_fill(is_hidden_TG.unsqueeze(-1), -math.inf)
+    return visible_TGX.flatten(-2)
 
 
 def _rows_by_expert(

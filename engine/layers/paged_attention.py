@@ -219,7 +219,9 @@ class TorchStepAttention:
         num_kv_heads, head_dim = self._pool.shape.num_kv_heads, kv_TKD.shape[2]
         if plan.block_rows is None:
             return kv_TKD[:, :num_kv_heads].transpose(0, 1), kv_TKD[:, -num_kv_heads:].transpose(0, 1)
-        kv_KHSD = self._gather(layer, plan.block_rows).view(self._pool.shape.num_planes, num_kv_heads, -1, head_dim)
+        kv_KHSD = self._gather(layer, plan.block_rows).view(
+            self._pool.shape.num_planes, num_kv_heads, -1, head_dim
+        )
         return kv_KHSD[0, :, : plan.num_keys], kv_KHSD[-1, :, : plan.num_keys]
 
     def _gather(self, layer: int, block_rows: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from engine.loading.weights import (
     WeightSource,
     model_digest,
 )
-from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids, read_json
+from engine.model_config import ModelArchitecture, check_device, read_architecture, read_eos_token_ids, read_json
 from engine.models.decoder import Decoder
 from engine.native.library import native_library
 from engine.quantization_config import read_quantization
@@ -126,6 +126,7 @@ def load_model(
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, device)
     architecture = read_architecture(path, max_model_len)
+    check_device(architecture, device.type)
     check_quantization(config, device)
     _check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
@@ -241,10 +242,9 @@ def _load_decoder(
         decoder = _decoder(config, architecture, weights, backend, collectives)
         # Buffers of older checkpoints, and a copy of the embeddings that a tied model does not use.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
-        first = architecture.num_layers
-        guessing = range(first, first + architecture.num_guessing_layers)
-        unread = tuple(f"model.layers.{layer}." for layer in guessing)
-        weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied), unread=unread)
+        weights.check_all_taken(
+            allowed=(".rotary_emb.inv_freq", *tied), unread=architecture.unread_tensors
+        )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
     return decoder

@@ -97,9 +97,7 @@ class QuantizedCheckpoint(WeightSource):
     def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:
         """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`, or
         beginning with one of `unread`."""
-        self._stored.check_all_taken(
-            allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()), unread=unread
-        )
+        self._stored.check_all_taken(allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()), unread=unread)
         logger.info(
             "quantization_config %s: %d matrices stay in their bits, %d were dequantised to %s",
             self._quantization.method,

@@ -101,7 +101,9 @@ class CheckpointIndex:
         """ModelError if some tensors were not taken, except those ending in one of `allowed`, or beginning with one of
         `unread`."""
         unexpected = sorted(
-            n for n in self._tensors if n not in taken and not n.endswith(allowed) and not n.startswith(unread)
+            n
+            for n in self._tensors
+            if n not in taken and not n.endswith(allowed) and not n.startswith(unread)
         )
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")

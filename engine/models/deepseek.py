@@ -52,7 +52,9 @@ class LatentHeads:
         self._key_QNC = kv_QXC[:, : latent.plain_dim].contiguous()
         self._value_QCV = kv_QXC[:, latent.plain_dim :].transpose(1, 2).contiguous()
 
-    def __call__(self, stream: ResidualStream, input_norm_E: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def __call__(
+        self, stream: ResidualStream, input_norm_E: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
         """T x (Q x V)."""
         latent = self._latent
         q_TX, kv_TD = self._input_proj(stream.normed(input_norm_E)).tensor_split([-latent.size], -1)
@@ -65,7 +67,9 @@ class LatentHeads:
         rows_TPD[:, :-1, : latent.rank] = torch.bmm(q_QTN, self._key_QNC).transpose(0, 1)
         rows_TPD[:, :-1, latent.rank :] = q_TQX[..., latent.plain_dim :]
         latents_TC = kv_TD[:, : latent.rank].contiguous()
-        rows_TPD[:, -1, : latent.rank] = self._backend.normed_rows(latents_TC, self._latent_norm_C, LATENT_EPS)
+        rows_TPD[:, -1, : latent.rank] = self._backend.normed_rows(
+            latents_TC, self._latent_norm_C, LATENT_EPS
+        )
         rows_TPD[:, -1, latent.rank :] = kv_TD[:, latent.rank :]
         out_TQD = attention(self._index, rows_TPD, None).unflatten(-1, (self._num_heads, -1))
         out_QTC = out_TQD[..., : latent.rank].transpose(0, 1)

@@ -70,7 +70,9 @@ class Projections:
 
     def numbers(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
         """A projection's matrix, of which every rank has its share of outputs: plain numbers, however it is stored."""
-        return self.weights.take(f"{name}.weight", num_outputs, num_inputs, shard=shard_of(0, self.collectives))
+        return self.weights.take(
+            f"{name}.weight", num_outputs, num_inputs, shard=shard_of(0, self.collectives)
+        )
 
     def mixture(self, mixture: Mixture, block: str, names: ExpertNames, num_inputs: int) -> MixtureLayer:
         """A mixture of experts. Every rank has its share of each expert: the caller sums the ranks' results.
