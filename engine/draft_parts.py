@@ -195,4 +195,8 @@ def _num_attention_weights(a: ModelArchitecture) -> int:
         return 2 * (a.num_heads + a.num_kv_heads) * a.head_dim * a.hidden_size
     queries, per_head = a.num_heads * latent.query_dim, latent.plain_dim + latent.value_dim
     from_hidden = latent.size + a.num_heads * latent.value_dim + (latent.query_rank or queries)
-    return from_hidden * a.hidden_size + queries * (latent.query_rank or 0) + a.num_heads * per_head * latent.rank
+    return (
+        from_hidden * a.hidden_size
+        + queries * (latent.query_rank or 0)
+        + a.num_heads * per_head * latent.rank
+    )

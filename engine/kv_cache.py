@@ -1,8 +1,10 @@
 """KVPool: the paged KV cache of one rank, a tensor in which a block is one contiguous span; knows no request.
 
 Axis letters, which the fingerprint's layout uses too: N blocks, L layers, K the pair (keys, values), H kv heads,
-T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md. A pool of
-latents has one vector of a token and layer: its K and H are 1, and D is the vector's (docs/decisions/0023-a-block-of-latents.md).
+T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md.
+
+A pool of latents has one vector of a token and layer: K and H are 1, and D is the vector's
+(docs/decisions/0023-a-block-of-latents.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -117,8 +117,8 @@ def check_device(architecture: ModelArchitecture, device: str) -> None:
     """ModelError if no attention of this kind of device (`cpu`, `cuda`) computes the model."""
     if architecture.latent is not None and device == "cuda":
         raise ModelError(
-            f"engine.device: got 'cuda', but model_type {architecture.family.value!r} is only computed on CPUs: no kernel "
-            "for GPUs attends to latents; use engine.device 'cpu', or another model"
+            f"engine.device: got 'cuda', but model_type {architecture.family.value!r} is only computed on CPUs: no "
+            "kernel for GPUs attends to latents; use engine.device 'cpu', or another model"
         )
 
 

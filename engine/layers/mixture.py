@@ -1,6 +1,7 @@
 """A mixture of experts: which experts a row takes, and their products, one expert after another; knows no checkpoint.
 
-Shape suffixes: T tokens of a step, X experts, G groups of them, K experts of a token, R rows of one expert, E hidden size.
+Shape suffixes: T tokens of a step, X experts, G groups of them, K experts of a token, R rows of one expert, E hidden
+size.
 """
 
 import math

@@ -148,8 +148,10 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
 
 
 def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights | None:
-    """None if the folder has no weights, or not all. ModelError if a file is damaged. `unread`: what the names of tensors
-    begin with that do not count."""
+    """None if the folder has no weights, or not all. ModelError if a file is damaged.
+
+    `unread`: what the names of tensors begin with that do not count.
+    """
     if (gguf := gguf_of(folder)) is not None:
         kinds = [(prod(tensor.shape), tensor.type) for tensor in read_gguf(gguf).tensors.values()]
         num_bits = sum(size * GGUF_BITS_KEPT[kind] for size, kind in kinds)

@@ -37,7 +37,13 @@ from engine.loading.weights import (
     WeightSource,
     model_digest,
 )
-from engine.model_config import ModelArchitecture, check_device, read_architecture, read_eos_token_ids, read_json
+from engine.model_config import (
+    ModelArchitecture,
+    check_device,
+    read_architecture,
+    read_eos_token_ids,
+    read_json,
+)
 from engine.models.decoder import Decoder
 from engine.native.library import native_library
 from engine.quantization_config import read_quantization
@@ -242,9 +248,7 @@ def _load_decoder(
         decoder = _decoder(config, architecture, weights, backend, collectives)
         # Buffers of older checkpoints, and a copy of the embeddings that a tied model does not use.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
-        weights.check_all_taken(
-            allowed=(".rotary_emb.inv_freq", *tied), unread=architecture.unread_tensors
-        )
+        weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied), unread=architecture.unread_tensors)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
     return decoder

@@ -31,6 +31,7 @@ class LayerAttention {
     // Computes the item's final result, or its partial one. `next` is the item that this thread will compute next, as
     // far as it is known; or the same.
     void run(const Item &item, const Item &next, float *partials) const {
+        scratch.lay_out(D);
         take_queries_of(item);
         const int64_t rows = state_rows(item);
         Softmax total(item.partial < 0 ? scratch.total : partials + item.partial, rows, D);

@@ -115,11 +115,24 @@ inline void prefetch(const Stored *at, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(Stored))) __builtin_prefetch(at + i);
 }
 
-// Memory of one thread, reused from layer to layer.
+// Memory of one thread, reused from layer to layer. Small heads lie close together in it.
 struct alignas(64) Scratch {
-    float queries[MAX_HEAD_DIM * TILE_ROWS];  // a chunk's: D x rows; a decode's: rows x D
-    float keys[TILE_KEYS * MAX_HEAD_DIM], values[TILE_KEYS * MAX_HEAD_DIM];
-    float scores[TILE_KEYS * TILE_ROWS];  // a chunk's: keys x rows; a decode's: rows x keys
-    float range[TILE_ROWS * (MAX_HEAD_DIM + 2)], total[TILE_ROWS * (MAX_HEAD_DIM + 2)];
-    int32_t positions[TILE_ROWS];  // of a chunk's rows
+    float *queries;  // a chunk's: D x rows; a decode's: rows x D
+    float *keys, *values;
+    float *scores;  // a chunk's: keys x rows; a decode's: rows x keys
+    float *range, *total;
+    int32_t *positions;  // of a chunk's rows
+
+    void lay_out(int64_t head_dim) {
+        queries = memory;
+        keys = queries + head_dim * TILE_ROWS;
+        values = keys + TILE_KEYS * head_dim;
+        scores = values + TILE_KEYS * head_dim;
+        range = scores + TILE_KEYS * TILE_ROWS;
+        total = range + TILE_ROWS * (head_dim + 2);
+        positions = reinterpret_cast<int32_t *>(total + TILE_ROWS * (head_dim + 2));
+    }
+
+  private:
+    alignas(64) float memory[TILE_ROWS * (3 * MAX_HEAD_DIM + 5) + TILE_KEYS * (2 * MAX_HEAD_DIM + TILE_ROWS)];
 };

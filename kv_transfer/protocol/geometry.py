@@ -7,7 +7,7 @@ is a block.
 With several KV groups, the pieces of a prompt count up row by row, as the blocks of a request's table do.
 
 Where heads share a latent, all ranks of a worker hold the same bytes, which no rank transfer divides. Each rank of the
-consumer gets them once: from the producer's rank that has its place, and with fewer consumers, other ranks send nothing.
+consumer gets them once. Of a producer with more ranks, some send nothing.
 
     producer: 2 ranks of 4 heads, blocks of 16 tokens        consumer: 4 ranks of 2 heads, blocks of 32 tokens
 

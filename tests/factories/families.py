@@ -194,7 +194,7 @@ NAMES = {
     Family.GEMMA3: ("Gemma 3, text", "five of six layers with a window, and a rotation of their own"),
     Family.DEEPSEEK_V2: ("DeepSeek-V2, V2-Lite, V2.5", "all heads share a latent; shared experts"),
     Family.DEEPSEEK_V3: (
-        "DeepSeek-V3, R1, V3.1; Moonlight, Kimi K2",
+        "DeepSeek-V3, R1, V3.1",
         "the same; experts chosen by groups, with a bias",
     ),
 }

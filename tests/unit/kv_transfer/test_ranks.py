@@ -5,7 +5,15 @@ import pytest
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.step import KVConnectorOutput
 from baton.transfer import TransferEventKind
-from kv_transfer.commands import AbortLoad, AbortSend, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from kv_transfer.commands import (
+    AbortLoad,
+    AbortSend,
+    BeginLoad,
+    BeginSend,
+    FinishSend,
+    LoadBlocks,
+    SendBlocks,
+)
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
 from tests.factories.endpoints import (
     CELL_BYTES,
