@@ -55,7 +55,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> LatentAttention | 
     num_heads, num_kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if num_kv_heads not in (None, num_heads):
         raise ModelError(
-            f"num_key_value_heads ({num_kv_heads}) must equal num_attention_heads ({num_heads}): a latent is for all heads"
+            f"num_key_value_heads ({num_kv_heads}) must equal num_attention_heads ({num_heads}): heads share a latent"
         )
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):

@@ -76,7 +76,8 @@ def test_c47_latents_arrive_once_on_every_rank(
     assert received.num_bytes == num_consumers * NUM_LAYERS * NUM_TOKENS * CELL_BYTES
     sent = prefill.output()
     assert sent.finished_sending == ("r",)
-    assert sent.transfers["r"].events[-1].kind is TransferEventKind.RELEASED
+    record = sent.transfers["r"]
+    assert (record.events[-1].kind, record.transport) == (TransferEventKind.RELEASED, transport)
     fabric.assert_at_rest()
 
 
