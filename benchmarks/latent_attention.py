@@ -25,7 +25,7 @@ from engine.layers.paged_attention import PagedAttention
 from engine.model_config import ModelArchitecture
 from engine.native.library import native_library
 from engine.rope_config import RopeConfig
-from tests.unit.engine.test_native_attention import step_batch
+from tests.factories.attention_steps import step_batch
 
 CPU = torch.device("cpu")
 HEADS, BLOCK_SIZE = 16, 16

@@ -10,14 +10,16 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import ModelConfig
 from baton.errors import ConfigError, ModelError
-from engine.collectives import SilentRank
+from engine.collectives import SINGLE_RANK, Collectives, SilentRank
 from engine.loading.loader import load_model, takes_of
 from engine.loading.streamed_weights import StreamedWeights
 from engine.loading.weights import CheckpointWeights, Take, WeightSource
 from engine.model_config import read_architecture
 from tests.factories.families import CASES
 from tests.factories.models import make_model_dir
+from tests.factories.quantized_checkpoints import KINDS, make_quantized
 from tests.factories.stepping import StepDriver
+from tests.factories.threaded_ranks import on_ranks
 from tests.unit.engine.test_weight_stream import HostCopies
 
 CPU = torch.device("cpu")
@@ -111,8 +113,12 @@ def test_the_published_config_is_read(tmp_path: Path) -> None:
     assert len(takes) == 2 + 1 + 61 * 9 + 3 * 3 + 58 * (2 + 3 + 3 * 256)
 
 
-def tokens(folder: Path, dtype: str = "float32") -> list[int]:
-    model = load_model(ModelConfig.model_validate({"dtype": dtype}), folder, CPU)
+def tokens(
+    folder: Path, dtype: str = "float32", collectives: Collectives = SINGLE_RANK, **config: str
+) -> list[int]:
+    model = load_model(
+        ModelConfig.model_validate({"dtype": dtype, **config}), folder, CPU, collectives=collectives
+    )
     return StepDriver(model).generate({"a": PROMPT}, 8)["a"]
 
 
@@ -172,3 +178,25 @@ def test_a_gpu_is_refused_before_anything_is_loaded(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="'deepseek_v3' is only computed on CPUs"):
         load_model(FLOAT32, folder, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("name", ["fp8 by block", "fp8 by channel", "awq", "int8 by channel"])
+def test_latents_are_projected_by_numbers(tmp_path: Path, name: str) -> None:
+    """Of the matrix from latents to heads, in any case; as of DeepSeek-V3, which is published in blocks of fp8."""
+    latents = {
+        **CASES["deepseek v3"].overrides,
+        "kv_lora_rank": 128,
+        "q_lora_rank": 128,
+        "qk_rope_head_dim": 16,
+    }
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "v_head_dim": 32}
+    source = make_model_dir(tmp_path / "m", "deepseek_v3", **latents | sizes)
+    quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
+    expected = tokens(numbers)
+    assert tokens(quantized, quantization="none") == expected
+    assert len(tokens(quantized)) == 8
+
+    def on_rank(collectives: Collectives) -> list[int]:
+        return tokens(quantized, collectives=collectives, quantization="none")
+
+    assert on_ranks(2, on_rank) == [expected, expected]

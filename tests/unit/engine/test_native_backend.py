@@ -10,7 +10,7 @@ from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
 from engine.model_config import Gate
 from engine.native.library import native_library
-from tests.unit.engine.test_native_attention import Heads, make_layout
+from tests.factories.attention_steps import Heads, make_layout
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -24,7 +24,6 @@ from engine.loading.weights import CheckpointWeights, Shard
 from engine.model_config import read_architecture
 from engine.native.library import native_library
 from engine.quantization_config import read_quantization
-from tests.factories.families import CASES
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import IN_GROUPS, KINDS, make_quantized
 from tests.factories.stepping import StepDriver
@@ -91,29 +90,6 @@ def test_a_mixtures_experts_and_its_router_are_read(tmp_path: Path, name: str) -
     )
     assert tokens(load(quantized, quantization="none")) == tokens(load(numbers))
     assert len(tokens(load(quantized))) == 8
-
-
-@pytest.mark.parametrize("name", ["fp8 by block", "fp8 by channel", "awq", "int8 by channel"])
-def test_latents_are_projected_by_numbers(tmp_path: Path, name: str) -> None:
-    """Of the matrix from latents to heads, in any case; as of DeepSeek-V3, which is published in blocks of fp8."""
-    latents = {
-        **CASES["deepseek v3"].overrides,
-        "kv_lora_rank": 128,
-        "q_lora_rank": 128,
-        "qk_rope_head_dim": 16,
-    }
-    sizes = {**SIZES, "moe_intermediate_size": 128, "v_head_dim": 32}
-    source = make_model_dir(tmp_path / "m", "deepseek_v3", **latents | sizes)
-    quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
-    expected = tokens(load(numbers))
-    assert tokens(load(quantized, quantization="none")) == expected
-    assert len(tokens(load(quantized))) == 8
-
-    def on_rank(collectives: Collectives) -> list[int]:
-        config = ModelConfig.model_validate({"dtype": "float32", "quantization": "none"})
-        return tokens(load_model(config, quantized, CPU, collectives=collectives))
-
-    assert on_ranks(2, on_rank) == [expected, expected]
 
 
 @pytest.mark.parametrize("name", KINDS)
