@@ -128,6 +128,12 @@ def build_parser() -> argparse.ArgumentParser:
     grammar.add_argument("--json-schema", metavar="SCHEMA", help="constrain the answer to a JSON schema")
     grammar.add_argument("--regex", metavar="REGEX", help="constrain the answer to a regular expression")
     generate.add_argument(
+        "--tools", type=Path, metavar="FILE", help="JSON file of OpenAI's tools, which the answer may call"
+    )
+    generate.add_argument(
+        "--tool-choice", metavar="CHOICE", help="none, auto (default), required, or the name of a tool"
+    )
+    generate.add_argument(
         "--mode", choices=("disaggregated", "local"), help="require this way of serving the prompt"
     )
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")

@@ -163,7 +163,7 @@ def _load(config: BatonConfig, found: JoinedFleet) -> "tuple[Path, Tokenizer]":
             )
     else:
         path = folder_here(served, found.model_path, cache_dir, weights=False)
-    return path, load_tokenizer(path)
+    return path, load_tokenizer(config, path)
 
 
 def _with_gateway_of(config: BatonConfig, theirs: BatonConfig) -> BatonConfig:
