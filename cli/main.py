@@ -122,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--skip-reading-prefix-cache",
         action="store_true",
-        help="compute the whole prompt, whatever the prefix caches have of it",
+        help="compute the whole prompt, even if a prefix cache has a part of it",
     )
     grammar = generate.add_mutually_exclusive_group()
     grammar.add_argument("--json-schema", metavar="SCHEMA", help="constrain the answer to a JSON schema")
@@ -143,7 +143,9 @@ def build_parser() -> argparse.ArgumentParser:
     key = commands.add_parser("key", help="make an API key and its configuration entry")
     key.add_argument("name", metavar="NAME", help="name of the caller")
     grants = key.add_mutually_exclusive_group()
-    grants.add_argument("--admin", action="store_true", help="may generate, observe and administer")
+    grants.add_argument(
+        "--admin", action="store_true", help="grant all scopes: generate, observe and administer"
+    )
     grants.add_argument(
         "--scope",
         action="append",

@@ -26,6 +26,7 @@ class Family(Enum):
     GLM4 = "glm4"
     GEMMA2 = "gemma2"
     GEMMA3 = "gemma3_text"
+    GPT_OSS = "gpt_oss"
     DEEPSEEK_V2 = "deepseek_v2"
     DEEPSEEK_V3 = "deepseek_v3"
 
@@ -54,6 +55,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": Family.GLM4,
     "Gemma2ForCausalLM": Family.GEMMA2,
     "Gemma3ForCausalLM": Family.GEMMA3,
+    "GptOssForCausalLM": Family.GPT_OSS,
     "DeepseekV2ForCausalLM": Family.DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": Family.DEEPSEEK_V3,
 }
@@ -113,6 +115,17 @@ DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
         "rope_local_base_freq": 10_000.0,
         "rope_theta": 1_000_000.0,
         "sliding_window_pattern": 6,
+    },
+    Family.GPT_OSS: {
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
     },
     Family.DEEPSEEK_V2: {
         **_DEEPSEEK,
@@ -183,6 +196,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "shared_expert_intermediate_size": (0,),
     "sliding_window": (),
     "sliding_window_pattern": (),
+    "swiglu_alpha": (),
+    "swiglu_limit": (),
     "topk_group": (1,),
     "topk_method": ("greedy",),
     "use_bidirectional_attention": (False,),
@@ -256,6 +271,7 @@ READ: Mapping[Family, frozenset[str]] = {
             "sliding_window_pattern",
         }
     ),
+    Family.GPT_OSS: _EXPERTS | {"layer_types", "sliding_window", "swiglu_alpha", "swiglu_limit"},
     Family.DEEPSEEK_V2: _LATENT,
     Family.DEEPSEEK_V3: _LATENT | {"num_nextn_predict_layers", "rope_interleave"},
 }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import ModelError
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.config_values import count_of, positive_of
 from engine.families import READ, Family
 
@@ -24,7 +25,7 @@ class Mixture:
     """Whether a score is the sigmoid of a logit; else scores are probabilities among all experts."""
     routes_in_float32: bool = False
     """Whether the router's matrix and product are in float32, whatever the model is in."""
-    has_bias: bool = False
+    has_choice_bias: bool = False
     """Whether a bias for each expert is added to scores for the choice alone (DeepSeek-V3, 2024)."""
     num_groups: int = 1
     """Of neighbouring experts; a token takes its experts from the best `num_chosen_groups` of them."""
@@ -33,6 +34,7 @@ class Mixture:
     """A group is as good as the sum of so many of its best experts."""
     scale: float = 1.0
     """Of weights."""
+    activation: Activation = Gate.SILU
     shared_size: int = 0
     """Intermediate size of the MLP that all tokens take beside their experts; 0: there is none."""
 
@@ -48,6 +50,7 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
     if "num_experts" not in READ[family]:
         return (None,) * num_layers
     is_qwen = family is Family.QWEN3_MOE
+    _check_equal(config, "num_experts_per_tok", "experts_per_token")
     num_experts, num_chosen = _num_experts(config, family), count_of(config, "num_experts_per_tok")
     if num_chosen > num_experts:
         raise ModelError(
@@ -58,6 +61,7 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
         num_chosen=num_chosen,
         intermediate_size=count_of(config, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         is_normalised=not is_qwen or bool(config.get("norm_topk_prob", False)),
+        activation=_clamped(config) if family is Family.GPT_OSS else Gate.SILU,
     )
     every = count_of(config, "decoder_sparse_step") if is_qwen else 1
     dense = config.get("mlp_only_layers") or [] if is_qwen else []
@@ -68,10 +72,20 @@ def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) ->
 
 def _num_experts(config: Mapping[str, Any], family: Family) -> int:
     """transformers has two names for it, and takes either."""
-    keys = [key for key in ("num_experts", "num_local_experts") if config.get(key) is not None]
-    if len(keys) == 2 and config[keys[0]] != config[keys[1]]:
+    _check_equal(config, "num_experts", "num_local_experts")
+    key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    return count_of(config, key, 8 if family is Family.MIXTRAL else 128)
+
+
+def _clamped(config: Mapping[str, Any]) -> ClampedSwiglu:
+    return ClampedSwiglu(alpha=positive_of(config, "swiglu_alpha"), limit=positive_of(config, "swiglu_limit"))
+
+
+def _check_equal(config: Mapping[str, Any], *names: str) -> None:
+    """Two names of one value."""
+    keys = [key for key in names if config.get(key) is not None]
+    if any(config[key] != config[keys[0]] for key in keys):
         raise ModelError(f"{' and '.join(f'{key} ({config[key]!r})' for key in keys)} must be equal")
-    return count_of(config, keys[0] if keys else "num_experts", 128 if family is Family.QWEN3_MOE else 8)
 
 
 def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
@@ -94,7 +108,7 @@ def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
         is_normalised=is_v3 and bool(config.get("norm_topk_prob")),
         is_sigmoid=is_v3,
         routes_in_float32=True,
-        has_bias=is_v3,
+        has_choice_bias=is_v3,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
         num_compared=2 if is_v3 else 1,

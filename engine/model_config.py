@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,14 +19,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.MIXTRAL, Family.QWEN2, Family.PHI3)
 _WITH_MLP_BIAS = (Family.LLAMA, Family.SMOLLM3, Family.GRANITE)
 """Whether transformers reads `attention_bias` and `mlp_bias`. Qwen2 always has biases on queries, keys and values."""
-
-
-class Gate(Enum):
-    """The activation of a gated MLP."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-    """GELU (2016), by its approximation with a tanh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +53,13 @@ class ModelArchitecture:
     logits_divisor: float = 1.0
     logits_cap: float | None = None
     """As `attention_cap`."""
-    gate: Gate = Gate.SILU
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
+    has_sinks: bool = False
+    """Whether each query head has a sink: a logit of its own beside its scores, which takes weight and has no value."""
     num_guessing_layers: int = 0
     """Layers of the checkpoint, behind the others, that guess further tokens (MTP); they are not loaded."""
 
@@ -190,6 +182,7 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         has_mlp_bias=bool(config.get("mlp_bias", False)) and family in _WITH_MLP_BIAS,
         has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
         num_guessing_layers=_guessing_layers(config, family),
+        has_sinks=family is Family.GPT_OSS,
     )
     if family is Family.GRANITE:
         return _granite(architecture, config)
@@ -225,7 +218,6 @@ def _gemma(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelA
         attention_cap=caps[0],
         embedding_scale=architecture.hidden_size**0.5,
         logits_cap=caps[1],
-        gate=Gate.GELU_TANH,
     )
 
 
@@ -291,8 +283,8 @@ def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[s
 def _pattern(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
     if family is Family.SMOLLM3:
         slides = [not rotates for rotates in _rotating_layers(config, num_layers)]
-    elif family.is_gemma:
-        every = 2 if family is Family.GEMMA2 else count_of(config, "sliding_window_pattern")
+    elif family.is_gemma or family is Family.GPT_OSS:
+        every = count_of(config, "sliding_window_pattern") if family is Family.GEMMA3 else 2
         slides = [(layer + 1) % every != 0 for layer in range(num_layers)]
     else:
         first = config["max_window_layers"]

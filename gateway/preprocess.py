@@ -213,9 +213,11 @@ class Preprocessor:
         return room
 
     def _check_token_ids(self, field: str, token_ids: tuple[int, ...]) -> None:
-        if token_ids and max(token_ids) >= self._model.vocab_size:
+        vocab_size = self._model.vocab_size
+        if token_ids and max(token_ids) >= vocab_size:
             raise InvalidRequest(
-                field, f"{max(token_ids)} is not one of the model's {self._model.vocab_size} tokens"
+                field,
+                f"{max(token_ids)} is not one of the model's {vocab_size} tokens; ids are 0 to {vocab_size - 1}",
             )
 
 
@@ -247,7 +249,7 @@ def _priority_for(caller: Caller, asked: int) -> int:
     if asked < min(best, 0):
         raise InvalidRequest(
             "priority",
-            f"got {asked}; the key of '{caller.name}' allows {best} or higher values, which come later",
+            f"got {asked}; the key of '{caller.name}' allows only {best} or higher (lower values go first)",
         )
     return max(asked, best)
 

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import torch
 
+from engine.activation import Activation, Gate
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.mixture_config import Mixture
-from engine.model_config import Gate
 
 Matrix = torch.Tensor | GroupedWeight | Fp8Weight
 """O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits, or 8-bit floats."""
@@ -67,12 +67,26 @@ MakeLinear = Callable[[Matrix, torch.Tensor | None], LinearLayer]
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """The matrix by which a mixture scores its experts, whole on each rank."""
+
+    weight_XE: torch.Tensor
+    bias_X: torch.Tensor | None = None
+    choice_bias_X: torch.Tensor | None = None
+    """float32, added to scores for the choice of experts alone, if the mixture has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Expert:
     """The matrices of one gated MLP of a mixture, or a rank's share of them."""
 
     gate_IE: Matrix
     up_IE: Matrix
     down_EI: Matrix
+    biases_I: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of gates and of what they multiply."""
+    down_bias_E: torch.Tensor | None = None
+    """On one rank only."""
 
 
 class MixtureLayer(Protocol):
@@ -95,17 +109,9 @@ class Backend(Protocol):
         ...
 
     def mixture(
-        self,
-        mixture: Mixture,
-        router_XE: torch.Tensor,
-        experts: Iterable[Expert],
-        linear: MakeLinear,
-        bias_X: torch.Tensor | None = None,
+        self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
     ) -> MixtureLayer:
-        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections.
-
-        `bias_X`: float32, added to scores for the choice of experts, if the mixture has it.
-        """
+        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections."""
         ...
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
@@ -133,7 +139,7 @@ class Backend(Protocol):
         """Adds the norm of `x_TE` to the residual stream, in place."""
         ...
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> Activations:
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> Activations:
         """T x I: the activation of the first I outputs of `gate_up`, times the other I."""
         ...
 

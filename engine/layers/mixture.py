@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from engine.layers.backend import Activations, LinearLayer
+from engine.layers.backend import Activations, LinearLayer, Router
 from engine.mixture_config import Mixture
 
 LEAST_SUM = 1e-20
@@ -24,18 +24,18 @@ class LoopedMixture:
 
     def __init__(
         self,
-        router: "Router",
+        choice: "ExpertChoice",
         experts: Sequence[tuple[LinearLayer, LinearLayer]],
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
     ) -> None:
-        """`experts`: each one's projection to gates and what they multiply, and its projection back."""
-        assert len(experts) == router.num_experts
-        self._router = router
+        """`experts`: for each expert, the projection to gate and up, and the projection back (down)."""
+        assert len(experts) == choice.num_experts
+        self._choice = choice
         self._experts = experts
         self._gated = gated
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        experts_TK, weights_TK = self._router(x_TE)
+        experts_TK, weights_TK = self._choice(x_TE)
         # A row's experts are added in the order of their numbers, whatever the other rows take.
         sums_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
         for expert, rows_R, weights_R in _rows_by_expert(experts_TK, weights_TK, len(self._experts)):
@@ -45,26 +45,24 @@ class LoopedMixture:
         return sums_TE.to(x_TE.dtype)
 
 
-class Router:
+class ExpertChoice:
     """Chooses the experts of rows."""
 
-    def __init__(
-        self, mixture: Mixture, linear: LinearLayer, dtype: torch.dtype, bias_X: torch.Tensor | None
-    ) -> None:
-        """`linear`: to the logits of experts, of activations in `dtype`. `bias_X`: see `Backend.mixture`."""
-        assert (bias_X is not None) == mixture.has_bias
-        self._mixture = mixture
-        self._linear = linear
-        self._dtype = dtype
-        self._bias_X = bias_X
+    def __init__(self, mixture: Mixture, router: Router, scores: LinearLayer) -> None:
+        """`scores`: the product with the router's matrix."""
+        assert (router.choice_bias_X is not None) == mixture.has_choice_bias
+        self.mixture = mixture
+        self._scores = scores
+        self._dtype = router.weight_XE.dtype
+        self._bias_X = router.choice_bias_X
 
     @property
     def num_experts(self) -> int:
-        return self._mixture.num_experts
+        return self.mixture.num_experts
 
     def __call__(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, best first, and their weights in float32: two tensors of T x K."""
-        return route(self._linear(x_TE.to(self._dtype)), self._mixture, self._bias_X)
+        return route(self._scores(x_TE.to(self._dtype)), self.mixture, self._bias_X)
 
 
 def route(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from engine.activation import Activation, Gate
 from engine.kernels.embedding import embed
 from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from engine.kernels.row_launch import MAX_WIDTH
@@ -21,18 +22,18 @@ from engine.layers.backend import (
     MakeLinear,
     Matrix,
     QuantizedRows,
+    Router,
     UnnormedRows,
 )
 from engine.layers.few_rows import FewRows
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
-from engine.layers.mixture import Router
+from engine.layers.mixture import ExpertChoice
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 from engine.layers.triton_mixture import TritonMixture
 from engine.mixture_config import Mixture
-from engine.model_config import Gate
 
 
 class TritonBackend:
@@ -60,16 +61,11 @@ class TritonBackend:
         return TritonFp8Linear(weight_OI, bias_O)
 
     def mixture(
-        self,
-        mixture: Mixture,
-        router_XE: torch.Tensor,
-        experts: Iterable[Expert],
-        linear: MakeLinear,
-        bias_X: torch.Tensor | None = None,
+        self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
     ) -> TritonMixture:
         """Each rank routes for itself, so all must multiply alike: their timed products may differ."""
-        router = Router(mixture, Linear(router_XE), router_XE.dtype, bias_X)
-        return TritonMixture(router, experts, is_fp8=linear == self.fp8_linear)
+        choice = ExpertChoice(mixture, router, Linear(router.weight_XE, router.bias_X))
+        return TritonMixture(choice, experts, is_fp8=linear == self.fp8_linear)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"
@@ -97,7 +93,7 @@ class TritonBackend:
     ) -> None:
         residual_TE.add_(rms_norm(x_TE, weight_E, eps))
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> Activations:
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> Activations:
         is_fused = kernel_switches().fused_silu and gate is Gate.SILU
         few_rows = _few_rows(gate_up, x_TE) if is_fused else None
         return self.gate_mul(gate_up(x_TE), gate) if few_rows is None else few_rows.gated(x_TE)
@@ -108,12 +104,11 @@ class TritonBackend:
             few_rows.add_(residual_TE, x_TI)
         return few_rows is not None
 
-    def gate_mul(self, gate_up_TM: torch.Tensor, gate: Gate = Gate.SILU) -> Activations:
+    def gate_mul(self, gate_up_TM: torch.Tensor, gate: Activation = Gate.SILU) -> Activations:
         """T x I: the activation of the first I columns, times the others."""
-        is_gelu = gate is Gate.GELU_TANH
         if self._quantizes(gate_up_TM, gate_up_TM.shape[1] // 2):
-            return QuantizedRows(*silu_mul_fp8(gate_up_TM, is_gelu=is_gelu), gate_up_TM.dtype)
-        return silu_mul(gate_up_TM, is_gelu=is_gelu)
+            return QuantizedRows(*silu_mul_fp8(gate_up_TM, gate), gate_up_TM.dtype)
+        return silu_mul(gate_up_TM, gate)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
         """8-bit products exclude float32, and a program holds a whole row."""

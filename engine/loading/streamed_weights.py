@@ -65,7 +65,8 @@ class StreamedWeights(WeightSource):
         self._loaded_bytes += flat.numel()
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
-        return flat.view(stored.dtype).view(take.part_shape)
+        tensor = flat.view(stored.dtype).view(take.as_stored(stored).part_shape)
+        return tensor.t() if stored.is_transposed else tensor
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:
         """ModelError if the files hold a tensor that was not asked for, unless its name ends in one of `allowed`, or
@@ -78,6 +79,7 @@ def part_of(take: Take, stored: StoredTensor) -> FilePart:
     """The bytes of a slice: one run if it cuts the first dimension, else one for each index of the
     dimensions before.
     """
+    take = take.as_stored(stored)
     shape, itemsize = take.shape, stored.dtype.itemsize
     if take.shard is None:
         return FilePart(stored.file, stored.offset, prod(shape) * itemsize)

@@ -23,6 +23,7 @@ from engine.model_config import ModelArchitecture
 from engine.models.deepseek import DeepSeekLayer
 from engine.models.gemma import GemmaLayer
 from engine.models.glm4 import Glm4Layer
+from engine.models.gpt_oss import GptOssLayer
 from engine.models.llama import LlamaLayer
 from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
@@ -52,6 +53,7 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
     Family.GLM4: Glm4Layer,
     Family.GEMMA2: GemmaLayer,
     Family.GEMMA3: GemmaLayer,
+    Family.GPT_OSS: GptOssLayer,
     Family.DEEPSEEK_V2: DeepSeekLayer,
     Family.DEEPSEEK_V3: DeepSeekLayer,
 }
@@ -63,8 +65,14 @@ class _AttentionOfRows:
     def __init__(self, attention: Attention, stream: ResidualStream, rows_R: torch.Tensor) -> None:
         self._attention, self._stream, self._rows_R = attention, stream, rows_R
 
-    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
-        heads_TX = self._attention(layer, qkv_TPD, head_norm)
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads_TX = self._attention(layer, qkv_TPD, head_norm, sinks_Q)
         self._stream.keep(self._rows_R)
         return heads_TX[self._rows_R]
 

@@ -90,7 +90,8 @@ class DeepSeekLayer:
         self._post_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e)
         self._mixture, size = None, a.intermediate_size
         if mixture is not None:
-            self._mixture = parts.mixture(mixture, mlp, NAMES, e)
+            experts = parts.experts(mixture, f"{mlp}.experts", NAMES, e)
+            self._mixture = parts.mixture(mixture, f"{mlp}.gate", experts, e)
             mlp, size = f"{mlp}.shared_experts", mixture.shared_size
         self._gate_up_proj = parts.columns(gate_up(mlp, size), e)
         self._down_proj = parts.rows(f"{mlp}.down_proj", e, size)

@@ -3,9 +3,10 @@
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """
 
+from engine.activation import Gate
 from engine.layers.attention import Attention
 from engine.layers.residual_stream import ResidualStream
-from engine.model_config import Gate, ModelArchitecture
+from engine.model_config import ModelArchitecture
 from engine.models.projections import Projections, gate_up, qkv
 
 

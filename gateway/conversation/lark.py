@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 
@@ -41,12 +41,13 @@ class Lark:
         excluded = "".join(f" & ~/(?s:.*){escaped(marker)}(?s:.*)/" for marker in markers)
         return self.rule(name, f"/(?s:.*)/{excluded}{also}")
 
-    def up_to(self, name: str, marker: str) -> str:
-        """Any text up to the first marker, and the marker."""
+    def up_to(self, name: str, marker: str, shunned: Sequence[str] = ()) -> str:
+        """Any text up to the first marker, and the marker. None of the `shunned` markers stands before it."""
         if self.is_token(marker):
-            text = self.text_without(f"{name.upper()}_TEXT", marker)
+            text = self.text_without(f"{name.upper()}_TEXT", marker, *shunned)
             return self.rule(name, f"{text} {self.marker(marker)}")
-        return self.rule(name, f"/(?s:.*)/ {quoted(marker)}", "[lazy]")
+        text = self.text_without(f"{name.upper()}_TEXT", *shunned)
+        return self.rule(name, f"{text} {quoted(marker)}", "[lazy]")
 
     def tokens_up_to(self, name: str, marker: str, limit: int) -> str:
         """At most `limit` tokens of text, and the marker, which is a token."""

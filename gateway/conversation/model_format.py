@@ -1,5 +1,6 @@
 """ModelFormat: the AnswerFormat of one model, put together from its chat template, its tags and its way of calling."""
 
+from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -39,8 +40,7 @@ class ModelFormat:
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         _check(conversation)
-        self._check_reasoning(conversation)
-        variables = self._template.variables(conversation)
+        variables = self._template.variables(self._checked_reasoning(conversation))
         if self._style is None:
             has_system_role = "System role not supported" not in self._template.source
             return {
@@ -72,10 +72,14 @@ class ModelFormat:
             return None, False
         return self._tags, end.endswith(self._tags.begin)
 
-    def _check_reasoning(self, conversation: Conversation) -> None:
+    def _checked_reasoning(self, conversation: Conversation) -> Conversation:
+        """Where there is no reasoning, it need not be turned off."""
         reasoning = conversation.reasoning
-        if self._tags is None and (reasoning.is_enabled or reasoning.max_tokens is not None):
+        if self._tags is not None:
+            return conversation
+        if reasoning.is_enabled or reasoning.max_tokens is not None:
             raise InvalidRequest("reasoning", "this model's chat template has no reasoning")
+        return replace(conversation, reasoning=replace(reasoning, is_enabled=None))
 
 
 def _check(conversation: Conversation) -> None:

@@ -31,6 +31,7 @@ def turn_grammar(
         return answer
     lark = Lark(vocabulary)
     thought = "" if tags is None else _thought(lark, tags, has_begun_to_reason, budget)
+    # Else a text that begins with the mark would be text to the grammar and reasoning to the parser.
     shunned = () if tags is None or lark.is_token(tags.begin) else (tags.begin,)
     lark.rule("start", f"{thought} {_body(lark, syntax, conversation, shunned, answer)}")
     source = lark.source()
@@ -83,7 +84,7 @@ def _body(
     text = _plain(lark, syntax, shunned)
     if syntax.bare_beginning is not None:
         return f"( {calls} | {text} )"
-    opening = lark.up_to("opening", syntax.markers[0])
+    opening = lark.up_to("opening", syntax.markers[0], shunned)
     if conversation.parallel_tool_calls and syntax.repeats is not None:
         return f"( {opening} section )* {text}"
     return f"( {opening} section | {text} )"

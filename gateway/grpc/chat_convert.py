@@ -34,7 +34,7 @@ from gateway.conversation.checks import (
 from gateway.conversation.template_options import MAX_OPTIONS, check_template_options
 
 MAX_MESSAGES = 4096
-MAX_CALLS = 1024
+MAX_CALLS = 128
 """Calls of one message."""
 
 TOOL_USES = {

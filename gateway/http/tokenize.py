@@ -123,7 +123,8 @@ class TokenizeRoutes:
         vocab_size = self._model.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise InvalidRequest(
-                "tokens", f"{max(body.tokens)} is not one of the model's {vocab_size} tokens"
+                "tokens",
+                f"{max(body.tokens)} is not one of the model's {vocab_size} tokens; ids are 0 to {vocab_size - 1}",
             )
         text = await self._pool.decode(_name_of(request), body.tokens, body.skip_special_tokens)
         return DetokenizeAnswer(prompt=text)

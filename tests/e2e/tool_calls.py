@@ -1,6 +1,6 @@
 """Required calls of a real small model: each must parse and fit its tool's schema, streamed as not streamed.
 
-    python -m tests.e2e.tool_calls [--schemas 50] [--seeds 4] [--max-tokens 600]
+    python -m tests.e2e.tool_calls [--schemas 50] [--seeds 4] [--max-tokens 2000]
 
 Serves SmolLM2 with a prefill and a decode worker, and asks over HTTP with the `openai` package: fifty schemas, four
 seeds each, once whole and once streamed. A call that `max_tokens` cuts off is counted apart. The command fails if a
@@ -63,6 +63,7 @@ async def check_calls(
             assert not text, f"schema {number}, seed {seed}: text {text!r} beside a required call"
             if reason == "length":
                 counts["cut off"] += 1
+                print(f"schema {number}, seed {seed} was cut off: ...{calls[-1][1][-60:]!r}", flush=True)
                 calls = calls[:-1]
             else:
                 assert calls, f"schema {number}, seed {seed}: no call"
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--schemas", type=int, default=50, help="how many of the fifty")
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=600)
+    parser.add_argument("--max-tokens", type=int, default=2_000)
     given = parser.parse_args(arguments)
     folder = resolve("smollm2", default_cache_dir(os.environ))
     counts = asyncio.run(check_calls(folder, tool_schemas()[: given.schemas], given.seeds, given.max_tokens))

@@ -41,13 +41,20 @@ class Layout:
     qkv_TPD: torch.Tensor  # noqa: N815 - carries its shape, like local names do
     heads: Heads
 
-    def torch_out(self, layer: int, head_norm: HeadNorm | None = None) -> torch.Tensor:
+    def torch_out(
+        self, layer: int, head_norm: HeadNorm | None = None, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
         pool = self._copied_pool()
-        attention = PagedAttention(pool, self.architecture, self.heads.num_heads, self.qkv_TPD.dtype)
-        return attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm)
+        architecture = replace(self.architecture, has_sinks=sinks_Q is not None)
+        attention = PagedAttention(pool, architecture, self.heads.num_heads, self.qkv_TPD.dtype)
+        return attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm, sinks_Q)
 
     def native_out(
-        self, layer: int, head_norm: HeadNorm | None = None, num_threads: int = 2
+        self,
+        layer: int,
+        head_norm: HeadNorm | None = None,
+        num_threads: int = 2,
+        sinks_Q: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, KVPool]:
         pool = self._copied_pool()
         attention = NativeAttention(
@@ -56,7 +63,7 @@ class Layout:
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         try:
-            out = attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm)
+            out = attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm, sinks_Q)
         finally:
             torch.set_num_threads(before)
         return out.clone(), pool

@@ -32,6 +32,16 @@ SAMPLING: dict[str, Any] = {
 GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": PROMPT | SAMPLING,
     "/v1/chat/completions": CHAT | SAMPLING | TOOLS,
+    "/v1/messages": CHAT
+    | {
+        "model": "tiny",
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 5,
+        "seed": 7,
+        "stop_sequences": ["zzz"],
+    },
+    "/v1/messages/count_tokens": CHAT | {"model": "tiny"},
     "/cluster/try": PROMPT | {"max_tokens": 3, "temperature": 0.5, "mode": "local"},
     "/tokenize": PROMPT,
     "/detokenize": {"tokens": [5, 6, 7]},

@@ -54,12 +54,13 @@ def tool_schemas() -> list[Schema]:
         _object({"a": _object({"b": _object({"deep": VALUES[name], "also": TEXT}, ["deep"])}, ["b"])}, ["a"])
         for name in ("integer", "unicode enum", "list", "either", "flag", "nullable", "pattern", "map")
     ]  # fmt: skip
+    places: tuple[Schema, ...] = (
+        {"$ref": "#/$defs/place"},
+        {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2},
+    )
     referring = [
         {**_object({"from": value, "名前": other}, ["from", "名前"]), "$defs": {"place": PLACE, "tree": TREE}}
-        for value, other in product(
-            ({"$ref": "#/$defs/place"}, {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2}),
-            (TEXT, {"$ref": "#/$defs/place"}, VALUES["flag"], VALUES["unicode enum"]),
-        )
+        for value, other in product(places, (TEXT, places[0], VALUES["flag"], VALUES["unicode enum"]))
     ]
     others = [
         {**_object({"root": {"$ref": "#/$defs/tree"}}, ["root"]), "$defs": {"tree": TREE}},

@@ -99,7 +99,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("messages.0.tool_calls.1.id", {"messages": [asks(call(), call())]}, "another call of this message"),
     ("messages.0.tool_calls.0.type", {"messages": [asks(call(type="custom"))]}, "got 'custom'"),
     ("messages.0.tool_calls.0.function", {"messages": [asks({"id": "a", "type": "function"})]}, "missing"),
-    ("messages.0.tool_calls", {"messages": [asks(*[call()] * 1025)]}, "at most 1024"),
+    ("messages.0.tool_calls", {"messages": [asks(*[call()] * 129)]}, "at most 128"),
     ("messages.0.content", {"messages": [asks()]}, "required without tool_calls"),
     (
         "messages.0.content.0.type",

@@ -12,7 +12,7 @@ from gateway.http.body import Body, NotSupported
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
-MAX_CALLS = 1024
+MAX_CALLS = 128
 """Calls of one message."""
 MAX_CALL_ID_CHARACTERS = 512
 MAX_CALL_NAME_CHARACTERS = 256

@@ -148,7 +148,7 @@ class OpenAIRoutes:
 
 
 def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
-    """Completions of both kinds, and what is served."""
+    """The routes of OpenAI's API: chat completions, completions, and the served model."""
     routes = APIRouter(route_class=JsonRoute)
     api = OpenAIRoutes(driver, preprocessor, model)
     card = ModelCard(model.name, "model", int(time.time()), "baton", model.max_model_len)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import ModelConfig
 from baton.sampling import MAX_LOGPROBS, SamplingParams
-from engine.layers.backend import Backend, Expert, LinearLayer, Matrix, MixtureLayer
+from engine.activation import ClampedSwiglu
+from engine.layers.backend import Backend, Expert, LinearLayer, Matrix, MixtureLayer, Router
 from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.mixture import route
@@ -83,7 +84,7 @@ def literally(x_TE: torch.Tensor, router_XE: torch.Tensor, experts: list[Expert]
 
 
 def made(backend: Backend, router_XE: torch.Tensor, experts: Iterable[Expert]) -> MixtureLayer:
-    return backend.mixture(MIXTURE, router_XE, experts, backend.linear)
+    return backend.mixture(MIXTURE, Router(router_XE), experts, backend.linear)
 
 
 V3 = Mixture(
@@ -92,7 +93,7 @@ V3 = Mixture(
     intermediate_size=INNER,
     is_normalised=True,
     is_sigmoid=True,
-    has_bias=True,
+    has_choice_bias=True,
     num_groups=4,
     num_chosen_groups=2,
     num_compared=2,
@@ -106,14 +107,14 @@ V3 = Mixture(
         V3,
         replace(V3, is_normalised=False, scale=1.0),
         replace(V3, num_groups=1, num_chosen_groups=1),
-        replace(V3, is_sigmoid=False, has_bias=False, num_compared=1, is_normalised=False),
+        replace(V3, is_sigmoid=False, has_choice_bias=False, num_compared=1, is_normalised=False),
     ],
     ids=["v3", "not normalised", "one group", "v2"],
 )
 def test_experts_are_chosen_within_the_best_groups(mixture: Mixture) -> None:
     generator = torch.Generator().manual_seed(0)
     logits_TX = 2.0 * torch.randn(50, 12, generator=generator)
-    bias_X = 0.4 * torch.randn(12, generator=generator) if mixture.has_bias else None
+    bias_X = 0.4 * torch.randn(12, generator=generator) if mixture.has_choice_bias else None
     experts_TK, weights_TK = route(logits_TX, mixture, bias_X)
     num_moved = 0
     for logits_X, experts_K, weights_K in zip(logits_TX, experts_TK, weights_TK, strict=True):
@@ -155,6 +156,31 @@ def test_a_mixture_is_what_its_experts_compute(
     torch.testing.assert_close(found.to(torch.float64), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("make_backend", [TorchBackend, native])
+def test_a_mixture_with_biases_and_a_clamped_gate(make_backend: Any) -> None:
+    """As gpt-oss has it: a bias for each product, and gates and ups that reach the limit."""
+    router_XE, experts = random_experts(torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    router_bias_X = torch.randn(MIXTURE.num_experts, generator=generator)
+    gate_bias_I, up_bias_I, down_bias_E = (
+        torch.randn(size, generator=generator) for size in (INNER, INNER, HIDDEN)
+    )
+    experts = [replace(e, biases_I=(gate_bias_I, up_bias_I), down_bias_E=down_bias_E) for e in experts]
+    mixture = replace(MIXTURE, activation=ClampedSwiglu(alpha=1.702, limit=0.7))
+    x_TE = torch.randn(19, HIDDEN, generator=generator)
+    backend = make_backend()
+    found = backend.mixture(mixture, Router(router_XE, router_bias_X), experts, backend.linear)(x_TE)
+    for x_E, found_E in zip(x_TE, found, strict=True):
+        best = (router_XE @ x_E + router_bias_X).topk(MIXTURE.num_chosen)
+        expected_E = torch.zeros(HIDDEN)
+        for weight, n in zip(best.values.softmax(0), best.indices.tolist(), strict=True):
+            gate_I = (as_floats(experts[n].gate_IE).float() @ x_E + gate_bias_I).clamp(max=0.7)
+            up_I = (as_floats(experts[n].up_IE).float() @ x_E + up_bias_I).clamp(-0.7, 0.7)
+            inner_I = (up_I + 1) * gate_I * torch.sigmoid(1.702 * gate_I)
+            expected_E += weight * (as_floats(experts[n].down_EI).float() @ inner_I + down_bias_E)
+        torch.testing.assert_close(found_E, expected_E, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_alone_is_the_row_among_others_to_the_bit(dtype: torch.dtype, bits: Any) -> None:
@@ -187,7 +213,7 @@ def test_an_expert_without_rows_multiplies_nothing() -> None:
 
     made_layers: list[LinearLayer] = []
     backend = Counting()
-    mixture = backend.mixture(MIXTURE, router_XE, experts, backend.counted)
+    mixture = backend.mixture(MIXTURE, Router(router_XE), experts, backend.counted)
     x_TE = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(3))
     mixture(x_TE)
     experts_TK, _ = route(x_TE @ router_XE.T, MIXTURE)

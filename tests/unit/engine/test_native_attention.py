@@ -149,6 +149,23 @@ def test_heads_are_normed_before_the_rotation() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_take_weight_and_have_no_value(dtype: torch.dtype, window: int | None) -> None:
+    """Of one head all weight, of one none; also where a context is cut among threads, which changes no bit."""
+    layout = make_layout([(2500, 1), *MIXED], Heads(6, 2, 64), dtype, windows=(window, None))
+    sinks_Q = torch.tensor([300.0, -300.0, -2.0, 0.0, 1.5, 6.0])
+    out_TX, _ = layout.native_out(0, sinks_Q=sinks_Q)
+    expected_TX = layout.torch_out(0, sinks_Q=sinks_Q)
+    torch.testing.assert_close(out_TX, expected_TX, rtol=0, atol=TOLERANCE[dtype])
+    assert not out_TX[:, :64].any()
+    plain_TX, _ = layout.native_out(0)
+    assert torch.equal(out_TX[:, 64:128], plain_TX[:, 64:128])
+    assert (out_TX - plain_TX)[:, 128:].abs().amax(0).unflatten(0, (4, 64)).amax(1).gt(0.01).all()
+    for num_threads in (1, 3):
+        assert torch.equal(layout.native_out(0, num_threads=num_threads, sinks_Q=sinks_Q)[0], out_TX)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("contexts", [[(2500, 1)], [(3000, 20)], MIXED], ids=str)
 def test_the_number_of_threads_does_not_matter(contexts: list[Context], dtype: torch.dtype) -> None:
     """One long context is cut among threads, with the same result bit for bit."""

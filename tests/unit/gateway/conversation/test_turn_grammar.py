@@ -238,6 +238,19 @@ def test_a_response_format_holds_behind_reasoning() -> None:
     assert THINKER.grammar(asked, "<think>\n\n</think>\n\n", JSON_ANSWER) is JSON_ANSWER
 
 
+@both
+def test_text_and_calls_come_behind_reasoning_that_a_model_begins(guide: Guide) -> None:
+    thinker = answer_format_of(THINKING, guide.vocabulary)
+    grammar = thinker.grammar(ASKED, "", None)
+    assert grammar is not None
+
+    for thought in ("", "<think>x < y</think>", "<think>\nx\n</think>\n\n"):
+        for rest in ("Hello.", written("hermes", ONE), "Well.\n" + written("hermes", *TWO) + "\nDone."):
+            assert guide.accepts(grammar, thought + rest)
+    assert not guide.accepts(grammar, "<think>x</think>" + written("hermes", ONE).replace('{"city', "{city"))
+    assert not guide.accepts(grammar, "<think>x")
+
+
 def test_reasoning_ends_at_its_budget_of_tokens() -> None:
     guide = GUIDES["markers are tokens"]
     asked = replace(ASKED, tools=(), reasoning=ReasoningOptions(max_tokens=5))
@@ -277,8 +290,8 @@ def test_tools_that_are_too_large_are_refused_by_their_field() -> None:
         ("reasoning", replace(ASKED, reasoning=ReasoningOptions(is_enabled=False))),
         ("reasoning", replace(ASKED, reasoning=ReasoningOptions(max_tokens=3))),
         ("reasoning", replace(ASKED, reasoning=ReasoningOptions(effort="low"))),
-        ("chat", replace(ASKED, template_options={"enable_thinking": True})),
-        ("chat", replace(ASKED, template_options={"messages": []})),
+        ("template_options", replace(ASKED, template_options={"enable_thinking": True})),
+        ("template_options", replace(ASKED, template_options={"messages": []})),
         ("chat", replace(ASKED, messages=(called(("search", "[]")),))),
     ],
 )

@@ -141,8 +141,8 @@ def test_who_gets_events() -> None:
         ),
         (
             "chat.messages.0.tool_calls",
-            {"messages": [pb.Chat.Message(role="assistant", tool_calls=[pb.ToolCall()] * 1025)]},
-            "at most 1024",
+            {"messages": [pb.Chat.Message(role="assistant", tool_calls=[pb.ToolCall()] * 129)]},
+            "at most 128",
         ),
         ("chat.template_options.a", {"template_options": {"a": "x"}}, "is not JSON"),
         ("chat.template_options.a", {"template_options": {"a": "[1]"}}, "must be a string"),
