@@ -9,6 +9,11 @@ from baton.kv_groups import ONE_GROUP, KVGroups
 PROTOCOL_VERSION = 4
 """Version of the KV plane; precedes every message, and increases whenever a message changes."""
 
+HEADS_LAYOUT = "LKHTD"
+"""Of a block with keys and values of heads: layers, keys and values, heads, tokens, numbers of a head."""
+LATENT_LAYOUT = "LTD"
+"""Of a block with a latent of each token, which all heads share."""
+
 MAX_NAME_CHARS = 512
 """Limit for every name and description, so that a message can quote a few of them."""
 
@@ -81,7 +86,7 @@ class KVFingerprint:
     """Digest of the model's config and weight files; tells two fine-tunes at one path apart."""
     dtype: str
     layout: str
-    """Axis order of a block, e.g. `LKHTD`; see engine/kv_cache.py."""
+    """Axis order of a block: `HEADS_LAYOUT` or `LATENT_LAYOUT`; see engine/kv_cache.py."""
     num_layers: int
     num_kv_heads: int
     """KV heads of all ranks together."""
@@ -91,6 +96,16 @@ class KVFingerprint:
     num_ranks: int
     groups: KVGroups = ONE_GROUP
     """Of the layers."""
+
+    @property
+    def num_planes(self) -> int:
+        """Keys, values or latents of a layer that a block holds, of all groups' layers together."""
+        return self.num_layers * (2 if "K" in self.layout else 1)
+
+    @property
+    def num_divided_heads(self) -> int | None:
+        """Heads that are divided among the ranks; None: every rank has everything."""
+        return self.num_kv_heads if "H" in self.layout else None
 
     def differences(self, other: "KVFingerprint") -> list[str]:
         """Each field that must be equal and differs, as `name: ours != theirs`."""

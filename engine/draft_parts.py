@@ -183,6 +183,21 @@ def _cost(draft: LoadedModel, model: LoadedModel) -> float:
 
 def _num_weights(a: ModelArchitecture) -> int:
     """That a token is multiplied with."""
-    attention = 2 * (a.num_heads + a.num_kv_heads) * a.head_dim
-    widths = (a.intermediate_size if m is None else m.num_chosen * m.intermediate_size for m in a.mixtures)
-    return (a.num_layers * attention + 3 * sum(widths) + a.vocab_size) * a.hidden_size
+    widths = (
+        a.intermediate_size if m is None else m.num_chosen * m.intermediate_size + m.shared_size
+        for m in a.mixtures
+    )
+    return a.num_layers * _num_attention_weights(a) + (3 * sum(widths) + a.vocab_size) * a.hidden_size
+
+
+def _num_attention_weights(a: ModelArchitecture) -> int:
+    """Of a layer."""
+    if (latent := a.latent) is None:
+        return 2 * (a.num_heads + a.num_kv_heads) * a.head_dim * a.hidden_size
+    queries, per_head = a.num_heads * latent.query_dim, latent.plain_dim + latent.value_dim
+    from_hidden = latent.size + a.num_heads * latent.value_dim + (latent.query_rank or queries)
+    return (
+        from_hidden * a.hidden_size
+        + queries * (latent.query_rank or 0)
+        + a.num_heads * per_head * latent.rank
+    )

@@ -27,11 +27,18 @@ class Family(Enum):
     GEMMA2 = "gemma2"
     GEMMA3 = "gemma3_text"
     GPT_OSS = "gpt_oss"
+    DEEPSEEK_V2 = "deepseek_v2"
+    DEEPSEEK_V3 = "deepseek_v3"
 
     @property
     def is_gemma(self) -> bool:
         """Whether norms multiply by 1 + weight, and the MLP's gate is a GELU."""
         return self in (Family.GEMMA2, Family.GEMMA3)
+
+    @property
+    def is_deepseek(self) -> bool:
+        """Whether heads share a latent, and some experts are shared by all tokens."""
+        return self in (Family.DEEPSEEK_V2, Family.DEEPSEEK_V3)
 
 
 ARCHITECTURES = {
@@ -49,6 +56,8 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": Family.GEMMA2,
     "Gemma3ForCausalLM": Family.GEMMA3,
     "GptOssForCausalLM": Family.GPT_OSS,
+    "DeepseekV2ForCausalLM": Family.DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": Family.DEEPSEEK_V3,
 }
 """`architectures[0]` of a config.json -> its family."""
 
@@ -58,6 +67,13 @@ _GEMMA: dict[str, object] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
+}
+_DEEPSEEK: dict[str, object] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
 DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
     Family.LLAMA: {},
@@ -111,6 +127,27 @@ DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
+    Family.DEEPSEEK_V2: {
+        **_DEEPSEEK,
+        "first_k_dense_replace": 0,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+    },
+    Family.DEEPSEEK_V3: {
+        **_DEEPSEEK,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
 }
 """Values that transformers takes for keys that a config.json does not have."""
 
@@ -124,11 +161,15 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "decoder_sparse_step": (),
     "embedding_multiplier": (1.0,),
     "final_logit_softcapping": (),
+    "first_k_dense_replace": (),
+    "index_topk": (),
+    "kv_lora_rank": (),
     "layer_types": ("full_attention",),
     "logit_scale": (1.0,),
     "logits_scaling": (1.0,),
     "mlp_only_layers": (),
     "moe_intermediate_size": (),
+    "moe_layer_freq": (1,),
     "n_group": (1,),
     "n_routed_experts": (0,),
     "n_shared_experts": (0,),
@@ -138,11 +179,16 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "num_experts": (0,),
     "num_experts_per_tok": (0,),
     "num_local_experts": (0,),
+    "num_nextn_predict_layers": (0,),
     "num_shared_experts": (0,),
     "partial_rotary_factor": (1.0,),
+    "q_lora_rank": (),
     "qk_layernorm": (False,),
+    "qk_nope_head_dim": (),
+    "qk_rope_head_dim": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
+    "rope_interleave": (),
     "rope_local_base_freq": (),
     "rotary_pct": (1.0,),
     "routed_scaling_factor": (1.0,),
@@ -152,13 +198,37 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "sliding_window_pattern": (),
     "swiglu_alpha": (),
     "swiglu_limit": (),
+    "topk_group": (1,),
+    "topk_method": ("greedy",),
     "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
+    "v_head_dim": (),
 }
 """Keys that change what a model computes, and the values, beside null, that do not; of a list, the elements."""
 
 _EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})
+_LATENT = frozenset(
+    {
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "moe_layer_freq",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_group",
+        "topk_method",
+        "v_head_dim",
+    }
+)
 _WINDOWS_ON_SOME = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
 READ: Mapping[Family, frozenset[str]] = {
     Family.LLAMA: frozenset(),
@@ -202,6 +272,8 @@ READ: Mapping[Family, frozenset[str]] = {
         }
     ),
     Family.GPT_OSS: _EXPERTS | {"layer_types", "sliding_window", "swiglu_alpha", "swiglu_limit"},
+    Family.DEEPSEEK_V2: _LATENT,
+    Family.DEEPSEEK_V3: _LATENT | {"num_nextn_predict_layers", "rope_interleave"},
 }
 """Which of `WITHOUT_EFFECT` a family reads. Any other value of the others is refused."""
 

@@ -2,6 +2,9 @@
 
 Axis letters, which the fingerprint's layout uses too: N blocks, L layers, K the pair (keys, values), H kv heads,
 T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md.
+
+A pool of latents has one vector of a token and layer: K and H are 1, and D is the vector's
+(docs/decisions/0023-a-block-of-latents.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +15,10 @@ import numpy.typing as npt
 import torch
 
 from baton.errors import ConfigError
-from baton.kv import PROTOCOL_VERSION, KVFingerprint
+from baton.kv import HEADS_LAYOUT, LATENT_LAYOUT, PROTOCOL_VERSION, KVFingerprint
 from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
 from kv_transfer import CudaMemory, CudaOutOfMemory, DeviceBlocks, pinned_array
 
-LAYOUT = "LKHTD"
 NULL_BLOCK = NULL_BLOCK_ID
 """Pads block tables. It is never written, so it reads as zeros."""
 
@@ -30,10 +32,20 @@ class KVBlockShape:
     block_size: int
     head_dim: int
     dtype: torch.dtype
+    is_latent: bool = False
+    """Whether each token has one vector that is key and value of all heads, and that every rank has."""
+
+    def __post_init__(self) -> None:
+        assert not self.is_latent or self.num_kv_heads == 1, f"{self.num_kv_heads} heads of a latent"
+
+    @property
+    def num_planes(self) -> int:
+        """Of a layer: keys and values, or latents."""
+        return 1 if self.is_latent else 2
 
     @property
     def dimensions(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (self.num_layers, self.num_planes, self.num_kv_heads, self.block_size, self.head_dim)
 
     @property
     def size_bytes(self) -> int:
@@ -86,16 +98,17 @@ class KVPool:
     def fingerprint(
         self, model_digest: str, num_ranks: int = 1, groups: KVGroups = ONE_GROUP
     ) -> KVFingerprint:
-        """`num_ranks`: how many pools like this one, with different heads, the worker has."""
+        """`num_ranks`: how many pools like this one the worker has: with different heads, or with the same latents."""
+        shape = self.shape
         return KVFingerprint(
             protocol_version=PROTOCOL_VERSION,
             model=model_digest,
-            dtype=str(self.shape.dtype).removeprefix("torch."),
-            layout=LAYOUT,
-            num_layers=self.shape.num_layers * groups.num_groups,
-            num_kv_heads=self.shape.num_kv_heads * num_ranks,
-            head_dim=self.shape.head_dim,
-            block_size=self.shape.block_size,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            layout=LATENT_LAYOUT if shape.is_latent else HEADS_LAYOUT,
+            num_layers=shape.num_layers * groups.num_groups,
+            num_kv_heads=1 if shape.is_latent else shape.num_kv_heads * num_ranks,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
             num_ranks=num_ranks,
             groups=groups,
         )
@@ -106,19 +119,20 @@ class KVPool:
         `slots_T` is block id x block size + offset. The result is flat over (token, key or value, kv head), the order
         in which a fused projection produces them.
         """
-        _, _, num_heads, block_size, _ = self.shape.dimensions
+        _, num_planes, num_heads, block_size, _ = self.shape.dimensions
         first_T = slots_T // block_size * self._rows_per_block + slots_T % block_size
-        per_head = torch.arange(2 * num_heads, device=slots_T.device) * block_size
+        per_head = torch.arange(num_planes * num_heads, device=slots_T.device) * block_size
         return (first_T.unsqueeze(-1) + per_head).flatten()
 
     def block_rows(self, block_ids_BM: torch.Tensor) -> torch.Tensor:
         """Rows to read for B padded tables of M blocks: indices into `LayerView.block_rows_RX` of any layer.
 
-        Flat over (key or value, table, kv head, block), so that the gathered rows are [2, B, H, M x T, D] as they lie.
+        Flat over (key or value, table, kv head, block), so that the gathered rows are [K, B, H, M x T, D] as they lie.
         """
-        num_layers, _, num_heads, _, _ = self.shape.dimensions
-        first_BM = block_ids_BM * (num_layers * 2 * num_heads)
-        per_head = torch.arange(2 * num_heads, device=block_ids_BM.device).view(2, 1, num_heads, 1)
+        num_layers, num_planes, num_heads, _, _ = self.shape.dimensions
+        num_rows = num_planes * num_heads
+        first_BM = block_ids_BM * (num_layers * num_rows)
+        per_head = torch.arange(num_rows, device=block_ids_BM.device).view(num_planes, 1, num_heads, 1)
         return (first_BM[None, :, None, :] + per_head).flatten()
 
     def clear_from(self, block_id: int, offset: int) -> None:
@@ -127,8 +141,8 @@ class KVPool:
 
     @property
     def _rows_per_block(self) -> int:
-        num_layers, _, num_heads, block_size, _ = self.shape.dimensions
-        return num_layers * 2 * num_heads * block_size
+        num_layers, num_planes, num_heads, block_size, _ = self.shape.dimensions
+        return num_layers * num_planes * num_heads * block_size
 
 
 def _flat(
@@ -161,9 +175,9 @@ class LayerView:
     """
 
     def __init__(self, blocks_NLKHTD: torch.Tensor, layer: int) -> None:
-        _, num_layers, _, num_heads, block_size, head_dim = blocks_NLKHTD.shape
+        _, num_layers, num_planes, num_heads, block_size, head_dim = blocks_NLKHTD.shape
         assert 0 <= layer < num_layers
-        rows_before = layer * 2 * num_heads
+        rows_before = layer * num_planes * num_heads
         self.block_rows_RX = blocks_NLKHTD.view(-1, block_size * head_dim)[rows_before:]
         """A row: one block's keys or values of one head, `block_size * head_dim` elements."""
         self.slot_rows_RD = blocks_NLKHTD.view(-1, head_dim)[rows_before * block_size :]

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
 from baton.errors import ModelError
+from engine.config_values import count_of, positive_of
 from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
+from engine.latent_config import LatentAttention, read_latent
+from engine.mixture_config import Mixture, read_mixtures
 from engine.quantization_config import read_quantization
 from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
 
@@ -19,43 +21,9 @@ _WITH_MLP_BIAS = (Family.LLAMA, Family.SMOLLM3, Family.GRANITE)
 """Whether transformers reads `attention_bias` and `mlp_bias`. Qwen2 always has biases on queries, keys and values."""
 
 
-class Gate(Enum):
-    """The activation of a gated MLP."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-    """GELU (2016), by its approximation with a tanh."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClampedSwiglu:
-    """gpt-oss's: (up + 1) x gate x sigmoid(alpha x gate); gates are at most `limit`, ups between -limit and limit."""
-
-    alpha: float
-    limit: float
-
-
-Activation = Gate | ClampedSwiglu
-"""How the two halves of a gated MLP's inner values become one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """A mixture of experts in the MLP's place: each token takes the gated MLPs that its router scores highest."""
-
-    num_experts: int
-    num_chosen: int
-    """By each token."""
-    intermediate_size: int
-    """Of an expert."""
-    is_normalised: bool
-    """Whether the weights of a token's experts add up to 1; else they are probabilities among all experts."""
-    activation: Activation = Gate.SILU
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelArchitecture:
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and gated MLPs."""
+    """A decoder with RMSNorm, rotary positions, grouped-query or latent attention, and gated MLPs."""
 
     family: Family = Family.LLAMA
     vocab_size: int
@@ -64,7 +32,9 @@ class ModelArchitecture:
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    """In the cache; 1 with `latent`."""
     head_dim: int
+    """Of a query and a key as attention computes them; with `latent`, what the cache holds of a token."""
     max_position_embeddings: int
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]
@@ -73,6 +43,8 @@ class ModelArchitecture:
     """Per layer: how many tokens a token sees, itself included; None means all."""
     mixtures: tuple[Mixture | None, ...]
     """Per layer; None: one MLP for all tokens."""
+    latent: LatentAttention | None = None
+    """None: the cache holds keys and values of heads."""
     attention_scale: float
     """Of scores."""
     attention_cap: float | None = None
@@ -88,6 +60,28 @@ class ModelArchitecture:
     has_qk_norm: bool
     has_sinks: bool = False
     """Whether each query head has a sink: a logit of its own beside its scores, which takes weight and has no value."""
+    num_guessing_layers: int = 0
+    """Layers of the checkpoint, behind the others, that guess further tokens (MTP); they are not loaded."""
+
+    @property
+    def rotated_from(self) -> int:
+        """The first dimension of queries and keys that `ropes` are about; they end with the head."""
+        return 0 if self.latent is None else self.latent.rank
+
+    def kv_heads_on(self, num_ranks: int) -> int:
+        """KV heads of each rank: a share of all, but a latent is whole on every rank."""
+        return self.num_kv_heads if self.latent is not None else self.num_kv_heads // num_ranks
+
+    def kv_numbers(self, num_ranks: int = 1) -> int:
+        """Numbers that the pools of a worker's ranks hold together of a token and layer."""
+        per_rank = self.kv_heads_on(num_ranks) * self.head_dim * (2 if self.latent is None else 1)
+        return per_rank * num_ranks
+
+    @property
+    def unread_tensors(self) -> tuple[str, ...]:
+        """What names of tensors begin with that a checkpoint may have and this model does not."""
+        last = self.num_layers + self.num_guessing_layers
+        return tuple(f"model.layers.{layer}." for layer in range(self.num_layers, last))
 
     def of_layers(self, layers: Sequence[int]) -> Self:
         """A model of these layers. Every tuple of an architecture has a value for each layer."""
@@ -109,6 +103,15 @@ def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArch
         return _architecture(config, max_model_len)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
+
+
+def check_device(architecture: ModelArchitecture, device: str) -> None:
+    """ModelError if no attention of this kind of device (`cpu`, `cuda`) computes the model."""
+    if architecture.latent is not None and device == "cuda":
+        raise ModelError(
+            f"engine.device: got 'cuda', but model_type {architecture.family.value!r} is only computed on CPUs: no "
+            "kernel for GPUs attends to latents; use engine.device 'cpu', or another model"
+        )
 
 
 def read_eos_token_ids(path: Path) -> tuple[int, ...]:
@@ -142,10 +145,15 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
     refuse_unsupported(given, family)
     read_quantization(given)  # refuses what the loader could not read
     config = {**DEFAULTS[family], **given}
-    num_layers, num_heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
-    num_kv_heads = _count(config, "num_key_value_heads", num_heads)
-    hidden_size, max_length = _count(config, "hidden_size"), _count(config, "max_position_embeddings")
-    head_dim = _count(config, "head_dim", DEFAULTS[family].get("head_dim", hidden_size // num_heads))
+    num_layers, num_heads = count_of(config, "num_hidden_layers"), count_of(config, "num_attention_heads")
+    latent = read_latent(config, family)
+    num_kv_heads = count_of(config, "num_key_value_heads", num_heads) if latent is None else 1
+    hidden_size, max_length = count_of(config, "hidden_size"), count_of(config, "max_position_embeddings")
+    if latent is None:
+        default = DEFAULTS[family].get("head_dim", hidden_size // num_heads)
+        head_dim = rope_dim = count_of(config, "head_dim", default)
+    else:
+        head_dim, rope_dim = latent.size, latent.rotary_dim
     if head_dim % 2:
         raise ModelError(f"head_dim must be even, got {head_dim}")
     if num_heads % num_kv_heads != 0:
@@ -155,28 +163,31 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
     has_bias = bool(config.get("attention_bias", False)) and family not in _WITHOUT_ATTENTION_BIAS
     architecture = ModelArchitecture(
         family=family,
-        vocab_size=_count(config, "vocab_size"),
+        vocab_size=count_of(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_count(config, "intermediate_size"),
+        intermediate_size=count_of(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_length,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        ropes=_ropes(config, family, num_layers, head_dim, max_length, max_model_len or max_length),
+        ropes=_ropes(config, family, num_layers, rope_dim, max_length, max_model_len or max_length),
         sliding_windows=_sliding_windows(config, family, num_layers),
-        mixtures=_mixtures(config, family, num_layers),
+        mixtures=read_mixtures(config, family, num_layers),
         attention_scale=head_dim**-0.5,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         has_qkv_bias=has_bias or family is Family.QWEN2,
         has_o_bias=has_bias and family is not Family.GLM4,
         has_mlp_bias=bool(config.get("mlp_bias", False)) and family in _WITH_MLP_BIAS,
         has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
+        num_guessing_layers=_guessing_layers(config, family),
         has_sinks=family is Family.GPT_OSS,
     )
     if family is Family.GRANITE:
         return _granite(architecture, config)
+    if latent is not None:
+        return replace(architecture, latent=latent, attention_scale=latent.scale(architecture.ropes[0]))
     return _gemma(architecture, config) if family.is_gemma else architecture
 
 
@@ -186,42 +197,35 @@ def _granite(architecture: ModelArchitecture, config: Mapping[str, Any]) -> Mode
     The residual stream is kept divided by it instead, and the embedding with it: branches are then added as they are.
     A norm of the smaller stream is the same with an epsilon divided by its square.
     """
-    multiplier = _positive(config, "residual_multiplier", 1.0)
+    multiplier = positive_of(config, "residual_multiplier", 1.0)
     return replace(
         architecture,
         rms_norm_eps=architecture.rms_norm_eps / multiplier**2,
-        attention_scale=_positive(config, "attention_multiplier", 1.0),
-        embedding_scale=_positive(config, "embedding_multiplier", 1.0) / multiplier,
-        logits_divisor=_positive(config, "logits_scaling", 1.0),
+        attention_scale=positive_of(config, "attention_multiplier", 1.0),
+        embedding_scale=positive_of(config, "embedding_multiplier", 1.0) / multiplier,
+        logits_divisor=positive_of(config, "logits_scaling", 1.0),
     )
 
 
 def _gemma(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelArchitecture:
     caps = [
-        None if config.get(key) is None else _positive(config, key)
+        None if config.get(key) is None else positive_of(config, key)
         for key in ("attn_logit_softcapping", "final_logit_softcapping")
     ]
     return replace(
         architecture,
-        attention_scale=_positive(config, "query_pre_attn_scalar") ** -0.5,
+        attention_scale=positive_of(config, "query_pre_attn_scalar") ** -0.5,
         attention_cap=caps[0],
         embedding_scale=architecture.hidden_size**0.5,
         logits_cap=caps[1],
     )
 
 
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{key} must be a positive integer, got {value!r}")
-    return value
-
-
-def _positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int | float) or not 0.0 < value < 1e30:
-        raise ModelError(f"{key} must be a positive number, got {value!r}")
-    return float(value)
+def _guessing_layers(config: Mapping[str, Any], family: Family) -> int:
+    number = config.get("num_nextn_predict_layers") or 0 if family is Family.DEEPSEEK_V3 else 0
+    if not isinstance(number, int) or number < 0:
+        raise ModelError(f"num_nextn_predict_layers must be an integer of at least 0, got {number!r}")
+    return number
 
 
 def _ropes(
@@ -243,7 +247,7 @@ def _ropes(
 
 def _rotating_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
     """SmolLM3: 0 for a layer that does not rotate, else 1."""
-    interval = _count(config, "no_rope_layer_interval")
+    interval = count_of(config, "no_rope_layer_interval")
     flags = config.get("no_rope_layers")
     if flags is None:
         return [int((layer + 1) % interval != 0) for layer in range(num_layers)]
@@ -266,48 +270,6 @@ def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int)
     return tuple(window if kind == SLIDING else None for kind in _kinds(config, family, num_layers))
 
 
-def _mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[Mixture | None, ...]:
-    if "num_experts" not in READ[family]:
-        return (None,) * num_layers
-    is_qwen = family is Family.QWEN3_MOE
-    _check_equal(config, "num_experts_per_tok", "experts_per_token")
-    num_experts, num_chosen = _num_experts(config, family), _count(config, "num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise ModelError(
-            f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {num_chosen}"
-        )
-    mixture = Mixture(
-        num_experts=num_experts,
-        num_chosen=num_chosen,
-        intermediate_size=_count(config, "moe_intermediate_size" if is_qwen else "intermediate_size"),
-        is_normalised=not is_qwen or bool(config.get("norm_topk_prob", False)),
-        activation=_clamped(config) if family is Family.GPT_OSS else Gate.SILU,
-    )
-    every = _count(config, "decoder_sparse_step") if is_qwen else 1
-    dense = config.get("mlp_only_layers") or [] if is_qwen else []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ModelError(f"mlp_only_layers must be a list of layers, got {dense!r:.80}")
-    return tuple(None if layer in dense or (layer + 1) % every else mixture for layer in range(num_layers))
-
-
-def _num_experts(config: Mapping[str, Any], family: Family) -> int:
-    """transformers has two names for it, and takes either."""
-    _check_equal(config, "num_experts", "num_local_experts")
-    key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    return _count(config, key, 8 if family is Family.MIXTRAL else 128)
-
-
-def _clamped(config: Mapping[str, Any]) -> ClampedSwiglu:
-    return ClampedSwiglu(alpha=_positive(config, "swiglu_alpha"), limit=_positive(config, "swiglu_limit"))
-
-
-def _check_equal(config: Mapping[str, Any], *names: str) -> None:
-    """Two names of one value."""
-    keys = [key for key in names if config.get(key) is not None]
-    if any(config[key] != config[keys[0]] for key in keys):
-        raise ModelError(f"{' and '.join(f'{key} ({config[key]!r})' for key in keys)} must be equal")
-
-
 def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
     """`layer_types`, or the family's own pattern."""
     kinds = config.get("layer_types") or _pattern(config, family, num_layers)
@@ -322,7 +284,7 @@ def _pattern(config: Mapping[str, Any], family: Family, num_layers: int) -> list
     if family is Family.SMOLLM3:
         slides = [not rotates for rotates in _rotating_layers(config, num_layers)]
     elif family.is_gemma or family is Family.GPT_OSS:
-        every = _count(config, "sliding_window_pattern") if family is Family.GEMMA3 else 2
+        every = count_of(config, "sliding_window_pattern") if family is Family.GEMMA3 else 2
         slides = [(layer + 1) % every != 0 for layer in range(num_layers)]
     else:
         first = config["max_window_layers"]

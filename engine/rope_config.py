@@ -1,5 +1,6 @@
 """RopeConfig: what a config.json says about the rotation of queries and keys; knows no angle."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -199,3 +200,8 @@ def _longrope(
         divisors=tuple(map(float, divisors)),
         divisors_key=key,
     )
+
+
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's attention temperature for a context that is stretched by `factor`."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

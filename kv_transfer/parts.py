@@ -1,6 +1,7 @@
 """Parts of a request's hand-over: the rank transfers that it is made of, and what their outcomes add up to.
 
 This rank's end has one rank transfer for each peer rank that has, or needs, our heads; a worker's end has its ranks.
+Where heads share a latent, a rank of a producer may have none.
 A load has arrived when all parts have, and has failed when one has. Then the others are given up, and the load ends
 when the last of them is quiet. Of a failed load, only what every part has is kept. Blocks are free when all parts
 are.
@@ -14,7 +15,7 @@ from baton.kv import KVTransferParams, TransferRole
 from baton.step import FailedKV, ReceivedKV
 from kv_transfer.pool import KVPool, PieceView
 from kv_transfer.protocol.effects import RankTransfer
-from kv_transfer.protocol.geometry import RankLayout, peers_of
+from kv_transfer.protocol.geometry import RankLayout
 from kv_transfer.protocol.messages import TransferKey
 
 P = TypeVar("P", bound=Hashable)
@@ -46,16 +47,17 @@ class RankTransfers:
         self._by_key: dict[TransferKey, RankTransferEnd] = {}
 
     def open(self, request_id: str, transfer: KVTransferParams) -> tuple[RankTransferEnd, ...]:
-        """The rank transfers of a new request; `close` must follow. Empty if the workers cannot exchange KV; see
-        `refusal`.
+        """The rank transfers of a new request; `close` must follow.
+
+        Empty if the workers cannot exchange KV (see `refusal`), or if other ranks of this producer send it all.
         """
-        ours, peer = self._pool.layout, transfer.peer
+        peer, is_producer = transfer.peer, transfer.role is TransferRole.PRODUCER
         num_peers = len(peer.kv_addresses)
         ends: list[RankTransferEnd] = []
         if reason := self._pool.mismatch(RankLayout(peer.block_size, num_peers)):
             self._refusals[request_id] = reason
             num_peers = 0
-        for rank in peers_of(ours.rank, ours.num_ranks, num_peers) if num_peers else ():
+        for rank in self._pool.peers_of(num_peers, is_producer=is_producer) if num_peers else ():
             key = self._key(transfer, rank)
             view = self._view(RankLayout(peer.block_size, num_peers, rank))
             end = RankTransferEnd(
@@ -73,6 +75,10 @@ class RankTransfers:
     def refusal(self, request_id: str) -> str | None:
         """Why this request has no rank transfers."""
         return self._refusals.get(request_id)
+
+    def has_none(self, request_id: str) -> bool:
+        """Whether a request is open without rank transfers."""
+        return self._by_request.get(request_id) == ()
 
     def at(self, key: TransferKey) -> RankTransferEnd:
         """A rank transfer of an open request."""

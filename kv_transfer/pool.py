@@ -1,8 +1,8 @@
 """A rank's KV pool as bytes, cut into the pieces that rank transfers exchange; knows no tensor and no transfer.
 
-A block is [planes, heads, tokens, bytes], one span; a plane is the keys or the values of one layer of a KV group. In
-host memory, pieces are read and written in place. On a device, other devices copy them directly, and staging.py moves
-those that travel over a channel.
+A block is [planes, heads, tokens, bytes], one span; a plane is the keys, the values or the latents of one layer of a KV
+group. Latents are those of one head. In host memory, pieces are read and written in place. On a device, other devices
+copy them directly, and staging.py moves those that travel over a channel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import xxhash
 
 from baton.kv import KVFingerprint
 from kv_transfer.cuda.memory import CudaMemory
-from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piece_shape
+from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, peers_of, piece_shape
 from kv_transfer.transport.base import Bytes, Offsets, Runs
 
 MAX_POOL_NBYTES = 2**62
@@ -22,7 +22,7 @@ MAX_POOL_NBYTES = 2**62
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Shape of one rank's blocks. A cell is one token's keys or values of one head."""
+    """Shape of one rank's blocks. A cell is one token's key or value of one head, or its latent."""
 
     num_planes: int
     num_heads: int
@@ -40,9 +40,9 @@ class _Pool:
     def __init__(self, block_nbytes: int, fingerprint: KVFingerprint, rank: int) -> None:
         self.layout = RankLayout(fingerprint.block_size, fingerprint.num_ranks, rank, fingerprint.groups)
         self.block_nbytes = block_nbytes
-        self._num_kv_heads = fingerprint.num_kv_heads
-        num_planes = fingerprint.num_layers * 2 // fingerprint.groups.num_groups
-        num_heads = fingerprint.num_kv_heads // fingerprint.num_ranks
+        self._num_divided_heads = fingerprint.num_divided_heads
+        num_planes = fingerprint.num_planes // fingerprint.groups.num_groups
+        num_heads = self._heads_on(fingerprint.num_ranks)
         cell_nbytes = block_nbytes // (num_planes * num_heads * fingerprint.block_size)
         self._block = BlockShape(num_planes, num_heads, fingerprint.block_size, cell_nbytes)
         assert self._block.nbytes == block_nbytes, (
@@ -51,18 +51,29 @@ class _Pool:
 
     def mismatch(self, theirs: RankLayout) -> str | None:
         """Why no KV can be exchanged with such a peer, or None if it can."""
-        return mismatch(self._num_kv_heads, self.layout, theirs)
+        return mismatch(self._num_divided_heads, self.layout, theirs)
+
+    def peers_of(self, num_peer_ranks: int, *, is_producer: bool) -> range:
+        """The ranks of a worker of so many that this rank exchanges KV with, if there is no mismatch."""
+        ours = self.layout
+        return peers_of(
+            self._num_divided_heads, ours.rank, ours.num_ranks, num_peer_ranks, is_producer=is_producer
+        )
+
+    def _heads_on(self, num_ranks: int) -> int:
+        """Of a rank's blocks."""
+        return 1 if self._num_divided_heads is None else self._num_divided_heads // num_ranks
 
     def _shapes(self, theirs: RankLayout) -> "Shapes":
         return Shapes(
             self._block,
-            piece_shape(self._num_kv_heads, self.layout, theirs),
+            piece_shape(self._num_divided_heads, self.layout, theirs),
             replace(
                 self._block,
-                num_heads=self._num_kv_heads // theirs.num_ranks,
+                num_heads=self._heads_on(theirs.num_ranks),
                 block_size=theirs.block_size,
             ),
-            piece_shape(self._num_kv_heads, theirs, self.layout),
+            piece_shape(self._num_divided_heads, theirs, self.layout),
         )
 
 

@@ -187,6 +187,7 @@ def combine(records: Iterable[TransferRecord]) -> TransferRecord:
     end = TransferEvent(worst.events[-1].kind, max(part.ended_s for part in parts))
     return replace(
         worst,
+        transport=worst.transport or next((part.transport for part in parts if part.transport), ""),
         num_bytes=sum(part.num_bytes for part in parts),
         events=(*events, end),
         is_link_failure=any(part.is_link_failure for part in parts),

@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.kernels.dependent_launch import launch_options, wait_for_former
 from engine.kernels.quantize_fp8 import store_quantized_row
 from engine.kernels.row_launch import row_launch
-from engine.model_config import Activation, ClampedSwiglu, Gate
 
 BLOCK_I = 1024
 

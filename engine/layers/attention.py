@@ -1,6 +1,7 @@
 """The interface between a model and its attention; knows no architecture and no device.
 
-Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, R = Q + H, D head dimension.
+Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, or Q + 1 with a latent, R = Q + H, D head
+dimension.
 """
 
 from typing import Protocol
@@ -44,5 +45,8 @@ class Attention(Protocol):
         Every token attends to its request so far. Returns T x (Q x D). `qkv_TPD` is the projection's output (queries,
         keys, values) and may be overwritten. Query heads are grouped: head i reads kv head i // (Q / H).
         `sinks_Q` (float32): a logit of each query head beside its scores, which takes weight and has no value.
+
+        With a latent, the last row of a token is it, key and value of all heads; results of its rotated part mean
+        nothing.
         """
         ...

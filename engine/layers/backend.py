@@ -11,9 +11,10 @@ from typing import Protocol
 
 import torch
 
+from engine.activation import Activation, Gate
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
-from engine.model_config import Activation, Gate, Mixture
+from engine.mixture_config import Mixture
 
 Matrix = torch.Tensor | GroupedWeight | Fp8Weight
 """O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits, or 8-bit floats."""
@@ -71,6 +72,8 @@ class Router:
 
     weight_XE: torch.Tensor
     bias_X: torch.Tensor | None = None
+    choice_bias_X: torch.Tensor | None = None
+    """float32, added to scores for the choice of experts alone, if the mixture has it."""
 
 
 @dataclass(frozen=True, slots=True)

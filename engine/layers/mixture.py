@@ -1,14 +1,19 @@
 """A mixture of experts: which experts a row takes, and their products, one expert after another; knows no checkpoint.
 
-Shape suffixes: T tokens of a step, X experts, K experts of a token, R rows of one expert, E hidden size.
+Shape suffixes: T tokens of a step, X experts, G groups of them, K experts of a token, R rows of one expert, E hidden
+size.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from engine.layers.backend import Activations, LinearLayer
-from engine.model_config import Mixture
+from engine.layers.backend import Activations, LinearLayer, Router
+from engine.mixture_config import Mixture
+
+LEAST_SUM = 1e-20
+"""Added to sums of sigmoids, which may all be 0."""
 
 
 class LoopedMixture:
@@ -19,20 +24,18 @@ class LoopedMixture:
 
     def __init__(
         self,
-        mixture: Mixture,
-        router: LinearLayer,
+        choice: "ExpertChoice",
         experts: Sequence[tuple[LinearLayer, LinearLayer]],
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
     ) -> None:
         """`experts`: for each expert, the projection to gate and up, and the projection back (down)."""
-        assert len(experts) == mixture.num_experts
-        self._mixture = mixture
-        self._router = router
+        assert len(experts) == choice.num_experts
+        self._choice = choice
         self._experts = experts
         self._gated = gated
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        experts_TK, weights_TK = route(self._router(x_TE), self._mixture)
+        experts_TK, weights_TK = self._choice(x_TE)
         # A row's experts are added in the order of their numbers, whatever the other rows take.
         sums_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
         for expert, rows_R, weights_R in _rows_by_expert(experts_TK, weights_TK, len(self._experts)):
@@ -42,13 +45,54 @@ class LoopedMixture:
         return sums_TE.to(x_TE.dtype)
 
 
-def route(logits_TX: torch.Tensor, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
+class ExpertChoice:
+    """Chooses the experts of rows."""
+
+    def __init__(self, mixture: Mixture, router: Router, scores: LinearLayer) -> None:
+        """`scores`: the product with the router's matrix."""
+        assert (router.choice_bias_X is not None) == mixture.has_choice_bias
+        self.mixture = mixture
+        self._scores = scores
+        self._dtype = router.weight_XE.dtype
+        self._bias_X = router.choice_bias_X
+
+    @property
+    def num_experts(self) -> int:
+        return self.mixture.num_experts
+
+    def __call__(self, x_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each row, best first, and their weights in float32: two tensors of T x K."""
+        return route(self._scores(x_TE.to(self._dtype)), self.mixture, self._bias_X)
+
+
+def route(
+    logits_TX: torch.Tensor, mixture: Mixture, bias_X: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each row, best first, and their weights in float32: two tensors of T x K."""
-    probabilities_TX = logits_TX.softmax(-1, dtype=torch.float32)
-    weights_TK, experts_TK = probabilities_TX.topk(mixture.num_chosen, -1)
+    if mixture.is_sigmoid:
+        scores_TX = logits_TX.to(torch.float32).sigmoid()
+    else:
+        scores_TX = logits_TX.softmax(-1, dtype=torch.float32)
+    ranked_TX = scores_TX if bias_X is None else scores_TX + bias_X
+    if mixture.num_chosen_groups < mixture.num_groups:
+        ranked_TX = _within_best_groups(ranked_TX, mixture)
+    weights_TK, experts_TK = ranked_TX.topk(mixture.num_chosen, -1)
+    if bias_X is not None:
+        weights_TK = scores_TX.gather(-1, experts_TK)
     if mixture.is_normalised:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    return experts_TK, weights_TK
+        total_T1 = weights_TK.sum(-1, keepdim=True)
+        weights_TK = weights_TK / (total_T1 + LEAST_SUM if mixture.is_sigmoid else total_T1)
+    return experts_TK, weights_TK if mixture.scale == 1.0 else weights_TK * mixture.scale
+
+
+def _within_best_groups(ranked_TX: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    """Hides all experts but those of each row's best groups."""
+    ranked_TGX = ranked_TX.unflatten(-1, (mixture.num_groups, -1))
+    groups_TG = ranked_TGX.topk(mixture.num_compared, -1).values.sum(-1)
+    best_TG = groups_TG.topk(mixture.num_chosen_groups, -1).indices
+    is_hidden_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(-1, best_TG, value=False)
+    visible_TGX: torch.Tensor = ranked_TGX.masked_fill(is_hidden_TG.unsqueeze(-1), -math.inf)
+    return visible_TGX.flatten(-2)
 
 
 def _rows_by_expert(

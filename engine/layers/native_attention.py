@@ -1,7 +1,7 @@
 """NativeAttention: attention of a mixed step over the paged pool by our own CPU kernels; knows blocks, not requests.
 
-Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, D head dimension, B requests of a step,
-M blocks of a table, X positions.
+Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, or Q + 1 with a latent, D head dimension,
+B requests of a step, M blocks of a table, X positions, F rotated dimensions.
 """
 
 import ctypes
@@ -70,25 +70,28 @@ class NativeAttention:
         self._dtype = dtype
         self._windows = [min(window or UNLIMITED, UNLIMITED) for window in architecture.sliding_windows]
         self._architecture = architecture
-        self._cos_sin_XD = rope_tables(architecture.ropes, architecture.head_dim, FIRST_POSITIONS, CPU)
+        self._num_rotated = architecture.head_dim - architecture.rotated_from
+        self._cos_sin_XF = rope_tables(architecture.ropes, self._num_rotated, FIRST_POSITIONS, CPU)
         self._out, self._partials = Workspace(CPU), Workspace(CPU)
 
     def prepare(self, batch: StepBatch) -> "NativeStepAttention":
         """Cuts a step's attention into items, once for all layers. One step at a time: they share memory."""
         last_position = int(batch.context_lens_B.max()) - 1
         a = self._architecture
-        if last_position >= len(self._cos_sin_XD[0]):
-            self._cos_sin_XD = rope_tables(a.ropes, a.head_dim, 2 * last_position, CPU)
+        if last_position >= len(self._cos_sin_XF[0]):
+            self._cos_sin_XF = rope_tables(a.ropes, self._num_rotated, 2 * last_position, CPU)
         block_ids_BM = np.ascontiguousarray(batch.block_ids_BM)
         shape = self._pool.shape
         step = Step(
             activation_type=TYPE_CODES[self._dtype],
             pool_type=TYPE_CODES[shape.dtype],
             num_layers=shape.num_layers,
+            num_planes=shape.num_planes,
             num_heads=self._num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=shape.block_size,
+            rotated_from=a.rotated_from,
             pool=self._pool.blocks_NLKHTD.data_ptr(),
             num_tokens=len(batch.positions_T),
             num_requests=len(batch.starts_B),
@@ -111,7 +114,7 @@ class NativeAttention:
             self._kernels,
             step,
             (batch, block_ids_BM),
-            self._cos_sin_XD,
+            self._cos_sin_XF,
             [plans[window] for window in self._windows],
             self._partials.take(torch.float32, num_floats),
             self._out.take(self._dtype, step.num_tokens, self._num_heads * shape.head_dim),
@@ -149,15 +152,15 @@ class NativeStepAttention:
         kernels: AttentionKernels,
         step: Step,
         kept: tuple[object, ...],
-        cos_sin_XD: list[torch.Tensor],
+        cos_sin_XF: list[torch.Tensor],
         plans: list[_Plan],
         partials: torch.Tensor,
         out_TX: torch.Tensor,
     ) -> None:
-        """`kept`: what `step` has the addresses of. `cos_sin_XD` and `plans`: of every layer."""
+        """`kept`: what `step` has the addresses of. `cos_sin_XF` and `plans`: of every layer."""
         self._kernels = kernels
         self._step, self._kept = ctypes.byref(step), kept
-        self._cos_sin_XD, self._plans = cos_sin_XD, plans
+        self._cos_sin_XF, self._plans = cos_sin_XF, plans
         self._partials = partials.data_ptr()
         self._out_TX, self._out = out_TX, out_TX.data_ptr()
 
@@ -175,7 +178,7 @@ class NativeStepAttention:
             if head_norm is None
             else (head_norm.q_float32_D.data_ptr(), head_norm.k_float32_D.data_ptr(), head_norm.eps)
         )
-        self._kernels.rope_store(self._step, layer, self._cos_sin_XD[layer].data_ptr(), qkv, *norm)
+        self._kernels.rope_store(self._step, layer, self._cos_sin_XF[layer].data_ptr(), qkv, *norm)
         sinks = None if sinks_Q is None else sinks_Q.data_ptr()
         self._kernels.attend(
             self._step, layer, plan.window, qkv, sinks, *plan.where, self._partials, self._out

@@ -7,6 +7,7 @@ import ctypes
 
 import torch
 
+from engine.activation import Activation, Gate
 from engine.layers.backend import Activations, InputTokens, LinearLayer, Matrix
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
@@ -14,7 +15,6 @@ from engine.layers.linear import Linear
 from engine.layers.native_linear import NativeLinear
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
-from engine.model_config import Activation, Gate
 from engine.native.elementwise import ElementwiseKernels
 from engine.native.instructions import cpu_flags
 from engine.native.products import Products

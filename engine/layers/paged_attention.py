@@ -67,7 +67,7 @@ class PagedAttention:
         self._dtype, self._device = dtype or pool.shape.dtype, pool.blocks_NLKHTD.device
         assert can_store(pool.shape.dtype, self._dtype), f"{self._dtype} in a pool of {pool.shape.dtype}"
         self._ropes = {
-            rope: RotaryEmbedding(rope, architecture.head_dim, self._device)
+            rope: RotaryEmbedding(rope, architecture.head_dim - architecture.rotated_from, self._device)
             for rope in dict.fromkeys(architecture.ropes)
         }
         self._gathered, self._scores, self._weights = (Workspace(self._device) for _ in range(3))
@@ -170,6 +170,7 @@ class TorchStepAttention:
         self._num_heads = num_heads
         self._windows = architecture.sliding_windows
         self._scale, self._cap = architecture.attention_scale, architecture.attention_cap
+        self._rotated_from = architecture.rotated_from
         self._angles = angles
         self._slot_rows = slot_rows
         self._decodes = decodes
@@ -185,11 +186,10 @@ class TorchStepAttention:
         sinks_Q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q_TQD, kv_TKD = qkv_TPD[:, : self._num_heads], qkv_TPD[:, self._num_heads :]
-        num_rotated = self._num_heads + kv_TKD.shape[1] // 2
-        qk_TRD = qkv_TPD[:, :num_rotated]
+        qk_TRD = qkv_TPD[:, : self._num_heads + self._pool.shape.num_kv_heads]
         if head_norm is not None:
             head_norm.apply_(qk_TRD)
-        rotate_(qk_TRD, *self._angles[layer])
+        rotate_(qk_TRD[..., self._rotated_from :], *self._angles[layer])
         kv_TKD = self._store(layer, kv_TKD)
         out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
         for decode in self._decodes:
@@ -224,8 +224,8 @@ class TorchStepAttention:
         key or value is repeated. Products of this shape run 2 to 4 times faster on CPU than the fused kernel."""
         mask_XGS = plan.mask_XGS[self._windows[layer]]
         shape_XGD = (*mask_XGS.shape[:2], q_BQD.shape[-1])
-        kv_2XSD = self._gather(layer, plan.block_rows).view(2, shape_XGD[0], mask_XGS.shape[2], shape_XGD[2])
-        q_XGD, k_XDS = q_BQD.reshape(shape_XGD), kv_2XSD[0].transpose(1, 2)
+        kv_KXSD = self._gather(layer, plan.block_rows).view(-1, shape_XGD[0], mask_XGS.shape[2], shape_XGD[2])
+        q_XGD, k_XDS = q_BQD.reshape(shape_XGD), kv_KXSD[0].transpose(1, 2)
         if self._cap is None:
             scores_XGS = torch.baddbmm(mask_XGS, q_XGD, k_XDS, alpha=self._scale)
         else:
@@ -235,17 +235,19 @@ class TorchStepAttention:
         else:
             sinks_XG1 = sinks_Q.view(-1, shape_XGD[1], 1).repeat(len(q_BQD), 1, 1)
             weights_XGS = weights_beside(sinks_XG1, scores_XGS)
-        torch.bmm(weights_XGS, kv_2XSD[1], out=out_BQD.view(shape_XGD))
+        torch.bmm(weights_XGS, kv_KXSD[-1], out=out_BQD.view(shape_XGD))
 
     def _chunk_kv(
         self, layer: int, plan: _PrefillPlan, kv_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each H x S x D, of everything up to the chunk's end."""
-        num_kv_heads, head_dim = kv_TKD.shape[1] // 2, kv_TKD.shape[2]
+        num_kv_heads, head_dim = self._pool.shape.num_kv_heads, kv_TKD.shape[2]
         if plan.block_rows is None:
-            return kv_TKD[:, :num_kv_heads].transpose(0, 1), kv_TKD[:, num_kv_heads:].transpose(0, 1)
-        kv_2HSD = self._gather(layer, plan.block_rows).view(2, num_kv_heads, -1, head_dim)
-        return kv_2HSD[0, :, : plan.num_keys], kv_2HSD[1, :, : plan.num_keys]
+            return kv_TKD[:, :num_kv_heads].transpose(0, 1), kv_TKD[:, -num_kv_heads:].transpose(0, 1)
+        kv_KHSD = self._gather(layer, plan.block_rows).view(
+            self._pool.shape.num_planes, num_kv_heads, -1, head_dim
+        )
+        return kv_KHSD[0, :, : plan.num_keys], kv_KHSD[-1, :, : plan.num_keys]
 
     def _gather(self, layer: int, block_rows: torch.Tensor) -> torch.Tensor:
         """Keys and values of whole blocks, copied together; valid until the next call."""

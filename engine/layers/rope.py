@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.rope_config import RopeConfig, RopeType
+from engine.rope_config import RopeConfig, RopeType, mscale
 
 
 class RotaryEmbedding:
@@ -125,8 +125,8 @@ def _yarn_scale(config: RopeConfig) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
-        return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
-    return _mscale(config.factor, 1.0)
+        return mscale(config.factor, config.mscale) / mscale(config.factor, config.mscale_all_dim)
+    return mscale(config.factor, 1.0)
 
 
 def _longrope_scale(config: RopeConfig) -> float:
@@ -136,10 +136,6 @@ def _longrope_scale(config: RopeConfig) -> float:
     if config.factor <= 1.0:
         return 1.0
     return math.sqrt(1.0 + math.log(config.factor) / math.log(config.original_max_position_embeddings))
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _blend(low_F: torch.Tensor, high_F: torch.Tensor, weight_F: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.layers.backend import (
     Activations,
     Expert,
@@ -25,8 +26,8 @@ from engine.layers.grouped_linear import GroupedLinear
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
 from engine.layers.merged_linear import merged_linear
-from engine.layers.mixture import LoopedMixture
-from engine.model_config import Activation, ClampedSwiglu, Gate, Mixture
+from engine.layers.mixture import ExpertChoice, LoopedMixture
+from engine.mixture_config import Mixture
 
 
 class TorchBackend:
@@ -46,7 +47,7 @@ class TorchBackend:
     def mixture(
         self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
     ) -> MixtureLayer:
-        scores = self.linear(router.weight_XE, router.bias_X)
+        choice = ExpertChoice(mixture, router, self.linear(router.weight_XE, router.bias_X))
         layers = [
             (
                 merged_linear(linear, [expert.gate_IE, expert.up_IE], expert.biases_I),
@@ -54,7 +55,7 @@ class TorchBackend:
             )
             for expert in experts
         ]
-        return LoopedMixture(mixture, scores, layers, partial(self.gated, gate=mixture.activation))
+        return LoopedMixture(choice, layers, partial(self.gated, gate=mixture.activation))
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from engine.activation import Activation, Gate
 from engine.kernels.embedding import embed
 from engine.kernels.rms_norm import add_rms_norm_, add_rms_norm_fp8_, rms_norm
 from engine.kernels.row_launch import MAX_WIDTH
@@ -28,10 +29,11 @@ from engine.layers.few_rows import FewRows
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
+from engine.layers.mixture import ExpertChoice
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 from engine.layers.triton_mixture import TritonMixture
-from engine.model_config import Activation, Gate, Mixture
+from engine.mixture_config import Mixture
 
 
 class TritonBackend:
@@ -62,8 +64,8 @@ class TritonBackend:
         self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
     ) -> TritonMixture:
         """Each rank routes for itself, so all must multiply alike: their timed products may differ."""
-        scores = Linear(router.weight_XE, router.bias_X)
-        return TritonMixture(mixture, scores, experts, is_fp8=linear == self.fp8_linear)
+        choice = ExpertChoice(mixture, router, Linear(router.weight_XE, router.bias_X))
+        return TritonMixture(choice, experts, is_fp8=linear == self.fp8_linear)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"

@@ -10,11 +10,10 @@ import torch
 
 from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
 from engine.kernels.silu_mul import silu_mul
-from engine.layers.backend import Expert, LinearLayer, Matrix
+from engine.layers.backend import Expert, Matrix
 from engine.layers.fp8 import FP8, Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
-from engine.layers.mixture import route
-from engine.model_config import Mixture
+from engine.layers.mixture import ExpertChoice
 
 
 class TritonMixture:
@@ -23,22 +22,19 @@ class TritonMixture:
     `is_fp8`: the experts' matrices become 8-bit floats, here; activations keep their dtype.
     """
 
-    def __init__(
-        self, mixture: Mixture, router: LinearLayer, experts: Iterable[Expert], *, is_fp8: bool
-    ) -> None:
-        self._mixture = mixture
-        self._router = router
-        gate_up = _Stack(mixture.num_experts, is_fp8=is_fp8)
-        down = _Stack(mixture.num_experts, is_fp8=is_fp8)
+    def __init__(self, choice: ExpertChoice, experts: Iterable[Expert], *, is_fp8: bool) -> None:
+        self._choice = choice
+        gate_up = _Stack(choice.num_experts, is_fp8=is_fp8)
+        down = _Stack(choice.num_experts, is_fp8=is_fp8)
         for number, expert in enumerate(experts):
             gate_up.put(number, (expert.gate_IE, expert.up_IE), expert.biases_I)
             down.put(number, (expert.down_EI,), None if expert.down_bias_E is None else (expert.down_bias_E,))
         self._gate_up, self._down = gate_up.matrices(), down.matrices()
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        experts_TK, weights_TK = route(self._router(x_TE), self._mixture)
-        pairs = SortedPairs.of(experts_TK, self._mixture.num_experts)
-        x_NI = silu_mul(expert_linear(x_TE, self._gate_up, pairs), self._mixture.activation)
+        experts_TK, weights_TK = self._choice(x_TE)
+        pairs = SortedPairs.of(experts_TK, self._choice.num_experts)
+        x_NI = silu_mul(expert_linear(x_TE, self._gate_up, pairs), self._choice.mixture.activation)
         y_NE = expert_linear(x_NI, self._down, pairs, weights_TK.flatten())
         y_TE: torch.Tensor = y_NE.view(*experts_TK.shape, -1).sum(1, dtype=torch.float32)
         return y_TE.to(x_TE.dtype)

@@ -13,7 +13,7 @@ from engine.layer_groups import group_layers, one_group
 from engine.loading.gguf import GgufType, read_gguf
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import indexed_files, read_safetensors_header
-from engine.model_config import ModelArchitecture, read_architecture, read_json
+from engine.model_config import ModelArchitecture, check_device, read_architecture, read_json
 from engine.quantization_config import Quantization, read_quantization
 
 CPU_KV_CACHE_MIB = 1024
@@ -62,6 +62,7 @@ class Footprint:
     weight_bytes: int
     """As the worker keeps them; 0 without weights."""
     kv_bytes_per_token: int
+    """Of all ranks together: a latent is on each of them."""
     kv_pool_bytes: int | None
     """Of all ranks together; None if it is measured when the worker starts, or this machine has no such device."""
     num_kv_tokens: int | None
@@ -91,10 +92,12 @@ class Footprint:
 def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = None) -> Footprint:
     """`config` names the data type; `draft_folder`: of the model of `speculation.draft_model`. ModelError if a model is
     not supported, or a file is damaged."""
-    weights = stored_weights(folder) if config.model.load_format == "auto" else None
-    kept = 0 if weights is None else _kept_bytes(config, weights)
     architecture = read_architecture(folder)
-    per_layer = _kv_bytes_per_layer(config, architecture)
+    check_device(architecture, config.engine.device)
+    is_read = config.model.load_format == "auto"
+    weights = stored_weights(folder, architecture.unread_tensors) if is_read else None
+    kept = 0 if weights is None else _kept_bytes(config, weights)
+    per_layer = _kv_bytes_per_layer(config, architecture, max(map(config.num_ranks, WorkerRole)))
     per_token = architecture.num_layers * per_layer
     block_size, groups = _block_size(config), one_group(architecture.num_layers)
     if config.engine.device == "cpu":
@@ -144,8 +147,11 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
         )
 
 
-def stored_weights(folder: Path) -> StoredWeights | None:
-    """None if the folder has no weights, or not all. ModelError if a file is damaged."""
+def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights | None:
+    """None if the folder has no weights, or not all. ModelError if a file is damaged.
+
+    `unread`: what the names of tensors begin with that do not count.
+    """
     if (gguf := gguf_of(folder)) is not None:
         kinds = [(prod(tensor.shape), tensor.type) for tensor in read_gguf(gguf).tensors.values()]
         num_bits = sum(size * GGUF_BITS_KEPT[kind] for size, kind in kinds)
@@ -153,7 +159,8 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     files = [folder / name for name in indexed_files(folder)]
     if not all(file.is_file() for file in files):
         return None
-    entries = [entry for file in files for entry in read_safetensors_header(file).tensors.items()]
+    tensors = [entry for file in files for entry in read_safetensors_header(file).tensors.items()]
+    entries = [(name, entry) for name, entry in tensors if not name.startswith(unread)]
     num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in entries)
     quantization = read_quantization(read_json(folder / "config.json"))
     sizes = [(name, prod(entry["shape"])) for name, entry in entries]
@@ -209,10 +216,10 @@ def _draft_bytes(config: BatonConfig, folder: Path) -> int:
     return _kept_bytes(config.model_copy(update={"model": model}), weights)
 
 
-def _kv_bytes_per_layer(config: BatonConfig, architecture: ModelArchitecture) -> int:
-    """Keys and values of one token."""
+def _kv_bytes_per_layer(config: BatonConfig, architecture: ModelArchitecture, num_ranks: int = 1) -> int:
+    """Of one token, on all ranks together."""
     kv_dtype = config.engine.kv_cache_dtype if config.engine.kv_cache_dtype != "auto" else config.model.dtype
-    return 2 * architecture.num_kv_heads * architecture.head_dim * BYTES[kv_dtype]
+    return architecture.kv_numbers(num_ranks) * BYTES[kv_dtype]
 
 
 def _block_size(config: BatonConfig) -> int:

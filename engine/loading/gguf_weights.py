@@ -113,8 +113,8 @@ class GgufWeights(WeightSource):
             return matrix
         return _floats(matrix).to(self._device, self._dtype)
 
-    def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:  # noqa: ARG002 - a GGUF file has nothing else
-        """ModelError if the file holds tensors that were not asked for."""
+    def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:  # noqa: ARG002
+        """A GGUF file has nothing else. ModelError if the file holds tensors that were not asked for."""
         unexpected = sorted(name for name in self._file.tensors if name not in {*self._taken, *_NO_WEIGHT})
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")

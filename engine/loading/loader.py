@@ -37,7 +37,13 @@ from engine.loading.weights import (
     WeightSource,
     model_digest,
 )
-from engine.model_config import ModelArchitecture, read_architecture, read_eos_token_ids, read_json
+from engine.model_config import (
+    ModelArchitecture,
+    check_device,
+    read_architecture,
+    read_eos_token_ids,
+    read_json,
+)
 from engine.models.decoder import Decoder
 from engine.native.library import native_library
 from engine.quantization_config import read_quantization
@@ -99,8 +105,9 @@ class LoadedModel:
     def kv_block_shape(self, block_size: int) -> KVBlockShape:
         """The shape of `block_size` tokens of a KV group in this rank's KV pool."""
         a = self.architecture
-        num_layers, num_kv_heads = self.layer_groups.num_layers, a.num_kv_heads // self.collectives.size
-        return KVBlockShape(num_layers, num_kv_heads, block_size, a.head_dim, self.kv_dtype)
+        num_layers, num_kv_heads = self.layer_groups.num_layers, a.kv_heads_on(self.collectives.size)
+        is_latent = a.latent is not None
+        return KVBlockShape(num_layers, num_kv_heads, block_size, a.head_dim, self.kv_dtype, is_latent)
 
 
 def load_model(
@@ -125,6 +132,7 @@ def load_model(
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, device)
     architecture = read_architecture(path, max_model_len)
+    check_device(architecture, device.type)
     check_quantization(config, device)
     _check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
@@ -240,7 +248,7 @@ def _load_decoder(
         decoder = _decoder(config, architecture, weights, backend, collectives)
         # Buffers of older checkpoints, and a copy of the embeddings that a tied model does not use.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
-        weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied))
+        weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied), unread=architecture.unread_tensors)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
     return decoder
@@ -248,7 +256,8 @@ def _load_decoder(
 
 def _check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
     """ConfigError if heads cannot be shared equally; see Shard for the other dimensions."""
-    for what, count in (("attention", architecture.num_heads), ("KV", architecture.num_kv_heads)):
+    kv_heads = [] if architecture.latent is not None else [("KV", architecture.num_kv_heads)]
+    for what, count in (("attention", architecture.num_heads), *kv_heads):
         if count % num_ranks:
             raise ConfigError(
                 f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}, which does not "

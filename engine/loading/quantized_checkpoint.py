@@ -74,6 +74,12 @@ class QuantizedCheckpoint(WeightSource):
         self._index.find(name, shape)  # ModelError if it is stored as codes, without scales
         return self._stored.take(name, *shape, shard=shard).to(self._dtype)
 
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        if self._find(Take(name, shape, None)) is not None:
+            return self.take(name, *shape).to(torch.float32)
+        self._index.find(name, shape)
+        return self._stored.take_float32(name, *shape)
+
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
@@ -88,9 +94,10 @@ class QuantizedCheckpoint(WeightSource):
         self._num_kept += 1
         return kept
 
-    def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
-        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`."""
-        self._stored.check_all_taken(allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()))
+    def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:
+        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`, or
+        beginning with one of `unread`."""
+        self._stored.check_all_taken(allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()), unread=unread)
         logger.info(
             "quantization_config %s: %d matrices stay in their bits, %d were dequantised to %s",
             self._quantization.method,

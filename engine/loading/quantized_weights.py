@@ -29,6 +29,9 @@ class QuantizedWeights(WeightSource):
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         return self._source.take(name, *shape, shard=shard)
 
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        return self._source.take_float32(name, *shape)
+
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:

@@ -108,9 +108,16 @@ class CheckpointIndex:
         stored = self._tensors.get(name)
         return self.find(name, stored.shape if stored and stored.shape in shapes else shapes[0], types)
 
-    def check_all_taken(self, taken: Collection[str], *, allowed: tuple[str, ...] = ()) -> None:
-        """ModelError if some tensors were not taken, except those ending in one of `allowed`."""
-        unexpected = sorted(n for n in self._tensors if n not in taken and not n.endswith(allowed))
+    def check_all_taken(
+        self, taken: Collection[str], *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()
+    ) -> None:
+        """ModelError if some tensors were not taken, except those ending in one of `allowed`, or beginning with one of
+        `unread`."""
+        unexpected = sorted(
+            n
+            for n in self._tensors
+            if n not in taken and not n.endswith(allowed) and not n.startswith(unread)
+        )
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
             raise ModelError(

@@ -52,6 +52,13 @@ class StreamedWeights(WeightSource):
         self._stream.close()
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        tensor = self._next(name, shape, shard)
+        return tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        return self._next(name, shape, None).to(torch.float32)
+
+    def _next(self, name: str, shape: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
         take, stored = self._takes.popleft()
         assert take == Take(name, shape, shard), f"the model should have asked for {take}, not for {name}"
         flat = self._stream.take()
@@ -59,13 +66,13 @@ class StreamedWeights(WeightSource):
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
         tensor = flat.view(stored.dtype).view(take.as_stored(stored).part_shape)
-        tensor = tensor.t() if stored.is_transposed else tensor
-        return tensor if self._dtype is None else tensor.to(self._dtype)
+        return tensor.t() if stored.is_transposed else tensor
 
-    def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
-        """ModelError if the files hold a tensor that was not asked for, unless its name ends in one of `allowed`."""
+    def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:
+        """ModelError if the files hold a tensor that was not asked for, unless its name ends in one of `allowed`, or
+        begins with one of `unread`."""
         assert not self._takes, f"the model did not ask for {self._takes[0][0].name}"
-        self._index.check_all_taken(self._names, allowed=allowed)
+        self._index.check_all_taken(self._names, allowed=allowed, unread=unread)
 
 
 def part_of(take: Take, stored: StoredTensor) -> FilePart:

@@ -78,6 +78,10 @@ class WeightSource(Protocol):
         """The same for a matrix that is only multiplied, or whose rows are looked up: in whatever form there is."""
         return self.take(name, num_outputs, num_inputs, shard=shard)
 
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        """A whole tensor in float32, whatever the target dtype is: for numbers that 16 bits would round too much."""
+        return self.take(name, *shape).to(torch.float32)
+
 
 def is_whole_groups(inputs: slice, group_size: int) -> bool:
     """Whether a slice of a row's inputs cuts no group."""
@@ -162,17 +166,25 @@ class CheckpointWeights(WeightSource):
             handle.__exit__(kind, error, trace)
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
+        tensor = self._stored(name, shape, shard)
+        return tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        return self._stored(name, shape, None).to(torch.float32)
+
+    def _stored(self, name: str, shape: tuple[int, ...], shard: Shard | None) -> torch.Tensor:
         stored = self._index.find(name, shape, self._types)
         tensor = _read(self._handles[stored.file], Take(name, shape, shard), stored)
         self._taken.add(name)
         self._loaded_bytes += tensor.nbytes
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
-        return tensor if self._dtype is None else tensor.to(self._dtype)
+        return tensor
 
-    def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
-        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`."""
-        self._index.check_all_taken(self._taken, allowed=allowed)
+    def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:
+        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`, or
+        beginning with one of `unread`."""
+        self._index.check_all_taken(self._taken, allowed=allowed, unread=unread)
 
 
 def _read(handle: safe_open, take: Take, stored: StoredTensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from engine.layers.chunk_attention import cap_
 from engine.layers.residual_stream import ResidualStream
 from engine.loading.weights import WeightSource
 from engine.model_config import ModelArchitecture
+from engine.models.deepseek import DeepSeekLayer
 from engine.models.gemma import GemmaLayer
 from engine.models.glm4 import Glm4Layer
 from engine.models.gpt_oss import GptOssLayer
@@ -53,6 +54,8 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
     Family.GEMMA2: GemmaLayer,
     Family.GEMMA3: GemmaLayer,
     Family.GPT_OSS: GptOssLayer,
+    Family.DEEPSEEK_V2: DeepSeekLayer,
+    Family.DEEPSEEK_V3: DeepSeekLayer,
 }
 
 

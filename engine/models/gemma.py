@@ -3,9 +3,10 @@
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """
 
+from engine.activation import Gate
 from engine.layers.attention import Attention
 from engine.layers.residual_stream import ResidualStream
-from engine.model_config import Gate, ModelArchitecture
+from engine.model_config import ModelArchitecture
 from engine.models.projections import Projections, gate_up, qkv
 
 
@@ -24,7 +25,7 @@ class GemmaLayer:
         self._o_proj = parts.rows(f"{heads}.o_proj", e, a.num_heads * a.head_dim, has_bias=a.has_o_bias)
         self._post_attention_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e, from_one=True)
         self._mlp_norm_E = parts.norm(f"{prefix}.pre_feedforward_layernorm", e, from_one=True)
-        self._gate_up_proj = parts.columns(gate_up(a, mlp), e)
+        self._gate_up_proj = parts.columns(gate_up(mlp, a.intermediate_size), e)
         self._down_proj = parts.rows(f"{mlp}.down_proj", e, a.intermediate_size)
         self._post_mlp_norm_E = parts.norm(f"{prefix}.post_feedforward_layernorm", e, from_one=True)
 

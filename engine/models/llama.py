@@ -23,7 +23,7 @@ class LlamaLayer:
         self._head_norm = parts.head_norm(a, heads)
         self._o_proj = parts.rows(f"{heads}.o_proj", e, a.num_heads * a.head_dim, has_bias=a.has_o_bias)
         self._post_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e)
-        self._gate_up_proj = parts.columns(gate_up(a, mlp), e, has_bias=a.has_mlp_bias)
+        self._gate_up_proj = parts.columns(gate_up(mlp, a.intermediate_size), e, has_bias=a.has_mlp_bias)
         self._down_proj = parts.rows(f"{mlp}.down_proj", e, a.intermediate_size, has_bias=a.has_mlp_bias)
 
     def forward(self, stream: ResidualStream, attention: Attention) -> None:

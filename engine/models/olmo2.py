@@ -30,7 +30,7 @@ class Olmo2Layer:
         )
         self._o_proj = parts.rows(f"{heads}.o_proj", e, q_size, has_bias=a.has_o_bias)
         self._attention_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e)
-        self._gate_up_proj = parts.columns(gate_up(a, mlp), e)
+        self._gate_up_proj = parts.columns(gate_up(mlp, a.intermediate_size), e)
         self._down_proj = parts.rows(f"{mlp}.down_proj", e, a.intermediate_size)
         self._mlp_norm_E = parts.norm(f"{prefix}.post_feedforward_layernorm", e)
 

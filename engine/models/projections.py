@@ -16,7 +16,8 @@ from engine.layers.backend import Backend, Expert, LinearLayer, MakeLinear, Matr
 from engine.layers.merged_linear import merged_linear
 from engine.layers.rope import head_order
 from engine.loading.weights import Shard, WeightSource
-from engine.model_config import Mixture, ModelArchitecture
+from engine.mixture_config import Mixture
+from engine.model_config import ModelArchitecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class Columns:
     """Of the whole projection, of which these are `size` from `first` on; None: these are all."""
     order_D: torch.Tensor | None = None
     """How the outputs of each head are reordered; see `head_order`."""
+    is_on_every_rank: bool = False
+    """Whether every rank computes all of them, not a share."""
 
 
 class ExpertNames(NamedTuple):
@@ -65,6 +68,12 @@ class Projections:
         bias_O = self.weights.take(f"{name}.bias", num_outputs) if has_bias else None
         return self._linear(weight_OI, bias_O if self.collectives.rank == 0 else None)
 
+    def numbers(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
+        """A projection's matrix, of which every rank has its share of outputs: plain numbers, however it is stored."""
+        return self.weights.take(
+            f"{name}.weight", num_outputs, num_inputs, shard=shard_of(0, self.collectives)
+        )
+
     def mixture(
         self,
         mixture: Mixture,
@@ -78,9 +87,15 @@ class Projections:
 
         The router is whole on each rank, and keeps its bits however few the matrices have. `has_bias`: of the router.
         """
-        weight_XE = self.weights.take(f"{router}.weight", mixture.num_experts, num_inputs)
-        bias_X = self.weights.take(f"{router}.bias", mixture.num_experts) if has_bias else None
-        return self.backend.mixture(mixture, Router(weight_XE, bias_X), experts, self._linear)
+        weight, size = f"{router}.weight", mixture.num_experts
+        take = self.weights.take_float32 if mixture.routes_in_float32 else self.weights.take
+        weight_XE = take(weight, size, num_inputs)
+        bias_X = self.weights.take(f"{router}.bias", size) if has_bias else None
+        choice_bias_X = None
+        if mixture.has_choice_bias:
+            choice_bias_X = self.weights.take_float32(f"{router}.e_score_correction_bias", size)
+        found = Router(weight_XE, bias_X, choice_bias_X)
+        return self.backend.mixture(mixture, found, experts, self._linear)
 
     def experts(
         self, mixture: Mixture, experts: str, names: ExpertNames, num_inputs: int
@@ -155,6 +170,8 @@ class Projections:
         return _reordered(bias_O, _of_every_head(part.order_D, len(bias_O)))
 
     def _shard_of(self, part: Columns) -> Shard | None:
+        if part.is_on_every_rank:
+            return None
         if part.num_outputs is None:
             return shard_of(0, self.collectives)
         return Shard(0, self.collectives.rank, self.collectives.size, part.first, part.size)
@@ -186,9 +203,9 @@ def merged_qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = 
     ]
 
 
-def gate_up(a: ModelArchitecture, mlp: str) -> list[Columns]:
-    """The MLP's projections to gates, and to what they multiply."""
-    return [Columns(name=f"{mlp}.{name}_proj", size=a.intermediate_size) for name in ("gate", "up")]
+def gate_up(mlp: str, size: int) -> list[Columns]:
+    """The projections of an MLP of this size to gates, and to what they multiply."""
+    return [Columns(name=f"{mlp}.{name}_proj", size=size) for name in ("gate", "up")]
 
 
 def merged_gate_up(a: ModelArchitecture, mlp: str) -> list[Columns]:

@@ -32,6 +32,7 @@ class LayerAttention {
     // Computes the item's final result, or its partial one. `next` is the item that this thread will compute next, as
     // far as it is known; or the same.
     void run(const Item &item, const Item &next, float *partials) const {
+        scratch.lay_out(D);
         take_queries_of(item);
         const int64_t rows = state_rows(item);
         Softmax total(item.partial < 0 ? scratch.total : partials + item.partial, rows, D);
@@ -280,23 +281,23 @@ void baton_plan_attention(const Step *step, int64_t window, Item *items, Merge *
     counts[0] = plan.num_items, counts[1] = plan.num_merges, counts[2] = plan.num_partials;
 }
 
-// Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool. `cos_sin_XD`
+// Norms (if there are weights) and rotates queries and keys, in place; stores keys and values in the pool. `cos_sin_X2F`
 // has the cosines of F frequencies for every position, and behind them the sines.
-void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_XD, void *qkv_TPD, const float *q_norm_D,
+void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_X2F, void *qkv_TPD, const float *q_norm_D,
                       const float *k_norm_D, float eps) {
     const Step &s = *step;
     with_types(s, [&](auto *activation, auto *stored) {
         using Activation = std::remove_pointer_t<decltype(activation)>;
         using Stored = std::remove_pointer_t<decltype(stored)>;
         const LayerPool<Stored> pool(s, layer);
-        const int64_t D = s.head_dim;
+        const int64_t D = s.head_dim, rotated = D - s.rotated_from;
         parallel_for(s.num_tokens, ceil_div(4096, s.token_size()), s.num_threads, [&](int64_t begin, int64_t end) {
             for (int64_t t = begin; t < end; ++t) {
                 Activation *x_D = static_cast<Activation *>(qkv_TPD) + t * s.token_size();
-                const float *cos_sin_D = cos_sin_XD + s.positions_T[t] * D;
+                const float *cos_sin_2F = cos_sin_X2F + s.positions_T[t] * rotated;
                 for (int64_t head = 0; head < s.num_heads + s.num_kv_heads; ++head, x_D += D)
-                    rotate(x_D, cos_sin_D, head < s.num_heads ? q_norm_D : k_norm_D, eps, D / 2);
-                const Activation *keys = x_D - s.num_kv_heads * D, *values = x_D;
+                    rotate(x_D + s.rotated_from, cos_sin_2F, head < s.num_heads ? q_norm_D : k_norm_D, eps, rotated / 2);
+                const Activation *keys = x_D - s.num_kv_heads * D, *values = s.num_planes > 1 ? x_D : keys;
                 for (int64_t head = 0; head < s.num_kv_heads; ++head) {
                     Stored *key_D = pool.key(s.slots_T[t], head), *value_D = key_D + pool.values;
                     for (int64_t i = 0; i < D; i += LANES) {

@@ -4,7 +4,7 @@ import ctypes
 
 from engine.request_table import IntArray
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 HEAD_DIM_MULTIPLE = 16
 """The widest vectors have as many lanes."""
 TILE_ROWS = 96
@@ -22,10 +22,12 @@ class Step(ctypes.Structure):
         ("activation_type", ctypes.c_int64),
         ("pool_type", ctypes.c_int64),
         ("num_layers", ctypes.c_int64),
+        ("num_planes", ctypes.c_int64),
         ("num_heads", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int64),
         ("head_dim", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+        ("rotated_from", ctypes.c_int64),
         ("pool", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int64),
         ("num_requests", ctypes.c_int64),

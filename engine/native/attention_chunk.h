@@ -85,7 +85,7 @@ void weigh(float *scores, int64_t num_keys, float scale, float *largest, float *
 // A chunk's queries as units [depth][row]; rows beyond `num_rows` are zeros.
 template <typename Activation, typename Query>
 void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, float *to) {
-    float values[MAX_HEAD_DIM] = {};
+    float values[MAX_HEAD_DIM];
     for (int64_t r = 0; r < padded_rows(num_rows); ++r) {
         for (int64_t i = 0; i < head_dim; i += LANES) store(values + i, r < num_rows ? load(query(r) + i) : Floats{});
         for (int64_t i = 0; i < head_dim; ++i) to[i * TILE_ROWS + r] = values[i];
@@ -93,10 +93,10 @@ void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, float 
 }
 template <typename Activation, typename Query>
 void take_queries(const Query &query, int64_t num_rows, int64_t head_dim, Pair *to) {
-    Pair values[MAX_HEAD_DIM / 2] = {};
+    Pair values[MAX_HEAD_DIM / 2];
     for (int64_t r = 0; r < padded_rows(num_rows); ++r) {
         if (r < num_rows) std::memcpy(values, query(r), head_dim * sizeof(Activation));
-        else std::memset(values, 0, sizeof values);
+        else std::memset(values, 0, head_dim * sizeof(Activation));
         for (int64_t i = 0; i < head_dim / 2; ++i) to[i * TILE_ROWS + r] = values[i];
     }
 }

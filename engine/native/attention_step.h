@@ -1,7 +1,7 @@
 // What attention is asked for, how it is cut into items, and the running softmax that adds them up.
 //
 // Shape suffixes: T tokens of the step, B its requests, M blocks of a padded table, Q query heads, H kv heads,
-// G = Q / H, P = Q + 2 x H, D head dimension, F = D / 2 frequencies.
+// G = Q / H, P = Q + K x H, D head dimension, F frequencies, K = 2 (keys and values), or 1: a latent, which is both.
 
 #pragma once
 
@@ -12,15 +12,16 @@
 constexpr int64_t TILE_KEYS = 64;
 constexpr int64_t RANGE_KEYS = 256;  // a multiple of TILE_KEYS
 constexpr int64_t TILE_ROWS = 96;  // of a chunk: queries x heads of a kv head that are computed together
-constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_HEAD_DIM = 576;
 constexpr int64_t MAX_PARTIALS = 1 << 24;  // floats of a step's partial results: 64 MiB
 constexpr float LEAST_SCORE = -1e30f;  // finite, also times a scale: hidden scores (-inf) less this are -inf, not NaN
 
 // A step; the same for all layers. As in engine/native/attention.py.
 struct Step {
     int64_t activation_type, pool_type;
-    int64_t num_layers, num_heads, num_kv_heads, head_dim, block_size;
-    char *pool;                     // [blocks, layers, 2, H, block size, D]; see engine/kv_cache.py
+    int64_t num_layers, num_planes, num_heads, num_kv_heads, head_dim, block_size;
+    int64_t rotated_from;           // the first dimension that is rotated; pairs (i, i + F) follow
+    char *pool;                     // [blocks, layers, K, H, block size, D]; see engine/kv_cache.py
     int64_t num_tokens, num_requests, num_decodes, max_blocks, num_threads;
     const int64_t *positions_T;
     const int64_t *slots_T;         // block x block size + offset
@@ -31,7 +32,7 @@ struct Step {
     float scale, cap;               // of scores; a cap of 0 is none, else a scaled score s becomes cap x tanh(s / cap)
 
     int64_t heads_per_kv_head() const { return num_heads / num_kv_heads; }
-    int64_t token_size() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+    int64_t token_size() const { return (num_heads + num_planes * num_kv_heads) * head_dim; }
 };
 
 // Queries of a request that are computed together, and the keys they visit. A chunk's are those of one kv head: row r is
@@ -87,9 +88,10 @@ struct LayerPool {
     int64_t head_dim, head_size, values, block_stride, block_size;
 
     LayerPool(const Step &s, int64_t layer)
-        : head_dim(s.head_dim), head_size(s.block_size * s.head_dim), values(s.num_kv_heads * head_size),
-          block_stride(s.num_layers * 2 * values), block_size(s.block_size) {
-        first = reinterpret_cast<Stored *>(s.pool) + layer * 2 * values;
+        : head_dim(s.head_dim), head_size(s.block_size * s.head_dim),
+          values((s.num_planes - 1) * s.num_kv_heads * head_size),
+          block_stride(s.num_layers * s.num_planes * s.num_kv_heads * head_size), block_size(s.block_size) {
+        first = reinterpret_cast<Stored *>(s.pool) + layer * s.num_planes * s.num_kv_heads * head_size;
     }
 
     Stored *key(int64_t slot, int64_t kv_head) const {
@@ -113,11 +115,24 @@ inline void prefetch(const Stored *at, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(Stored))) __builtin_prefetch(at + i);
 }
 
-// Memory of one thread, reused from layer to layer.
+// Memory of one thread, reused from layer to layer. Small heads lie close together in it.
 struct alignas(64) Scratch {
-    float queries[MAX_HEAD_DIM * TILE_ROWS];  // a chunk's: D x rows; a decode's: rows x D
-    float keys[TILE_KEYS * MAX_HEAD_DIM], values[TILE_KEYS * MAX_HEAD_DIM];
-    float scores[TILE_KEYS * TILE_ROWS];  // a chunk's: keys x rows; a decode's: rows x keys
-    float range[TILE_ROWS * (MAX_HEAD_DIM + 2)], total[TILE_ROWS * (MAX_HEAD_DIM + 2)];
-    int32_t positions[TILE_ROWS];  // of a chunk's rows
+    float *queries;  // a chunk's: D x rows; a decode's: rows x D
+    float *keys, *values;
+    float *scores;  // a chunk's: keys x rows; a decode's: rows x keys
+    float *range, *total;
+    int32_t *positions;  // of a chunk's rows
+
+    void lay_out(int64_t head_dim) {
+        queries = memory;
+        keys = queries + head_dim * TILE_ROWS;
+        values = keys + TILE_KEYS * head_dim;
+        scores = values + TILE_KEYS * head_dim;
+        range = scores + TILE_KEYS * TILE_ROWS;
+        total = range + TILE_ROWS * (head_dim + 2);
+        positions = reinterpret_cast<int32_t *>(total + TILE_ROWS * (head_dim + 2));
+    }
+
+  private:
+    alignas(64) float memory[TILE_ROWS * (3 * MAX_HEAD_DIM + 5) + TILE_KEYS * (2 * MAX_HEAD_DIM + TILE_ROWS)];
 };

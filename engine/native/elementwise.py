@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from engine.model_config import Activation, ClampedSwiglu, Gate
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.native.types import TYPE_CODES
 
 

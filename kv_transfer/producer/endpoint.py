@@ -74,12 +74,8 @@ class ProducerEndpoint:
             return
         if isinstance(command, FinishSend):
             self._timelines.mark(request_id, TransferEventKind.PREFILLED)
-        if (
-            isinstance(command, FinishSend | AbortSend)
-            and (reason := self._rank_transfers.refusal(request_id)) is not None
-        ):
-            self._timelines.part_ended(request_id, TransferEventKind.FAILED, reason=reason)
-            self._conclude(request_id)
+        if isinstance(command, FinishSend | AbortSend) and self._rank_transfers.has_none(request_id):
+            self._end_without_transfers(command)
         for end in self._rank_transfers.of(request_id):
             match command:
                 case SendBlocks(first_index=first, block_ids=block_ids):
@@ -132,6 +128,19 @@ class ProducerEndpoint:
                     end.rank_transfer, end.key, command.num_tokens, end.view.shape, end.view.nbytes
                 )
             )
+
+    def _end_without_transfers(self, command: FinishSend | AbortSend) -> None:
+        """The workers do not match, or other ranks send everything."""
+        reason = self._rank_transfers.refusal(command.request_id)
+        if reason is not None:
+            kind = TransferEventKind.FAILED
+        elif isinstance(command, FinishSend):
+            kind = TransferEventKind.RELEASED
+        else:
+            kind = TransferEventKind.NOT_NEEDED if command.is_cancelled else TransferEventKind.FAILED
+            reason = command.reason
+        self._timelines.part_ended(command.request_id, kind, reason=reason or "")
+        self._conclude(command.request_id)
 
     def _do(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

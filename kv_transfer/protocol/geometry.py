@@ -6,6 +6,9 @@ is a block.
 
 With several KV groups, the pieces of a prompt count up row by row, as the blocks of a request's table do.
 
+Where heads share a latent, all ranks of a worker hold the same bytes, which no rank transfer divides. Each rank of the
+consumer gets them once. Of a producer with more ranks, some send nothing.
+
     producer: 2 ranks of 4 heads, blocks of 16 tokens        consumer: 4 ranks of 2 heads, blocks of 32 tokens
 
     rank 0   block 0        block 1                          rank 0   block 0
@@ -62,8 +65,11 @@ class PieceShape:
         return (row * self.pieces_per_block + part) * self.num_groups + group
 
 
-def mismatch(num_heads: int, ours: RankLayout, theirs: RankLayout) -> str | None:
-    """Why two workers cannot exchange KV of `num_heads` heads in all, or None if they can."""
+def mismatch(num_heads: int | None, ours: RankLayout, theirs: RankLayout) -> str | None:
+    """Why two workers cannot exchange KV of `num_heads` heads in all, or None if they can.
+
+    `num_heads` here and below: those that are divided among a worker's ranks; None: each rank has everything.
+    """
     for what, a, b in (
         ("block_size", ours.block_size, theirs.block_size),
         ("tensor-parallel ranks", ours.num_ranks, theirs.num_ranks),
@@ -73,26 +79,38 @@ def mismatch(num_heads: int, ours: RankLayout, theirs: RankLayout) -> str | None
     if ours.groups.num_windowed and ours.block_size != theirs.block_size:
         return f"block_size: {ours.block_size} and {theirs.block_size} differ, but some layers have a sliding window"
     for num_ranks in (ours.num_ranks, theirs.num_ranks):
-        if num_heads % num_ranks:
+        if num_heads is not None and num_heads % num_ranks:
             return f"tensor-parallel ranks: {num_heads} heads cannot be divided among {num_ranks}"
     return None
 
 
-def peers_of(rank: int, num_ranks: int, num_peer_ranks: int) -> range:
-    """The other worker's ranks that hold some of this rank's heads."""
+def peers_of(
+    num_heads: int | None, rank: int, num_ranks: int, num_peer_ranks: int, *, is_producer: bool
+) -> range:
+    """The other worker's ranks that this rank exchanges KV with.
+
+    They hold some of its heads. Where each rank has everything, a rank of the consumer takes it from one of the
+    producer, so some ranks of a producer with more ranks have no peer.
+    """
+    is_divided = num_heads is not None
     if num_peer_ranks >= num_ranks:
         num_each = num_peer_ranks // num_ranks
-        return range(rank * num_each, (rank + 1) * num_each)
-    peer = rank * num_peer_ranks // num_ranks
-    return range(peer, peer + 1)
+        first = rank * num_each
+        return range(first, first + (num_each if is_divided or is_producer else 1))
+    num_sharing = num_ranks // num_peer_ranks
+    peer = rank // num_sharing
+    has_peer = is_divided or not is_producer or rank % num_sharing == 0
+    return range(peer, peer + has_peer)
 
 
-def piece_shape(num_heads: int, ours: RankLayout, theirs: RankLayout) -> PieceShape:
+def piece_shape(num_heads: int | None, ours: RankLayout, theirs: RankLayout) -> PieceShape:
     """The layout of the pieces between two ranks in our blocks; requires that `mismatch` returns None."""
     num_tokens = min(ours.block_size, theirs.block_size)
+    num_parts = ours.block_size // num_tokens
+    if num_heads is None:
+        return PieceShape(num_parts, num_tokens, 0, 1, ours.groups.num_groups)
     our_heads, their_heads = num_heads // ours.num_ranks, num_heads // theirs.num_ranks
     our_first, their_first = ours.rank * our_heads, theirs.rank * their_heads
     first = max(our_first, their_first)
     last = min(our_first + our_heads, their_first + their_heads)
-    num_parts = ours.block_size // num_tokens
     return PieceShape(num_parts, num_tokens, first - our_first, last - first, ours.groups.num_groups)

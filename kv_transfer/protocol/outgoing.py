@@ -63,7 +63,7 @@ class ProducerIdentity:
         if differences := ours.differences(theirs):
             return None, "the workers do not match: " + "; ".join(differences)
         their_layout = RankLayout(theirs.block_size, theirs.num_ranks, message.key.consumer_rank)
-        if reason := mismatch(ours.num_kv_heads, self.layout, their_layout):
+        if reason := mismatch(ours.num_divided_heads, self.layout, their_layout):
             return None, f"the workers do not match: {reason}"
         if message.num_tokens != num_tokens:
             return None, f"the prompts differ: {num_tokens} != {message.num_tokens} tokens"

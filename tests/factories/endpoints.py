@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from baton.config import KVTransferConfig
-from baton.kv import KVFingerprint, WorkerRef
+from baton.kv import LATENT_LAYOUT, KVFingerprint, WorkerRef
 from baton.request import FirstToken
 from baton.step import KVConnectorOutput
 from kv_transfer.commands import ImmediateCommand, KVConnectorMetadata, LoadBlocks, SendBlocks
@@ -25,6 +25,8 @@ from tests.factories.fake_cuda import FakeDriver, FakeHost
 
 NUM_LAYERS, NUM_HEADS, CELL_BYTES, NUM_BLOCKS = 2, 8, 3, 16
 FINGERPRINT = KVFingerprint(2, "model", "uint8", "LKHTD", NUM_LAYERS, NUM_HEADS, CELL_BYTES, 16, 1)
+LATENTS = replace(FINGERPRINT, layout=LATENT_LAYOUT, num_kv_heads=1)
+"""Of workers whose ranks all have the same."""
 TOKEN = FirstToken(7, None)
 LEASE_S, LOAD_TIMEOUT_S = 2.0, 8.0
 CONFIG = KVTransferConfig(
@@ -82,8 +84,10 @@ class Worker:
         """Every rank's pool, [num_blocks, bytes of a block], in host or device memory."""
         connectors = []
         fingerprint = replace(fingerprint, block_size=block_size, num_ranks=num_ranks)
+        self._num_planes, heads = fingerprint.num_planes, fingerprint.num_divided_heads
+        self._num_heads, self._is_divided = (heads or num_ranks) // num_ranks, heads is not None
         for rank, rank_name in enumerate(names):
-            block_nbytes = NUM_LAYERS * 2 * NUM_HEADS // num_ranks * block_size * CELL_BYTES
+            block_nbytes = self._num_planes * self._num_heads * block_size * CELL_BYTES
             blocks, pool, readers = fabric.make_pool(block_nbytes, fingerprint, rank)
             process = Process()
             process.incarnation = f"{rank_name}-life"
@@ -139,10 +143,9 @@ class Worker:
         return num_held
 
     def _truth(self, rank: int, index: int) -> Bytes:
-        num_heads = NUM_HEADS // len(self.blocks)
-        heads = slice(rank * num_heads, (rank + 1) * num_heads)
+        first = rank * self._num_heads if self._is_divided else 0
         tokens = slice(index * self.ref.block_size, (index + 1) * self.ref.block_size)
-        return np.ascontiguousarray(KV_PHTB[:, heads, tokens])
+        return np.ascontiguousarray(KV_PHTB[: self._num_planes, first : first + self._num_heads, tokens])
 
 
 class Fabric:

@@ -54,7 +54,64 @@ GPT_OSS = {
     },
 }
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "q_lora_rank": 40,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+"""What the cache holds is a multiple of 16 numbers, as the CPU's own kernels need it."""
+DEEPSEEK_V3 = {**DEEPSEEK, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 CASES: dict[str, Case] = {
+    "deepseek v3": Case(Family.DEEPSEEK_V3, DEEPSEEK_V3),
+    "deepseek v3, yarn, whole queries": Case(
+        Family.DEEPSEEK_V3,
+        {
+            **DEEPSEEK_V3,
+            "q_lora_rank": None,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek v3, one group, two shared, halves rotated": Case(
+        Family.DEEPSEEK_V3,
+        {
+            **DEEPSEEK_V3,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek v3, a latent of odd size": Case(
+        Family.DEEPSEEK_V3, {**DEEPSEEK_V3, "kv_lora_rank": 20, "first_k_dense_replace": 3}
+    ),
+    "deepseek v2": Case(
+        Family.DEEPSEEK_V2,
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek v2, groups": Case(
+        Family.DEEPSEEK_V2,
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+        },
+    ),
     "qwen3 moe": Case(Family.QWEN3_MOE, QWEN3_MOE),
     "qwen3 moe, normalised, window, biased": Case(
         Family.QWEN3_MOE,
@@ -167,6 +224,11 @@ NAMES = {
         "gpt-oss",
         "experts in all layers; every other layer with a window; a sink for each head; MXFP4",
     ),
+    Family.DEEPSEEK_V2: ("DeepSeek-V2, V2-Lite, V2.5", "all heads share a latent; shared experts"),
+    Family.DEEPSEEK_V3: (
+        "DeepSeek-V3, R1, V3.1",
+        "the same; experts chosen by groups, with a bias",
+    ),
 }
 
 
@@ -181,7 +243,8 @@ def families_table() -> str:
         name, special = NAMES[family]
         kind = "llama" if family is Family.MISTRAL else in_gguf.get(architecture)
         gguf = "no" if kind is None else f"`{kind}`"
-        rows.append(f"| {name} | `{architecture}` | {special} | yes | yes | yes | {gguf} |")
+        on_gpu = "no" if family.is_deepseek else "yes"
+        rows.append(f"| {name} | `{architecture}` | {special} | yes | {on_gpu} | yes | {gguf} |")
     return "\n".join(rows)
 
 

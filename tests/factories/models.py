@@ -96,7 +96,8 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights large enough that every token and position matters, whatever transformers initialises to."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        biases = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]
+        for name, parameter in sorted((*model.named_parameters(), *biases)):
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.copy_(1.0 + 0.2 * noise)

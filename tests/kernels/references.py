@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from engine import counter_rng
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.kernels.expert_linear import ExpertMatrices
 from engine.kernels.sampling_parts import KEY_0, KEY_1, MIN_P, TEMPERATURE, TOP_K, TOP_P
 from engine.layers.fp8 import FP8_MAX, quantize_rows
-from engine.model_config import Activation, ClampedSwiglu, Gate
 
 
 def rope_store_reference(

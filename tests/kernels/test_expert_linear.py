@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
 from engine.layers.backend import Expert, Router
 from engine.layers.fp8 import quantize_rows
@@ -17,7 +18,8 @@ from engine.layers.torch_backend import TorchBackend
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import takes_of
 from engine.loading.weights import TakeRecorder
-from engine.model_config import Activation, ClampedSwiglu, Gate, Mixture, read_architecture
+from engine.mixture_config import Mixture
+from engine.model_config import read_architecture
 from engine.models.decoder import Decoder
 from tests.factories.models import make_model_dir
 from tests.kernels.references import expert_linear_reference

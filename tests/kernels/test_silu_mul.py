@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.kernels.silu_mul import silu_mul
-from engine.model_config import Activation, ClampedSwiglu, Gate
 from tests.kernels.references import silu_mul_reference
 
 LAUNCHES = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.kernels.silu_mul import silu_mul_fp8
-from engine.model_config import Activation, ClampedSwiglu, Gate
 from tests.kernels.float8 import assert_same_float8
 from tests.kernels.references import silu_mul_fp8_reference
 

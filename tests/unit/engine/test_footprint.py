@@ -5,16 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.config import BatonConfig
 from baton.errors import ModelError
 from engine.capacity import reckon
+from engine.collectives import SilentRank
 from engine.draft_parts import load_draft
 from engine.loading import footprint as module
 from engine.loading.footprint import check_room, footprint
 from engine.loading.gguf_folder import describe
 from engine.loading.loader import load_model
-from tests.factories.families import GPT_OSS
+from tests.factories.families import CASES, GPT_OSS
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
 from tests.factories.quantized_checkpoints import KINDS, make_mxfp4, make_quantized
@@ -66,6 +68,34 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path: Path, sections:
     assert takes.kv_bytes_per_token * scheduler.block_size == 3 * block.size_bytes
     assert takes.num_kv_tokens == (scheduler.num_blocks - 1) // 3 * scheduler.block_size
     assert f"hold at least {takes.num_kv_tokens:,} tokens" in str(takes)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_rank_has_all_latents(tmp_path: Path, num_ranks: int) -> None:
+    """So that more ranks make room for no more tokens."""
+    case = CASES["deepseek v3"]
+    folder = make_model_dir(tmp_path / "m", case.architecture, **case.overrides)
+    config = config_of(engine={"kv_cache_memory_mib": 3, "tensor_parallel": num_ranks})
+    model = load_model(config.model, folder, CPU, collectives=SilentRank(0, num_ranks))
+    scheduler = reckon(config.engine, config.scheduler, model).scheduler_config
+    takes = footprint(config, folder)
+    assert scheduler.num_blocks is not None
+    block_bytes = model.kv_block_shape(scheduler.block_size).size_bytes
+    assert takes.kv_bytes_per_token * scheduler.block_size == num_ranks * block_bytes
+    assert takes.kv_bytes_per_token == num_ranks * 3 * (24 + 8) * 4
+    assert takes.num_kv_tokens == (scheduler.num_blocks - 1) * scheduler.block_size
+
+
+def test_layers_that_guess_do_not_count_and_gpus_are_refused(tmp_path: Path) -> None:
+    case = CASES["deepseek v3"]
+    folder = make_model_dir(tmp_path / "m", case.architecture, **case.overrides)
+    plain = footprint(config_of(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    guessing = {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}
+    save_file(tensors | guessing, folder / "model.safetensors")
+    assert footprint(config_of(), folder).weights == plain.weights
+    with pytest.raises(ModelError, match=r"engine\.device: got 'cuda', but model_type 'deepseek_v3' is only"):
+        footprint(config_of(engine={"device": "cuda"}), folder)
 
 
 @pytest.mark.parametrize("scheduler", [{}, {"num_blocks": 12, "block_size": 2, "max_num_seqs": 3}], ids=str)

@@ -98,6 +98,34 @@ def test_a_fingerprint_counts_the_heads_of_all_ranks() -> None:
     assert whole.differences(quarter) == []
 
 
+LATENTS = KVBlockShape(3, 1, 4, 8, torch.float32, is_latent=True)
+
+
+def test_a_block_of_latents_has_one_vector_of_a_token_and_layer() -> None:
+    assert LATENTS.size_bytes == 3 * 4 * 8 * 4 == SHAPE.size_bytes / 4
+    pool, layer = KVPool(6, LATENTS, CPU), 1
+    latents_TD = torch.randn(2, 8)
+    slots = torch.tensor([5 * 4 + 3, 2 * 4 + 0])
+    pool.layers[layer].slot_rows_RD.index_copy_(0, pool.slot_rows(slots), latents_TD)
+    assert torch.equal(pool.blocks_NLKHTD[5, layer, 0, 0, 3], latents_TD[0])
+    assert torch.equal(pool.blocks_NLKHTD[2, layer, 0, 0, 0], latents_TD[1])
+    assert pool.blocks_NLKHTD.count_nonzero() == latents_TD.numel()
+    rows = pool.layers[layer].block_rows_RX[pool.block_rows(torch.tensor([[2, 5], [5, 0]]))].view(2, 8, 8)
+    assert torch.equal(rows[0, 0], latents_TD[1])
+    assert torch.equal(rows[0, 7], latents_TD[0])
+    assert torch.equal(rows[1, 3], latents_TD[0])
+
+
+def test_a_fingerprint_tells_latents_from_heads_and_not_the_number_of_ranks() -> None:
+    pool = KVPool(3, LATENTS, CPU)
+    whole, half = pool.fingerprint("digest"), pool.fingerprint("digest", num_ranks=2)
+    assert (whole.layout, whole.num_planes, whole.num_divided_heads) == ("LTD", 3, None)
+    assert whole.differences(half) == []
+    heads = KVPool(3, KVBlockShape(3, 1, 4, 8, torch.float32), CPU).fingerprint("digest")
+    assert (heads.num_planes, heads.num_divided_heads) == (6, 1)
+    assert whole.differences(heads) == ["layout: LTD != LKHTD"]
+
+
 def test_host_memory_for_a_gpu_is_pinned_just_as_much_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch would pin the next power of two: of 9 GiB, 16."""
     host = FakeHost(pinned_room=5000)

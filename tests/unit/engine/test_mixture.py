@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import ModelConfig
 from baton.sampling import MAX_LOGPROBS, SamplingParams
+from engine.activation import ClampedSwiglu
 from engine.layers.backend import Backend, Expert, LinearLayer, Matrix, MixtureLayer, Router
 from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
@@ -22,7 +23,7 @@ from engine.layers.mixture import route
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import load_model
-from engine.model_config import ClampedSwiglu, Mixture
+from engine.mixture_config import Mixture
 from engine.native.library import native_library
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
@@ -84,6 +85,52 @@ def literally(x_TE: torch.Tensor, router_XE: torch.Tensor, experts: list[Expert]
 
 def made(backend: Backend, router_XE: torch.Tensor, experts: Iterable[Expert]) -> MixtureLayer:
     return backend.mixture(MIXTURE, Router(router_XE), experts, backend.linear)
+
+
+V3 = Mixture(
+    num_experts=12,
+    num_chosen=3,
+    intermediate_size=INNER,
+    is_normalised=True,
+    is_sigmoid=True,
+    has_choice_bias=True,
+    num_groups=4,
+    num_chosen_groups=2,
+    num_compared=2,
+    scale=2.5,
+)
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        V3,
+        replace(V3, is_normalised=False, scale=1.0),
+        replace(V3, num_groups=1, num_chosen_groups=1),
+        replace(V3, is_sigmoid=False, has_choice_bias=False, num_compared=1, is_normalised=False),
+    ],
+    ids=["v3", "not normalised", "one group", "v2"],
+)
+def test_experts_are_chosen_within_the_best_groups(mixture: Mixture) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_TX = 2.0 * torch.randn(50, 12, generator=generator)
+    bias_X = 0.4 * torch.randn(12, generator=generator) if mixture.has_choice_bias else None
+    experts_TK, weights_TK = route(logits_TX, mixture, bias_X)
+    num_moved = 0
+    for logits_X, experts_K, weights_K in zip(logits_TX, experts_TK, weights_TK, strict=True):
+        scores = (logits_X.sigmoid() if mixture.is_sigmoid else logits_X.softmax(0)).tolist()
+        ranked = scores if bias_X is None else [s + b for s, b in zip(scores, bias_X.tolist(), strict=True)]
+        size = 12 // mixture.num_groups
+        groups = [range(first, first + size) for first in range(0, 12, size)]
+        groups.sort(key=lambda group: -sum(sorted(ranked[n] for n in group)[-mixture.num_compared :]))
+        allowed = [n for group in groups[: mixture.num_chosen_groups] for n in group]
+        best = sorted(allowed, key=lambda n: -ranked[n])[:3]
+        assert experts_K.tolist() == best
+        num_moved += set(best) != set(sorted(range(12), key=lambda n: -scores[n])[:3])
+        total = sum(scores[n] for n in best) if mixture.is_normalised else 1.0
+        expected = [mixture.scale * scores[n] / total for n in best]
+        torch.testing.assert_close(weights_K, torch.tensor(expected), rtol=1e-5, atol=1e-7)
+    assert num_moved > 5, "bias and groups decide"
 
 
 @pytest.mark.parametrize("make_backend", [TorchBackend, native])

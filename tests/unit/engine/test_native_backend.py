@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from engine.activation import Activation, ClampedSwiglu, Gate
 from engine.layers.backend import InputTokens
 from engine.layers.fp8 import FP8, saturate
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
-from engine.model_config import Activation, ClampedSwiglu, Gate
 from engine.native.library import native_library
-from tests.unit.engine.test_native_attention import Heads, make_layout
+from tests.factories.attention_steps import Heads, make_layout
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,14 +1,17 @@
 """A key of a config.json that changes what a model computes is read or refused, never ignored."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.errors import ModelError
+from engine.activation import ClampedSwiglu
 from engine.families import ARCHITECTURES, READ, WITHOUT_EFFECT, Family, refused_keys
-from engine.model_config import ClampedSwiglu, Mixture, ModelArchitecture, read_architecture
+from engine.mixture_config import Mixture
+from engine.model_config import ModelArchitecture, read_architecture
 from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT, RopeConfig, RopeType
 
 BASE: dict[str, Any] = {
@@ -21,6 +24,13 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 WITH_WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+LATENT = {
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+}
 OF_FAMILY: dict[Family, dict[str, Any]] = {
     Family.QWEN2: WITH_WINDOWS,
     Family.QWEN3: WITH_WINDOWS,
@@ -32,6 +42,8 @@ OF_FAMILY: dict[Family, dict[str, Any]] = {
     },
     Family.SMOLLM3: WITH_WINDOWS | {"no_rope_layers": [1, 1, 0]},
     Family.GEMMA3: {"sliding_window_pattern": 3},
+    Family.DEEPSEEK_V2: LATENT | {"topk_method": "group_limited_greedy"},
+    Family.DEEPSEEK_V3: LATENT,
 }
 EFFECTIVE: dict[str, Any] = {
     "alibi": True,
@@ -43,39 +55,65 @@ EFFECTIVE: dict[str, Any] = {
     "decoder_sparse_step": 2,
     "embedding_multiplier": 3.0,
     "final_logit_softcapping": 5.0,
+    "first_k_dense_replace": 2,
+    "index_topk": 2048,
+    "kv_lora_rank": 32,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     "logit_scale": 0.0625,
     "logits_scaling": 2.0,
     "mlp_only_layers": [1],
     "moe_intermediate_size": 96,
+    "moe_layer_freq": 2,
     "n_group": 2,
-    "n_routed_experts": 6,
-    "n_shared_experts": 1,
+    "n_routed_experts": 32,
+    "n_shared_experts": 3,
     "no_rope_layer_interval": 2,
     "no_rope_layers": [1, 0, 1],
     "norm_topk_prob": False,
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "num_local_experts": 6,
+    "num_nextn_predict_layers": 2,
     "num_shared_experts": 1,
     "partial_rotary_factor": 0.25,
+    "q_lora_rank": 48,
     "qk_layernorm": True,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
     "query_pre_attn_scalar": 24,
     "residual_multiplier": 0.5,
+    "rope_interleave": False,
     "rope_local_base_freq": 123.0,
     "rotary_pct": 0.5,
-    "routed_scaling_factor": 2.5,
+    "routed_scaling_factor": 1.5,
     "scoring_func": "sigmoid",
     "shared_expert_intermediate_size": 64,
     "sliding_window": 7,
     "sliding_window_pattern": 2,
     "swiglu_alpha": 1.5,
     "swiglu_limit": 3.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
     "use_bidirectional_attention": True,
     "use_qk_norm": True,
     "use_sliding_window": True,
+    "v_head_dim": 32,
 }
 """For each key a value that changes what a model computes."""
+ONE_VALUE: dict[Family, dict[str, tuple[Any, Any]]] = {
+    Family.DEEPSEEK_V2: {
+        "moe_layer_freq": (1, 2),
+        "norm_topk_prob": (False, True),
+        "scoring_func": ("softmax", "sigmoid"),
+        "topk_method": ("group_limited_greedy", "noaux_tc"),
+    },
+    Family.DEEPSEEK_V3: {
+        "moe_layer_freq": (1, 2),
+        "scoring_func": ("sigmoid", "softmax"),
+        "topk_method": ("noaux_tc", "greedy"),
+    },
+}
+"""Keys that a family reads to refuse other values: the value that it computes, and another."""
 
 
 def read(path: Path, family: Family, **overrides: Any) -> ModelArchitecture:
@@ -106,12 +144,62 @@ def test_what_a_family_does_not_read_is_refused_by_its_key(tmp_path: Path, famil
 @pytest.mark.parametrize("family", Family)
 def test_what_a_family_reads_changes_its_architecture(tmp_path: Path, family: Family) -> None:
     plain = read(tmp_path, family)
-    for key in READ[family]:
+    for key in sorted(READ[family] - ONE_VALUE.get(family, {}).keys()):
         base: dict[str, Any] = {"no_rope_layers": None} if key == "no_rope_layer_interval" else {}
         value = not OF_FAMILY[family][key] if key == "use_sliding_window" else EFFECTIVE[key]
         assert read(tmp_path, family, **base, **{key: value}) != (
             read(tmp_path, family, **base) if base else plain
         ), key
+
+
+@pytest.mark.parametrize("family", ONE_VALUE)
+def test_what_a_family_computes_in_one_way_is_refused_in_others(tmp_path: Path, family: Family) -> None:
+    plain = read(tmp_path, family)
+    for key, (own, other) in ONE_VALUE[family].items():
+        assert read(tmp_path, family, **{key: own}) == plain
+        with pytest.raises(ModelError, match=rf"{key} {other!r} is not supported; only"):
+            read(tmp_path, family, **{key: other})
+
+
+def test_deepseek_v2_chooses_by_groups_only_if_it_says_so(tmp_path: Path) -> None:
+    for method, num_groups in (("group_limited_greedy", 4), ("greedy", 1), (None, 1)):
+        *_, mixture = read(tmp_path, Family.DEEPSEEK_V2, topk_method=method).mixtures
+        assert mixture is not None
+        assert mixture.num_groups == num_groups
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention_bias", True, "attention_bias True is not supported for model_type 'deepseek_v3'"),
+        ("num_key_value_heads", 2, "num_key_value_heads (2) must equal num_attention_heads (4)"),
+        ("qk_rope_head_dim", 7, "qk_rope_head_dim must be even, got 7"),
+        ("kv_lora_rank", 0, "kv_lora_rank must be a positive integer, got 0"),
+        ("q_lora_rank", "x", "q_lora_rank must be a positive integer, got 'x'"),
+        ("first_k_dense_replace", -1, "first_k_dense_replace must be an integer of at least 0, got -1"),
+        ("n_group", 7, "n_group must divide the 256 experts into groups of two or more, got 7"),
+        ("n_group", 256, "n_group must divide the 256 experts into groups of two or more, got 256"),
+        ("topk_group", 5, "topk_group must be at most n_group, 4, got 5"),
+        ("num_experts_per_tok", 129, "num_experts_per_tok must be at most the 128 experts of a choice"),
+        ("n_shared_experts", 0, "n_shared_experts must be a positive integer, got 0"),
+        ("routed_scaling_factor", 0, "routed_scaling_factor must be a positive number, got 0"),
+        ("num_nextn_predict_layers", "x", "num_nextn_predict_layers must be an integer of at least 0"),
+    ],
+)
+def test_values_that_deepseek_cannot_have_are_named(
+    tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    with pytest.raises(ModelError) as raised:
+        read(tmp_path, Family.DEEPSEEK_V3, **{key: value})
+    assert message in str(raised.value)
+
+
+def test_yarn_s_temperature_is_in_the_scale_as_far_as_it_is_not_in_the_rotation(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0}
+    for weight, factor in ((1.0, 1.0 + 0.1 * math.log(40)), (0, 1.0), (0.5, 1.0 + 0.05 * math.log(40))):
+        scaling = {**yarn, "mscale_all_dim": weight}
+        read_in = read(tmp_path, Family.DEEPSEEK_V3, max_position_embeddings=163840, rope_scaling=scaling)
+        assert read_in.attention_scale == pytest.approx(192**-0.5 * factor**2)
 
 
 @pytest.mark.parametrize("key", ROPE_KEYS_WITHOUT_EFFECT)

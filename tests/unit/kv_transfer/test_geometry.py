@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from baton.kv import KVFingerprint
+from baton.kv import LATENT_LAYOUT, KVFingerprint
 from baton.kv_groups import KVGroups
 from kv_transfer.pool import HostPieces, KVBytes
-from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, peers_of, piece_shape
+from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, piece_shape
 from kv_transfer.transport.base import Bytes
 
 NUM_LAYERS, NUM_HEADS, HEAD_BYTES, NUM_TOKENS = 2, 8, 3, 96
@@ -89,15 +89,59 @@ def test_whatever_the_ranks_and_blocks_every_head_of_every_token_arrives(
     for rank in range(num_consumers):
         consumer = make_pool(num_consumers, rank, consumer_block, 2)
         before = consumer.blocks.copy()
-        for peer in peers_of(rank, num_consumers, num_producers):
+        for peer in consumer.peers_of(num_producers, is_producer=False):
             producer = producers[peer]
-            assert rank in peers_of(peer, num_producers, num_consumers)
+            assert rank in producer.peers_of(num_consumers, is_producer=True)
             source, target = producer.pieces(consumer.layout), consumer.pieces(producer.layout)
             assert source.nbytes == target.nbytes
             hand_over(source, target, sources, targets, how)
         assert (kv_in(consumer, targets) == KV_PHTB[:, heads_of(consumer)]).all()
         others = [block_id for block_id in range(15) if block_id not in targets]
         assert (consumer.blocks[others] == before[others]).all()
+
+
+@pytest.mark.parametrize("how", ["sent", "read"])
+@pytest.mark.parametrize(("num_producers", "num_consumers"), RANKS)
+@pytest.mark.parametrize(("producer_block", "consumer_block"), BLOCK_SIZES)
+def test_every_rank_gets_the_latents_of_all_heads_from_one_rank(
+    num_producers: int, num_consumers: int, producer_block: int, consumer_block: int, how: str
+) -> None:
+    latents = replace(FINGERPRINT, layout=LATENT_LAYOUT, num_kv_heads=1)
+    truth_LTB = KV_PHTB[:NUM_LAYERS, 0]
+    sources = [13 - 2 * i if i < 7 else 2 * i - 12 for i in range(NUM_TOKENS // producer_block)]
+    targets = [1 + i for i in range(NUM_TOKENS // consumer_block)]
+
+    def pool_of(num_ranks: int, rank: int, block_size: int) -> KVBytes:
+        blocks = np.zeros((15, NUM_LAYERS * block_size * HEAD_BYTES), dtype=np.uint8)
+        return KVBytes(blocks, replace(latents, block_size=block_size, num_ranks=num_ranks), rank)
+
+    producers = [pool_of(num_producers, rank, producer_block) for rank in range(num_producers)]
+    for producer in producers:
+        for number, block_id in enumerate(sources):
+            tokens = truth_LTB[:, number * producer_block : (number + 1) * producer_block]
+            producer.blocks[block_id] = np.ascontiguousarray(tokens).reshape(-1)
+    asked = []
+    for rank in range(num_consumers):
+        consumer = pool_of(num_consumers, rank, consumer_block)
+        (peer,) = consumer.peers_of(num_producers, is_producer=False)
+        asked.append((peer, rank))
+        source, target = producers[peer].pieces(consumer.layout), consumer.pieces(producers[peer].layout)
+        hand_over(source, target, sources, targets, how)
+        shape = NUM_LAYERS, consumer_block, HEAD_BYTES
+        held = np.concatenate([consumer.blocks[block_id].reshape(shape) for block_id in targets], axis=1)
+        assert (held == truth_LTB).all()
+    served = [
+        (producer.layout.rank, rank)
+        for producer in producers
+        for rank in producer.peers_of(num_consumers, is_producer=True)
+    ]
+    assert served == sorted(asked), "both ends know the same rank transfers"
+
+
+def test_ranks_need_not_divide_a_latent() -> None:
+    assert mismatch(None, RankLayout(16, 16), RankLayout(16)) is None
+    reason = mismatch(None, RankLayout(16, 2), RankLayout(16, 3))
+    assert reason == "tensor-parallel ranks: neither of 2 and 3 divides the other"
 
 
 def test_equal_workers_exchange_whole_blocks_in_place() -> None:

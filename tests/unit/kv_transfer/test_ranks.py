@@ -4,9 +4,27 @@ import pytest
 
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
 from baton.step import KVConnectorOutput
-from kv_transfer.commands import AbortLoad, BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
+from baton.transfer import TransferEventKind
+from kv_transfer.commands import (
+    AbortLoad,
+    AbortSend,
+    BeginLoad,
+    BeginSend,
+    FinishSend,
+    LoadBlocks,
+    SendBlocks,
+)
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
-from tests.factories.endpoints import CONFIG, LEASE_S, LOAD_TIMEOUT_S, TOKEN, Fabric
+from tests.factories.endpoints import (
+    CELL_BYTES,
+    CONFIG,
+    LATENTS,
+    LEASE_S,
+    LOAD_TIMEOUT_S,
+    NUM_LAYERS,
+    TOKEN,
+    Fabric,
+)
 from tests.factories.hand_overs import begin, finish
 
 NUM_TOKENS = 80
@@ -37,6 +55,54 @@ def test_c47_a_prompt_arrives_whole_whatever_the_ranks_and_blocks(
     assert (received.request_id, received.first_token) == ("r", TOKEN)
     assert decode.holds(NUM_TOKENS)
     assert prefill.output().finished_sending == ("r",)
+    fabric.assert_at_rest()
+
+
+@pytest.mark.parametrize(("transport", "on_device"), TRANSPORTS)
+@pytest.mark.parametrize(("num_producers", "num_consumers"), RANKS)
+def test_c47_latents_arrive_once_on_every_rank(
+    transport: str, on_device: bool, num_producers: int, num_consumers: int
+) -> None:
+    """Of a producer with more ranks, some send nothing; their blocks are free like the others'."""
+    fabric = Fabric(transport, on_device=on_device)
+    prefill = fabric.add("p0", num_producers, fingerprint=LATENTS)
+    decode = fabric.add("d0", num_consumers, 32, fingerprint=LATENTS)
+    prefill.compute(NUM_TOKENS)
+    begin(fabric, prefill, decode, NUM_TOKENS)
+    finish(fabric, prefill, NUM_TOKENS)
+    output = decode.output()
+    (received,) = output.finished_recving
+    assert decode.holds(NUM_TOKENS)
+    assert received.num_bytes == num_consumers * NUM_LAYERS * NUM_TOKENS * CELL_BYTES
+    sent = prefill.output()
+    assert sent.finished_sending == ("r",)
+    record = sent.transfers["r"]
+    assert (record.events[-1].kind, record.transport) == (TransferEventKind.RELEASED, transport)
+    fabric.assert_at_rest()
+
+
+@pytest.mark.parametrize("ends_at", ["decode", "prefill"])
+def test_c47_a_rank_that_sends_nothing_ends_with_the_others(ends_at: str) -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0", 4, fingerprint=LATENTS), fabric.add("d0", 2, fingerprint=LATENTS)
+    prefill.compute(NUM_TOKENS)
+    begin(fabric, prefill, decode, NUM_TOKENS)
+    prefill.save(SendBlocks("r", 0, prefill.blocks_for(NUM_TOKENS)[:2]))
+    fabric.deliver()
+    if ends_at == "decode":
+        decode.command(AbortLoad("r", "the client left"))
+        fabric.deliver()
+        assert decode.output().quiesced == ("r",)
+        finish(fabric, prefill, NUM_TOKENS)
+    else:
+        prefill.command(AbortSend("r", "out of blocks", is_cancelled=False, is_held=True))
+        fabric.advance(1.0)
+        (failed,) = decode.output().failed_recving
+        assert "out of blocks" in failed.reason
+    sent = prefill.output()
+    assert sent.finished_sending == ("r",)
+    kind = sent.transfers["r"].events[-1].kind
+    assert kind is (TransferEventKind.NOT_NEEDED if ends_at == "decode" else TransferEventKind.FAILED)
     fabric.assert_at_rest()
 
 

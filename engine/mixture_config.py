@@ -1,0 +1,142 @@
+"""Mixture: what a config.json says about a model's experts, and how its tokens choose among them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import ModelError
+from engine.activation import Activation, ClampedSwiglu, Gate
+from engine.config_values import count_of, positive_of
+from engine.families import READ, Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A mixture of experts in the MLP's place: each token takes the gated MLPs that its router scores highest."""
+
+    num_experts: int
+    num_chosen: int
+    """By each token."""
+    intermediate_size: int
+    """Of an expert."""
+    is_normalised: bool
+    """Whether the weights of a token's experts add up to 1; else they are their scores."""
+    is_sigmoid: bool = False
+    """Whether a score is the sigmoid of a logit; else scores are probabilities among all experts."""
+    routes_in_float32: bool = False
+    """Whether the router's matrix and product are in float32, whatever the model is in."""
+    has_choice_bias: bool = False
+    """Whether a bias for each expert is added to scores for the choice alone (DeepSeek-V3, 2024)."""
+    num_groups: int = 1
+    """Of neighbouring experts; a token takes its experts from the best `num_chosen_groups` of them."""
+    num_chosen_groups: int = 1
+    num_compared: int = 1
+    """A group is as good as the sum of so many of its best experts."""
+    scale: float = 1.0
+    """Of weights."""
+    activation: Activation = Gate.SILU
+    shared_size: int = 0
+    """Intermediate size of the MLP that all tokens take beside their experts; 0: there is none."""
+
+
+def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[Mixture | None, ...]:
+    """Of every layer; None for one MLP. ModelError names the key that is not supported."""
+    if family.is_deepseek:
+        num_dense = config.get("first_k_dense_replace")
+        if not isinstance(num_dense, int) or num_dense < 0:
+            raise ModelError(f"first_k_dense_replace must be an integer of at least 0, got {num_dense!r}")
+        mixture = None if num_dense >= num_layers else _deepseek(config, family)
+        return tuple(None if layer < num_dense else mixture for layer in range(num_layers))
+    if "num_experts" not in READ[family]:
+        return (None,) * num_layers
+    is_qwen = family is Family.QWEN3_MOE
+    _check_equal(config, "num_experts_per_tok", "experts_per_token")
+    num_experts, num_chosen = _num_experts(config, family), count_of(config, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise ModelError(
+            f"num_experts_per_tok must be at most the number of experts, {num_experts}, got {num_chosen}"
+        )
+    mixture = Mixture(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=count_of(config, "moe_intermediate_size" if is_qwen else "intermediate_size"),
+        is_normalised=not is_qwen or bool(config.get("norm_topk_prob", False)),
+        activation=_clamped(config) if family is Family.GPT_OSS else Gate.SILU,
+    )
+    every = count_of(config, "decoder_sparse_step") if is_qwen else 1
+    dense = config.get("mlp_only_layers") or [] if is_qwen else []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ModelError(f"mlp_only_layers must be a list of layers, got {dense!r:.80}")
+    return tuple(None if layer in dense or (layer + 1) % every else mixture for layer in range(num_layers))
+
+
+def _num_experts(config: Mapping[str, Any], family: Family) -> int:
+    """transformers has two names for it, and takes either."""
+    _check_equal(config, "num_experts", "num_local_experts")
+    key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    return count_of(config, key, 8 if family is Family.MIXTRAL else 128)
+
+
+def _clamped(config: Mapping[str, Any]) -> ClampedSwiglu:
+    return ClampedSwiglu(alpha=positive_of(config, "swiglu_alpha"), limit=positive_of(config, "swiglu_limit"))
+
+
+def _check_equal(config: Mapping[str, Any], *names: str) -> None:
+    """Two names of one value."""
+    keys = [key for key in names if config.get(key) is not None]
+    if any(config[key] != config[keys[0]] for key in keys):
+        raise ModelError(f"{' and '.join(f'{key} ({config[key]!r})' for key in keys)} must be equal")
+
+
+def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
+    is_v3 = family is Family.DEEPSEEK_V3
+    _refuse_other(config, "moe_layer_freq", 1)
+    _refuse_other(config, "scoring_func", "sigmoid" if is_v3 else "softmax")
+    is_grouped = is_v3
+    if is_v3:
+        _refuse_other(config, "topk_method", "noaux_tc")
+    else:
+        _refuse_other(config, "norm_topk_prob", False)
+        _refuse_other(config, "topk_method", "greedy", "group_limited_greedy")
+        is_grouped = config.get("topk_method") == "group_limited_greedy"
+    size, num_experts = count_of(config, "moe_intermediate_size"), count_of(config, "n_routed_experts")
+    num_groups, num_chosen_groups, num_chosen = _groups(config, num_experts, is_grouped=is_grouped)
+    return Mixture(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=size,
+        is_normalised=is_v3 and bool(config.get("norm_topk_prob")),
+        is_sigmoid=is_v3,
+        routes_in_float32=True,
+        has_choice_bias=is_v3,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        num_compared=2 if is_v3 else 1,
+        scale=positive_of(config, "routed_scaling_factor"),
+        shared_size=size * count_of(config, "n_shared_experts"),
+    )
+
+
+def _groups(config: Mapping[str, Any], num_experts: int, *, is_grouped: bool) -> tuple[int, int, int]:
+    """How many groups there are, how many of them a token chooses, and how many experts."""
+    num_groups = count_of(config, "n_group") if is_grouped else 1
+    num_chosen_groups = count_of(config, "topk_group") if is_grouped else 1
+    per_group, rest = divmod(num_experts, num_groups)
+    if rest or (is_grouped and num_groups > 1 and per_group < 2):
+        raise ModelError(
+            f"n_group must divide the {num_experts} experts into groups of two or more, got {num_groups}"
+        )
+    if num_chosen_groups > num_groups:
+        raise ModelError(f"topk_group must be at most n_group, {num_groups}, got {num_chosen_groups}")
+    num_chosen, most = count_of(config, "num_experts_per_tok"), num_chosen_groups * per_group
+    if num_chosen > most:
+        raise ModelError(
+            f"num_experts_per_tok must be at most the {most} experts of a choice, got {num_chosen}"
+        )
+    return num_groups, num_chosen_groups, num_chosen
+
+
+def _refuse_other(config: Mapping[str, Any], key: str, *supported: object) -> None:
+    value = config.get(key)
+    if value is not None and value not in supported:
+        raise ModelError(f"{key} {value!r:.80} is not supported; only {', '.join(map(repr, supported))} is")
