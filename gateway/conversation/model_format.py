@@ -39,7 +39,7 @@ class ModelFormat:
         return frozenset((*self.syntax.markers, *self.syntax.tokens, *tags))
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
-        _check(conversation)
+        check_tools(conversation)
         variables = self._template.variables(self._checked_reasoning(conversation))
         if self._style is None:
             has_system_role = "System role not supported" not in self._template.source
@@ -82,7 +82,7 @@ class ModelFormat:
         return replace(conversation, reasoning=replace(reasoning, is_enabled=None))
 
 
-def _check(conversation: Conversation) -> None:
+def check_tools(conversation: Conversation) -> None:
     """InvalidRequest by the field for tools that cannot be called."""
     names: set[str] = set()
     for name in (tool.name for tool in conversation.tools):

@@ -66,6 +66,11 @@ class Reader:
         """No more text comes."""
         self._is_ended = True
 
+    @property
+    def is_at_end(self) -> bool:
+        """All text is read, and no more comes."""
+        return self._is_ended and self._at == len(self._text)
+
     def begin_attempt(self, limit: int = MAX_ATTEMPT_CHARACTERS) -> None:
         """From here on, or from where an attempt has begun already; `limit`: its most characters."""
         self._mark = self._at if self._mark is None else self._mark

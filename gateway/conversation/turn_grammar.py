@@ -34,6 +34,11 @@ def turn_grammar(
     # Else a text that begins with the mark would be text to the grammar and reasoning to the parser.
     shunned = () if tags is None or lark.is_token(tags.begin) else (tags.begin,)
     lark.rule("start", f"{thought} {_body(lark, syntax, conversation, shunned, answer)}")
+    return checked_grammar(lark)
+
+
+def checked_grammar(lark: Lark) -> StructuredOutput:
+    """The grammar that the rules make. InvalidRequest if it is too large."""
     source = lark.source()
     if len(source) > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequest(
@@ -67,9 +72,9 @@ def _body(
 ) -> str:
     use = conversation.tool_choice.use
     if not conversation.tools:
-        return lark.text_without("TEXT", *shunned) if answer is None else _answer(lark, answer)
+        return lark.text_without("TEXT", *shunned) if answer is None else answer_expression(lark, answer)
     if use is ToolUse.NONE:
-        return _plain(lark, syntax, shunned) if answer is None else _answer(lark, answer)
+        return _plain(lark, syntax, shunned) if answer is None else answer_expression(lark, answer)
     calls = _calls(lark, syntax, conversation)
     if use is ToolUse.REQUIRED:
         return calls
@@ -80,7 +85,7 @@ def _body(
                 "this model's calls have no mark of their own, so it cannot choose between calls and an answer in a "
                 "given form; set tool_choice to required or none, or leave out tools",
             )
-        return f"( {calls} | {_answer(lark, answer)} )"
+        return f"( {calls} | {answer_expression(lark, answer)} )"
     text = _plain(lark, syntax, shunned)
     if syntax.bare_beginning is not None:
         return f"( {calls} | {text} )"
@@ -94,7 +99,7 @@ def _calls(lark: Lark, syntax: CallSyntax, conversation: Conversation) -> str:
     """All calls of the turn, and no text."""
     is_parallel = conversation.parallel_tool_calls
     is_required = conversation.tool_choice.use is ToolUse.REQUIRED
-    tools = [_guided(tool, is_required or tool.strict) for tool in conversation.callable_tools]
+    tools = [guided_tool(tool, is_required or tool.strict) for tool in conversation.callable_tools]
     lark.rule("section", syntax.section(lark, tools, is_parallel))
     begin = "" if syntax.bare_beginning is not None else lark.marker(syntax.markers[0])
     if is_parallel and syntax.repeats is not None:
@@ -102,7 +107,8 @@ def _calls(lark: Lark, syntax: CallSyntax, conversation: Conversation) -> str:
     return f"{begin} section"
 
 
-def _guided(tool: Tool, fits: bool) -> GuidedTool:
+def guided_tool(tool: Tool, fits: bool) -> GuidedTool:
+    """`fits`: its arguments must match its schema. InvalidRequest if that is none."""
     if not fits:
         check_parameters(tool)
     return GuidedTool(tool.name, guided_schema(tool) if fits else ANY_ARGUMENTS, tool if fits else None)
@@ -115,7 +121,8 @@ def _plain(lark: Lark, syntax: CallSyntax, shunned: tuple[str, ...]) -> str:
     return lark.text_without("TEXT", *syntax.markers, *shunned, also=excluded)
 
 
-def _answer(lark: Lark, answer: StructuredOutput) -> str:
+def answer_expression(lark: Lark, answer: StructuredOutput) -> str:
+    """Text that a client asked for, as an expression of Lark. InvalidRequest if it is a whole grammar."""
     match answer.kind:
         case GrammarKind.JSON_SCHEMA:
             return f"%json {answer.source}"

@@ -108,7 +108,24 @@ TEMPLATES = {
     "generic": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     + GENERATION,
 }
-"""By family: a template that shows its signs and writes calls as it does."""
+"""By family that writes text with calls in it: a template that shows its signs and writes calls as it does."""
+
+HARMONY = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
+    "{% for tool in tools or [] %}{{ '// ' + tool.function.description }} {{ tool.function | tojson }}{% endfor %}"
+    "{% set last = namespace(name=none) %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('either content or thinking') }}{% endif %}"
+    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% set f = m.tool_calls[0].function %}{% set last.name = f.name %}"
+    "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+    "{{ f.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
+    "{{ m.content | tojson }}<|end|>{% elif m.role == 'assistant' %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""As gpt-oss's: it writes one call of a turn, and each tool's description; results are the last call's."""
 
 THINKING = TEMPLATES["hermes"].replace(
     GENERATION,
@@ -120,7 +137,7 @@ THINKING = TEMPLATES["hermes"].replace(
 
 
 def format_of(family: str, vocabulary: Vocabulary | None = None) -> AnswerFormat:
-    return answer_format_of(TEMPLATES[family], vocabulary or Vocabulary())
+    return answer_format_of(HARMONY if family == "harmony" else TEMPLATES[family], vocabulary or Vocabulary())
 
 
 def rendered(

@@ -7,6 +7,8 @@ from baton.errors import ModelError
 from gateway.conversation.answer_format import AnswerFormat, PlainFormat
 from gateway.conversation.call_syntax import CallSyntax
 from gateway.conversation.formats import deepseek
+from gateway.conversation.formats.harmony import HarmonyFormat
+from gateway.conversation.formats.harmony_tokens import CHANNEL, MESSAGE
 from gateway.conversation.formats.hermes import HermesCalls
 from gateway.conversation.formats.llama import LlamaCalls
 from gateway.conversation.formats.mistral import MistralCalls, MistralNamedCalls
@@ -24,7 +26,8 @@ TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]
 class Family:
     """How one family of models writes calls."""
 
-    new_syntax: Callable[[], CallSyntax]
+    new_syntax: Callable[[], CallSyntax] | None
+    """None: its answers are not text with calls in it, but messages on channels."""
     style: TemplateStyle | None
     """What its templates expect; None: they know no tools."""
     signs: tuple[str, ...]
@@ -36,6 +39,7 @@ _MISTRAL = TemplateStyle(ids_are_short=True)
 _DEEPSEEK = TemplateStyle(arguments_are_text=True, has_null_content=True)
 
 FAMILIES: Mapping[str, Family] = {
+    "harmony": Family(None, _NATIVE, (CHANNEL, MESSAGE)),
     "deepseek_v3": Family(
         lambda: deepseek.DeepSeekCalls(is_fenced=True), _DEEPSEEK, (deepseek.BEGIN, "```json")
     ),
@@ -61,6 +65,8 @@ def answer_format_of(
         return PlainFormat()
     template = ChatTemplate(chat_template)
     family = _chosen(template) if name is None else _named(template, name)
+    if family.new_syntax is None:
+        return HarmonyFormat(template, vocabulary)
     tags = next((tags for tags in TAGS if tags.begin in chat_template or tags.end in chat_template), None)
     return ModelFormat(template, vocabulary, family.new_syntax(), tags, family.style)
 

@@ -40,11 +40,13 @@ def test_a_template_shows_its_family(family: str) -> None:
 
     assert isinstance(by_template, ModelFormat)
     assert isinstance(by_name, ModelFormat)
-    assert type(by_template.syntax) is type(by_name.syntax) is type(FAMILIES[family].new_syntax())
+    new_syntax = FAMILIES[family].new_syntax
+    assert new_syntax is not None
+    assert type(by_template.syntax) is type(by_name.syntax) is type(new_syntax())
 
 
 def test_every_format_has_a_template_here_and_can_be_configured() -> None:
-    assert set(TEMPLATES) == set(FORMAT_NAMES)
+    assert {*TEMPLATES, "harmony"} == set(FORMAT_NAMES)
     assert {*get_args(AnswerFormatName)} == {"auto", *FORMAT_NAMES}
 
 
