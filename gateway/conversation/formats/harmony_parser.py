@@ -1,7 +1,7 @@
 """HarmonyParser: one turn's messages as events, while they are written; see harmony.py for what they look like.
 
-What follows no head, and what stands on an unknown channel, is text. The format's tokens are dropped wherever they stand.
-Two messages of one kind have a line's end between them.
+What follows no head, and what stands on an unknown channel, is text. The format's tokens are dropped wherever they
+stand. Two messages of one kind have a line's end between them.
 """
 
 from collections.abc import Callable, Sequence

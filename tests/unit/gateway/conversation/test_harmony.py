@@ -4,6 +4,7 @@ import random
 import time
 from dataclasses import replace
 
+import llguidance
 import pytest
 
 from baton.errors import InvalidRequest
@@ -267,6 +268,27 @@ def test_whatever_a_grammar_lets_through_is_read(guide: Guide) -> None:
         num_ended += has_ended
         assert parts.ends_with_calls or not has_ended
     assert num_ended >= 3
+
+
+def test_a_guided_call_ends_with_the_token_that_ends_the_turn() -> None:
+    guide = GUIDES["markers are tokens"]
+    ends = [guide.vocabulary.ids[token] for token in ("<|return|>", "<|call|>")]
+    library = llguidance.LLTokenizer(
+        guide.tokenizer.to_str(), n_vocab=guide.tokenizer.get_vocab_size(), eos_token=ends
+    )
+    grammar = format_of("harmony", guide.vocabulary).grammar(REQUIRED, "", None)
+    assert grammar is not None
+    matcher = llguidance.LLMatcher(
+        library, llguidance.LLMatcher.grammar_from_lark(grammar.source), log_level=0
+    )
+    ids = guide.tokenizer.encode(THOUGHT + CALL, add_special_tokens=False).ids
+
+    assert matcher.try_consume_tokens(ids[:-1]) == len(ids) - 1
+    assert matcher.validate_tokens([ends[1]]) == 0
+    assert matcher.consume_token(ids[-1])
+    assert matcher.validate_tokens([ends[1]]) == 1
+    assert matcher.consume_token(ends[1])
+    assert matcher.is_stopped()
 
 
 def test_a_template_shows_harmony_and_gets_effort() -> None:
