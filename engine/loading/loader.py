@@ -1,6 +1,6 @@
 """load_model: a model's folder becomes a model on a device, with the facts the rest of the engine needs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,14 +16,15 @@ from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
 from engine.layers.fp8_linear import has_fp8_units
 from engine.layers.native_backend import NativeBackend
+from engine.layers.scaled_attention import KVScale
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
+from engine.loading.kv_scales import ENDINGS, digest_of, read_kv_scales
 from engine.loading.quantized_checkpoint import (
     OutlinedCheckpoint,
     QuantizedCheckpoint,
     StoredWeights,
-    refuse_kv_scales,
 )
 from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.streamed_weights import StreamedWeights
@@ -130,12 +131,11 @@ def load_model(
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
     quantization = _kept_as(config, path, device)
-    if kv_dtype is FP8 and not is_dummy and gguf_of(path) is None:
-        refuse_kv_scales(path)
+    kv_scales = _kv_scales(config, path, kv_dtype)
     decoder = (
-        _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives)
+        _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives, kv_scales)
         if is_dummy
-        else _load_decoder(config, path, architecture, device, backend, collectives, on_progress)
+        else _load_decoder(config, path, architecture, device, backend, collectives, kv_scales, on_progress)
     )
     return LoadedModel(
         architecture=architecture,
@@ -152,6 +152,7 @@ def load_model(
             quantization=quantization,
             activations=None if kv_dtype is dtype else config.dtype,
             rotation=_rotation(architecture),
+            kv_scales=digest_of(kv_scales),
         ),
         quantization=quantization,
     )
@@ -185,7 +186,9 @@ def outline_model(
         source = OutlinedCheckpoint(path, quantization, dtype)
     return LoadedModel(
         architecture=architecture,
-        decoder=_decoder(config, architecture, source, backend, collectives),
+        decoder=_decoder(
+            config, architecture, source, backend, collectives, _kv_scales(config, path, kv_dtype)
+        ),
         backend=backend,
         collectives=collectives,
         device=torch.device("meta"),
@@ -213,17 +216,25 @@ def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_
     return recorder.takes
 
 
+def _kv_scales(config: ModelConfig, path: Path, kv_dtype: torch.dtype) -> dict[str, KVScale]:
+    """Of a checkpoint, if KV has so few bits that they matter."""
+    if kv_dtype is not FP8 or config.load_format == "dummy" or gguf_of(path) is not None:
+        return {}
+    return read_kv_scales(path)
+
+
 def _decoder(
     config: ModelConfig,
     architecture: ModelArchitecture,
     weights: WeightSource,
     backend: Backend,
     collectives: Collectives,
+    kv_scales: Mapping[str, KVScale],
 ) -> Decoder:
     bits = BITS.get(config.quantization)
     source = weights if bits is None else QuantizedWeights(weights, bits)
     linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
-    return Decoder(architecture, source, backend, linear, collectives)
+    return Decoder(architecture, source, backend, linear, collectives, kv_scales)
 
 
 def _load_decoder(
@@ -233,14 +244,16 @@ def _load_decoder(
     device: torch.device,
     backend: Backend,
     collectives: Collectives,
+    kv_scales: Mapping[str, KVScale],
     on_progress: OnProgress | None,
 ) -> Decoder:
     takes = takes_of(architecture, collectives)
     with _open_weights(config, path, architecture, device, takes, on_progress) as weights:
-        decoder = _decoder(config, architecture, weights, backend, collectives)
-        # Buffers of older checkpoints, and a copy of the embeddings that a tied model does not use.
+        decoder = _decoder(config, architecture, weights, backend, collectives, kv_scales)
+        # Buffers of older checkpoints, a copy of the embeddings that a tied model does not use, and scales of KV, which
+        # are read apart if they matter.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
-        weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied))
+        weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *ENDINGS, *tied))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
     return decoder
