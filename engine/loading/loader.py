@@ -18,6 +18,7 @@ from engine.layers.fp8_linear import has_fp8_units
 from engine.layers.native_backend import NativeBackend
 from engine.layers.scaled_attention import KVScale
 from engine.layers.torch_backend import TorchBackend
+from engine.loading.demands import check_quantization, check_shares
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
 from engine.loading.kv_scales import ENDINGS, digest_of, read_kv_scales
@@ -126,8 +127,8 @@ def load_model(
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, device)
     architecture = read_architecture(path, max_model_len)
-    check_quantization(config, device)
-    _check_shares(architecture, collectives.size)
+    check_quantization(config, device.type)
+    check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
     quantization = _kept_as(config, path, device)
@@ -257,25 +258,6 @@ def _load_decoder(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
     return decoder
-
-
-def _check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
-    """ConfigError if heads cannot be shared equally; see Shard for the other dimensions."""
-    for what, count in (("attention", architecture.num_heads), ("KV", architecture.num_kv_heads)):
-        if count % num_ranks:
-            raise ConfigError(
-                f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}, which does not "
-                f"divide this model's {count} {what} heads"
-            )
-
-
-def check_quantization(config: ModelConfig, device: torch.device) -> None:
-    """ConfigError if this device cannot multiply what `model.quantization` says."""
-    if config.quantization in BITS and device.type != "cpu":
-        raise ConfigError(
-            f"model.quantization: {config.quantization!r} is for engine.device 'cpu'; with {device.type!r}, use 'fp8', "
-            "or 'none'"
-        )
 
 
 def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.device) -> torch.dtype:

@@ -131,7 +131,7 @@ def test_if_none_can_compile_the_log_says_why(
             tmp_path / "bin" / name, f"In file included from a:\na.h:3: error: {name} is too old\n..."
         )
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(library, "find_spec", lambda _: None)
+    monkeypatch.setattr("engine.native.compilers.find_spec", lambda _: None)
     assert find() is None
     (warning,) = warnings(caplog)
     assert "a.h:3: error: c++ is too old" in warning
