@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.native import library
+from engine.native.compilers import VARIABLE
 from engine.native.instructions import INSTRUCTION_SETS, machine_instructions
-from engine.native.library import VARIABLE, native_library
+from engine.native.library import native_library
 
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 find = native_library.__wrapped__
