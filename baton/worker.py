@@ -29,7 +29,7 @@ class WorkerState(Enum):
 
     @property
     def has_ended(self) -> bool:
-        """What the worker had is lost, unless it gave everything away before."""
+        """The worker has ended. Its requests and blocks are lost, unless it gave them back before."""
         return self in (WorkerState.STOPPED, WorkerState.DEAD, WorkerState.HUNG)
 
 

@@ -122,11 +122,17 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--skip-reading-prefix-cache",
         action="store_true",
-        help="compute the whole prompt, whatever the prefix caches have of it",
+        help="compute the whole prompt, even if a prefix cache has a part of it",
     )
     grammar = generate.add_mutually_exclusive_group()
     grammar.add_argument("--json-schema", metavar="SCHEMA", help="constrain the answer to a JSON schema")
     grammar.add_argument("--regex", metavar="REGEX", help="constrain the answer to a regular expression")
+    generate.add_argument(
+        "--tools", type=Path, metavar="FILE", help="JSON file of OpenAI's tools, which the answer may call"
+    )
+    generate.add_argument(
+        "--tool-choice", metavar="CHOICE", help="none, auto (default), required, or the name of a tool"
+    )
     generate.add_argument(
         "--mode", choices=("disaggregated", "local"), help="require this way of serving the prompt"
     )
@@ -137,7 +143,9 @@ def build_parser() -> argparse.ArgumentParser:
     key = commands.add_parser("key", help="make an API key and its configuration entry")
     key.add_argument("name", metavar="NAME", help="name of the caller")
     grants = key.add_mutually_exclusive_group()
-    grants.add_argument("--admin", action="store_true", help="may generate, observe and administer")
+    grants.add_argument(
+        "--admin", action="store_true", help="grant all scopes: generate, observe and administer"
+    )
     grants.add_argument(
         "--scope",
         action="append",

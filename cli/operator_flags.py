@@ -37,12 +37,12 @@ def add_operators_commands(
         action="append",
         default=[],
         metavar="WORKER",
-        help="only this one; may be given repeatedly",
+        help="only this worker; repeat the flag for several",
     )
     flush_cache.add_argument(
         "--force",
         action="store_true",
-        help="also while blocks are in use: running requests are preempted, and compute their KV anew",
+        help="flush even while blocks are in use; running requests are preempted, and compute their KV anew",
     )
     _add_probe(commands)
 

@@ -22,11 +22,14 @@ class DecodeWorker:
         if transfer is not None and transfer.role is not TransferRole.CONSUMER:
             # No error: the sender does not know yet that the worker changed its role.
             raise Overloaded(
-                "this is a decode worker at present; it does not compute prompts for others", 1.0
+                "this worker is a decode worker now: it does not compute prompts for other workers", 1.0
             )
         waiting = counts.waiting + counts.waiting_for_remote_kvs
         if waiting >= self._max_waiting:
-            raise Overloaded(f"{waiting} requests wait to decode, the limit is {self._max_waiting}", 1.0)
+            raise Overloaded(
+                f"{waiting} requests wait to decode; the limit is {self._max_waiting} (gateway.max_in_flight)",
+                1.0,
+            )
 
     def is_drained(self, counts: RequestCounts, blocks: KVBlockCounts) -> bool:
         return (

@@ -108,7 +108,7 @@ class RunnerRequest:
 
 
 class DraftedRequest:
-    """A request as it is if some drafts are right: what is sampled after the last of them depends on all of them.
+    """A request as it would be if `drafts` were right. The token sampled after the last draft depends on all of them.
 
     Its matcher is the request's, and does not know the drafts.
     """

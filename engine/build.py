@@ -209,7 +209,7 @@ def build_device_engine(
 
 
 def _begin_with(device: torch.device) -> None:
-    """Makes a GPU the one that this process computes on, with the kernels' switches of the environment."""
+    """If `device` is a GPU, selects it for this process, and reads the kernels' switches from the environment."""
     if device.type == "cuda":
         set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
         torch.cuda.set_device(device)
@@ -229,7 +229,7 @@ def _compiler_of(device: torch.device) -> "Compiler":
     )
     if compiler.is_suspect:
         logger.warning(
-            "ptxas %s may make wrong code of prefill's attention for this GPU; set TRITON_PTXAS_PATH to one of CUDA "
+            "ptxas %s may compile prefill's attention wrongly for this GPU; set TRITON_PTXAS_PATH to a ptxas of CUDA "
             "13.3 or later. Attention is compared with torch before this worker serves",
             compiler.version,
         )

@@ -64,7 +64,9 @@ def reckon(
             wanted = max(measured.chunk, asked.max_num_seqs)
             chosen = min(wanted, asked.max_num_batched_tokens)
             logger.info(
-                "scheduler.max_num_batched_tokens is %d; set it to keep it from start to start", chosen
+                "chose scheduler.max_num_batched_tokens %d by measuring; set this key to use the same value at "
+                "every start",
+                chosen,
             )
             values["max_num_batched_tokens"] = chosen
         if wants_memory:

@@ -23,7 +23,7 @@ def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
     if rank >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.tensor_parallel: rank {rank} needs a GPU of its own, and this process sees "
-            f"{torch.cuda.device_count()}"
+            f"{torch.cuda.device_count()}; lower tensor_parallel, or expose more GPUs (CUDA_VISIBLE_DEVICES)"
         )
     if find_spec("triton") is None:
         raise ConfigError("engine.device: got 'cuda', which needs Triton: pip install triton")

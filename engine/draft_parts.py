@@ -120,7 +120,8 @@ def _make_draft_model(draft: Draft, config: SchedulerConfig, model: LoadedModel,
     own_pool = pool if draft.shares_kv else KVPool(pool.num_blocks, shape, model.device)
     cost = _cost(draft.model, model)
     logger.info(
-        "a draft model of %d layers guesses up to %d tokens; a guess takes about %.2f of a token's time, its KV %s",
+        "a draft model of %d layers guesses up to %d tokens; a guess takes about %.2f of a token's time, "
+        "and its KV takes %s",
         draft.model.architecture.num_layers,
         draft.num_drafts,
         cost,

@@ -71,7 +71,7 @@ class NGramProposer:
             ends, length = longer, length + 1
         if length < self._min_tokens:
             return []
-        # Where the occurrence overlaps the last tokens, they repeat, and so does what follows.
+        # If the occurrence overlaps the last tokens, the text repeats itself, so the guess repeats it, too.
         followed: list[int] = np.resize(recent[ends[-1] :], num_tokens).tolist()
         return followed
 

@@ -26,6 +26,7 @@ class Family(Enum):
     GLM4 = "glm4"
     GEMMA2 = "gemma2"
     GEMMA3 = "gemma3_text"
+    GPT_OSS = "gpt_oss"
 
     @property
     def is_gemma(self) -> bool:
@@ -47,6 +48,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": Family.GLM4,
     "Gemma2ForCausalLM": Family.GEMMA2,
     "Gemma3ForCausalLM": Family.GEMMA3,
+    "GptOssForCausalLM": Family.GPT_OSS,
 }
 """`architectures[0]` of a config.json -> its family."""
 
@@ -98,6 +100,17 @@ DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "sliding_window_pattern": 6,
     },
+    Family.GPT_OSS: {
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
 }
 """Values that transformers takes for keys that a config.json does not have."""
 
@@ -137,6 +150,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "shared_expert_intermediate_size": (0,),
     "sliding_window": (),
     "sliding_window_pattern": (),
+    "swiglu_alpha": (),
+    "swiglu_limit": (),
     "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
@@ -186,6 +201,7 @@ READ: Mapping[Family, frozenset[str]] = {
             "sliding_window_pattern",
         }
     ),
+    Family.GPT_OSS: _EXPERTS | {"layer_types", "sliding_window", "swiglu_alpha", "swiglu_limit"},
 }
 """Which of `WITHOUT_EFFECT` a family reads. Any other value of the others is refused."""
 

@@ -5,12 +5,16 @@ Shape suffixes: T tokens of a step, E hidden size, R rows that sample, V vocabul
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from engine.batch import StepBatch
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
 from engine.models.decoder import Decoder
+
+_ANY_ROW = np.zeros(1, np.int64)
+"""Of a step in which none samples: no layer takes zero rows."""
 
 
 class Forward(Protocol):
@@ -43,8 +47,10 @@ class TorchForward:
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
         assert (batch.sources_T < 0).all(), "the host does not know a token yet"
         input_ids_T = torch.from_numpy(batch.input_ids_T).to(self._device)
-        hidden_TE = self._decoder.forward(InputTokens(input_ids_T), self._attention.prepare(batch))
-        if not batch.sampling_requests:
-            return None
-        rows_R = torch.from_numpy(batch.sampling_rows_R).to(self._device)
-        return self._decoder.logits(hidden_TE[rows_R])
+        samples = bool(batch.sampling_requests)
+        rows_R = torch.from_numpy(batch.sampling_rows_R if samples else _ANY_ROW).to(self._device)
+        is_whole = len(rows_R) == len(input_ids_T)
+        hidden_RE = self._decoder.forward(
+            InputTokens(input_ids_T), self._attention.prepare(batch), None if is_whole else rows_R
+        )
+        return self._decoder.logits(hidden_RE) if samples else None

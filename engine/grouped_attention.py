@@ -41,6 +41,12 @@ class GroupedStepAttention:
         self._steps = steps
         self._places = places
 
-    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         group, index = self._places[layer]
-        return self._steps[group](index, qkv_TPD, head_norm)
+        return self._steps[group](index, qkv_TPD, head_norm, sinks_Q)

@@ -28,6 +28,18 @@ class Gate(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSwiglu:
+    """gpt-oss's: (up + 1) x gate x sigmoid(alpha x gate); gates are at most `limit`, ups between -limit and limit."""
+
+    alpha: float
+    limit: float
+
+
+Activation = Gate | ClampedSwiglu
+"""How the two halves of a gated MLP's inner values become one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
     """A mixture of experts in the MLP's place: each token takes the gated MLPs that its router scores highest."""
 
@@ -38,6 +50,7 @@ class Mixture:
     """Of an expert."""
     is_normalised: bool
     """Whether the weights of a token's experts add up to 1; else they are probabilities among all experts."""
+    activation: Activation = Gate.SILU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +81,13 @@ class ModelArchitecture:
     logits_divisor: float = 1.0
     logits_cap: float | None = None
     """As `attention_cap`."""
-    gate: Gate = Gate.SILU
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
+    has_sinks: bool = False
+    """Whether each query head has a sink: a logit of its own beside its scores, which takes weight and has no value."""
 
     def of_layers(self, layers: Sequence[int]) -> Self:
         """A model of these layers. Every tuple of an architecture has a value for each layer."""
@@ -159,6 +173,7 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
         has_o_bias=has_bias and family is not Family.GLM4,
         has_mlp_bias=bool(config.get("mlp_bias", False)) and family in _WITH_MLP_BIAS,
         has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA3),
+        has_sinks=family is Family.GPT_OSS,
     )
     if family is Family.GRANITE:
         return _granite(architecture, config)
@@ -192,7 +207,6 @@ def _gemma(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelA
         attention_cap=caps[0],
         embedding_scale=architecture.hidden_size**0.5,
         logits_cap=caps[1],
-        gate=Gate.GELU_TANH,
     )
 
 
@@ -256,6 +270,7 @@ def _mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tup
     if "num_experts" not in READ[family]:
         return (None,) * num_layers
     is_qwen = family is Family.QWEN3_MOE
+    _check_equal(config, "num_experts_per_tok", "experts_per_token")
     num_experts, num_chosen = _num_experts(config, family), _count(config, "num_experts_per_tok")
     if num_chosen > num_experts:
         raise ModelError(
@@ -266,6 +281,7 @@ def _mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tup
         num_chosen=num_chosen,
         intermediate_size=_count(config, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         is_normalised=not is_qwen or bool(config.get("norm_topk_prob", False)),
+        activation=_clamped(config) if family is Family.GPT_OSS else Gate.SILU,
     )
     every = _count(config, "decoder_sparse_step") if is_qwen else 1
     dense = config.get("mlp_only_layers") or [] if is_qwen else []
@@ -276,10 +292,20 @@ def _mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tup
 
 def _num_experts(config: Mapping[str, Any], family: Family) -> int:
     """transformers has two names for it, and takes either."""
-    keys = [key for key in ("num_experts", "num_local_experts") if config.get(key) is not None]
-    if len(keys) == 2 and config[keys[0]] != config[keys[1]]:
+    _check_equal(config, "num_experts", "num_local_experts")
+    key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    return _count(config, key, 8 if family is Family.MIXTRAL else 128)
+
+
+def _clamped(config: Mapping[str, Any]) -> ClampedSwiglu:
+    return ClampedSwiglu(alpha=_positive(config, "swiglu_alpha"), limit=_positive(config, "swiglu_limit"))
+
+
+def _check_equal(config: Mapping[str, Any], *names: str) -> None:
+    """Two names of one value."""
+    keys = [key for key in names if config.get(key) is not None]
+    if any(config[key] != config[keys[0]] for key in keys):
         raise ModelError(f"{' and '.join(f'{key} ({config[key]!r})' for key in keys)} must be equal")
-    return _count(config, keys[0] if keys else "num_experts", 128 if family is Family.QWEN3_MOE else 8)
 
 
 def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
@@ -295,8 +321,8 @@ def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[s
 def _pattern(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
     if family is Family.SMOLLM3:
         slides = [not rotates for rotates in _rotating_layers(config, num_layers)]
-    elif family.is_gemma:
-        every = 2 if family is Family.GEMMA2 else _count(config, "sliding_window_pattern")
+    elif family.is_gemma or family is Family.GPT_OSS:
+        every = _count(config, "sliding_window_pattern") if family is Family.GEMMA3 else 2
         slides = [(layer + 1) % every != 0 for layer in range(num_layers)]
     else:
         first = config["max_window_layers"]

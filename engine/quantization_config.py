@@ -28,6 +28,8 @@ class Layout(Enum):
     """The same, with zero points as they are."""
     AWQ = "awq"
     """`qweight`, `qzeros`, `scales` of AutoAWQ's GEMM format."""
+    MXFP4 = "mxfp4"
+    """`blocks` of floats of 4 bits, `scales` that are exponents of 2: of gpt-oss's experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +82,16 @@ class Quantization:
     def num_parameters(self, name: str, num_values: int) -> int:
         """How many of the model's parameters a tensor of so many values holds; of scales and zero points none."""
         module, _, kind = name.rpartition(".")
+        if self.method == "mxfp4" and kind.endswith(("_blocks", "_scales")):
+            return 2 * num_values if kind.endswith("_blocks") else 0
         if kind in ("qweight", "weight_packed"):
             scheme = self.scheme_of(module)
             return num_values * (1 if scheme is None else 32 // scheme.bits)
-        return num_values if kind in ("weight", "bias") else 0
+        return num_values if kind.endswith(("weight", "bias", "sinks")) else 0
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """Of a config.json; None if it has none. ModelError names the key that is not supported."""
+    """The quantization that a config.json declares, or None. ModelError names an unsupported key."""
     given = config.get(KEY)
     if given is None:
         return None
@@ -216,12 +220,24 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
     return _of_all("awq", scheme)
 
 
+def _mxfp4(config: Mapping[str, Any]) -> Quantization:
+    """Matrices are those that have `blocks`, whatever `modules_to_not_convert` leaves out."""
+    _refuse_others(config, KEY, _MXFP4)
+    return _of_all("mxfp4", Scheme(layout=Layout.MXFP4, bits=4, inputs_per_scale=32))
+
+
 def _of_all(method: str, scheme: Scheme) -> Quantization:
     """These checkpoints name no targets: the tensors of a matrix say whether it is quantized."""
     return Quantization(method=method, schemes=((("re:.*",), scheme),))
 
 
-_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+_READERS = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+}
 
 ANY = None
 """Every value: the key is read above, or has no effect on the numbers."""
@@ -305,6 +321,7 @@ _AWQ: Values = {
     "backend": ("auto", "autoawq"),
     "desc_act": (False,),
 }
+_MXFP4: Values = _any("quant_method modules_to_not_convert dequantize")
 """Keys of each method, and the values, beside null, that are supported."""
 
 
@@ -336,7 +353,9 @@ def _names(config: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
             re.compile(name.removeprefix("re:"))
         except re.error as error:
             if name.startswith("re:"):
-                raise ModelError(f"{where}.{key}: {name!r} is no regular expression: {error}") from None
+                raise ModelError(
+                    f"{where}.{key}: {name!r} is not a valid regular expression: {error}"
+                ) from None
     return tuple(names)
 
 

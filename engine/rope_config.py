@@ -60,6 +60,15 @@ ROPE_KEYS_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
 """Of Phi-3's first versions."""
 _PARTIAL = (Family.PHI3, Family.GLM4)
+_OWN: Mapping[Family, Mapping[str, Any]] = {
+    Family.GPT_OSS: {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    }
+}
+"""What transformers takes where a config.json has no `rope_parameters`."""
 
 
 def read_rope(
@@ -69,7 +78,8 @@ def read_rope(
 
     `max_length`: positions that the model has; `max_model_len`: those that requests may use.
     """
-    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    own = _OWN.get(family, {})
+    values = dict(config.get("rope_parameters") or config.get("rope_scaling") or own)
     return _rope(values, config, family, head_dim, max_length, max_model_len)
 
 
@@ -133,7 +143,7 @@ def _rotary_dim(factor: object, family: Family, head_dim: int) -> int | None:
     dim = int(head_dim * factor) if isinstance(factor, int | float) else 0
     if not 0 < dim < head_dim or dim % 2:
         raise ModelError(
-            f"partial_rotary_factor {factor!r} of heads of {head_dim} is no even number of dimensions"
+            f"partial_rotary_factor {factor!r} of heads of {head_dim} does not give an even number of dimensions"
         )
     return dim
 

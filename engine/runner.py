@@ -70,7 +70,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
-        """Computes the plan's tokens into their blocks, and samples for every request whose known tokens are computed.
+        """Runs the model on the plan's tokens, and samples for each request with no known token left to compute.
 
         A plan without tokens still updates finished requests, and swaps KV to host memory. Until a step has been waited
         for, only one more may be launched, and that one may not resume a request of the first. A step with drafts is
@@ -255,8 +255,9 @@ class LaunchedStep:
     def _draft(
         self, drafter: Drafter, request_ids: Set[str], forced: Set[str]
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Guesses for these requests, except for those with forced tokens; empty where there is none now, but the next
-        one is likely to be right.
+        """Guesses for these requests, except for those with forced tokens.
+
+        A guess is empty if there is none now, but the request's next one is likely to be right.
         """
         requests = [
             request

@@ -46,7 +46,9 @@ class FailStop:
 
     def _check(self) -> None:
         if self._failed_step is not None:
-            raise RuntimeError(f"step {self._failed_step} failed on this rank, which computes no other")
+            raise RuntimeError(
+                f"step {self._failed_step} failed on this rank, so it computes no further step"
+            )
 
 
 class FailSettled:

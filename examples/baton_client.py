@@ -24,7 +24,7 @@ What is tried again, and what is not:
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -139,6 +139,8 @@ class Part:
     text: str
     finish: Finish | None
     """In the last one only."""
+    events: tuple[pb.AnswerEvent, ...] = ()
+    """What the text says, reasoning and calls of tools too; only if `chat` has tools or `events`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,7 @@ class BatonClient:
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
         messages: Sequence[tuple[str, str]] | None = None,
+        chat: pb.Chat | None = None,
         request_id: str = "",
         mode: Literal["disaggregated", "local"] | None = None,
         cache_salt: str | None = None,
@@ -201,18 +204,18 @@ class BatonClient:
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncGenerator[Part, None]:
-        """Streams an answer; exactly one of `text`, `token_ids` and `messages` (role, content) is the prompt.
+        """Streams an answer; exactly one of `text`, `token_ids`, `messages` (role, content) and `chat` is the prompt.
 
         `request_id` is for `abort`. Raises BatonError.
         """
-        if sum(prompt is not None for prompt in (text, token_ids, messages)) != 1:
-            raise ValueError("give exactly one of text, token_ids and messages")
+        if sum(prompt is not None for prompt in (text, token_ids, messages, chat)) != 1:
+            raise ValueError("give exactly one of text, token_ids, messages and chat")
         if "seed" not in sampling:  # so that a retry on any gateway gives the same answer
             sampling["seed"] = self._rng.getrandbits(63)
         request = pb.GenerateRequest(
             request_id=request_id,
             token_ids=None if token_ids is None else pb.TokenIds(ids=token_ids),
-            chat=None if messages is None else _chat(messages),
+            chat=chat if messages is None else _chat(messages),
             sampling_params=sampling_pb2.SamplingParams(**sampling),
             routing_mode=_MODES[mode],
             cache_salt=cache_salt,
@@ -320,11 +323,14 @@ class _Answer:
         self.has_begun = False
         self._num_tokens = 0
         self._num_characters = 0
+        self._num_units = 0
+        self._num_known_units = 0
+        """Of events: the characters of pieces, and 1 for every other event."""
 
     def begin(self) -> None:
         """Another attempt, which repeats the answer from the beginning."""
         self.has_begun = True
-        self._num_tokens = self._num_characters = 0
+        self._num_tokens = self._num_characters = self._num_units = 0
 
     def take(self, response: pb.GenerateResponse) -> Part | None:
         """What is new in it; None if nothing is. BatonError if it contradicts what the caller has."""
@@ -345,9 +351,28 @@ class _Answer:
             raise BatonError("DATA_LOSS", "on a retry, the service gave another answer than before")
         self.token_ids += new_tokens
         self.text += new_text
-        if not new_tokens and not new_text and not self.is_over:
+        events = self._new_events(response.events)
+        if not new_tokens and not new_text and not events and not self.is_over:
             return None
-        return Part(tuple(new_tokens), new_text, _finish(response.finish) if self.is_over else None)
+        finish = _finish(response.finish) if self.is_over else None
+        return Part(tuple(new_tokens), new_text, finish, tuple(events))
+
+    def _new_events(self, events: Iterable[pb.AnswerEvent]) -> list[pb.AnswerEvent]:
+        """A retry may cut pieces otherwise, so the caller may have the beginning of one. It was the same tokens'."""
+        news = []
+        for event in events:
+            kind = event.WhichOneof("event") or ""
+            owner, name = (event.arguments_delta, "json") if kind == "arguments_delta" else (event, kind)
+            piece = getattr(owner, name, None)
+            size = len(piece) if isinstance(piece, str) else 1
+            num_old = _num_known(self._num_units, size, self._num_known_units)
+            self._num_units += size
+            if num_old < size:
+                if isinstance(piece, str):
+                    setattr(owner, name, piece[num_old:])
+                news.append(event)
+        self._num_known_units = max(self._num_known_units, self._num_units)
+        return news
 
 
 def _num_known(position: int, size: int, num_known: int) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from hashlib import blake2b
 from types import MappingProxyType
 
 from baton.errors import InvalidRequest
@@ -82,9 +83,21 @@ class AnswerParsers:
     def __init__(self, requests: Sequence[GatewayRequest]) -> None:
         self._parsers = [request.new_parser() for request in requests]
 
+    @property
+    def are_needed(self) -> bool:
+        """Some answer may be more than text."""
+        return any(parser is not None for parser in self._parsers)
+
     def events(self, index: int, delta: Delta) -> list[AnswerEvent]:
         """The events that are certain with this delta of the answer `index`; its deltas must come in order."""
         return parsed(self._parsers[index], delta.text, delta.finish is not None)
+
+
+def call_id(request_id: str, index: int, prefix: str = "call_") -> str:
+    """A name for the call `index` of an answer, by which the tool's result refers to it. As unique as the id of the
+    answer's request, and the same whenever it is made."""
+    digest = blake2b(f"{request_id}/{index}".encode(), digest_size=12)
+    return prefix + digest.hexdigest()
 
 
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
@@ -122,15 +135,17 @@ async def in_turns(batches: AsyncIterator[Sequence[ChoiceDelta]]) -> AsyncGenera
 
 
 def _parts(delta: Delta) -> Iterator[Delta]:
-    """The text comes with the first one, the finish with the last."""
-    if len(delta.token_ids) <= PORTION_TOKENS:
+    """Each has as much of the text as of the tokens; the last one has the finish."""
+    num_tokens = len(delta.token_ids)
+    if num_tokens <= PORTION_TOKENS:
         yield delta
         return
-    for begin in range(0, len(delta.token_ids), PORTION_TOKENS):
-        end = begin + PORTION_TOKENS
+    for begin in range(0, num_tokens, PORTION_TOKENS):
+        end = min(begin + PORTION_TOKENS, num_tokens)
+        text = slice(begin * len(delta.text) // num_tokens, end * len(delta.text) // num_tokens)
         yield Delta(
             delta.token_ids[begin:end],
-            "" if begin else delta.text,
+            delta.text[text],
             delta.logprobs[begin:end],
-            delta.finish if end >= len(delta.token_ids) else None,
+            delta.finish if end == num_tokens else None,
         )

@@ -19,6 +19,8 @@ from baton.v1 import generation_service_pb2_grpc as generation_grpc
 from baton.v1 import sampling_pb2 as sampling_pb
 from baton.worker import WorkerRole
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
+from gateway.client_chats import answer_event_of, chat_of
+from gateway.conversation import AnswerEvent, Conversation
 
 ROUTING_MODES = {
     None: generation_pb.ROUTING_MODE_UNSPECIFIED,
@@ -86,7 +88,11 @@ class Event:
 
     token_ids: tuple[int, ...]
     text: str
+    """As the model wrote it; `parts` says what it means, if that was asked for."""
     completion: GenerationEnd | None
+    parts: tuple[AnswerEvent, ...] = ()
+    call_ids: tuple[str, ...] = ()
+    """Of the calls that begin in `parts`, in their order."""
 
 
 class GatewayClient:
@@ -121,6 +127,7 @@ class GatewayClient:
         text: str | None = None,
         token_ids: Sequence[int] | None = None,
         messages: Sequence[tuple[str, str]] | None = None,
+        conversation: Conversation | None = None,
         sampling: Mapping[str, Any] | None = None,
         mode: Literal["disaggregated", "local"] | None = None,
         request_id: str = "",
@@ -130,14 +137,15 @@ class GatewayClient:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Event]:
-        """Streams a request's events; exactly one of `text`, `token_ids` and `messages` (role, content) is the prompt.
+        """Streams a request's events; exactly one of `text`, `token_ids`, `messages` (role, content) and `conversation`
+        is the prompt. With `conversation`, events have `parts`.
 
         `sampling` takes the fields of SamplingParams by name. Closing the iterator cancels the request.
         """
         request = generation_pb.GenerateRequest(
             request_id=request_id,
             token_ids=None if token_ids is None else generation_pb.TokenIds(ids=token_ids),
-            chat=None if messages is None else _chat(messages),
+            chat=_chat(messages, conversation),
             sampling_params=sampling_pb.SamplingParams(**(sampling or {})),
             routing_mode=ROUTING_MODES[mode],
             cache_salt=cache_salt,
@@ -150,8 +158,7 @@ class GatewayClient:
         call = self._generation.Generate(request, timeout=timeout_s, metadata=self._metadata)
         async with aclosing(self._responses(call)) as responses:
             async for response in responses:
-                completion = _completion(response.finish) if response.HasField("finish") else None
-                yield Event(tuple(response.token_ids), response.text, completion)
+                yield _event(response)
 
     async def abort(self, *request_ids: str) -> int:
         """Returns how many of them were running."""
@@ -261,9 +268,25 @@ def _details_of(error: grpc.aio.AioRpcError) -> ErrorDetails:
     return ErrorDetails(**parts)
 
 
-def _chat(messages: Sequence[tuple[str, str]]) -> generation_pb.Chat:
+def _chat(
+    messages: Sequence[tuple[str, str]] | None, conversation: Conversation | None
+) -> generation_pb.Chat | None:
+    if conversation is not None:
+        return chat_of(conversation)
+    if messages is None:
+        return None
     turns = [generation_pb.Chat.Message(role=role, content=content) for role, content in messages]
     return generation_pb.Chat(messages=turns)
+
+
+def _event(response: generation_pb.GenerateResponse) -> Event:
+    return Event(
+        tuple(response.token_ids),
+        response.text,
+        _completion(response.finish) if response.HasField("finish") else None,
+        tuple(event for each in response.events if (event := answer_event_of(each)) is not None),
+        tuple(each.call_begins.id for each in response.events if each.HasField("call_begins")),
+    )
 
 
 def _completion(finish: generation_pb.Finish) -> GenerationEnd:

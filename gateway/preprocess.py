@@ -8,6 +8,8 @@ import json
 import logging
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -73,6 +75,7 @@ class Preprocessor:
         priority: int = 0,
         cache_salt: str | None = None,
         skip_reading_prefix_cache: bool = False,
+        affinity_key: str | None = None,
         max_model_len: int | None = None,
         mode: Mode | None = None,
         timeout_s: float | None = None,
@@ -104,14 +107,17 @@ class Preprocessor:
         prompt_token_ids = await self._tokenise(prompt, caller, timeout_s)
         room = self._room(prompt_token_ids, max_model_len)
         params = replace(params, max_tokens=min(params.max_tokens, room))
-        new_parser = no_parser
+        new_parser, is_of_tools = no_parser, False
         if isinstance(prompt, Conversation):
             answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
             grammar = answer_format.grammar(prompt, end, params.structured_output)
+            is_of_tools = bool(prompt.tools) and params.structured_output is None
             params = replace(params, structured_output=grammar)
             new_parser = partial(answer_format.new_parser, prompt, end)
         if params.structured_output is not None:
-            await self._grammars.check(params.structured_output, caller.name, _left(timeout_s, now() - began))
+            with _names_tools(is_of_tools):
+                left_s = _left(timeout_s, now() - began)
+                await self._grammars.check(params.structured_output, caller.name, left_s)
         return GatewayRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -121,6 +127,7 @@ class Preprocessor:
             priority=_priority_for(caller, priority),
             cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
             skip_reading_prefix_cache=skip_reading_prefix_cache,
+            affinity_key=affinity_key,
             mode=mode,
             timeout_s=_left(timeout_s, now() - began),
             caller=caller,
@@ -206,10 +213,23 @@ class Preprocessor:
         return room
 
     def _check_token_ids(self, field: str, token_ids: tuple[int, ...]) -> None:
-        if token_ids and max(token_ids) >= self._model.vocab_size:
+        vocab_size = self._model.vocab_size
+        if token_ids and max(token_ids) >= vocab_size:
             raise InvalidRequest(
-                field, f"{max(token_ids)} is not one of the model's {self._model.vocab_size} tokens"
+                field,
+                f"{max(token_ids)} is not one of the model's {vocab_size} tokens; ids are 0 to {vocab_size - 1}",
             )
+
+
+@contextmanager
+def _names_tools(is_of_tools: bool) -> Iterator[None]:
+    """A grammar that was made for tools is refused by their field."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if is_of_tools:
+            raise InvalidRequest("tools", f"their schemas cannot guide a model: {error.problem}") from error
+        raise
 
 
 def _left(timeout_s: float | None, gone_s: float) -> float | None:
@@ -229,7 +249,7 @@ def _priority_for(caller: Caller, asked: int) -> int:
     if asked < min(best, 0):
         raise InvalidRequest(
             "priority",
-            f"got {asked}; the key of '{caller.name}' allows {best} or higher values, which come later",
+            f"got {asked}; the key of '{caller.name}' allows only {best} or higher (lower values go first)",
         )
     return max(asked, best)
 

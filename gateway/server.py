@@ -24,6 +24,7 @@ from gateway.grpc.generated.vllm_engine_pb2_grpc import add_VllmEngineServicer_t
 from gateway.grpc.generation_service import GenerationService
 from gateway.grpc.server import GrpcServer
 from gateway.grpc.vllm_engine import VllmEngine
+from gateway.http.anthropic.routes import anthropic_routes
 from gateway.http.app import make_app
 from gateway.http.cluster import cluster_routes
 from gateway.http.count_responses import CountResponses
@@ -129,6 +130,7 @@ class Gateway:
             probe_routes(self._not_ready),
             metrics_routes(self._metrics.render, self._endpoints),
             openai_routes(self._driver, preprocessor, model),
+            anthropic_routes(self._driver, preprocessor, model),
             page_routes(),
             docs_routes(),
             cluster_routes(self._feed, PageTrial(self._driver, preprocessor, clock)),

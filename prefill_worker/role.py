@@ -22,11 +22,13 @@ class PrefillWorker:
         if transfer is None or transfer.role is not TransferRole.PRODUCER:
             # No error: the sender does not know yet that the worker changed its role.
             raise Overloaded(
-                "this is a prefill worker at present; it only computes prompts for decode workers", 1.0
+                "this worker is a prefill worker now: it only computes prompts for decode workers", 1.0
             )
         if counts.waiting >= self._max_waiting:
             raise Overloaded(
-                f"{counts.waiting} prompts wait for prefill, the limit is {self._max_waiting}", 1.0
+                f"{counts.waiting} prompts wait for prefill; the limit is {self._max_waiting} "
+                "(gateway.max_in_flight)",
+                1.0,
             )
 
     def is_drained(self, counts: RequestCounts, blocks: KVBlockCounts) -> bool:

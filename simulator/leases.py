@@ -1,4 +1,4 @@
-"""Leases: checks that a lease ends only after its reader was silent while the producer ran; counts apart from both."""
+"""Leases: checks that a lease ends only after its reader was silent while the producer ran; keeps its own count."""
 
 from baton.errors import WireError
 from baton.kv import KVTransferParams

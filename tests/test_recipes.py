@@ -37,7 +37,7 @@ def files_with(pattern: str) -> set[str]:
 
 
 def test_there_is_a_recipe_for_each_common_change() -> None:
-    assert len(RECIPES) == 6
+    assert len(RECIPES) == 7
 
 
 def test_every_path_exists() -> None:

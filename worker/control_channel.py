@@ -88,7 +88,7 @@ class StdioControlClient:
     error, or ClusterError as soon as the worker has ended."""
 
     def __init__(self, name: str, stdin: IO[str], stdout: IO[str]) -> None:
-        """The client owns both streams from now on, and closes `stdout` when the worker does."""
+        """The client owns both streams from now on. It closes `stdout` once the worker has closed it."""
         self._stdin = stdin
         self._stdout = stdout
         self._numbers = itertools.count(1)

@@ -77,7 +77,7 @@ class MetricsServer:
             try:
                 reader.start()
             except RuntimeError as error:
-                logger.error("no thread for a reader of metrics: %s", error)
+                logger.error("cannot start a thread for a reader of metrics: %s", error)
                 del self._readers[connection]
                 connection.close()
 

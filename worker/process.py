@@ -54,8 +54,9 @@ def build_worker(
     name: str,
     share: CpuShare | None = None,
 ) -> EngineHost:
-    """A worker that is not started yet. It queues as many requests as one gateway admits. With a `share`, this process
-    keeps to its CPUs from now on.
+    """A worker that is not started yet. Its queue holds as many requests as one gateway admits.
+
+    With a `share`, this process runs on the CPUs of that share only, from now on.
     """
     if share is not None:
         pin(share.cpus)
@@ -84,9 +85,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", type=Path, help="YAML file, like that of `baton serve`")
     parser.add_argument(
-        "--threads", type=int, help="threads that compute, of each rank; else the configuration's"
+        "--threads", type=int, help="compute threads of each rank; default: the configuration's"
     )
-    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to keep to, e.g. 0-3,8")
+    parser.add_argument("--cpus", type=cpus_in_text, default=(), help="CPUs to run on, e.g. 0-3,8")
     options = parser.parse_args(arguments)
     try:
         overrides = {"logging": {"level": options.log_level.lower()}} if options.log_level else {}

@@ -159,12 +159,12 @@ def _decode_header(path: Path, line: bytes) -> TraceHeader:
         header = _HEADER.validate_json(line)
     except ValidationError as error:
         raise TraceError(
-            f"{path}:1: not a step trace, which must begin with a line about its worker: {_brief(error)}"
+            f"{path}:1: not a step trace ({_brief(error)}); pass a file that a worker wrote with --trace-dir"
         ) from None
     if header.baton_trace != TRACE_VERSION:
         raise TraceError(
             f"{path}:1: this trace has version {header.baton_trace}, but this command reads version "
-            f"{TRACE_VERSION}"
+            f"{TRACE_VERSION}; use the version of Baton that wrote it"
         )
     return header
 

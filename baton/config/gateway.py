@@ -8,6 +8,19 @@ from baton.config.access import ApiKey, Tls, contradiction_among
 from baton.config.section import Section
 from baton.system.hosts import is_host, is_loopback
 
+AnswerFormatName = Literal[
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "generic",
+    "hermes",
+    "llama",
+    "mistral",
+    "mistral_named",
+    "pythonic",
+    "qwen_coder",
+]
+
 
 class GatewayConfig(Section):
     """The gateway."""
@@ -39,6 +52,9 @@ class GatewayConfig(Section):
     isolate_prefix_cache: bool = False
     """Requests of different callers share no cached prefix, so that neither times nor `cached_tokens` tell one caller
     what another sent. Callers are told apart by their API keys' names; those without a key are one caller."""
+    answer_format: AnswerFormatName = "auto"
+    """How the model writes tool calls: `auto`: as its chat template shows. `generic`: for templates that know no tools;
+    a system message describes them. All names are in docs/agents.md."""
     routing_policy: Literal["round_robin", "least_loaded", "kv_aware"] = "kv_aware"
     """How workers are chosen. `round_robin`: in turn. `least_loaded`: those with the fewest requests. `kv_aware`:
     those that cost the least time, given their prefix caches, their load, and how fast KV moves between them."""

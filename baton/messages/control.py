@@ -335,4 +335,4 @@ WORKER_CALLS: tuple[type[ControlRequest[Any]], ...] = (WaitStatus, Drain, SetRol
 
 def _check_time(name: str, seconds: float) -> None:
     if not 0.0 <= seconds < float("inf"):
-        raise WireError(f"{name}: got {seconds:g}; a time of zero or more")
+        raise WireError(f"{name} must be zero or more, got {seconds:g}")

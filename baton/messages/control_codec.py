@@ -30,7 +30,7 @@ class CallFrame:
     def __post_init__(self) -> None:
         _check_version(self.version)
         if not 0.0 <= self.timeout_s < float("inf"):
-            raise WireError(f"timeout_s: got {self.timeout_s:g}; a time of zero or more")
+            raise WireError(f"timeout_s must be zero or more, got {self.timeout_s:g}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ class CpuShare:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the worker's process, before it loads OpenMP. A thread that waits busily for another one would keep it
-        from its core, unless each has a core of its own.
+        """For the worker's process, before it loads OpenMP. Threads that share a core must not wait busily: they would
+        keep the core from the thread that they wait for.
         """
         return {} if self.cpus else {"OMP_WAIT_POLICY": "PASSIVE"}
 

@@ -66,6 +66,32 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens` or `max_model_len` was reached, or the model's context is full."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _ToolUse:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolUse.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_USE_UNSPECIFIED: _ToolUse.ValueType  # 0
+    """The same as TOOL_USE_AUTO."""
+    TOOL_USE_NONE: _ToolUse.ValueType  # 1
+    """The model is told of the tools and calls none."""
+    TOOL_USE_AUTO: _ToolUse.ValueType  # 2
+    TOOL_USE_REQUIRED: _ToolUse.ValueType  # 3
+    """The answer has at least one call."""
+
+class ToolUse(_ToolUse, metaclass=_ToolUseEnumTypeWrapper):
+    """Whether the model may or must call a tool."""
+
+TOOL_USE_UNSPECIFIED: ToolUse.ValueType  # 0
+"""The same as TOOL_USE_AUTO."""
+TOOL_USE_NONE: ToolUse.ValueType  # 1
+"""The model is told of the tools and calls none."""
+TOOL_USE_AUTO: ToolUse.ValueType  # 2
+TOOL_USE_REQUIRED: ToolUse.ValueType  # 3
+"""The answer has at least one call."""
+Global___ToolUse: _TypeAlias = ToolUse  # noqa: Y015
+
 @_typing.final
 class GenerateRequest(_message.Message):
     """A request to generate."""
@@ -168,6 +194,26 @@ class Chat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
+    class TemplateOptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class Message(_message.Message):
         """One turn of the conversation."""
 
@@ -175,35 +221,211 @@ class Chat(_message.Message):
 
         ROLE_FIELD_NUMBER: _builtins.int
         CONTENT_FIELD_NUMBER: _builtins.int
+        REASONING_FIELD_NUMBER: _builtins.int
+        TOOL_CALLS_FIELD_NUMBER: _builtins.int
+        TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
         role: _builtins.str
+        """`system`, `user`, `assistant`, `tool`, or another role that the model's template knows."""
         content: _builtins.str
+        """May be empty beside `tool_calls`."""
+        reasoning: _builtins.str
+        """Of an assistant: what it thought before it answered. The model's template decides what becomes of it."""
+        tool_call_id: _builtins.str
+        """Of a tool: the call that this is the result of. An assistant's message before it must have that call."""
+        @_builtins.property
+        def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+            """Of an assistant: the calls that it made."""
+
         def __init__(
             self,
             *,
             role: _builtins.str = ...,
             content: _builtins.str = ...,
+            reasoning: _builtins.str = ...,
+            tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+            tool_call_id: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TEMPLATE_OPTIONS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    parallel_tool_calls: _builtins.bool
+    """Whether one answer may have several calls. Default true."""
+    events: _builtins.bool
+    """Send the answer as events, too. Always so if there are `tools`."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chat.Message]: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Functions that the model may call. The client runs them."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Default: the model may call any of `tools`, or none."""
+
+    @_builtins.property
+    def reasoning(self) -> Global___ReasoningOptions: ...
+    @_builtins.property
+    def template_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Further variables of the model's chat template, such as `enable_thinking`. Each value is JSON: a string, a number,
+        true, false or null.
+        """
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___Chat.Message] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        reasoning: Global___ReasoningOptions | None = ...,
+        template_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        events: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls", "reasoning", b"reasoning", "tool_choice", b"tool_choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "events", b"events", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "reasoning", b"reasoning", "template_options", b"template_options", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+
+Global___Chat: _TypeAlias = Chat  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the client can run for the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 128 letters, digits and any of `_.:/-`. Different for each tool."""
+    description: _builtins.str
+    parameters: _builtins.str
+    """A JSON schema of the arguments, which are an object, as JSON. Default: no arguments."""
+    strict: _builtins.bool
+    """Arguments match the schema even where the model is free to call or not."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Chat: _TypeAlias = Chat  # noqa: Y015
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Whether the model may call tools, and which."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USE_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    use: Global___ToolUse.ValueType
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The only tools that it may call. Default: all."""
+
+    def __init__(
+        self,
+        *,
+        use: Global___ToolUse.ValueType = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
+class ReasoningOptions(_message.Message):
+    """How much the model may think before it answers. Refused where the model cannot do it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    EFFORT_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    """Default: as the model's template does."""
+    max_tokens: _builtins.int
+    """At most so many tokens of reasoning."""
+    effort: _builtins.str
+    """A level that the model's template knows, such as `low`."""
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool | None = ...,
+        max_tokens: _builtins.int | None = ...,
+        effort: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_tokens", b"_max_tokens", "enabled", b"enabled", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_tokens", b"_max_tokens", "effort", b"effort", "enabled", b"enabled", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
+    _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+
+Global___ReasoningOptions: _TypeAlias = ReasoningOptions  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call that an assistant made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The one from the answer's CallBegins, or any other that no call of the same message has."""
+    name: _builtins.str
+    arguments: _builtins.str
+    """JSON, as the model wrote it."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -216,9 +438,12 @@ class GenerateResponse(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
-    """May lag behind `token_ids`: incomplete characters and possible beginnings of a stop string are held back."""
+    """All that the tokens say, as the model wrote it: reasoning and calls with the model's own marks around them are part
+    of it. May lag behind `token_ids`: incomplete characters and possible beginnings of a stop string are held back.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -229,6 +454,12 @@ class GenerateResponse(_message.Message):
     def finish(self) -> Global___Finish:
         """Set only in the last response."""
 
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerEvent]:
+        """The same as `text`, read: what the user is to see, reasoning, and calls. Only if Chat.tools or Chat.events is set.
+        May lag behind `text`, where the beginning of a mark is possible. Adjacent events of one kind may be cut anywhere.
+        """
+
     def __init__(
         self,
         *,
@@ -237,14 +468,128 @@ class GenerateResponse(_message.Message):
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_sampling_pb2.TokenLogprobs] | None = ...,
         finish: Global___Finish | None = ...,
+        events: _abc.Iterable[Global___AnswerEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "finish", b"finish", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class AnswerEvent(_message.Message):
+    """A part of an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALL_BEGINS_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_DELTA_FIELD_NUMBER: _builtins.int
+    CALL_ENDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """More of what the user is to read."""
+    reasoning: _builtins.str
+    """More of what the model thinks before it answers."""
+    @_builtins.property
+    def call_begins(self) -> Global___CallBegins: ...
+    @_builtins.property
+    def arguments_delta(self) -> Global___ArgumentsDelta: ...
+    @_builtins.property
+    def call_ends(self) -> Global___CallEnds: ...
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        call_begins: Global___CallBegins | None = ...,
+        arguments_delta: Global___ArgumentsDelta | None = ...,
+        call_ends: Global___CallEnds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arguments_delta", b"arguments_delta", "call_begins", b"call_begins", "call_ends", b"call_ends", "event", b"event", "reasoning", b"reasoning", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_delta", b"arguments_delta", "call_begins", b"call_begins", "call_ends", b"call_ends", "event", b"event", "reasoning", b"reasoning", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["text", "reasoning", "call_begins", "arguments_delta", "call_ends"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___AnswerEvent: _TypeAlias = AnswerEvent  # noqa: Y015
+
+@_typing.final
+class CallBegins(_message.Message):
+    """A call, whose arguments follow. Calls are numbered from 0, and never overlap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    id: _builtins.str
+    """Unique. A tool's result names it."""
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallBegins: _TypeAlias = CallBegins  # noqa: Y015
+
+@_typing.final
+class ArgumentsDelta(_message.Message):
+    """More of a call's arguments: all of them joined are its JSON, as the model wrote it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    json: _builtins.str
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArgumentsDelta: _TypeAlias = ArgumentsDelta  # noqa: Y015
+
+@_typing.final
+class CallEnds(_message.Message):
+    """All of the call's arguments were sent. Absent if the answer ended within the call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallEnds: _TypeAlias = CallEnds  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):

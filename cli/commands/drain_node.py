@@ -43,8 +43,8 @@ async def _bounded(ask: Target | str, node: str, timeout_s: float, network: Netw
                 await _at_control_server(ask, node, timeout_s, network)
     except TimeoutError:
         raise FleetError(
-            f"the workers of node {node} did not leave it within {timeout_s:g} s (--timeout); if they began "
-            "to leave, they continue"
+            f"the workers of node {node} did not leave it within {timeout_s:g} s (--timeout); if their "
+            "draining has begun, it continues"
         ) from None
 
 
@@ -56,5 +56,5 @@ async def _at_control_server(address: str, node: str, timeout_s: float, network:
                 await client.call(DrainNode(node, timeout_s))
                 return
             if carrier.refusal is not None:
-                raise ClusterError(f"the fleet at {address} refuses us: {carrier.refusal}")
+                raise ClusterError(f"cannot ask the fleet at {address}: {carrier.refusal}")
             await asyncio.sleep(_ASK_AGAIN_S)

@@ -30,7 +30,7 @@ def run(target: Target, interval_s: float) -> int:
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
         raise ConfigError(
-            "stdout is no terminal; `baton status` prints the same once, `baton status --json` for programs"
+            "stdout is not a terminal; use `baton status` for one look, or `baton status --json` in programs"
         )
     with StopSignals() as signals:
         signals.run(_show(target, interval_s, console, signals.stop))

@@ -112,8 +112,8 @@ def make_chart(
     fold_above: int = 40,
     max_columns: int = 200,
 ) -> Chart:
-    """`requests` are prefixes of ids; none selects all. Equal steps are folded if there would otherwise be more
-    columns than `fold_above`; at most `max_columns` are drawn.
+    """`requests` are prefixes of ids; without any, all requests are drawn. Equal steps are folded if there would
+    otherwise be more columns than `fold_above`. At most `max_columns` are drawn.
     """
     found = columns_of(traces, steps, fold_above)
     columns = tuple(found[:max_columns])

@@ -23,7 +23,7 @@ def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]
     try:
         sections = json.loads(packed.sections)
     except ValueError as error:
-        raise ConfigError(f"the fleet's configuration is no JSON: {error}") from error
+        raise ConfigError(f"the fleet's configuration is not valid JSON: {error}") from error
     return BatonConfig.from_mapping(sections, "the fleet's configuration"), Path(packed.model_path)
 
 

@@ -186,8 +186,8 @@ class Controller:
             raise FleetError(f"worker {worker} is draining, or already changes its role; wait for that")
         if not self._has_equal_ranks:
             raise FleetError(
-                f"worker {worker} cannot become a {role.value} worker: these have {self._ranks[role]} ranks, it has "
-                f"{self._ranks[replica.role]} (cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel)"
+                f"worker {worker} cannot become a {role.value} worker: these have {self._ranks[role]} ranks, this one "
+                f"has {self._ranks[replica.role]} (cluster.prefill_tensor_parallel, cluster.decode_tensor_parallel)"
             )
         if replica.role is WorkerRole.DECODE:
             self._check_not_last(worker, "changes its role")
@@ -239,7 +239,7 @@ class Controller:
     async def scale(self, role: WorkerRole, count: int) -> None:
         """Changes the number of workers of a role: begins to start new ones, or drains the least busy ones."""
         if count < (1 if role is WorkerRole.DECODE else 0):
-            raise FleetError(f"{count} {role.value} workers: at least one worker must decode")
+            raise FleetError(f"cannot scale to {count} {role.value} workers: at least one worker must decode")
         present = self._desired.with_role(role)
         for _ in range(count - len(present)):
             self._supervise(self._desired.add(role), None)

@@ -36,7 +36,7 @@ class DrainingNodes:
                 f"no node of the fleet has the address or name {node!r}; there are: {_text(alive)}"
             )
         if len(here) == len(alive):
-            raise FleetError(f"node {node} is all that the fleet has; end the fleet instead")
+            raise FleetError(f"node {node} is the fleet's only node; end the fleet instead")
         still_draining = [known.name for known in alive if known.name in self.names]
         self._mark(dict.fromkeys([*still_draining, *here]))
         return tuple(here)

@@ -26,7 +26,7 @@ async def scale_to(config: BatonConfig, before: BatonConfig, control: ControlApi
     for role in WorkerRole:
         count = getattr(config.cluster, role.value)
         if count != getattr(before.cluster, role.value):
-            logger.info("the fleet's file asks for %d %s workers", count, role.value)
+            logger.info("the configuration file now asks for %d %s workers", count, role.value)
             await control.call(ScaleRole(role, count))
 
 
@@ -48,12 +48,14 @@ async def follow_counts(
             seen = wanted
             for difference in differences(config, wanted):
                 logger.warning(
-                    "the fleet's file has changed: %s; this takes effect when the fleet is started again",
+                    "the configuration file has changed: %s; restart the fleet to apply this",
                     difference,
                 )
         try:
             await scale_to(wanted, done, control)
         except BatonError as error:
-            logger.warning("could not scale the fleet as its file says; retrying: %s", error)
+            logger.warning(
+                "could not scale the fleet to the counts in its configuration file; retrying: %s", error
+            )
         else:
             done = wanted

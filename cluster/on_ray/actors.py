@@ -164,8 +164,9 @@ def keys_of_node(network: NetworkConfig, digest: str) -> ClusterKeys:
     keys = derive_keys(load_secret(network, os.environ, may_create=False))
     if keys_digest(keys) != digest:
         raise ConfigError(
-            f"network.secret_file: the cluster secret on host {socket.gethostname()} differs from that of the command "
-            f"that began the fleet; give this node the same file, or the same {SECRET_VARIABLE} before Ray starts there"
+            f"network.secret_file: the cluster secret on host {socket.gethostname()} differs from that of the "
+            f"command that started the fleet; give this node the same file, or the same {SECRET_VARIABLE} before "
+            "Ray starts there"
         )
     return keys
 

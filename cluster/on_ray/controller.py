@@ -159,8 +159,8 @@ async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> Owne
     name = config.cluster.name
     if contradictions := await _differences(found.control, config, digest, model_path):
         raise ClusterError(
-            f"a fleet named '{name}' runs on this cluster, but differently: {'; '.join(contradictions)}. Use its "
-            "configuration, or another cluster.name"
+            f"a fleet named '{name}' runs on this cluster with another configuration: "
+            f"{'; '.join(contradictions)}. Use its configuration, or another cluster.name"
         )
     if (await found.control.call(WaitOwner(POLL_S + 1.0))).is_owned:
         raise ClusterError(_in_use(name))

@@ -138,8 +138,8 @@ def check_token(config: ClusterConfig) -> None:
     is_open = not is_token_auth_enabled() and not all(map(is_loopback, addresses))
     if is_open and not config.allow_ray_without_token:
         raise ConfigError(
-            f"the Ray cluster ({', '.join(sorted(addresses))}) asks for no token, so all who can connect to it can "
-            "run programs on its nodes; start Ray with RAY_AUTH_MODE=token on every node (docs/ray.md), or set "
+            f"the Ray cluster ({', '.join(sorted(addresses))}) asks for no token: anyone who can connect can run "
+            "programs on its nodes. Start Ray with RAY_AUTH_MODE=token on every node (docs/ray.md), or set "
             "cluster.allow_ray_without_token"
         )
 
@@ -191,7 +191,7 @@ def _join(ray: ModuleType, config: ClusterConfig) -> None:
                 raise
             if not is_announced:
                 logger.warning(
-                    "waiting for Ray, for %g s at most (cluster.ray_timeout_s): %s",
+                    "waiting up to %g s for Ray (cluster.ray_timeout_s): %s",
                     config.ray_timeout_s,
                     error,
                 )

@@ -49,7 +49,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         config, model_path = resolve_model(config, screen)
         fleet = make_fleet(config, secret, model_path, screen, stack)
         # Not before Ray runs: its start would wait for the interpreter's lock. Now this process waits for workers.
-        loading = stack.push(Loading(partial(load_tokenizer, model_path)))
+        loading = stack.push(Loading(partial(load_tokenizer, config, model_path)))
         loading.begin()
         signals.run(_run(config, keys, model_path, fleet, loading.result, screen, while_ready, signals))
 
@@ -79,7 +79,7 @@ async def _run(
             agreed = await with_choices_of(control, config, model_path, screen)
             folder = await asyncio.to_thread(fleets_folder, agreed, model_path, screen)
             if folder != model_path:
-                tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+                tokenizer = await asyncio.to_thread(load_tokenizer, agreed, folder)
             gateway = make_gateway(agreed, keys, folder, tokenizer, control)
             following = FollowingGateway(agreed, gateway, control, is_owner=True)
             service = await following.start()

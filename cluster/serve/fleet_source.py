@@ -79,5 +79,5 @@ class ControlServerSource:
             if self._carrier.refusal is None:
                 raise
             raise AnotherFleet(
-                f"the fleet at {self._carrier.address} (cluster.fleet_address) refuses us: {self._carrier.refusal}"
+                f"cannot join the fleet at {self._carrier.address} (cluster.fleet_address): {self._carrier.refusal}"
             ) from None

@@ -52,11 +52,12 @@ def check_ports(config: GatewayConfig) -> None:
                 ) from None
 
 
-def load_tokenizer(model_path: Path) -> "Tokenizer":
+def load_tokenizer(config: BatonConfig, model_path: Path) -> "Tokenizer":
     """Also imports all that a gateway consists of: seconds, for a thread beside the start of Ray and the workers."""
     from gateway import Gateway, Tokenizer  # noqa: F401 (`make_gateway` needs it)
 
-    return Tokenizer(model_path)
+    name = config.gateway.answer_format
+    return Tokenizer(model_path, None if name == "auto" else name)
 
 
 def make_gateway(

@@ -55,9 +55,9 @@ def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) ->
     uses_ray = config.cluster.fleet_address is None
     if uses_ray and address in ("local", "none"):
         raise ConfigError(
-            f"cluster.ray_address: got {address!r}, which only `baton serve` itself can reach; set the address of a "
-            "Ray cluster, such as head:6379, or auto for the one on this machine; or set cluster.fleet_address to join "
-            "a `baton fleet`"
+            f"cluster.ray_address: got {address!r}, which only `baton serve` itself can reach. Set the address of a "
+            "Ray cluster, such as head:6379, or `auto` for the cluster on this machine. To join a `baton fleet`, set "
+            "cluster.fleet_address instead"
         )
     check_access(config)
     with ExitStack() as stack:
@@ -163,7 +163,7 @@ def _load(config: BatonConfig, found: JoinedFleet) -> "tuple[Path, Tokenizer]":
             )
     else:
         path = folder_here(served, found.model_path, cache_dir, weights=False)
-    return path, load_tokenizer(path)
+    return path, load_tokenizer(config, path)
 
 
 def _with_gateway_of(config: BatonConfig, theirs: BatonConfig) -> BatonConfig:

@@ -31,7 +31,7 @@ CHUNK = 100
 """Tokens of the prefill step: a tile or more, the last not full."""
 NUM_DECODES = 4
 QUERY_SCALE = 4.0
-"""Standard deviation of queries. It spreads the weights: swapped weights would not show if all were equal."""
+"""Standard deviation of queries. It makes the attention weights unequal: swapped weights would not show otherwise."""
 TOLERANCES = {torch.float32: 2**-13, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """By dtype of queries and output, as shares of the weighted sum of |values|.
 
@@ -115,18 +115,21 @@ def _trial(
     qkv_TPD = torch.randn(shape_TPD, generator=generator, device=model.device).mul_(QUERY_SCALE)
     q_TQD = qkv_TPD.to(model.dtype)[:, :num_heads]
     softmax = Softmax(model.architecture.attention_scale, window, model.architecture.attention_cap)
+    sinks_Q = None
+    if model.architecture.has_sinks:
+        sinks_Q = torch.randn(num_heads, generator=generator, device=model.device).mul_(QUERY_SCALE)
     num_blocks = int(batch.block_ids_BM.max())
 
     def expect() -> tuple[torch.Tensor, torch.Tensor]:
         kv_NKHSD = pool.blocks_NLKHTD[: num_blocks + 1, layer].to(torch.float32, copy=True)
         block_ids_BM = torch.from_numpy(batch.block_ids_BM).to(model.device)
-        step = (block_ids_BM, batch.num_tokens_B.tolist(), batch.context_lens_B.tolist(), softmax)
+        step = (block_ids_BM, batch.num_tokens_B.tolist(), batch.context_lens_B.tolist(), softmax, sinks_Q)
         want_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
         kv_NKHSD[:, 1].abs_()
         sum_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
         return want_TQD, sum_TQD.mul_(TOLERANCES[model.dtype])
 
-    return AttentionCase(name, lambda: parts.forward.attend(batch, layer, q_TQD), expect)
+    return AttentionCase(name, lambda: parts.forward.attend(batch, layer, q_TQD, sinks_Q), expect)
 
 
 def _chunk(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:

@@ -65,7 +65,9 @@ class CompileAhead:
                 pass
         except Exception:
             if not self._is_given_up:
-                logger.warning("kernels are not compiled ahead, but one by one", exc_info=True)
+                logger.warning(
+                    "could not compile kernels ahead; each is compiled when it is first needed", exc_info=True
+                )
 
 
 @contextmanager

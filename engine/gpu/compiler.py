@@ -64,7 +64,7 @@ def _version(path: str, what: str) -> str:
         raise ConfigError(f"{what}, which does not run as ptxas: {error}") from error
     found = re.search(r"release \d+\.\d+, V(\d+(?:\.\d+)+)", done.stdout)
     if found is None:
-        raise ConfigError(f"{what}, which is no ptxas: `{path} --version` names no release of CUDA")
+        raise ConfigError(f"{what}, which is not ptxas: `{path} --version` names no release of CUDA")
     return found.group(1)
 
 

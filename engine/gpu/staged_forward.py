@@ -90,10 +90,12 @@ class StagedForward:
         return logits_RV
 
     @torch.inference_mode()
-    def attend(self, batch: StepBatch, layer: int, q_TQD: torch.Tensor) -> torch.Tensor:
-        """One layer's attention alone, with the caller's queries; T x Q x D."""
+    def attend(
+        self, batch: StepBatch, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One layer's attention alone, with the caller's queries and sinks; T x Q x D."""
         _, attention, _ = self._stage(batch, None, has_chunks=bool(batch.prefills))
-        return attention.attend(layer, q_TQD).view(q_TQD.shape)
+        return attention.attend(layer, q_TQD, sinks_Q).view(q_TQD.shape)
 
     @torch.inference_mode()
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:

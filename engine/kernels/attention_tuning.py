@@ -105,7 +105,7 @@ def prefill_tuning(shape: AttentionShape) -> AttentionTuning:
 
 
 def _prefill_keys(shape: AttentionShape) -> int:
-    """As many keys as the registers hold. 128 keys take all: with pointer gathers or wider heads they would spill."""
+    """The most keys that fit into registers. 128 keys use all registers; pointer gathers or wider heads would spill."""
     if shape.dtype_bytes > 2:
         return 32 if shape.padded_head_dim <= 64 else 16
     if shape.padded_head_dim > 128:

@@ -26,6 +26,8 @@ class ExpertMatrices:
     weight_XOI: torch.Tensor
     scales_XO: torch.Tensor | None = None
     """float32, of weights in float8_e4m3fn, which then mean weight x scale."""
+    bias_XO: torch.Tensor | None = None
+    """float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class SortedPairs:
 def expert_linear(
     x: torch.Tensor, matrices: ExpertMatrices, pairs: SortedPairs, factors_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight[expert].T` for each pair, N x O in x's dtype; sums in float32, rounded once.
+    """`x @ weight[expert].T + bias[expert]` for each pair, N x O in x's dtype; sums in float32, rounded once.
 
     `x` has a row for each token, which all its pairs take, or for each pair. `factors_N` (float32) multiply the sums.
     """
@@ -75,6 +77,7 @@ def expert_linear(
         x,
         weight_XOI,
         scales_XO,
+        matrices.bias_XO,
         pairs.order_N,
         pairs.counts_X,
         factors_N,
@@ -99,6 +102,7 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
     scales_ptr,
+    bias_ptr,
     order_ptr,
     counts_ptr,
     factors_ptr,
@@ -147,6 +151,8 @@ def _expert_linear_kernel(  # type: ignore[no-untyped-def]
             y_NO = tl.dot(x_NI, weight_IO.to(dtype), y_NO, input_precision="ieee")
         if scales_ptr is not None:
             y_NO *= tl.load(scales_ptr + row, is_output, other=0.0)[None, :]
+        if bias_ptr is not None:
+            y_NO += tl.load(bias_ptr + row, is_output, other=0.0)[None, :]
         if factors_ptr is not None:
             y_NO *= tl.load(factors_ptr + pairs, is_pair, other=0.0)[:, None]
         y_ptrs = y_ptr + pairs[:, None] * num_outputs + outputs[None, :]

@@ -22,11 +22,12 @@ def merge_partials(
     num_merges: torch.Tensor,
     out_TQD: torch.Tensor,
     num_programs: int,
+    sinks_Q: torch.Tensor | None = None,
 ) -> None:
     """Writes only the rows of `out_TQD` that the first `num_merges` (a tensor of one int32) of `merges_RF` name.
 
     Partial results are averages, and their weights are log2 of sums: the result is the average weighted by those sums.
-    At least one weight of each row is finite. Returns when the launch is queued.
+    At least one weight of each row is finite. `sinks_Q`: see `paged_attention`. Returns when the launch is queued.
     """
     _, num_heads, head_dim = partial_PQD.shape
     assert partial_PQD.is_contiguous()
@@ -40,6 +41,7 @@ def merge_partials(
         merges_RF,
         num_merges,
         out_TQD,
+        sinks_Q,
         out_TQD.stride(0),
         Q=num_heads,
         D=head_dim,
@@ -53,21 +55,21 @@ def merge_partials(
 
 @triton.jit
 def _merge_partials_kernel(  # type: ignore[no-untyped-def]
-    partial_ptr, weight_ptr, merges_ptr, num_merges_ptr, out_ptr, out_stride,
+    partial_ptr, weight_ptr, merges_ptr, num_merges_ptr, out_ptr, sinks_ptr, out_stride,
     Q: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_former(PDL)
     for unit in range(tl.program_id(0), tl.load(num_merges_ptr) * Q, tl.num_programs(0)):
         merge_row(
-            partial_ptr, weight_ptr, merges_ptr + unit // Q * FIELDS, unit % Q, 1, out_ptr, out_stride,
+            partial_ptr, weight_ptr, merges_ptr + unit // Q * FIELDS, unit % Q, 1, out_ptr, sinks_ptr, out_stride,
             Q, D, 1, BLOCK_P, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def merge_row(  # type: ignore[no-untyped-def]
-    partial_ptr, weight_ptr, merge_ptr, first_head, num_heads, out_ptr, out_stride,
+    partial_ptr, weight_ptr, merge_ptr, first_head, num_heads, out_ptr, sinks_ptr, out_stride,
     Q: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes `num_heads` heads, at most BLOCK_H, of the row that the merge at `merge_ptr` names. Loads bypass L1:
@@ -98,7 +100,18 @@ def merge_row(  # type: ignore[no-untyped-def]
         total = total * decay + tl.sum(scaled, 1)
         acc = acc * decay[:, None] + tl.sum(partial * scaled[:, :, None], 1)
         maximum = new_maximum
+    total = add_sinks(total, maximum, sinks_ptr, heads, has_head)
     total = tl.where(has_head, total, 1.0)
     out_ptrs = out_ptr + out_row * out_stride + heads[:, None] * D + dims[None, :]
     mask = has_head[:, None] & (dims < D)[None, :]
     tl.store(out_ptrs, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def add_sinks(total, maximum, sinks_ptr, heads, has_head):  # type: ignore[no-untyped-def]
+    """Sums of weights, relative to 2^maximum, with those of the heads' sinks. Powers stay finite, and NaN stays NaN."""
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + heads, has_head, other=0.0)
+        power = sinks * 1.4426950408889634 - maximum
+        total += tl.exp2(tl.where(power > 126.0, 126.0, power))
+    return total

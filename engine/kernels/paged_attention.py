@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels.attention_plan import ITEM_FIELDS, MERGE_FIELDS
 from engine.kernels.attention_tuning import AttentionShape, AttentionTuning
 from engine.kernels.dependent_launch import launch_options, wait_for_former
-from engine.kernels.merge_partials import merge_row
+from engine.kernels.merge_partials import add_sinks, merge_row
 
 _LOG2_E = math.log2(math.e)
 
@@ -129,13 +129,15 @@ def paged_attention(
     tuning: AttentionTuning,
     num_programs: int,
     merging: Merging | None = None,
+    sinks_Q: torch.Tensor | None = None,
 ) -> None:
     """Writes only what the first `num_items` (a tensor of one int32) of `items_IF` name in `out_TQD` and `partials`.
 
     `merge_partials` must merge rows that are split, unless `merging` merges them in this launch. Over an 8-bit cache,
     bfloat16 queries become float16 and are clamped to +-65,504. Items were planned for `tuning.grid` with the same
-    window and `num_programs`. A token's heads are contiguous in queries and output; tokens may lie apart. Returns when
-    the launch is queued: the host knows all sizes.
+    window and `num_programs`. A token's heads are contiguous in queries and output; tokens may lie apart. `sinks_Q`
+    (float32): a logit of each query head beside its scores, which takes weight and has no value. Partial results lack
+    it: `merge_partials` adds it. Returns when the launch is queued: the host knows all sizes.
     """
     _, num_query_heads, head_dim = q_TQD.shape
     shape = kv.shape
@@ -164,6 +166,7 @@ def paged_attention(
         partials.out_PQD,
         partials.weight_PQ,
         out_TQD,
+        sinks_Q,
         None if merging is None else merging.merges_RF,
         None if merging is None else merging.num_arrived_RH,
         q_TQD.stride(0),
@@ -204,6 +207,7 @@ def paged_attention_reference(
     num_queries_B: list[int],
     context_lengths_B: list[int],
     softmax: Softmax,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in torch for requests with consecutive queries, literally, in float64, rounded once."""
     out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
@@ -225,7 +229,11 @@ def paged_attention_reference(
         hidden_TC = keys_C > positions_T1
         if softmax.window is not None:
             hidden_TC |= keys_C <= positions_T1 - softmax.window
-        weights_QTC = torch.softmax(scores_QTC.masked_fill(hidden_TC, -math.inf), -1)
+        scores_QTC = scores_QTC.masked_fill(hidden_TC, -math.inf)
+        if sinks_Q is not None:  # a column more, whose weights are left out
+            sinks_QT1 = sinks_Q.to(torch.float64).view(-1, 1, 1).expand(-1, num_queries, 1)
+            scores_QTC = torch.cat((scores_QTC, sinks_QT1), -1)
+        weights_QTC = torch.softmax(scores_QTC, -1)[..., :num_keys]
         out_TQD[rows] = (weights_QTC @ kv_KQCD[1]).transpose(0, 1).to(q_TQD.dtype)
         first_row += num_queries
     return out_TQD
@@ -233,7 +241,7 @@ def paged_attention_reference(
 
 @triton.jit
 def _paged_attention_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, kv, block_ids_ptr, items_ptr, num_items_ptr, partial_ptr, weight_ptr, out_ptr,
+    q_ptr, kv, block_ids_ptr, items_ptr, num_items_ptr, partial_ptr, weight_ptr, out_ptr, sinks_ptr,
     merges_ptr, num_arrived_ptr,
     q_stride, block_stride, table_stride, out_stride, weight_scale, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -326,6 +334,9 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
             row_max = new_max
             block_ids = next_block_ids
 
+        if sinks_ptr is not None:  # noqa: SIM102 - known when it is compiled; the other when it runs
+            if partial_row < 0:
+                row_sum = add_sinks(row_sum, row_max, sinks_ptr, head * G + head_in_group, has_row)
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees no key: acc is 0, row_max -inf
         acc = acc * (1.0 / row_sum)[:, None]
         if partial_row < 0:
@@ -347,7 +358,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
                 if num_before == tl.load(merge_ptr + 2) - 1:
                     for index in range(num_queries):
                         merge_row(
-                            partial_ptr, weight_ptr, merge_ptr + index * MERGE_FIELDS, head * G, G, out_ptr, out_stride,
-                            H * G, D, PADDED_G, MERGED_PARTS, BLOCK_D,
+                            partial_ptr, weight_ptr, merge_ptr + index * MERGE_FIELDS, head * G, G, out_ptr, sinks_ptr,
+                            out_stride, H * G, D, PADDED_G, MERGED_PARTS, BLOCK_D,
                         )  # fmt: skip
                     tl.store(arrived_ptr, 0)  # for the next launch

@@ -1,4 +1,4 @@
-"""The activation of the gated MLP, silu(gate) * up or gelu(gate) * up, optionally quantised for a W8A8 linear.
+"""The activation of the gated MLP, such as silu(gate) * up, optionally quantised for a W8A8 linear.
 
 Shape suffixes: T tokens, I intermediate size, M = 2 x I (the gates, then what they scale).
 """
@@ -10,14 +10,15 @@ import triton.language as tl
 from engine.kernels.dependent_launch import launch_options, wait_for_former
 from engine.kernels.quantize_fp8 import store_quantized_row
 from engine.kernels.row_launch import row_launch
+from engine.model_config import Activation, ClampedSwiglu, Gate
 
 BLOCK_I = 1024
 
 
-def silu_mul(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor:
+def silu_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
     """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous.
 
-    `is_gelu`: by GELU instead, in its approximation with a tanh.
+    `activation`: which one takes the place of SiLU.
     """
     num_tokens, width = gate_up_TM.shape
     assert gate_up_TM.stride(1) == 1, "a row is one span"
@@ -29,7 +30,7 @@ def silu_mul(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor
         out_TI,
         gate_up_TM.stride(0),
         width // 2,
-        IS_GELU=is_gelu,
+        **_constants(activation),
         BLOCK_I=BLOCK_I,
         num_warps=4,
         **launch_options(),
@@ -37,7 +38,9 @@ def silu_mul(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor
     return out_TI
 
 
-def silu_mul_fp8(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_fp8(
+    gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q_TI in float8_e4m3fn and float32 scales_T1, as `quantize_fp8` makes them; not rounded in between.
 
     Rows may be strided; their elements are contiguous. I is at most 16,384, since a program holds a whole row.
@@ -55,11 +58,18 @@ def silu_mul_fp8(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> tuple[to
             scales_T1,
             gate_up_TM.stride(0),
             width // 2,
-            IS_GELU=is_gelu,
+            **_constants(activation),
             PADDED_I=padded,
             num_warps=num_warps,
         )
     return q_TI, scales_T1
+
+
+def _constants(activation: Activation) -> dict[str, object]:
+    """What the kernels are compiled for."""
+    if isinstance(activation, ClampedSwiglu):
+        return {"KIND": "swiglu", "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    return {"KIND": activation.value, "ALPHA": None, "LIMIT": None}
 
 
 @triton.jit
@@ -68,7 +78,9 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     out_ptr,
     row_stride,
     num_columns,
-    IS_GELU: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -78,27 +90,39 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     mask = columns < num_columns
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
-    out = _activated(gate, IS_GELU) * up
+    out = _gated(gate, up, KIND, ALPHA, LIMIT)
     tl.store(out_ptr + row * num_columns + columns, out.to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def _silu_mul_fp8_kernel(  # type: ignore[no-untyped-def]
-    gate_up_ptr, q_ptr, scales_ptr, row_stride, num_columns, IS_GELU: tl.constexpr, PADDED_I: tl.constexpr
+    gate_up_ptr,
+    q_ptr,
+    scales_ptr,
+    row_stride,
+    num_columns,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PADDED_I: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED_I)
     mask = columns < num_columns
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
-    out = _activated(gate, IS_GELU) * up
+    out = _gated(gate, up, KIND, ALPHA, LIMIT)
     store_quantized_row(out, q_ptr, scales_ptr, row, columns, num_columns)
 
 
 @triton.jit
-def _activated(gate, IS_GELU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """GELU is x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    if IS_GELU:
-        return gate / (1.0 + tl.exp(-gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)))
+def _gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """GELU is x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3). Clamped values that are NaN stay NaN."""
+    if KIND == "swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return gate / (1.0 + tl.exp(-gate * ALPHA)) * (up + 1.0)
+    elif KIND == "gelu_tanh":
+        return gate / (1.0 + tl.exp(-gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate))) * up
     else:
-        return gate / (1.0 + tl.exp(-gate))
+        return gate / (1.0 + tl.exp(-gate)) * up

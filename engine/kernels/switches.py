@@ -38,7 +38,7 @@ class KernelSwitches:
         for word in filter(None, (part.strip() for part in text.split(","))):
             if word not in names:
                 raise ConfigError(
-                    f"{VARIABLE}: got {word!r}; use some of {', '.join(names)}, with commas between"
+                    f"{VARIABLE}: got {word!r}; use some of {', '.join(names)}, separated by commas"
                 )
             off[names[word]] = False
         return cls(**off)

@@ -32,10 +32,17 @@ class HeadNorm:
 class Attention(Protocol):
     """Attention over the KV cache, prepared for the tokens of one step; called once per layer, in any order."""
 
-    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Norms queries and keys if there is a `head_norm`, rotates them, stores keys and values, and attends.
 
         Every token attends to its request so far. Returns T x (Q x D). `qkv_TPD` is the projection's output (queries,
         keys, values) and may be overwritten. Query heads are grouped: head i reads kv head i // (Q / H).
+        `sinks_Q` (float32): a logit of each query head beside its scores, which takes weight and has no value.
         """
         ...

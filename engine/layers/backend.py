@@ -13,7 +13,7 @@ import torch
 
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.grouped_weight import GroupedWeight
-from engine.model_config import Gate, Mixture
+from engine.model_config import Activation, Gate, Mixture
 
 Matrix = torch.Tensor | GroupedWeight | Fp8Weight
 """O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits, or 8-bit floats."""
@@ -66,12 +66,24 @@ MakeLinear = Callable[[Matrix, torch.Tensor | None], LinearLayer]
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """The matrix by which a mixture scores its experts, whole on each rank."""
+
+    weight_XE: torch.Tensor
+    bias_X: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Expert:
     """The matrices of one gated MLP of a mixture, or a rank's share of them."""
 
     gate_IE: Matrix
     up_IE: Matrix
     down_EI: Matrix
+    biases_I: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of gates and of what they multiply."""
+    down_bias_E: torch.Tensor | None = None
+    """On one rank only."""
 
 
 class MixtureLayer(Protocol):
@@ -94,7 +106,7 @@ class Backend(Protocol):
         ...
 
     def mixture(
-        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+        self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
     ) -> MixtureLayer:
         """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections."""
         ...
@@ -124,7 +136,7 @@ class Backend(Protocol):
         """Adds the norm of `x_TE` to the residual stream, in place."""
         ...
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> Activations:
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> Activations:
         """T x I: the activation of the first I outputs of `gate_up`, times the other I."""
         ...
 

@@ -20,8 +20,15 @@ class ChunkAttention(Protocol):
     """Prepared for one chunk and window; called with the tensors of every layer."""
 
     def __call__(
-        self, q_NQD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, out_NQD: torch.Tensor
-    ) -> None: ...
+        self,
+        q_NQD: torch.Tensor,
+        k_HSD: torch.Tensor,
+        v_HSD: torch.Tensor,
+        out_NQD: torch.Tensor,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> None:
+        """`sinks_Q`: see `engine.layers.attention.Attention`."""
+        ...
 
 
 class FusedAttention:
@@ -43,8 +50,14 @@ class FusedAttention:
         self._mask_NS = None if is_plain else _mask(num_queries, 0, num_keys, window, dtype, device)
 
     def __call__(
-        self, q_NQD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, out_NQD: torch.Tensor
+        self,
+        q_NQD: torch.Tensor,
+        k_HSD: torch.Tensor,
+        v_HSD: torch.Tensor,
+        out_NQD: torch.Tensor,
+        sinks_Q: torch.Tensor | None = None,
     ) -> None:
+        assert sinks_Q is None, "the fused kernel knows no sinks"
         out_1QND = F.scaled_dot_product_attention(
             q_NQD.transpose(0, 1).unsqueeze(0),
             k_HSD.unsqueeze(0),
@@ -96,7 +109,12 @@ class TiledAttention:
         ]
 
     def __call__(
-        self, q_NQD: torch.Tensor, k_HSD: torch.Tensor, v_HSD: torch.Tensor, out_NQD: torch.Tensor
+        self,
+        q_NQD: torch.Tensor,
+        k_HSD: torch.Tensor,
+        v_HSD: torch.Tensor,
+        out_NQD: torch.Tensor,
+        sinks_Q: torch.Tensor | None = None,
     ) -> None:
         num_kv_heads, _, head_dim = k_HSD.shape
         per_kv_head = q_NQD.shape[1] // num_kv_heads
@@ -112,9 +130,13 @@ class TiledAttention:
                 cap_(scores_HXs, self._cap)
             scores_HGns = scores_HXs.view(num_kv_heads, per_kv_head, -1, num_keys)
             scores_HGns[..., tile.masked] += tile.mask_ns
-            weights_HXs = torch.softmax(
-                scores_HXs, -1, out=self._weights.take(q_HXD.dtype, *scores_HXs.shape)
-            )
+            if sinks_Q is None:
+                weights_HXs = torch.softmax(
+                    scores_HXs, -1, out=self._weights.take(q_HXD.dtype, *scores_HXs.shape)
+                )
+            else:
+                sinks_HG11 = sinks_Q.view(num_kv_heads, per_kv_head, 1, 1)
+                weights_HXs = weights_beside(sinks_HG11, scores_HGns).flatten(1, 2)
             out_HGnD = torch.bmm(weights_HXs, v_HSD[:, tile.keys]).view(*scores_HGns.shape[:3], head_dim)
             out_NQD[tile.queries] = out_HGnD.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -122,6 +144,12 @@ class TiledAttention:
 def cap_(scores: torch.Tensor, cap: float) -> torch.Tensor:
     """cap x tanh(score / cap), in place."""
     return scores.div_(cap).tanh_().mul_(cap)
+
+
+def weights_beside(sinks: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The softmax of scores, whose rows have a logit more: that of a sink, whose weight is left out."""
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def _tile(

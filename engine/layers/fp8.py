@@ -81,8 +81,8 @@ class Fp8Weight:
         """O x I, in the activations' dtype."""
         return (self.values_OI.to(torch.float32) * self.scales_O1).to(self.dtype)
 
-    def outputs(self, index: torch.Tensor) -> Self:
-        """The outputs of a tensor of indices."""
-        index = index.to(self.device)
+    def outputs(self, index: slice | torch.Tensor) -> Self:
+        """The outputs of a slice, or of a tensor of indices."""
+        index = index.to(self.device) if isinstance(index, torch.Tensor) else index
         values_OI = as_bytes(self.values_OI)[index].view(FP8)
         return replace(self, values_OI=values_OI, scales_O1=self.scales_O1[index])

@@ -13,6 +13,9 @@ import torch
 GROUP_SIZES = (16, 32)
 SEARCHED_RANGES = (1.0, 0.94, 0.88, 0.8)
 """Parts of a group's range that 4-bit values may span. A narrower range has finer steps and cuts off the outermost."""
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""The 16 floats of 4 bits (one sign bit, two of exponent, one of mantissa) in halves, plus 12: 0, 0.5, 1, 1.5, 2, 3, 4,
+6, and the same with a sign. So they are whole numbers, which products of integers take."""
 CHUNK_VALUES = 2**18
 """Values that are quantized at a time, so that what they need stays in the processor's cache."""
 
@@ -29,11 +32,14 @@ class GroupedWeight:
     """float32."""
     mins_OG: torch.Tensor
     """float32."""
+    is_e2m1: bool = False
+    """Whether a value v of 4 bits stands for E2M1[v]."""
 
     def __post_init__(self) -> None:
         num_outputs, num_inputs = self.values_OI.shape
         assert self.values_OI.dtype is torch.uint8
         assert self.group_size in GROUP_SIZES, f"groups of {self.group_size}"
+        assert self.bits == 4 or not self.is_e2m1
         for per_group in (self.scales_OG, self.mins_OG):
             assert per_group.dtype is torch.float32
             assert per_group.shape == (num_outputs, num_inputs // self.group_size), per_group.shape
@@ -65,7 +71,7 @@ class GroupedWeight:
     def concatenated(cls, parts: Sequence[Self]) -> Self:
         """The outputs of all parts, which have the same inputs, bits and group size."""
         first = parts[0]
-        assert all((part.bits, part.group_size) == (first.bits, first.group_size) for part in parts)
+        assert all(part.kind == first.kind for part in parts)
         return replace(
             first,
             values_OI=torch.cat([part.values_OI for part in parts]),
@@ -78,9 +84,15 @@ class GroupedWeight:
         """O x I."""
         return self.values_OI.shape
 
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What matrices of one product have in common."""
+        return self.bits, self.group_size, self.is_e2m1
+
     def dequantized(self) -> torch.Tensor:
         """O x I, float32."""
-        groups_OGS: torch.Tensor = self.values_OI.unflatten(-1, (-1, self.group_size)).to(torch.float32)
+        values_OI = decoded_e2m1(self.values_OI) if self.is_e2m1 else self.values_OI.to(torch.float32)
+        groups_OGS: torch.Tensor = values_OI.unflatten(-1, (-1, self.group_size))
         return groups_OGS.mul_(self.scales_OG.unsqueeze(-1)).add_(self.mins_OG.unsqueeze(-1)).flatten(1)
 
     def outputs(self, index: slice | torch.Tensor) -> Self:
@@ -103,6 +115,12 @@ class GroupedWeight:
             scales_OG=self.scales_OG[:, first:last],
             mins_OG=self.mins_OG[:, first:last],
         )
+
+
+def decoded_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """What E2M1 has for each value of 4 bits: float32."""
+    table = torch.tensor(E2M1, dtype=torch.float32, device=values.device)
+    return table.index_select(0, values.flatten().to(torch.int32)).view(values.shape)
 
 
 Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

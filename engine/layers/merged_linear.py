@@ -21,7 +21,7 @@ def merged_linear(
     if len(tensors) == len(parts):
         return linear(_joined(tensors), bias_O)
     groups = [part for part in parts if isinstance(part, GroupedWeight)]
-    if len(groups) == len(parts) and len({(part.bits, part.group_size) for part in groups}) == 1:
+    if len(groups) == len(parts) and len({part.kind for part in groups}) == 1:
         return linear(GroupedWeight.concatenated(groups), bias_O)
     floats = [part for part in parts if isinstance(part, Fp8Weight)]
     if len(floats) == len(parts):

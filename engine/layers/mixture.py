@@ -24,7 +24,7 @@ class LoopedMixture:
         experts: Sequence[tuple[LinearLayer, LinearLayer]],
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
     ) -> None:
-        """`experts`: each one's projection to gates and what they multiply, and its projection back."""
+        """`experts`: for each expert, the projection to gate and up, and the projection back (down)."""
         assert len(experts) == mixture.num_experts
         self._mixture = mixture
         self._router = router

@@ -161,7 +161,13 @@ class NativeStepAttention:
         self._partials = partials.data_ptr()
         self._out_TX, self._out = out_TX, out_TX.data_ptr()
 
-    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert qkv_TPD.is_contiguous()
         qkv, plan = qkv_TPD.data_ptr(), self._plans[layer]
         norm = (
@@ -170,5 +176,8 @@ class NativeStepAttention:
             else (head_norm.q_float32_D.data_ptr(), head_norm.k_float32_D.data_ptr(), head_norm.eps)
         )
         self._kernels.rope_store(self._step, layer, self._cos_sin_XD[layer].data_ptr(), qkv, *norm)
-        self._kernels.attend(self._step, layer, plan.window, qkv, *plan.where, self._partials, self._out)
+        sinks = None if sinks_Q is None else sinks_Q.data_ptr()
+        self._kernels.attend(
+            self._step, layer, plan.window, qkv, sinks, *plan.where, self._partials, self._out
+        )
         return self._out_TX

@@ -14,7 +14,7 @@ from engine.layers.linear import Linear
 from engine.layers.native_linear import NativeLinear
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
-from engine.model_config import Gate
+from engine.model_config import Activation, Gate
 from engine.native.elementwise import ElementwiseKernels
 from engine.native.instructions import cpu_flags
 from engine.native.products import Products
@@ -67,7 +67,7 @@ class NativeBackend(TorchBackend):
     ) -> None:
         self._kernels.add_normed(x_TE, residual_TE, weight_E, eps)
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> torch.Tensor:
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> torch.Tensor:
         if gate is Gate.SILU and isinstance(gate_up, NativeLinear) and gate_up.can_gate:
             assert isinstance(x_TE, torch.Tensor)
             out_TI = self._gated.take(x_TE.dtype, len(x_TE), gate_up.num_outputs // 2)

@@ -58,7 +58,7 @@ class NativeLinear:
             *(values_OI.data_ptr(), scales_OG.data_ptr(), mins_OG.data_ptr()),
             *(*size, packed.data_ptr(), torch.get_num_threads()),
         )
-        layer = GroupedLayer(None, None, *size, factor)
+        layer = GroupedLayer(None, None, *size, w.is_e2m1, factor)
         return cls(products.grouped_product, layer, packed, bias_O)
 
     @classmethod

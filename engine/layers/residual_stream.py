@@ -32,6 +32,11 @@ class ResidualStream:
             return self._backend.rms_norm(self._rows_TE, weight_E, self._eps)
         return self._backend.add_rms_norm(branch_TE, self._rows_TE, weight_E, self._eps)
 
+    def keep(self, rows_R: torch.Tensor) -> None:
+        """Goes on with these rows alone; a branch must have begun with all of them."""
+        assert self._branch_TE is None, "a branch that was not added has all rows"
+        self._rows_TE = self._rows_TE[rows_R]
+
     def normed_rows(self, weight_E: torch.Tensor) -> torch.Tensor:
         """The same as plain numbers, for a branch that does not begin with a projection."""
         return self._backend.normed_rows(self.total(), weight_E, self._eps)

@@ -51,9 +51,15 @@ class ScaledAttention:
         self._attention = attention
         self._factors = factors
 
-    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         factors = self._factors.get(layer)
         if factors is None:
-            return self._attention(layer, qkv_TPD, head_norm)
+            return self._attention(layer, qkv_TPD, head_norm, sinks_Q)
         qkv_TPD.mul_(factors.qkv_P1)
-        return self._attention(layer, qkv_TPD, head_norm).mul_(factors.value)
+        return self._attention(layer, qkv_TPD, head_norm, sinks_Q).mul_(factors.value)

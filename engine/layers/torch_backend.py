@@ -4,6 +4,7 @@ Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate 
 """
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from engine.layers.backend import (
     MakeLinear,
     Matrix,
     MixtureLayer,
+    Router,
 )
 from engine.layers.fp8 import Fp8Weight
 from engine.layers.fp8_linear import Fp8Linear
@@ -24,7 +26,7 @@ from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.linear import Linear
 from engine.layers.merged_linear import merged_linear
 from engine.layers.mixture import LoopedMixture
-from engine.model_config import Gate, Mixture
+from engine.model_config import Activation, ClampedSwiglu, Gate, Mixture
 
 
 class TorchBackend:
@@ -42,14 +44,17 @@ class TorchBackend:
         return Fp8Linear(weight_OI, bias_O)
 
     def mixture(
-        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+        self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
     ) -> MixtureLayer:
-        router = self.linear(router_XE, None)
+        scores = self.linear(router.weight_XE, router.bias_X)
         layers = [
-            (merged_linear(linear, [expert.gate_IE, expert.up_IE], None), linear(expert.down_EI, None))
+            (
+                merged_linear(linear, [expert.gate_IE, expert.up_IE], expert.biases_I),
+                linear(expert.down_EI, expert.down_bias_E),
+            )
             for expert in experts
         ]
-        return LoopedMixture(mixture, router, layers, self.gated)
+        return LoopedMixture(mixture, scores, layers, partial(self.gated, gate=mixture.activation))
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"
@@ -81,8 +86,11 @@ class TorchBackend:
     ) -> None:
         residual_TE.add_(self.rms_norm(x_TE, weight_E, eps))
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> torch.Tensor:
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> torch.Tensor:
         gate_TI, up_TI = gate_up(x_TE).chunk(2, -1)
+        if isinstance(gate, ClampedSwiglu):
+            gate_TI, up_TI = gate_TI.clamp(max=gate.limit), up_TI.clamp(-gate.limit, gate.limit)
+            return gate_TI.mul_(torch.sigmoid(gate_TI * gate.alpha)).mul_(up_TI.add_(1.0))
         activated_TI = F.silu(gate_TI) if gate is Gate.SILU else F.gelu(gate_TI, approximate="tanh")
         return activated_TI.mul_(up_TI)
 

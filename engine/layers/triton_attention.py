@@ -233,7 +233,13 @@ class TritonStepAttention:
         self._plans = plans
         self._block_ids_X1 = block_ids_X1
 
-    def __call__(self, layer: int, qkv_TPD: torch.Tensor, head_norm: HeadNorm | None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         at = self._layers[layer]
         rope_store(
             qkv_TPD,
@@ -245,9 +251,9 @@ class TritonStepAttention:
             k_norm_D=None if head_norm is None else head_norm.k_weight_D,
             eps=0.0 if head_norm is None else head_norm.eps,
         )
-        return self.attend(layer, qkv_TPD[:, : self._shape.num_query_heads])
+        return self.attend(layer, qkv_TPD[:, : self._shape.num_query_heads], sinks_Q)
 
-    def attend(self, layer: int, q_TQD: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None) -> torch.Tensor:
         """T x (Q x D): only attention, of rotated queries, over the pool."""
         at, launch = self._layers[layer], self._launch
         plan = self._plans[at.plan]
@@ -264,6 +270,7 @@ class TritonStepAttention:
             launch.tuning,
             launch.grid.num_programs,
             Merging(plan.merges_RF, self._num_arrived_RH) if launch.merges else None,
+            sinks_Q,
         )
         if len(plan.merges_RF) and not launch.merges:
             merge_partials(
@@ -273,6 +280,7 @@ class TritonStepAttention:
                 plan.counts_2[1:],
                 out_TQD,
                 launch.grid.num_programs,
+                sinks_Q,
             )
         return out_TQD.view(len(out_TQD), -1)
 

@@ -21,6 +21,7 @@ from engine.layers.backend import (
     MakeLinear,
     Matrix,
     QuantizedRows,
+    Router,
     UnnormedRows,
 )
 from engine.layers.few_rows import FewRows
@@ -30,7 +31,7 @@ from engine.layers.linear import Linear
 from engine.layers.timed_products import TimedProducts
 from engine.layers.triton_linear import TritonFp8Linear, TritonLinear
 from engine.layers.triton_mixture import TritonMixture
-from engine.model_config import Gate, Mixture
+from engine.model_config import Activation, Gate, Mixture
 
 
 class TritonBackend:
@@ -58,10 +59,11 @@ class TritonBackend:
         return TritonFp8Linear(weight_OI, bias_O)
 
     def mixture(
-        self, mixture: Mixture, router_XE: torch.Tensor, experts: Iterable[Expert], linear: MakeLinear
+        self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
     ) -> TritonMixture:
         """Each rank routes for itself, so all must multiply alike: their timed products may differ."""
-        return TritonMixture(mixture, Linear(router_XE), experts, is_fp8=linear == self.fp8_linear)
+        scores = Linear(router.weight_XE, router.bias_X)
+        return TritonMixture(mixture, scores, experts, is_fp8=linear == self.fp8_linear)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"
@@ -89,7 +91,7 @@ class TritonBackend:
     ) -> None:
         residual_TE.add_(rms_norm(x_TE, weight_E, eps))
 
-    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Gate = Gate.SILU) -> Activations:
+    def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> Activations:
         is_fused = kernel_switches().fused_silu and gate is Gate.SILU
         few_rows = _few_rows(gate_up, x_TE) if is_fused else None
         return self.gate_mul(gate_up(x_TE), gate) if few_rows is None else few_rows.gated(x_TE)
@@ -100,12 +102,11 @@ class TritonBackend:
             few_rows.add_(residual_TE, x_TI)
         return few_rows is not None
 
-    def gate_mul(self, gate_up_TM: torch.Tensor, gate: Gate = Gate.SILU) -> Activations:
+    def gate_mul(self, gate_up_TM: torch.Tensor, gate: Activation = Gate.SILU) -> Activations:
         """T x I: the activation of the first I columns, times the others."""
-        is_gelu = gate is Gate.GELU_TANH
         if self._quantizes(gate_up_TM, gate_up_TM.shape[1] // 2):
-            return QuantizedRows(*silu_mul_fp8(gate_up_TM, is_gelu=is_gelu), gate_up_TM.dtype)
-        return silu_mul(gate_up_TM, is_gelu=is_gelu)
+            return QuantizedRows(*silu_mul_fp8(gate_up_TM, gate), gate_up_TM.dtype)
+        return silu_mul(gate_up_TM, gate)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
         """8-bit products exclude float32, and a program holds a whole row."""

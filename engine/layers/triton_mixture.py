@@ -31,14 +31,14 @@ class TritonMixture:
         gate_up = _Stack(mixture.num_experts, is_fp8=is_fp8)
         down = _Stack(mixture.num_experts, is_fp8=is_fp8)
         for number, expert in enumerate(experts):
-            for stack, parts in ((gate_up, (expert.gate_IE, expert.up_IE)), (down, (expert.down_EI,))):
-                stack.put(number, parts)
+            gate_up.put(number, (expert.gate_IE, expert.up_IE), expert.biases_I)
+            down.put(number, (expert.down_EI,), None if expert.down_bias_E is None else (expert.down_bias_E,))
         self._gate_up, self._down = gate_up.matrices(), down.matrices()
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         experts_TK, weights_TK = route(self._router(x_TE), self._mixture)
         pairs = SortedPairs.of(experts_TK, self._mixture.num_experts)
-        x_NI = silu_mul(expert_linear(x_TE, self._gate_up, pairs))
+        x_NI = silu_mul(expert_linear(x_TE, self._gate_up, pairs), self._mixture.activation)
         y_NE = expert_linear(x_NI, self._down, pairs, weights_TK.flatten())
         y_TE: torch.Tensor = y_NE.view(*experts_TK.shape, -1).sum(1, dtype=torch.float32)
         return y_TE.to(x_TE.dtype)
@@ -52,15 +52,18 @@ class _Stack:
         self._is_fp8 = is_fp8
         self._weight_XOI: torch.Tensor | None = None
         self._scales_XO: torch.Tensor | None = None
+        self._bias_XO: torch.Tensor | None = None
 
-    def put(self, number: int, parts: Sequence[Matrix]) -> None:
-        """The outputs of all parts, in order."""
+    def put(self, number: int, parts: Sequence[Matrix], biases: Sequence[torch.Tensor] | None) -> None:
+        """The outputs of all parts, in order; either all experts have `biases` or none has."""
         if self._weight_XOI is None:
-            self._allocate(parts)
+            self._allocate(parts, has_bias=biases is not None)
             assert self._weight_XOI is not None
         first = 0
-        for part in parts:
+        for index, part in enumerate(parts):
             outputs = slice(first, first := first + part.shape[0])
+            if biases is not None and self._bias_XO is not None:
+                self._bias_XO[number, outputs] = biases[index]
             if self._scales_XO is None:
                 self._weight_XOI[number, outputs] = _numbers(part)
                 continue
@@ -68,7 +71,7 @@ class _Stack:
             self._weight_XOI[number, outputs] = weight.values_OI
             self._scales_XO[number, outputs] = weight.scales_O1.squeeze(1)
 
-    def _allocate(self, parts: Sequence[Matrix]) -> None:
+    def _allocate(self, parts: Sequence[Matrix], *, has_bias: bool) -> None:
         """For all experts, like these parts of the first one: a checkpoint in 8-bit floats keeps them."""
         first = parts[0]
         is_fp8 = self._is_fp8 or isinstance(first, Fp8Weight)
@@ -76,10 +79,11 @@ class _Stack:
         dtype, device = FP8 if is_fp8 else _numbers(first).dtype, _device(first)
         self._weight_XOI = torch.empty(*shape, first.shape[1], dtype=dtype, device=device)
         self._scales_XO = torch.empty(shape, dtype=torch.float32, device=device) if is_fp8 else None
+        self._bias_XO = torch.empty(shape, dtype=torch.float32, device=device) if has_bias else None
 
     def matrices(self) -> ExpertMatrices:
         assert self._weight_XOI is not None
-        return ExpertMatrices(self._weight_XOI, self._scales_XO)
+        return ExpertMatrices(self._weight_XOI, self._scales_XO, self._bias_XO)
 
 
 def _device(part: Matrix) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from engine.layers.fp8 import FP8, Fp8Weight
-from engine.layers.grouped_weight import GROUP_SIZES, GroupedWeight
+from engine.layers.grouped_weight import GROUP_SIZES, GroupedWeight, decoded_e2m1
 
 CHUNK_VALUES = 2**24
 """Values that are made floats at a time, so that a large matrix is not held in float32."""
@@ -34,6 +34,8 @@ class CodedMatrix:
     """float32; None for 8-bit floats, whose zero is 0."""
     groups_I: torch.Tensor
     """Each input's group."""
+    is_e2m1: bool = False
+    """Whether a value of 4 bits stands for another number; see `GroupedWeight`."""
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """O x I, computed in float32 and rounded once.
@@ -49,7 +51,9 @@ class CodedMatrix:
         rows = max(1, CHUNK_VALUES // num_inputs)
         for begin in range(0, num_outputs, rows):
             chunk = slice(begin, begin + rows)
-            part_ONS = self.values_OI[chunk].to(torch.float32).unflatten(1, (-1, size))
+            values_OI = self.values_OI[chunk]
+            values_OI = decoded_e2m1(values_OI) if self.is_e2m1 else values_OI.to(torch.float32)
+            part_ONS = values_OI.unflatten(1, (-1, size))
             if zeros_ON1 is not None:
                 part_ONS.sub_(zeros_ON1[chunk])
             numbers_OI[chunk] = part_ONS.mul_(scales_ON1[chunk]).flatten(1)
@@ -63,7 +67,7 @@ class CodedMatrix:
         size, groups_N = runs
         scales_ON = self.scales_OG.index_select(1, groups_N)
         mins_ON = self.zeros_OG.index_select(1, groups_N).mul_(scales_ON).neg_()
-        return GroupedWeight(self.values_OI, self.bits, size, scales_ON, mins_ON)
+        return GroupedWeight(self.values_OI, self.bits, size, scales_ON, mins_ON, self.is_e2m1)
 
     def in_fp8(self, dtype: torch.dtype) -> Fp8Weight | None:
         """The same if all inputs of an output share a scale. `dtype`: of activations."""

@@ -155,7 +155,7 @@ class _Reader:
         for _ in range(self._count("metadata keys", 13)):
             key = self._string()
             if key in metadata:
-                raise self._error(f"the metadata key {key} is there twice")
+                raise self._error(f"the metadata key {key} appears twice")
             metadata[key] = self._value(key)
         infos = [self._tensor_info() for _ in range(num_tensors)]
         alignment = self._alignment(metadata)
@@ -169,7 +169,7 @@ class _Reader:
         names = set()
         for info in infos:
             if info.name in names:
-                raise self._error(f"tensor {info.name} is there twice")
+                raise self._error(f"tensor {info.name} appears twice")
             names.add(info.name)
             if info.offset % alignment:
                 raise self._error(f"tensor {info.name} has offset {info.offset}, no multiple of {alignment}")

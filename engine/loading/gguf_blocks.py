@@ -50,7 +50,7 @@ def _q4_1(b_NB: torch.Tensor) -> Groups:
 
 
 def _q5_0(b_NB: torch.Tensor) -> Groups:
-    """As Q4_0; before the half bytes, a fifth bit of each value in 4 bytes. 16 stands for zero."""
+    """As Q4_0, with 5 bits a value: 4 bytes before the half bytes hold each value's fifth bit. 16 stands for zero."""
     scales_N1 = _halves(b_NB[:, :2])
     return _half_bytes(b_NB[:, 6:]) | _fifth_bits(b_NB[:, 2:6]), scales_N1, scales_N1 * -16.0
 

@@ -70,7 +70,7 @@ def describe(gguf: Path, folder: Path) -> None:
     config = hugging_face_config(file)
     if (num_tokens := len(file.strings("tokenizer.ggml.tokens"))) > config["vocab_size"]:
         raise ModelError(
-            f"{gguf}: {num_tokens} tokens, but token_embd.weight has {config['vocab_size']} rows"
+            f"{gguf}: the tokenizer has {num_tokens} tokens, but token_embd.weight has {config['vocab_size']} rows"
         )
     tokens = special_token_ids(file)
     folder.mkdir(parents=True, exist_ok=True)

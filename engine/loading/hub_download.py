@@ -36,7 +36,9 @@ class LargeFile:
 
     def __post_init__(self) -> None:
         if not _SHA256.fullmatch(self.sha256):  # it becomes a file's name
-            raise ModelError(f"{self.url}: the Hub says {self.sha256!r:.80}, which is no sha256")
+            raise ModelError(
+                f"{self.url}: the Hub gives {self.sha256!r:.80} as its sha256, which is not valid"
+            )
 
 
 class Stopped(Exception):

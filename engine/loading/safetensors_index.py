@@ -2,10 +2,15 @@
 
 The format: 8 bytes of header length (little-endian), a JSON object from names to dtype, shape and the range of bytes
 counted from the header's end, then the bytes, row-major. https://github.com/huggingface/safetensors#format
+
+gpt-oss has one tensor for all experts of a layer. Here each expert's part is a tensor of its own:
+`mlp.experts.3.down_proj.bias` is a part of `mlp.experts.down_proj_bias`.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +32,9 @@ CODES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 """Types that are useless without scales that other tensors hold; see `quantized_checkpoint`."""
+_STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+_PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
+"""What a stacked tensor's suffix says about an expert's part. Matrices of numbers have inputs first."""
 
 
 def types_for(dtype: torch.dtype | None) -> Mapping[str, torch.dtype]:
@@ -44,6 +52,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     """Position of its first byte in the file."""
+    part_of: tuple[str, int] | None = None
+    """Of which tensor in the file it is one index of the first dimension; None: it is a whole one."""
+    is_transposed: bool = False
+    """Whether the file has the two dimensions of `shape` in the other order."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +72,8 @@ class CheckpointIndex:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Reads the index of a model folder; ModelError names a file that is missing or damaged."""
-        return cls(path, {name: stored for file in weight_files(path) for name, stored in _tensors_of(file)})
+        found = (tensor for file in weight_files(path) for tensor in _tensors_of(file))
+        return cls(path, {name: stored for whole in found for name, stored in _parts_of(*whole)})
 
     @property
     def names(self) -> Collection[str]:
@@ -132,3 +145,27 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in header.tensors.items():
         offset = header.num_bytes + entry["data_offsets"][0]
         yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), offset)
+
+
+def _parts_of(name: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensor, or each expert's part of it."""
+    stack = _STACK.fullmatch(name)
+    if stack is None or len(stored.shape) < 2 or stored.dtype_name not in types_for(None):
+        yield name, stored
+        return
+    experts, projection, suffix = stack.groups()
+    num_experts, *shape = stored.shape
+    part_bytes = prod(shape) * stored.dtype.itemsize
+    is_transposed = suffix == "" and len(shape) == 2
+    for number in range(num_experts):
+        yield (
+            f"{experts}.{number}.{projection}.{_PARTS[suffix]}",
+            StoredTensor(
+                stored.file,
+                stored.dtype_name,
+                tuple(reversed(shape)) if is_transposed else tuple(shape),
+                stored.offset + number * part_bytes,
+                (name, number),
+                is_transposed,
+            ),
+        )

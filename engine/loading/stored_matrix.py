@@ -4,7 +4,7 @@ Of the values only a rank's part is read, as far as its edges fall between two i
 points are read whole: they are small, and any input may have any group.
 
 Sources of the layouts: compressed-tensors (compressors/quantized_compressors), GPTQModel (nn_modules/qlinear),
-AutoAWQ (awq/utils/packing_utils.py), transformers (integrations/finegrained_fp8.py).
+AutoAWQ (awq/utils/packing_utils.py), transformers (integrations/finegrained_fp8.py, integrations/mxfp4.py).
 
 Shape suffixes: O outputs, I inputs, G groups of inputs.
 """
@@ -15,20 +15,25 @@ from dataclasses import dataclass
 import torch
 
 from baton.errors import ModelError
+from engine.layers.grouped_weight import E2M1
 from engine.loading.coded_matrix import CodedMatrix, gptq_zeros, unpacked, unpacked_awq
 from engine.loading.safetensors_index import CODES, DTYPES, CheckpointIndex
 from engine.loading.weights import Shard, Take
 from engine.quantization_config import Layout, Scheme
 
 _SCALES = DTYPES | {"F8_E8M0": CODES["F8_E8M0"]}
+_BYTES = {"U8": torch.uint8}
 _INT32 = {"I32": torch.int32}
 _INDICES = {"I32": torch.int32, "I64": torch.int64}
+MXFP4_BLOCK = 32
+"""Inputs that share a scale; there are no others in the format (Open Compute Project, 2023)."""
 _MARKS = {
     Layout.NUMBERS: ("weight_scale_inv", "weight_scale"),
     Layout.PACKED: ("weight_packed",),
     Layout.GPTQ: ("qweight",),
     Layout.GPTQ_V2: ("qweight",),
     Layout.AWQ: ("qweight",),
+    Layout.MXFP4: ("blocks",),
 }
 """Tensors that only a quantized matrix has."""
 
@@ -69,7 +74,7 @@ class StoredMatrix:
             values_OI = values_OI[outputs, inputs]
         rows, columns = self.take.part_shape  # the last integer of a row may have room for more
         if _is_by_outputs(scheme):
-            scales_OG = _spread(scheme, tensors["scales"].to(torch.float32), num_outputs)
+            scales_OG = _spread(scheme, _scales(scheme, tensors["scales"]), num_outputs)
         else:
             scales_OG = tensors["scales"].to(torch.float32).t()
         zeros_OG = None if scheme.is_float else self._zeros(tensors.get("zeros"), scales_OG)
@@ -80,6 +85,7 @@ class StoredMatrix:
             scales_OG[outputs],
             None if zeros_OG is None else zeros_OG[outputs],
             groups_I[inputs],
+            is_e2m1=scheme.layout is Layout.MXFP4,
         )
 
     def _check_shape(self, shape: torch.Tensor | None) -> None:
@@ -97,7 +103,7 @@ class StoredMatrix:
     def _zeros(self, stored: torch.Tensor | None, scales_OG: torch.Tensor) -> torch.Tensor:
         """What stands for zero among unsigned values: O x G, float32."""
         layout, bits, num_outputs = self.scheme.layout, self.scheme.bits, len(scales_OG)
-        half = 2 ** (bits - 1)
+        half = E2M1[0] if layout is Layout.MXFP4 else 2 ** (bits - 1)
         if stored is None:
             return torch.full_like(scales_OG, half)
         if layout is Layout.NUMBERS:
@@ -126,10 +132,12 @@ class StoredMatrix:
 
 def _is_by_outputs(scheme: Scheme) -> bool:
     """Whether scales lie output by output; GPTQ and AWQ have them group by group."""
-    return scheme.layout in (Layout.NUMBERS, Layout.PACKED)
+    return scheme.layout in (Layout.NUMBERS, Layout.PACKED, Layout.MXFP4)
 
 
 def _value_types(scheme: Scheme) -> Mapping[str, torch.dtype]:
+    if scheme.layout is Layout.MXFP4:
+        return _BYTES
     if scheme.layout is not Layout.NUMBERS:
         return _INT32
     name = "F8_E4M3" if scheme.is_float else "I8"
@@ -144,11 +152,15 @@ def _values(scheme: Scheme, module: str, take: Take) -> tuple[Take, bool]:
         name, dims = "weight", ((0, 1), (1, 1))
     elif scheme.layout is Layout.PACKED:
         name, dims = "weight_packed", ((0, 1), (1, per_int))
+    elif scheme.layout is Layout.MXFP4:
+        name, dims = "blocks", ((0, 1), (1, MXFP4_BLOCK))
     elif scheme.layout is Layout.AWQ:
         name, dims = "qweight", ((1, 1), (0, per_int))
     else:
         name, dims = "qweight", ((1, per_int), (0, 1))
     shape = tuple(-(-(num_outputs, num_inputs)[dim] // packed) for dim, packed in dims)
+    if scheme.layout is Layout.MXFP4:
+        shape = (*shape, MXFP4_BLOCK // 2)  # bytes
     shard = take.shard
     if shard is None:
         return Take(f"{module}.{name}", shape, None), True
@@ -175,6 +187,8 @@ def _by_outputs(
     if columns == 1:
         shapes.append((rows,))
         shapes += [()] if rows == 1 else []
+    if scheme.layout is Layout.MXFP4:
+        return {"scales": _whole(index, f"{module}.scales", shapes, _BYTES)}
     scale_name = mark if scheme.layout is Layout.NUMBERS else "weight_scale"
     parts = {"scales": _whole(index, f"{module}.{scale_name}", shapes, _SCALES)}
     zeros_name, order_name = f"{module}.weight_zero_point", f"{module}.weight_g_idx"
@@ -214,6 +228,8 @@ def _whole(
 
 def _decoded(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
     """Unsigned values or 8-bit floats, O x I."""
+    if scheme.layout is Layout.MXFP4:
+        return unpacked(stored.flatten(1), 4)
     if scheme.layout is Layout.PACKED:
         return unpacked(stored, scheme.bits)
     if scheme.layout is Layout.AWQ:
@@ -224,6 +240,13 @@ def _decoded(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
         return stored
     unsigned: torch.Tensor = stored.view(torch.uint8) ^ 0x80  # a signed byte + 128
     return unsigned.sub_(128 - 2 ** (scheme.bits - 1))
+
+
+def _scales(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
+    """float32. MXFP4 has exponents, whose bias is 127; its values are in halves."""
+    if scheme.layout is Layout.MXFP4:
+        return stored.view(torch.float8_e8m0fnu).to(torch.float32).mul_(0.5)
+    return stored.to(torch.float32)
 
 
 def _spread(scheme: Scheme, scales: torch.Tensor, num_outputs: int) -> torch.Tensor:

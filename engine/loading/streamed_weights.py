@@ -58,7 +58,8 @@ class StreamedWeights(WeightSource):
         self._loaded_bytes += flat.numel()
         if self._on_progress is not None:
             self._on_progress(self._loaded_bytes, self._total_bytes)
-        tensor = flat.view(stored.dtype).view(take.part_shape)
+        tensor = flat.view(stored.dtype).view(take.as_stored(stored).part_shape)
+        tensor = tensor.t() if stored.is_transposed else tensor
         return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
@@ -71,6 +72,7 @@ def part_of(take: Take, stored: StoredTensor) -> FilePart:
     """The bytes of a slice: one run if it cuts the first dimension, else one for each index of the
     dimensions before.
     """
+    take = take.as_stored(stored)
     shape, itemsize = take.shape, stored.dtype.itemsize
     if take.shard is None:
         return FilePart(stored.file, stored.offset, prod(shape) * itemsize)

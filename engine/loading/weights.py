@@ -7,20 +7,27 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 import torch
+from safetensors import safe_open
 
 from baton.errors import ModelError
 from engine.layers.backend import Matrix
 from engine.loading.commit import commit_of
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import gguf_of
-from engine.loading.safetensors_index import CheckpointIndex, open_safetensors, types_for, weight_files
+from engine.loading.safetensors_index import (
+    CheckpointIndex,
+    StoredTensor,
+    open_safetensors,
+    types_for,
+    weight_files,
+)
 
 DIGEST_WINDOWS = 64
 DIGEST_WINDOW_BYTES = 4096
@@ -94,6 +101,13 @@ class Take:
         dim = self.shard.dim
         return (*self.shape[:dim], part.stop - part.start, *self.shape[dim + 1 :])
 
+    def as_stored(self, stored: StoredTensor) -> "Take":
+        """The same with dimensions in the order in which the file has them."""
+        if not stored.is_transposed:
+            return self
+        shard = None if self.shard is None else replace(self.shard, dim=1 - self.shard.dim)
+        return Take(self.name, self.shape[::-1], shard)
+
 
 @dataclass(slots=True)
 class TakeRecorder(WeightSource):
@@ -148,13 +162,8 @@ class CheckpointWeights(WeightSource):
             handle.__exit__(kind, error, trace)
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
-        handle = self._handles[self._index.find(name, shape, self._types).file]
-        tensor: torch.Tensor
-        if shard is None:
-            tensor = handle.get_tensor(name)
-        else:
-            index = (*(slice(None),) * shard.dim, shard.slice_of(name, shape))
-            tensor = handle.get_slice(name)[index]
+        stored = self._index.find(name, shape, self._types)
+        tensor = _read(self._handles[stored.file], Take(name, shape, shard), stored)
         self._taken.add(name)
         self._loaded_bytes += tensor.nbytes
         if self._on_progress is not None:
@@ -164,6 +173,21 @@ class CheckpointWeights(WeightSource):
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
         """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`."""
         self._index.check_all_taken(self._taken, allowed=allowed)
+
+
+def _read(handle: safe_open, take: Take, stored: StoredTensor) -> torch.Tensor:
+    """Only the part that is asked for."""
+    tensor: torch.Tensor
+    own = take.as_stored(stored)
+    cut = () if own.shard is None else (slice(None),) * own.shard.dim
+    if own.shard is not None:
+        cut = (*cut, own.shard.slice_of(take.name, own.shape))
+    if stored.part_of is not None:
+        whole, number = stored.part_of
+        tensor = handle.get_slice(whole)[(number, *cut)]
+    else:
+        tensor = handle.get_slice(take.name)[cut] if cut else handle.get_tensor(take.name)
+    return tensor.t() if stored.is_transposed else tensor
 
 
 class DummyWeights(WeightSource):

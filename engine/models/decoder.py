@@ -14,7 +14,7 @@ import torch
 
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.families import Family
-from engine.layers.attention import Attention
+from engine.layers.attention import Attention, HeadNorm
 from engine.layers.backend import Backend, InputTokens, MakeLinear
 from engine.layers.chunk_attention import cap_
 from engine.layers.residual_stream import ResidualStream
@@ -23,6 +23,7 @@ from engine.loading.weights import WeightSource
 from engine.model_config import ModelArchitecture
 from engine.models.gemma import GemmaLayer
 from engine.models.glm4 import Glm4Layer
+from engine.models.gpt_oss import GptOssLayer
 from engine.models.llama import LlamaLayer
 from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
@@ -52,7 +53,26 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
     Family.GLM4: Glm4Layer,
     Family.GEMMA2: GemmaLayer,
     Family.GEMMA3: GemmaLayer,
+    Family.GPT_OSS: GptOssLayer,
 }
+
+
+class _AttentionOfRows:
+    """The last layer's attention: stores every token's keys and values, and goes on with some rows alone."""
+
+    def __init__(self, attention: Attention, stream: ResidualStream, rows_R: torch.Tensor) -> None:
+        self._attention, self._stream, self._rows_R = attention, stream, rows_R
+
+    def __call__(
+        self,
+        layer: int,
+        qkv_TPD: torch.Tensor,
+        head_norm: HeadNorm | None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads_TX = self._attention(layer, qkv_TPD, head_norm, sinks_Q)
+        self._stream.keep(self._rows_R)
+        return heads_TX[self._rows_R]
 
 
 class Decoder:
@@ -105,8 +125,13 @@ class Decoder:
         first._layers = self._layers[:num_layers]
         return first
 
-    def forward(self, tokens: InputTokens, attention: Attention) -> torch.Tensor:
-        """Hidden states of every token, before the final norm: T x E."""
+    def forward(
+        self, tokens: InputTokens, attention: Attention, rows_R: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states before the final norm, R x E: of these rows, or of every token (None).
+
+        Behind the last layer's keys and values, nothing reads the other rows, so they are not computed.
+        """
         residual_TE = self._backend.embed(tokens, self._embed_tokens_VE, self._first_token)
         residual_TE = residual_TE.to(self._dtype)
         self._collectives.all_reduce_(residual_TE)
@@ -117,8 +142,10 @@ class Decoder:
         )
         if self._head_factors:
             attention = ScaledAttention(attention, self._head_factors)
-        for layer in self._layers:
+        *layers, last = self._layers
+        for layer in layers:
             layer.forward(stream, attention)
+        last.forward(stream, attention if rows_R is None else _AttentionOfRows(attention, stream, rows_R))
         return stream.total()
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ class MixtureOfExpertsLayer:
     def __init__(self, architecture: ModelArchitecture, index: int, parts: Projections) -> None:
         a, prefix = architecture, f"model.layers.{index}"
         heads, e = f"{prefix}.self_attn", a.hidden_size
-        mixture, (block, names) = a.mixtures[index], BLOCKS[a.family]
+        mixture, (name, names) = a.mixtures[index], BLOCKS[a.family]
+        block = f"{prefix}.{name}"
         assert mixture is not None
         self._index = index
         self._head_dim = a.head_dim
@@ -32,7 +33,8 @@ class MixtureOfExpertsLayer:
         self._head_norm = parts.head_norm(a, heads)
         self._o_proj = parts.rows(f"{heads}.o_proj", e, a.num_heads * a.head_dim, has_bias=a.has_o_bias)
         self._post_norm_E = parts.norm(f"{prefix}.post_attention_layernorm", e)
-        self._mixture = parts.mixture(mixture, f"{prefix}.{block}", names, e)
+        experts = parts.experts(mixture, f"{block}.experts", names, e)
+        self._mixture = parts.mixture(mixture, f"{block}.gate", experts, e)
 
     def forward(self, stream: ResidualStream, attention: Attention) -> None:
         """Adds both branches to the stream."""

@@ -13,7 +13,7 @@ import torch
 
 from engine.collectives import Collectives
 from engine.layers.attention import HeadNorm
-from engine.layers.backend import Backend, Expert, LinearLayer, MakeLinear, Matrix, MixtureLayer
+from engine.layers.backend import Backend, Expert, LinearLayer, MakeLinear, Matrix, MixtureLayer, Router
 from engine.layers.merged_linear import merged_linear
 from engine.layers.rope import head_order
 from engine.layers.scaled_attention import KVScale
@@ -76,18 +76,27 @@ class Projections:
         bias_O = self.weights.take(f"{name}.bias", num_outputs) if has_bias else None
         return self._linear(weight_OI, bias_O if self.collectives.rank == 0 else None)
 
-    def mixture(self, mixture: Mixture, block: str, names: ExpertNames, num_inputs: int) -> MixtureLayer:
-        """A mixture of experts. Every rank has its share of each expert: the caller sums the ranks' results.
+    def mixture(
+        self,
+        mixture: Mixture,
+        router: str,
+        experts: Iterator[Expert],
+        num_inputs: int,
+        *,
+        has_bias: bool = False,
+    ) -> MixtureLayer:
+        """A mixture of `experts`. Every rank has its share of each expert: the caller sums the ranks' results.
 
-        The router is whole on each rank, and keeps its bits however few the matrices have.
+        The router is whole on each rank, and keeps its bits however few the matrices have. `has_bias`: of the router.
         """
-        router_XE = self.weights.take(f"{block}.gate.weight", mixture.num_experts, num_inputs)
-        experts = self._experts(mixture, f"{block}.experts", names, num_inputs)
-        return self.backend.mixture(mixture, router_XE, experts, self._linear)
+        weight_XE = self.weights.take(f"{router}.weight", mixture.num_experts, num_inputs)
+        bias_X = self.weights.take(f"{router}.bias", mixture.num_experts) if has_bias else None
+        return self.backend.mixture(mixture, Router(weight_XE, bias_X), experts, self._linear)
 
-    def _experts(
+    def experts(
         self, mixture: Mixture, experts: str, names: ExpertNames, num_inputs: int
     ) -> Iterator[Expert]:
+        """A mixture's experts, taken one after another."""
         size, shard = mixture.intermediate_size, shard_of(1, self.collectives)
         for number in range(mixture.num_experts):
             gate_IE, up_IE = (
@@ -96,6 +105,32 @@ class Projections:
             )
             down = f"{experts}.{number}.{names.down}.weight"
             yield Expert(gate_IE, up_IE, self.weights.take_matrix(down, num_inputs, size, shard=shard))
+
+    def interleaved_experts(self, mixture: Mixture, experts: str, num_inputs: int) -> Iterator[Expert]:
+        """The same of a checkpoint with biases that has gates and what they multiply as one projection, in turns."""
+        size, rank, num_ranks = mixture.intermediate_size, self.collectives.rank, self.collectives.size
+        pairs = Shard(0, rank, num_ranks).slice_of(experts, (size, num_inputs))
+        columns = Shard(0, 0, 1, 2 * pairs.start, 2 * (pairs.stop - pairs.start)) if num_ranks > 1 else None
+        for number in range(mixture.num_experts):
+            gate_up, down = f"{experts}.{number}.gate_up_proj", f"{experts}.{number}.down_proj"
+            gate_up_ME = self.weights.take_matrix(f"{gate_up}.weight", 2 * size, num_inputs, shard=columns)
+            bias_M = self.weights.take(f"{gate_up}.bias", 2 * size, shard=columns)
+            down_EI = self.weights.take_matrix(
+                f"{down}.weight", num_inputs, size, shard=shard_of(1, self.collectives)
+            )
+            down_bias_E = self.weights.take(f"{down}.bias", num_inputs)
+            yield Expert(
+                _every_other(gate_up_ME, 0),
+                _every_other(gate_up_ME, 1),
+                down_EI,
+                (bias_M[0::2], bias_M[1::2]),
+                down_bias_E if rank == 0 else None,
+            )
+
+    def sinks(self, a: ModelArchitecture, heads: str) -> torch.Tensor:
+        """The logits of this rank's query heads that take weight and have no value: float32."""
+        sinks_Q = self.weights.take(f"{heads}.sinks", a.num_heads, shard=shard_of(0, self.collectives))
+        return sinks_Q.to(torch.float32)
 
     def norm(self, name: str, size: int, *, from_one: bool = False) -> torch.Tensor:
         """A norm's weights. `from_one`: the checkpoint has them less 1 (Gemma); their sum with 1 needs float32."""
@@ -194,6 +229,11 @@ def _sizes(a: ModelArchitecture) -> tuple[int, int]:
 def _of_every_head(order_D: torch.Tensor, num_outputs: int) -> torch.Tensor:
     firsts_H1 = torch.arange(0, num_outputs, len(order_D)).unsqueeze(1)
     return (firsts_H1 + order_D).flatten()
+
+
+def _every_other(matrix: Matrix, first: int) -> Matrix:
+    outputs = slice(first, None, 2)
+    return matrix[outputs] if isinstance(matrix, torch.Tensor) else matrix.outputs(outputs)
 
 
 def _reordered(tensor: torch.Tensor, index_O: torch.Tensor) -> torch.Tensor:

@@ -22,9 +22,10 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 template <typename Activation, typename Stored>
 class LayerAttention {
   public:
-    LayerAttention(const Step &step, int64_t layer, int64_t window, const void *qkv_TPD, void *out_TQD)
+    LayerAttention(const Step &step, int64_t layer, int64_t window, const void *qkv_TPD, const float *sinks_Q,
+                   void *out_TQD)
         : s(step), D(step.head_dim), G(step.heads_per_kv_head()), window(window), pool(step, layer),
-          qkv_TPD(static_cast<const Activation *>(qkv_TPD)), out_TQD(static_cast<Activation *>(out_TQD)),
+          qkv_TPD(static_cast<const Activation *>(qkv_TPD)), sinks_Q(sinks_Q), out_TQD(static_cast<Activation *>(out_TQD)),
           tanh_scale(step.cap > 0.0f ? step.scale / step.cap : 0.0f),
           scale(LOG2_E * (step.cap > 0.0f ? step.cap : step.scale)) {}
 
@@ -59,6 +60,7 @@ class LayerAttention {
     const int64_t D, G, window;
     const LayerPool<Stored> pool;
     const Activation *qkv_TPD;
+    const float *sinks_Q;  // or null
     Activation *out_TQD;
     const float tanh_scale;  // of scores whose tanh is the score from then on; 0: of none
     const float scale;       // of scores: weights are powers of 2
@@ -116,8 +118,11 @@ class LayerAttention {
     void write(const Item &item, const Softmax &total) const {
         const int64_t rows = item.num_kv_heads * G;
         for (int64_t r = 0; r < item.num_rows; ++r) {
-            Activation *out = out_TQD + ((item.first_token + r / rows) * s.num_heads + item.kv_head * G + r % rows) * D;
-            const float inverse = 1.0f / total.sum[r];
+            const int64_t head = item.kv_head * G + r % rows;
+            Activation *out = out_TQD + ((item.first_token + r / rows) * s.num_heads + head) * D;
+            float sum = total.sum[r];
+            if (sinks_Q) sum += exp2_of(sinks_Q[head] * LOG2_E - total.largest[r] * scale);
+            const float inverse = 1.0f / sum;
             for (int64_t i = 0; i < D; i += LANES) store(out + i, load(total.out + r * D + i) * inverse);
         }
     }
@@ -304,13 +309,15 @@ void baton_rope_store(const Step *step, int64_t layer, const float *cos_sin_XD, 
     });
 }
 
-// out_TQD = attention of the queries in `qkv_TPD`, by the plan for this `window`.
-void baton_attend(const Step *step, int64_t layer, int64_t window, const void *qkv_TPD, const Item *items,
-                  int64_t num_items, const Merge *merges, int64_t num_merges, float *partials, void *out_TQD) {
+// out_TQD = attention of the queries in `qkv_TPD`, by the plan for this `window`. `sinks_Q`: a logit of each query head
+// that takes weight and has no value, or null.
+void baton_attend(const Step *step, int64_t layer, int64_t window, const void *qkv_TPD, const float *sinks_Q,
+                  const Item *items, int64_t num_items, const Merge *merges, int64_t num_merges, float *partials,
+                  void *out_TQD) {
     with_types(*step, [&](auto *activation, auto *stored) {
         using Activation = std::remove_pointer_t<decltype(activation)>;
         using Stored = std::remove_pointer_t<decltype(stored)>;
-        const LayerAttention<Activation, Stored> attention(*step, layer, window, qkv_TPD, out_TQD);
+        const LayerAttention<Activation, Stored> attention(*step, layer, window, qkv_TPD, sinks_Q, out_TQD);
         for_each(num_items, step->num_threads, [&](int64_t i) {
             attention.run(items[i], items[std::min(i + step->num_threads, num_items - 1)], partials);
         });

@@ -54,7 +54,7 @@ class AttentionKernels:
         self.rope_store.argtypes = (address, number, *(address,) * 4, ctypes.c_float)
         self.attend = library.baton_attend
         self.attend.argtypes = (
-            *(address, number, number, address),
+            *(address, number, number, address, address),
             *(address, number, address, number, address, address),
         )
         for function in (self.plan, self.rope_store, self.attend):

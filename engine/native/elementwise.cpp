@@ -63,10 +63,10 @@ void add_normed_row(const Element *x_E, Element *residual_E, const Weight *weigh
     }
 }
 
-// out_TI = activation(gate) x up, where gate_up_TM has T rows of I gates and then I ups.
-template <typename Activation>
+// out_TI = combined(gate, up), where gate_up_TM has T rows of I gates and then I ups.
+template <typename Combined>
 void gate_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width, int num_threads,
-              const Activation &activation) {
+              const Combined &combined) {
     with_type(type, [&](auto *element) {
         using Element = std::remove_pointer_t<decltype(element)>;
         parallel_for(num_tokens, rows_per_grain(width), num_threads, [&](int64_t begin, int64_t end) {
@@ -75,7 +75,7 @@ void gate_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_to
                 Element *out = static_cast<Element *>(out_TI) + t * width;
                 for (int64_t i = 0; i < width; i += LANES) {
                     const int64_t left = width - i;
-                    store_some(out + i, activation(load_some(gate + i, left)) * load_some(up + i, left), left);
+                    store_some(out + i, combined(load_some(gate + i, left), load_some(up + i, left)), left);
                 }
             }
         });
@@ -121,7 +121,7 @@ void baton_add_normed(int64_t type, int64_t weight_type, const void *x_TE, void 
 void baton_silu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
                     int num_threads) {
     gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads,
-             [](Floats x) { return x / (1.0f + exp2(x * -LOG2_E)); });
+             [](Floats x, Floats up) { return x / (1.0f + exp2(x * -LOG2_E)) * up; });
 }
 
 // GELU by its approximation: x / (1 + e^-2u), where u = sqrt(2 / pi) (x + 0.044715 x^3).
@@ -129,7 +129,21 @@ void baton_gelu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t 
                     int num_threads) {
     constexpr float FIRST = 1.5957691216f, THIRD = 0.0713548163f;  // of 2u, for x and for x^3
     gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads,
-             [](Floats x) { return x / (1.0f + exp2(x * (x * x * -(LOG2_E * THIRD) - LOG2_E * FIRST))); });
+             [](Floats x, Floats up) { return x / (1.0f + exp2(x * (x * x * -(LOG2_E * THIRD) - LOG2_E * FIRST))) * up; });
+}
+
+// gpt-oss's: (up + 1) x / (1 + e^(-alpha x)), where x is the gate; gates are at most `limit`, ups between -limit and
+// limit. NaN stays.
+void baton_swiglu_mul(int64_t type, const void *gate_up_TM, void *out_TI, int64_t num_tokens, int64_t width,
+                      int num_threads, float alpha, float limit) {
+    const float rate = -LOG2_E * alpha;
+    const Floats most = all(limit), least = all(-limit);
+    gate_mul(type, gate_up_TM, out_TI, num_tokens, width, num_threads, [=](Floats x, Floats up) {
+        x = x > most ? most : x;
+        up = up > most ? most : up;
+        up = up < least ? least : up;
+        return (up + 1.0f) * (x / (1.0f + exp2(x * rate)));
+    });
 }
 
 // out_TE = rows of weight_VE, whose first row is token `first_token`'s; zeros for tokens of other ranks.

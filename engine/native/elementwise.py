@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from engine.model_config import Gate
+from engine.model_config import Activation, ClampedSwiglu, Gate
 from engine.native.types import TYPE_CODES
 
 
@@ -30,9 +30,15 @@ class ElementwiseKernels:
         self._gate_mul = {Gate.SILU: library.baton_silu_mul, Gate.GELU_TANH: library.baton_gelu_mul}
         for function in self._gate_mul.values():
             function.argtypes = (number, address, address, number, number, ctypes.c_int)
+        self._swiglu_mul = library.baton_swiglu_mul
+        self._swiglu_mul.argtypes = (
+            *(number, address, address, number, number, ctypes.c_int),
+            *(ctypes.c_float, ctypes.c_float),
+        )
         self._embed = library.baton_embed
         self._embed.argtypes = (number, *(address,) * 3, *(number,) * 4, ctypes.c_int)
-        for function in (self._add_rms_norm, self._add_normed, *self._gate_mul.values(), self._embed):
+        gates = (*self._gate_mul.values(), self._swiglu_mul)
+        for function in (self._add_rms_norm, self._add_normed, *gates, self._embed):
             function.restype = None
 
     def add_rms_norm(
@@ -75,16 +81,20 @@ class ElementwiseKernels:
             torch.get_num_threads(),
         )
 
-    def gate_mul(self, gate_up_TM: torch.Tensor, gate: Gate, out_TI: torch.Tensor) -> None:
+    def gate_mul(self, gate_up_TM: torch.Tensor, gate: Activation, out_TI: torch.Tensor) -> None:
         """Writes the activation of the first I columns, times the others."""
         assert gate_up_TM.is_contiguous()
-        self._gate_mul[gate](
+        what = (
             TYPE_CODES[gate_up_TM.dtype],
             gate_up_TM.data_ptr(),
             out_TI.data_ptr(),
             *out_TI.shape,
             torch.get_num_threads(),
         )
+        if isinstance(gate, ClampedSwiglu):
+            self._swiglu_mul(*what, gate.alpha, gate.limit)
+        else:
+            self._gate_mul[gate](*what)
 
     def embed(
         self, ids_T: torch.Tensor, weight_VE: torch.Tensor, first_token: int, out_TE: torch.Tensor

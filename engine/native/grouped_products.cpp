@@ -1,4 +1,5 @@
-// Products with weights in 4 or 8 bits: w = scale * u + min, with a scale and a min per group of 16 or 32 inputs.
+// Products with weights in 4 or 8 bits: w = scale * u + min, with a scale and a min per group of 16 or 32 inputs. Of
+// floats of 4 bits, u is what the table E2M1 has for their bits.
 //
 // Rows are quantised to signed bytes first, each group of a row with a scale of its own: x = x_scale * q. So a group's
 // part of an output is
@@ -28,15 +29,20 @@ namespace {
 constexpr int BLOCK = 16;  // outputs
 constexpr int64_t SCALE_BYTES = 2 * BLOCK * 2;
 constexpr int64_t ROW_BLOCK = 256;  // rows that are quantised at a time
+// As engine/layers/grouped_weight.py has them: floats of 4 bits, in halves, plus 12.
+alignas(16) constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // Bytes of a vector register, and their products with the 4 bytes of a row that all outputs share. A dot's sums of a
-// group stay below 2^31, and with values of 4 bits below 2^15.
+// group stay below 2^31, and with values of 4 bits, which stand for 24 at most, below 2^15.
 #if defined(__AVX512BW__)
 constexpr int MAX_ROWS = 16;
 using Bytes = __m512i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
 inline Bytes low_nibbles(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+inline Bytes from_e2m1(Bytes v) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(E2M1))), v);
+}
 inline Bytes four(const int8_t *x) {
     int32_t word;
     std::memcpy(&word, x, 4);
@@ -49,7 +55,7 @@ template <int BITS> struct Dot {
     Ints total() const { return (Ints)(sums); }
 };
 #else
-// Sums of 16 bits: 32 products of at most 15 * 127, two by two, stay below 2^15.
+// Sums of 16 bits: of a group's 32 products, of at most 24 * 127, each has 8, and stays below 2^15.
 struct Dot4 {
     Bytes sums = _mm512_setzero_si512();
     void add(Bytes u, Bytes x) { sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(u, x)); }
@@ -64,6 +70,9 @@ using Bytes = __m256i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes)); }
 inline Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 inline Bytes high_nibbles(Bytes v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+inline Bytes from_e2m1(Bytes v) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i *>(E2M1))), v);
+}
 inline Bytes four(const int8_t *x) {
     int32_t word;
     std::memcpy(&word, x, 4);
@@ -82,6 +91,7 @@ using Bytes = uint8x16_t;
 inline Bytes load_bytes(const uint8_t *bytes) { return vld1q_u8(bytes); }
 inline Bytes low_nibbles(Bytes v) { return vandq_u8(v, vdupq_n_u8(15)); }
 inline Bytes high_nibbles(Bytes v) { return vshrq_n_u8(v, 4); }
+inline Bytes from_e2m1(Bytes v) { return vqtbl1q_u8(vld1q_u8(E2M1), v); }
 inline int8x16_t four(const int8_t *x) {
     int32_t word;
     std::memcpy(&word, x, 4);
@@ -120,6 +130,10 @@ inline Bytes high_nibbles(Bytes v) {
     for (uint8_t &value : v.values) value >>= 4;
     return v;
 }
+inline Bytes from_e2m1(Bytes v) {
+    for (uint8_t &value : v.values) value = E2M1[value];
+    return v;
+}
 inline const int8_t *four(const int8_t *x) { return x; }
 template <int BITS> struct Dot {
     Ints sums = {};
@@ -145,7 +159,7 @@ template <int BITS> using Dot = std::conditional_t<BITS == 4, Dot4, Dot8>;
 #endif
 
 // Sums of one block of outputs for the rows of one tile: sums[row][BLOCK], before `factor`.
-template <int BITS, int GROUP, int ROWS>
+template <int BITS, int GROUP, bool IS_E2M1, int ROWS>
 void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float *sums, Prefetch prefetch) {
     constexpr int STEPS = GROUP / 4, LOADS = STEPS * BITS / 8;
     constexpr int64_t GROUP_BYTES = SCALE_BYTES + BLOCK * GROUP * BITS / 8;
@@ -163,6 +177,7 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
                 const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
                 u[i] = BITS == 8 ? loaded : low_nibbles(loaded);
                 if constexpr (BITS == 4) u[i + LOADS] = high_nibbles(loaded);
+                if constexpr (IS_E2M1) u[i] = from_e2m1(u[i]), u[i + LOADS] = from_e2m1(u[i + LOADS]);
             }
             const float *x_scales = reinterpret_cast<const float *>(q + ROWS * GROUP), *x_sums = x_scales + ROWS;
 #pragma GCC unroll 16
@@ -186,16 +201,17 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
 
 using SumTile = void (*)(const uint8_t *, const int8_t *, int64_t, float *, Prefetch);
 
-template <int BITS, int GROUP, int... ROWS_LESS_1>
+template <int BITS, int GROUP, bool IS_E2M1, int... ROWS_LESS_1>
 SumTile of_rows(int64_t rows, std::integer_sequence<int, ROWS_LESS_1...>) {
-    static constexpr SumTile tiles[] = {sum_tile<BITS, GROUP, ROWS_LESS_1 + 1>...};
+    static constexpr SumTile tiles[] = {sum_tile<BITS, GROUP, IS_E2M1, ROWS_LESS_1 + 1>...};
     return tiles[rows - 1];
 }
 
-SumTile sum_tile_of(int64_t bits, int64_t group_size, int64_t rows) {
+SumTile sum_tile_of(int64_t bits, int64_t group_size, bool is_e2m1, int64_t rows) {
     constexpr auto all = std::make_integer_sequence<int, MAX_ROWS>();
-    if (bits == 4) return group_size == 32 ? of_rows<4, 32>(rows, all) : of_rows<4, 16>(rows, all);
-    return group_size == 32 ? of_rows<8, 32>(rows, all) : of_rows<8, 16>(rows, all);
+    if (is_e2m1) return group_size == 32 ? of_rows<4, 32, true>(rows, all) : of_rows<4, 16, true>(rows, all);
+    if (bits == 4) return group_size == 32 ? of_rows<4, 32, false>(rows, all) : of_rows<4, 16, false>(rows, all);
+    return group_size == 32 ? of_rows<8, 32, false>(rows, all) : of_rows<8, 16, false>(rows, all);
 }
 
 // Quantises one row of a tile of `rows` rows. The sum of a group that is not finite is NaN, so its results are NaN.
@@ -230,7 +246,7 @@ extern "C" {
 struct GroupedLayer {
     const uint8_t *weights;  // packed
     const float *bias;       // or null
-    int64_t num_outputs, num_inputs, bits, group_size;
+    int64_t num_outputs, num_inputs, bits, group_size, is_e2m1;
     double factor;
 };
 
@@ -299,7 +315,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                 for (int64_t tile = 0; tile < tiles.count; ++tile) {
                     const int64_t rows = tiles.size(tile), row = first + tiles.begin(tile);
                     const int8_t *q = quantised + tiles.begin(tile) * row_bytes;
-                    const SumTile sum = sum_tile_of(layer->bits, group_size, rows);
+                    const SumTile sum = sum_tile_of(layer->bits, group_size, layer->is_e2m1 != 0, rows);
                     const auto prefetch = [&](const uint8_t *next) {
                         return Prefetch(next, block_bytes / groups, groups, tile, tiles.count);
                     };

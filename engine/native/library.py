@@ -55,7 +55,7 @@ class _NotAvailableError(Exception):
 def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
     instructions = machine_instructions()
     if instructions is None:
-        raise _NotAvailableError(f"there are none for this processor ({platform.machine()})")
+        raise _NotAvailableError(f"there are none for processors of type {platform.machine()}")
     if prebuilt := environment.get(VARIABLE):
         library = Path(prebuilt) / _file_name(instructions)
         if not library.is_file():

@@ -17,6 +17,7 @@ class GroupedLayer(ctypes.Structure):
         ("num_inputs", ctypes.c_int64),
         ("bits", ctypes.c_int64),
         ("group_size", ctypes.c_int64),
+        ("is_e2m1", ctypes.c_int64),
         ("factor", ctypes.c_double),
     )
 

@@ -58,8 +58,8 @@ class RankProcesses:
         for rank, facts in enumerate(loaded, 1):
             if facts.digest != digest:
                 raise ClusterError(
-                    f"rank {rank} has model {facts.digest}, and rank 0 has {digest}: is something changing the "
-                    "model's folder?"
+                    f"rank {rank} has model {facts.digest}, and rank 0 has {digest}; do not change the model's "
+                    "folder while the worker starts"
                 )
         self._group.send(Join())
         try:

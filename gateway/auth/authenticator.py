@@ -20,7 +20,7 @@ from gateway.auth.limits import CallerRates
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """In C if available: reading the file blocks the event loop, and thousands of keys take Python seconds."""
 _MAX_FILE_BYTES = 16 * 2**20
-_HOW = "send the header `Authorization: Bearer KEY` (in gRPC: as metadata)"
+_HOW = "send the header `Authorization: Bearer KEY` (in gRPC: as metadata; for /v1/messages also `x-api-key: KEY`)"
 
 
 class Authenticator:
@@ -62,7 +62,7 @@ class Authenticator:
         scheme, _, key = authorizations[0].strip().partition(" ")
         key = key.strip()
         if len(authorizations) > 1 or scheme.lower() != "bearer" or not key:
-            raise Unauthenticated(f"the header `Authorization` does not contain exactly one API key; {_HOW}")
+            raise Unauthenticated(f"the call's headers do not contain exactly one API key; {_HOW}")
         return self._owner_of(key)
 
     def _owner_of(self, key: str) -> Caller:

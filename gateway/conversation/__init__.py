@@ -4,7 +4,6 @@ from gateway.conversation.answer_format import (
     NUM_PROMPT_END_TOKENS,
     AnswerFormat,
     AnswerParser,
-    answer_format_of,
     kept_token_ids,
     parsed,
 )
@@ -17,6 +16,8 @@ from gateway.conversation.events import (
     Reasoning,
     Text,
 )
+from gateway.conversation.formats.choice import FORMAT_NAMES, answer_format_of
+from gateway.conversation.lark import Vocabulary
 from gateway.conversation.messages import (
     ChatMessage,
     Conversation,
@@ -28,6 +29,7 @@ from gateway.conversation.messages import (
 )
 
 __all__ = [
+    "FORMAT_NAMES",
     "NUM_PROMPT_END_TOKENS",
     "AnswerEvent",
     "AnswerFormat",
@@ -45,6 +47,7 @@ __all__ = [
     "ToolCall",
     "ToolChoice",
     "ToolUse",
+    "Vocabulary",
     "answer_format_of",
     "kept_token_ids",
     "parsed",

@@ -47,7 +47,7 @@ class AnswerFormat(Protocol):
 
 
 class PlainFormat:
-    """A model without reasoning and without tools."""
+    """A model without a chat template: it has no conversations."""
 
     kept_special_tokens: frozenset[str] = frozenset()
 
@@ -67,11 +67,6 @@ class PlainFormat:
 
     def new_parser(self, conversation: Conversation, prompt_end: str) -> AnswerParser | None:  # noqa: ARG002
         return None
-
-
-def answer_format_of(chat_template: str | None) -> AnswerFormat:  # noqa: ARG001 - one format for now
-    """The format that a model's chat template asks for."""
-    return PlainFormat()
 
 
 def parsed(parser: AnswerParser | None, text: str, is_last: bool) -> list[AnswerEvent]:

@@ -5,6 +5,7 @@ Adjacent events of one kind may be cut anywhere; joined they are the same, howev
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from io import StringIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,40 +53,48 @@ class CallParts:
     """A call so far."""
 
     name: str
-    pieces: list[str] = field(default_factory=list)
     is_whole: bool = False
+    _arguments: StringIO = field(default_factory=StringIO)
+
+    def add(self, json: str) -> None:
+        self._arguments.write(json)
 
     @property
     def arguments(self) -> str:
-        return "".join(self.pieces)
+        return self._arguments.getvalue()
 
 
 @dataclass(slots=True)
 class AnswerParts:
-    """A whole answer, from its events."""
+    """A whole answer, from its events; as compact as possible, since it may have a hundred thousand of them."""
 
-    text_pieces: list[str] = field(default_factory=list)
-    reasoning_pieces: list[str] = field(default_factory=list)
     calls: list[CallParts] = field(default_factory=list)
+    _text: StringIO = field(default_factory=StringIO)
+    _reasoning: StringIO = field(default_factory=StringIO)
 
     def take_in(self, events: Iterable[AnswerEvent]) -> None:
         for event in events:
             match event:
                 case Text(text):
-                    self.text_pieces.append(text)
+                    self._text.write(text)
                 case Reasoning(text):
-                    self.reasoning_pieces.append(text)
+                    self._reasoning.write(text)
                 case CallBegins(_, name):
                     self.calls.append(CallParts(name))
                 case ArgumentsDelta(index, json):
-                    self.calls[index].pieces.append(json)
+                    self.calls[index].add(json)
                 case CallEnds(index):
                     self.calls[index].is_whole = True
 
     @property
     def text(self) -> str:
-        return "".join(self.text_pieces)
+        return self._text.getvalue()
 
     @property
     def reasoning(self) -> str:
-        return "".join(self.reasoning_pieces)
+        return self._reasoning.getvalue()
+
+    @property
+    def ends_with_calls(self) -> bool:
+        """It asks for calls, and all of them are whole."""
+        return bool(self.calls) and self.calls[-1].is_whole

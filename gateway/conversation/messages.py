@@ -95,3 +95,11 @@ class Conversation:
             return ()
         names = self.tool_choice.names
         return tuple(tool for tool in self.tools if names is None or tool.name in names)
+
+    @property
+    def num_characters(self) -> int:
+        """What the messages weigh; a template's time grows with it."""
+        return sum(
+            len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
+            for message in self.messages
+        )

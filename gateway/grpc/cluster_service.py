@@ -77,7 +77,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
         if not request.node:
-            raise InvalidRequest("node", "got none; the node's address, or its name in DescribeCluster")
+            raise InvalidRequest(
+                "node", "must not be empty; give the node's address, or its name in DescribeCluster"
+            )
         await self._controller_api().call(DrainNode(request.node, _drain_time_from(request)))
         return pb.DrainNodeResponse()
 

@@ -18,7 +18,8 @@ from baton.sampling import (
 )
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
-from gateway.conversation import ChatMessage, Conversation
+from gateway.conversation import AnswerEvent
+from gateway.grpc.chat_convert import conversation_from, event_to_message
 from gateway.preprocess import UNLIMITED, Prompt
 from gateway.requests.request import Delta, Finish
 from gateway.requests.timing import SeenTransfer
@@ -37,8 +38,6 @@ FINISH_REASONS = {
 }
 
 
-MAX_MESSAGES = 4096
-
 MAX_ABORTED = 4096
 """Most ids in one call of Abort."""
 
@@ -53,14 +52,7 @@ def prompt_from(message: generation_pb.GenerateRequest) -> Prompt:
         case "token_ids":
             return tuple(message.token_ids.ids)
         case "chat":
-            if not 1 <= len(message.chat.messages) <= MAX_MESSAGES:
-                raise InvalidRequest(
-                    "chat",
-                    f"a conversation must have 1 to {MAX_MESSAGES} messages, got "
-                    f"{len(message.chat.messages)}",
-                )
-            turns = message.chat.messages
-            return Conversation(tuple(ChatMessage(turn.role, turn.content) for turn in turns))
+            return conversation_from(message.chat)
         case _:
             raise InvalidRequest("prompt", "set one of text, token_ids and chat")
 
@@ -134,14 +126,20 @@ def _structured_output_from(message: sampling_pb.SamplingParams) -> StructuredOu
             return None
 
 
-def delta_to_response(request_id: str, delta: Delta) -> generation_pb.GenerateResponse:
-    return generation_pb.GenerateResponse(
+def delta_to_response(
+    request_id: str, delta: Delta, events: Sequence[AnswerEvent] = ()
+) -> generation_pb.GenerateResponse:
+    """`events`: what the delta's text says, if the client wants to know."""
+    response = generation_pb.GenerateResponse(
         request_id=request_id,
         token_ids=delta.token_ids,
         text=delta.text,
         logprobs=[_logprobs_to_message(logprobs) for logprobs in delta.logprobs],
         finish=_finish_to_message(delta.finish) if delta.finish else None,
     )
+    if events:  # most answers have none, and there is a response for each token
+        response.events.extend(event_to_message(request_id, event) for event in events)
+    return response
 
 
 def _finish_to_message(finish: Finish) -> generation_pb.Finish:

@@ -6,10 +6,13 @@ from typing import Any
 
 import grpc.aio
 
+from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from gateway.auth.callers import current_caller
+from gateway.choices import AnswerParsers
 from gateway.grpc import convert
+from gateway.grpc.chat_convert import CLIENT_NAMES, wants_events
 from gateway.grpc.guard import trace_of
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
@@ -31,9 +34,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         gateway_request = await self._preprocess(request, context)
+        request_id = gateway_request.request_id
+        parsers = AnswerParsers([gateway_request]) if wants_events(request) else None
         async with aclosing(self._driver.generate(gateway_request)) as deltas:
             async for delta in deltas:
-                yield convert.delta_to_response(gateway_request.request_id, delta)
+                events = parsers.events(0, delta) if parsers else ()
+                yield convert.delta_to_response(request_id, delta, events)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         caller = current_caller.get()
@@ -55,17 +61,20 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> GatewayRequest:
         self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of them become a tuple
-        return await self._preprocessor.preprocess(
-            convert.prompt_from(request),
-            convert.sampling_params_from(request.sampling_params),
-            request_id=request.request_id,
-            keep_special_tokens=request.keep_special_tokens,
-            priority=request.priority,
-            cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
-            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-            max_model_len=request.max_model_len if request.HasField("max_model_len") else None,
-            mode=convert.mode_from(request),
-            timeout_s=context.time_remaining(),
-            caller=current_caller.get(),
-            trace=trace_of(context),
-        )
+        try:
+            return await self._preprocessor.preprocess(
+                convert.prompt_from(request),
+                convert.sampling_params_from(request.sampling_params),
+                request_id=request.request_id,
+                keep_special_tokens=request.keep_special_tokens,
+                priority=request.priority,
+                cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+                skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+                max_model_len=request.max_model_len if request.HasField("max_model_len") else None,
+                mode=convert.mode_from(request),
+                timeout_s=context.time_remaining(),
+                caller=current_caller.get(),
+                trace=trace_of(context),
+            )
+        except InvalidRequest as error:
+            raise type(error)(CLIENT_NAMES.get(error.field, error.field), error.problem) from error

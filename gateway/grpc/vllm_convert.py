@@ -66,7 +66,7 @@ def _refuse_unsupported(message: pb.SamplingParams) -> None:
         raise InvalidRequest("prompt_logprobs", "only the answer has log-probabilities; use logprobs")
     if message.HasField("truncate_prompt_tokens"):
         raise InvalidRequest(
-            "truncate_prompt_tokens", "prompts are served whole or refused; truncate it before"
+            "truncate_prompt_tokens", "not supported; truncate the prompt before you send it"
         )
 
 

@@ -27,8 +27,9 @@ def make_app(
     also_open: frozenset[str] = frozenset(),
     own_names: Sequence[str] | None = None,
 ) -> FastAPI:
-    """Describes itself at /openapi.json; every error has OpenAI's shape. Only open paths bypass the authenticator:
-    see `HttpAuthentication`, and `also_open`. `own_names`: see `OwnNames`; None: clients may use any host name."""
+    """Describes itself at /openapi.json; every error has the shape of the API that was called. Only open paths bypass
+    the authenticator: see `HttpAuthentication`, and `also_open`. `own_names`: see `OwnNames`; None: clients may use any
+    host name."""
     app = FastAPI(
         title="Baton", version=baton_version(), openapi_url=None, responses=ERRORS, redirect_slashes=False
     )

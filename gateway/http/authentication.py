@@ -5,6 +5,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.errors import RequestError
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import NO_CALLER, Right
+from gateway.http.dialects import Dialect, dialect_of
 from gateway.http.errors import answer_of
 from gateway.http.protocol import ON_CALLER
 
@@ -56,11 +57,21 @@ class HttpAuthentication:
         if path in self._open or any(_is_below(path, prefix) for prefix in OPEN_BELOW):
             state["caller"] = NO_CALLER
             return
-        shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
-        state["caller"] = caller = self._authenticator.caller_of(shown)
+        state["caller"] = caller = self._authenticator.caller_of(_authorizations(scope))
         if ON_CALLER in state:
             state[ON_CALLER](caller)
         self._authenticator.admit(caller, right_for(path))
+
+
+def _authorizations(scope: Scope) -> list[str]:
+    """The values of `Authorization`. On Anthropic's paths `x-api-key: KEY` is another way to write one; a client may
+    send the same key in both."""
+    shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+    if dialect_of(scope["path"]) is Dialect.ANTHROPIC:
+        in_both = {value.strip().partition(" ")[2].strip() for value in shown}
+        keys = [value.decode("latin-1").strip() for name, value in scope["headers"] if name == b"x-api-key"]
+        shown += [f"Bearer {key}" for key in keys if key not in in_both]
+    return shown
 
 
 def _is_below(path: str, prefix: str) -> bool:

@@ -1,4 +1,4 @@
-"""Our errors as HTTP answers in OpenAI's shape, in one place."""
+"""Our errors as HTTP answers, in one place."""
 
 import logging
 import math
@@ -18,23 +18,18 @@ from baton.errors import (
     DeadlineTooClose,
     InvalidRequest,
     Overloaded,
+    RateLimited,
     RequestAborted,
     Unauthenticated,
 )
 from gateway.error_codes import INTERNAL_MESSAGE, codes_of
-from gateway.http.request_ids import HEADER, shown_id
+from gateway.http.dialects import Dialect, dialect_of
+from gateway.http.error_shapes import SITE_OVERLOADED, error_response, openai_error
+from gateway.http.request_ids import id_headers
 from gateway.http.validation import first_problem
 from gateway.telemetry.call_log import INTERNAL_ERROR
 
 logger = logging.getLogger(__name__)
-
-TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-}
-"""OpenAI's `type` of an error, where it is neither an invalid request nor a server error."""
 
 HTTP_ERRORS = {
     404: "NotFound",
@@ -50,26 +45,28 @@ MAX_PATH_CHARACTERS = 200
 """Longest part of a path that is repeated in a message."""
 
 
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """The shape that OpenAI's clients expect; by default, `code` repeats the status by name."""
-    kind = TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
-    by_name = HTTPStatus(status).phrase.lower().replace(" ", "_")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or by_name}}
-
-
 def body_of(error: BaseException) -> dict[str, Any]:
-    """Also used for an error in mid-stream, after the status was sent. The text of an internal error is not sent."""
+    """Of an error in mid-stream, after the status was sent, for OpenAI's clients."""
     codes = codes_of(error)
-    message = INTERNAL_MESSAGE if codes.is_internal else str(error)
-    param = error.field if isinstance(error, InvalidRequest) else None
-    return error_body(codes.http, message, param, codes.openai)
+    return openai_error(codes.http, message_of(error), _param_of(error), codes.openai)
+
+
+def message_of(error: BaseException) -> str:
+    """The text of an internal error is not sent."""
+    return INTERNAL_MESSAGE if codes_of(error).is_internal else str(error)
+
+
+def status_of(error: BaseException, dialect: Dialect) -> int:
+    """Both APIs use the same statuses, but for a gateway without room."""
+    is_site_overloaded = isinstance(error, Overloaded) and not isinstance(error, RateLimited)
+    if is_site_overloaded and dialect is Dialect.ANTHROPIC:
+        return SITE_OVERLOADED
+    return codes_of(error).http
 
 
 def headers_of(error: BatonError) -> Mapping[str, str]:
-    """Which credentials to send, or when to retry: in whole seconds as in HTTP, and in milliseconds, which OpenAI's
-    client reads first. Otherwise that client would also retry after a deadline of its own."""
+    """Which credentials to send, or when to retry: in whole seconds as in HTTP, and in milliseconds, which the
+    clients of OpenAI and Anthropic read first. Otherwise they would also retry after a deadline of their own."""
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, RequestAborted | DeadlineTooClose):
@@ -83,7 +80,7 @@ def headers_of(error: BatonError) -> Mapping[str, str]:
 
 
 def add_handlers(app: Starlette) -> None:
-    """Every error in `app` gets a response of one shape."""
+    """Every error in `app` gets a response in the shape of the API that was called."""
     app.add_exception_handler(BatonError, _baton_error)
     app.add_exception_handler(RequestValidationError, _bad_field)
     app.add_exception_handler(HTTPException, _http_error)
@@ -98,7 +95,14 @@ def note_error(scope: Scope, error: str) -> None:
 def answer_of(scope: Scope, error: BatonError) -> JSONResponse:
     """The response for a call that ended with this error."""
     note_error(scope, type(error).__name__)
-    return JSONResponse(body_of(error), codes_of(error).http, headers_of(error))
+    return error_response(
+        scope,
+        status_of(error, dialect_of(scope["path"])),
+        message_of(error),
+        param=_param_of(error),
+        code=codes_of(error).openai,
+        headers=headers_of(error),
+    )
 
 
 async def _baton_error(request: Request, error: Exception) -> JSONResponse:
@@ -113,7 +117,7 @@ async def _bad_field(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     note_error(request.scope, InvalidRequest.__name__)
     field, problem = first_problem(error.errors(), error.body)
-    return JSONResponse(error_body(HTTPStatus.BAD_REQUEST, f"{field}: {problem}", field), 400)
+    return error_response(request.scope, HTTPStatus.BAD_REQUEST, f"{field}: {problem}", param=field)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -121,7 +125,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     note_error(request.scope, HTTP_ERRORS.get(error.status_code, InvalidRequest.__name__))
     path = request.scope["path"]  # `request.url` would parse what follows // as a host
     message = f"{request.method[:20]} {path[:MAX_PATH_CHARACTERS]}: {error.detail}"
-    return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+    return error_response(request.scope, error.status_code, message, headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
@@ -136,5 +140,9 @@ async def _bug(request: Request, error: Exception) -> JSONResponse:
         exc_info=error,
         extra={"request_id": request_id},
     )
-    headers = {HEADER: shown_id(request.scope["state"])}
-    return JSONResponse(body_of(error), codes_of(error).http, headers)
+    headers = id_headers(request.scope)
+    return error_response(request.scope, codes_of(error).http, INTERNAL_MESSAGE, headers=headers)
+
+
+def _param_of(error: BaseException) -> str | None:
+    return error.field if isinstance(error, InvalidRequest) else None

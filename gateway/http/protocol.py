@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from gateway.auth.callers import Caller
 from gateway.http.connection_places import ConnectionPlaces
-from gateway.http.errors import error_body
+from gateway.http.error_shapes import openai_error
 
 REQUEST_TIMEOUT_S = 15.0
 """Limit for a request's line and headers to arrive, and for the rest of a body whose answer has already been sent."""
@@ -138,7 +138,7 @@ class BoundedH11(H11Protocol):
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         status = status if status < 500 else 400
         reason = str(error or msg).partition(": bytearray(")[0]  # h11 quotes input as a Python literal
-        body = json.dumps(error_body(status, f"malformed HTTP/1.1 request: {reason}")).encode()
+        body = json.dumps(openai_error(status, f"malformed HTTP/1.1 request: {reason}")).encode()
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
@@ -188,7 +188,7 @@ class BoundedH11(H11Protocol):
 
 def _refusal(message: str) -> bytes:
     """A refusal, whatever the client asked for."""
-    body = json.dumps(error_body(503, message)).encode()
+    body = json.dumps(openai_error(503, message)).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

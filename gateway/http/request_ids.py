@@ -7,8 +7,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.call_ids import TraceContext, offered_id, request_id_for, trace_context_from
+from gateway.http.dialects import Dialect, dialect_of
 
 HEADER = "x-request-id"
+ANTHROPIC_HEADER = "request-id"
+"""The same for Anthropic's clients, on their paths."""
 
 
 class RequestIds:
@@ -30,10 +33,18 @@ class RequestIds:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = shown_id(state)
+                MutableHeaders(scope=message).update(id_headers(scope))
             await send(message)
 
         await self._app(scope, receive, send_named)
+
+
+def id_headers(scope: Scope) -> dict[str, str]:
+    """The headers of a response that name its request."""
+    shown = shown_id(scope["state"])
+    if dialect_of(scope["path"]) is Dialect.ANTHROPIC:
+        return {HEADER: shown, ANTHROPIC_HEADER: shown}
+    return {HEADER: shown}
 
 
 def shown_id(state: Mapping[str, Any]) -> str:

@@ -4,11 +4,11 @@ import asyncio
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import InvalidRequest
-from gateway.http.errors import HTTP_ERRORS, error_body, note_error
+from gateway.http.error_shapes import error_response
+from gateway.http.errors import HTTP_ERRORS, note_error
 
 MAX_HEADER_BYTES = 32 * 1024
 """Limit for the request's line and all headers together. The server itself bounds incomplete headers."""
@@ -32,7 +32,7 @@ class RequestLimits:
         if problem is not None:
             status, message = problem
             note_error(scope, HTTP_ERRORS.get(status, InvalidRequest.__name__))
-            await JSONResponse(error_body(status, message), status)(scope, receive, send)
+            await error_response(scope, status, message)(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
 

@@ -9,12 +9,18 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest, UnknownModel
 from gateway.auth.callers import Caller
 from gateway.conversation import Conversation
-from gateway.http.openai.chat_request import Messages
+from gateway.conversation.template_options import check_template_options
+from gateway.http.answering import in_terms_of
+from gateway.http.body import Body, TokenId
+from gateway.http.openai.chat_request import TemplateOptions
 from gateway.http.openai.description import ERRORS
-from gateway.http.openai.fields import Body, TokenId
+from gateway.http.openai.messages import Messages, chat_messages_of
+from gateway.http.openai.tools import Tools, tools_of
 from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
 from gateway.text import TokenizerPool
+
+CLIENT_NAMES = {"chat": "messages", "template_options": "chat_template_kwargs"}
 
 MODEL = Field(None, description="Optional; a name from GET /v1/models.")
 
@@ -25,6 +31,10 @@ class TokenizeRequest(Body):
     model: str | None = MODEL
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = Field(None, description="Functions that the model is told of; only with messages.")
+    chat_template_kwargs: TemplateOptions | None = Field(
+        None, description="Further variables of the model's chat template; only with messages."
+    )
     add_special_tokens: bool | None = Field(
         None,
         description="Special tokens that the model expects around a text. Default true for a "
@@ -39,9 +49,18 @@ class TokenizeRequest(Body):
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt", "set either prompt or messages")
-        if self.add_generation_prompt is not None and self.messages is None:
-            raise InvalidRequest("add_generation_prompt", "needs messages")
+        for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+            if getattr(self, name) is not None and self.messages is None:
+                raise InvalidRequest(name, "needs messages")
         return self
+
+    @property
+    def chat(self) -> Conversation:
+        """InvalidRequest names a field that contradicts others by its path in the body."""
+        options = self.chat_template_kwargs or {}
+        check_template_options("chat_template_kwargs", options)
+        messages = chat_messages_of(self.messages or ())
+        return Conversation(messages, tools_of(self.tools), template_options=options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +102,15 @@ class TokenizeRoutes:
         if body.prompt is not None:
             token_ids = await self._pool.encode(caller, body.prompt, add_special_tokens=adds is not False)
         else:
-            token_ids = await self._pool.encode_chat(
-                caller,
-                Conversation(tuple(message.as_chat_message() for message in body.messages or ())),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                add_special_tokens=adds is True,
-            )
+            try:
+                token_ids = await self._pool.encode_chat(
+                    caller,
+                    body.chat,
+                    add_generation_prompt=body.add_generation_prompt is not False,
+                    add_special_tokens=adds is True,
+                )
+            except InvalidRequest as error:
+                raise in_terms_of(CLIENT_NAMES, error) from error
         return TokenizeAnswer(
             count=len(token_ids),
             max_model_len=self._model.max_model_len,
@@ -101,7 +123,8 @@ class TokenizeRoutes:
         vocab_size = self._model.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise InvalidRequest(
-                "tokens", f"{max(body.tokens)} is not one of the model's {vocab_size} tokens"
+                "tokens",
+                f"{max(body.tokens)} is not one of the model's {vocab_size} tokens; ids are 0 to {vocab_size - 1}",
             )
         text = await self._pool.decode(_name_of(request), body.tokens, body.skip_special_tokens)
         return DetokenizeAnswer(prompt=text)

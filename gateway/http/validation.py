@@ -14,10 +14,13 @@ WORDS = {
     "model_attributes_type": "must be a JSON object",
     "too_short": "must have at least {min_length} item(s), got {actual_length}",
     "too_long": "must have at most {max_length} items, got {actual_length}",
-    "union_tag_invalid": "must have one of the types {expected_tags}, got '{tag}'",
-    "union_tag_not_found": "must have a type",
+    "union_tag_invalid": "must be one of {expected_tags}, got '{tag}'",
+    "union_tag_not_found": "required, but missing",
 }
 """By pydantic's error type, where its own text is about Python types."""
+
+TAG_FINDINGS = ("union_tag_invalid", "union_tag_not_found")
+"""Findings about the field that tells an object's kind, such as `type`; pydantic reports them at the object."""
 
 
 def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, str]:
@@ -54,6 +57,11 @@ def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
         elif not (finding["type"] == "missing" and depth == len(parts)):
             continue
         place.append(str(part))
+    if (
+        finding["type"] in TAG_FINDINGS
+        and (field := finding["ctx"]["discriminator"].strip("'")).isidentifier()
+    ):
+        place.append(field)
     return tuple(place)
 
 

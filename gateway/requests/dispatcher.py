@@ -350,7 +350,7 @@ class Dispatcher:
             self._count_ended(attempt)
 
     def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
-        logger.warning("lost what worker %s had: %s", worker, reason, extra={"worker": worker})
+        logger.warning("lost the requests on worker %s: %s", worker, reason, extra={"worker": worker})
         listed = self._fleet.workers.get(worker)  # None for a worker that takes no requests
         was_draining = self._fleet.on_worker_lost(worker)
         if listed is not None and not was_draining and not is_reachable:

@@ -37,6 +37,8 @@ class GatewayRequest:
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
     """No worker takes any of it from its prefix cache."""
+    affinity_key: str | None = None
+    """Requests with equal keys share prefixes: the router prefers the same workers for them."""
     mode: Mode | None = None
     timeout_s: float | None = None
     """How long the client waits, from the submission on; None: without limit."""

@@ -166,6 +166,7 @@ class RetryState:
             max_new_tokens=request.sampling_params.max_tokens - len(output_token_ids),
             cache_salt=request.cache_salt,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+            affinity_key=request.affinity_key,
             mode=request.mode,
             excluded=excluded,
             without_prefill=self._is_without_prefill,

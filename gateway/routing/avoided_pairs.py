@@ -53,12 +53,12 @@ class AvoidedPairs:
         pause_s = FIRST_PAUSE_S if failure is None else min(2.0 * failure.pause_s, LONGEST_PAUSE_S)
         self._failures[pair] = _Failure(now, pause_s, now + pause_s)
         if failure is None:
-            logger.warning("KV does not get from %s to %s; the pair is avoided: %s", *pair, reason)
+            logger.warning("KV cannot be transferred from %s to %s; avoiding this pair: %s", *pair, reason)
 
     def works(self, pair: Pair) -> None:
         """A hand-over succeeded."""
         if self._failures.pop(pair, None) is not None:
-            logger.info("KV gets from %s to %s again; the pair is no longer avoided", *pair)
+            logger.info("KV can be transferred from %s to %s again; no longer avoiding this pair", *pair)
 
     def forget(self, worker: str) -> None:
         """The worker is lost, which explains its failures."""

@@ -28,6 +28,8 @@ class RouteQuery:
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
     """Workers compute or load all of it, whatever they have cached."""
+    affinity_key: str | None = None
+    """Equal keys get the same workers where nothing else decides."""
     mode: Mode | None = None
     """The mode that the request requires, if any."""
     excluded: Collection[str] = ()

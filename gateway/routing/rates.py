@@ -77,7 +77,7 @@ class LinkRates:
             self._by_pair.setdefault((prefill, decode), MovingAverage()).add(rate)
 
     def seconds_per_token(self, prefill: str, decode: str) -> float:
-        """For this link; without any hand-over on it yet, for a typical link."""
+        """The rate of this link; of a typical link if this one has had no hand-over yet."""
         average = self._by_pair.get((prefill, decode))
         return self._per_token(average.value if average is not None else self.typical.value)
 

@@ -4,7 +4,8 @@ Inputs are the workers' reports (`on_status`, `on_worker_lost`, `kv_events`), th
 and measurements (`measured`); `route` returns a placement. The router has no clock: all times are reported durations.
 """
 
-from collections.abc import Collection, Set
+from collections.abc import Set
+from hashlib import blake2b
 from itertools import count
 
 from baton.block_hash import block_hashes
@@ -119,10 +120,10 @@ class Router:
         The placement counts only once its requests are `sent`.
         """
         turn = next(self._turn)
-        decodes = self._able_to(WorkerRole.DECODE, query.excluded, turn)
+        decodes = self._able_to(WorkerRole.DECODE, query, turn)
         if not decodes:
             raise WorkerUnavailable("no decode worker is available")
-        prefills = [] if query.without_prefill else self._able_to(WorkerRole.PREFILL, query.excluded, turn)
+        prefills = [] if query.without_prefill else self._able_to(WorkerRole.PREFILL, query, turn)
         mode = query.mode or self._default_mode
         if mode is not Mode.LOCAL and not prefills and self._requires_prefill(query):
             raise WorkerUnavailable("no prefill worker is available, but the request requires one")
@@ -233,11 +234,13 @@ class Router:
                 hits[name] = num_blocks * size
         return hits
 
-    def _able_to(self, role: WorkerRole, excluded: Collection[str], turn: int) -> list[WorkerEstimate]:
-        """Workers of a role that take requests, starting with the next in turn."""
+    def _able_to(self, role: WorkerRole, query: RouteQuery, turn: int) -> list[WorkerEstimate]:
+        """Workers of a role that take requests, starting with the next in turn, or in the order of an affinity key."""
         able = self._able[role]
-        if excluded:
-            able = [worker for worker in able if worker.name not in excluded]
+        if query.excluded:
+            able = [worker for worker in able if worker.name not in query.excluded]
+        if query.affinity_key is not None:
+            return _by_affinity(able, query.affinity_key)
         start = turn % len(able) if able else 0
         return able[start:] + able[:start]
 
@@ -252,6 +255,15 @@ class Router:
         if worker.is_gone and not worker.sub_requests:
             del self._workers[worker.name]
             self._costs.links.forget(worker.name)
+
+
+def _by_affinity(workers: list[WorkerEstimate], key: str) -> list[WorkerEstimate]:
+    """The workers in an order of this key's own: rendezvous hashing (Thaler and Ravishankar, 1998). A worker that comes
+    or goes changes nothing in the order of the others."""
+    secret = blake2b(key.encode(errors="surrogatepass"), digest_size=16).digest()
+    return sorted(
+        workers, key=lambda worker: blake2b(worker.name.encode(), key=secret, digest_size=8).digest()
+    )
 
 
 def _default_mode(config: GatewayConfig) -> Mode | None:

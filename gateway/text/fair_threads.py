@@ -62,7 +62,7 @@ class FairThreads:
             running = self._threads.submit(work)
         except RuntimeError as error:  # the system gives us no thread, or this gateway is stopping
             self._end(caller)
-            raise Overloaded(f"no thread for {self._what}: {error}", RETRY_AFTER_S) from error
+            raise Overloaded(f"cannot start a thread for {self._what}: {error}", RETRY_AFTER_S) from error
 
         def on_end(_: "Future[T]") -> None:
             with suppress(RuntimeError):  # the loop is closed

@@ -93,10 +93,9 @@ class TokenizerPool:
             return self.tokenizer.render_chat(conversation, add_generation_prompt)
 
         timeout_s = self._template_timeout_s
-        num_characters = sum(len(message.content) for message in conversation.messages)
         try:
             return await self._template_threads.run(
-                caller, num_characters, lambda: run_within(timeout_s, render)
+                caller, conversation.num_characters, lambda: run_within(timeout_s, render)
             )
         except TimeoutError:
             raise InvalidRequest(

@@ -23,7 +23,7 @@ MAX_CHARACTER_TOKENS = 4
 NO_TOKENS: Mapping[int, str] = MappingProxyType({})
 
 _NOTHING = 0
-"""The state of StopStrings behind a text that ends with the beginning of no stop string."""
+"""The state of StopStrings after a text whose end is not the beginning of any stop string."""
 _WHOLE = 2**32 - 2
 """A stop string was found."""
 _UNKNOWN = 2**32 - 1

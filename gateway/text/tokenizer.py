@@ -10,6 +10,7 @@ from gateway.conversation import (
     NUM_PROMPT_END_TOKENS,
     AnswerFormat,
     Conversation,
+    Vocabulary,
     answer_format_of,
     kept_token_ids,
 )
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 class Tokenizer:
     """Encoding and decoding are safe from any thread; TokenizerPool provides threads."""
 
-    def __init__(self, folder: Path) -> None:
-        """May take seconds, since most folders need transformers: call it off the event loop."""
+    def __init__(self, folder: Path, answer_format: str | None = None) -> None:
+        """May take seconds, since most folders need transformers: call it off the event loop.
+
+        `answer_format`: one of FORMAT_NAMES; None: as the chat template shows.
+        """
         self.folder = folder.absolute()
         self._tokenizer: Any = PlainTokenizer.of(self.folder) or _by_transformers(folder)
         self.backend: RustTokenizer = self._tokenizer.backend_tokenizer
@@ -32,10 +36,13 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self._token_bytes = TokenBytes(self.backend)
-        self.longest_token = max(map(len, self.backend.get_vocab()), default=1)
+        vocabulary = _vocabulary(self.backend)
+        self.longest_token = max(map(len, vocabulary.ids), default=1)
         """Characters of the longest token."""
-        self.answer_format: AnswerFormat = answer_format_of(self._tokenizer.chat_template)
-        self.kept_tokens = kept_token_ids(self.answer_format, self.backend.get_vocab())
+        self.answer_format: AnswerFormat = answer_format_of(
+            self._template_source(), vocabulary, answer_format
+        )
+        self.kept_tokens = kept_token_ids(self.answer_format, vocabulary.ids)
         """Special tokens that stay in an answer's text, for its format to read."""
 
     @property
@@ -45,6 +52,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
+
+    def _template_source(self) -> str | None:
+        """Of several templates, the one for tools."""
+        template = self._tokenizer.chat_template
+        return template.get("tool_use", template.get("default")) if isinstance(template, dict) else template
 
     def files(self) -> dict[str, bytes]:
         """The files of the same tokenizer, by name: `tokenizer.json`, its configuration and template."""
@@ -95,6 +107,12 @@ class Tokenizer:
                 "chat", f"the model's chat template refused the conversation: {error}"
             ) from error
         return str(text)
+
+
+def _vocabulary(backend: "RustTokenizer") -> Vocabulary:
+    added = backend.get_added_tokens_decoder()
+    special_ids = {token_id for token_id, token in added.items() if token.special}
+    return Vocabulary(backend.get_vocab(), special_ids)
 
 
 def _by_transformers(folder: Path) -> Any:

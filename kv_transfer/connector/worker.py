@@ -30,10 +30,10 @@ from kv_transfer.transport.zmq_tcp import IDLE_S, ZmqChannel
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 60.0
-"""A transfer thread whose turn takes this long will not go on: its worker ends."""
+"""The longest turn of the transfer thread. A longer one counts as hung, and the worker ends."""
 
 TURN_TIMEOUT_S = 5.0
-"""A turn of the transfer thread takes milliseconds; one that takes this long will not end."""
+"""How long the engine waits for the transfer thread to withdraw blocks. A turn normally takes milliseconds."""
 
 
 class KVConnectorWorker:

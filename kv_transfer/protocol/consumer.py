@@ -220,7 +220,7 @@ class Consumer:
         return self.on_unreachable(transfer.key, pieces.transport, reason, now)
 
     def on_unreachable(self, key: TransferKey, transport: str, reason: str, now: float) -> list[Effect]:
-        """The transport cannot read the producer's pool. If it is the one agreed upon, another is tried."""
+        """The transport cannot read the producer's pool. If the load uses this transport, it asks for another one."""
         transfer = self._transfers.get(key)
         if transfer is None:
             return []

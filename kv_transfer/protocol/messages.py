@@ -191,8 +191,8 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Tells a consumer that its message could not be read. Only producers send it, since two peers that cannot read
-    each other would never stop.
+    """Tells a consumer that its message could not be read. Only producers send it: two peers that
+    cannot read each other would otherwise answer each other for ever.
     """
 
     reason: str

@@ -77,9 +77,9 @@ def test_tokens_and_logits_equal_transformers(
     assert check_batch(load_model(FLOAT32, path, CPU, TorchBackend()), theirs) == batched
 
 
-@pytest.mark.parametrize("name", ["olmo2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["olmo2", "gemma2", "gemma3", "gpt oss"])
 def test_bfloat16_stays_close_to_transformers(tmp_path: Path, name: str) -> None:
-    """These have norms of their own."""
+    """These have norms of their own, or sinks."""
     case = CASES[name]
     path = make_model_dir(tmp_path, case.architecture, **case.overrides, dtype="bfloat16")
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -38,6 +38,21 @@ GRANITE = {
     "logits_scaling": 4.0,
     "residual_multiplier": 0.3,
 }
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 64,
+    "sliding_window": 9,
+    "swiglu_limit": 1.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
+}
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3}
 CASES: dict[str, Case] = {
     "qwen3 moe": Case(Family.QWEN3_MOE, QWEN3_MOE),
@@ -115,6 +130,19 @@ CASES: dict[str, Case] = {
             },
         },
     ),
+    "gpt oss": Case(Family.GPT_OSS, GPT_OSS),
+    "gpt oss, without biases of attention, another gate, tied": Case(
+        Family.GPT_OSS,
+        {
+            **GPT_OSS,
+            "attention_bias": False,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.5,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
 }
 """Beside those of tests/e2e/test_model_parity.py."""
 
@@ -135,6 +163,10 @@ NAMES = {
     ),
     Family.GEMMA2: ("Gemma 2", "every other layer with a window; soft caps"),
     Family.GEMMA3: ("Gemma 3, text", "five of six layers with a window, and a rotation of their own"),
+    Family.GPT_OSS: (
+        "gpt-oss",
+        "experts in all layers; every other layer with a window; a sink for each head; MXFP4",
+    ),
 }
 
 

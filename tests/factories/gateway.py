@@ -25,6 +25,7 @@ from baton.worker import (
 )
 from gateway import Gateway, GatewayClient, ServedModel, Tokenizer
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
+from gateway.conversation import AnswerFormat
 from gateway.requests.retry import LoadFailurePolicy
 from tests.factories.security import KEYS
 from worker.kv_events import KVChange
@@ -143,7 +144,7 @@ def outputs_of(
     ]
 
 
-def answering(token_ids: list[int]) -> Script:
+def answering(token_ids: list[int], finish: FinishReason = FinishReason.LENGTH) -> Script:
     """A worker that knows the answer: one token if it only prefills, all the rest if it decodes."""
 
     def script(request: EngineRequest) -> list[RequestOutput]:
@@ -151,7 +152,7 @@ def answering(token_ids: list[int]) -> Script:
         assert request.output_token_ids == tuple(token_ids[:start])
         if request.kv_transfer is not None and request.kv_transfer.role is TransferRole.PRODUCER:
             return outputs_of(request, token_ids[start : start + 1], start, FinishReason.HANDED_OVER)
-        return outputs_of(request, token_ids[start:], start)
+        return outputs_of(request, token_ids[start:], start, finish)
 
     return script
 
@@ -207,13 +208,17 @@ async def gateway_with(
     credentials: Credentials = NO_CREDENTIALS,
     log_prompts: bool = False,
     max_model_len: int = 256,
+    answer_format: AnswerFormat | None = None,
     **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
     """A gateway whose workers follow scripts; at the end nothing may be in flight. `credentials` are the client's.
 
-    Prompts are handed over unless a test asks otherwise: what `auto` does depends on times.
+    Prompts are handed over unless a test asks otherwise: what `auto` does depends on times. `answer_format`: instead of
+    the one that the model's template asks for.
     """
     tokenizer = Tokenizer(folder)
+    if answer_format is not None:
+        tokenizer.answer_format = answer_format
     model = ServedModel("tiny", str(folder), max_model_len, tokenizer.vocab_size, (2,), "float32")
     base = {"grpc_port": 0, "http_port": 0, "placement_timeout_s": 20.0, "routing_mode": "disaggregated"}
     settings = GatewayConfig(**{**base, **config})  # type: ignore[arg-type]

@@ -12,6 +12,12 @@ from baton.v1 import sampling_pb2
 
 PROMPT = {"prompt": "The cache is the baton."}
 CHAT = {"messages": [{"role": "user", "content": "What is the baton?"}]}
+TOOLS: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+    "include_reasoning": True,
+}
 SAMPLING: dict[str, Any] = {
     "model": "tiny",
     "max_tokens": 3,
@@ -25,7 +31,17 @@ SAMPLING: dict[str, Any] = {
 }
 GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": PROMPT | SAMPLING,
-    "/v1/chat/completions": CHAT | SAMPLING,
+    "/v1/chat/completions": CHAT | SAMPLING | TOOLS,
+    "/v1/messages": CHAT
+    | {
+        "model": "tiny",
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 5,
+        "seed": 7,
+        "stop_sequences": ["zzz"],
+    },
+    "/v1/messages/count_tokens": CHAT | {"model": "tiny"},
     "/cluster/try": PROMPT | {"max_tokens": 3, "temperature": 0.5, "mode": "local"},
     "/tokenize": PROMPT,
     "/detokenize": {"tokens": [5, 6, 7]},

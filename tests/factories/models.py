@@ -108,7 +108,7 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.copy_(1.0 + 0.2 * noise)
-            elif name.endswith(".bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.copy_(0.3 * noise)
             elif "embed_tokens" in name:
                 parameter.copy_(noise)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]
 """A matrix's tensors without the module's name, and its numbers in float32."""
@@ -33,8 +34,6 @@ def make_quantized(
     path: Path, source: Path, kind: Kind, ignored: Callable[[str], bool] = lambda name: name == "lm_head"
 ) -> tuple[Path, Path]:
     """The folder of a tiny model in such a checkpoint, and that of its numbers in float32."""
-    config = json.loads((source / "config.json").read_text())
-    folders = path / "quantized", path / "numbers"
     stored: dict[str, torch.Tensor] = {}
     numbers: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -44,13 +43,53 @@ def make_quantized(
             continue
         parts, numbers[name] = kind.write(tensor.float())
         stored |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
-    for folder, tensors, quantization in zip(folders, (stored, numbers), (kind.config, None), strict=True):
+    return _written(path, source, stored, numbers, kind.config)
+
+
+def make_mxfp4(path: Path, source: Path) -> tuple[Path, Path]:
+    """The same of a tiny gpt-oss in MXFP4, as OpenAI publishes it. The numbers are those of transformers."""
+    stored: dict[str, torch.Tensor] = {}
+    numbers: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = numbers[name] = tensor
+            continue
+        blocks, scales = mxfp4_tensors(tensor.transpose(1, 2))
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
+    return _written(path, source, stored, numbers, config)
+
+
+def mxfp4_tensors(weight_XOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of 32 inputs in 16 bytes, the first of two in the low bits, and exponents with a bias of 127: the nearest
+    floats of 4 bits, by definition."""
+    floats = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    floats = torch.cat((floats, -floats))
+    groups = weight_XOI.float().unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 6.0).log2().ceil()
+    scaled = torch.ldexp(groups, -exponents.unsqueeze(-1).int())
+    codes = (scaled.unsqueeze(-1) - floats).abs().argmin(-1).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents + 127).to(torch.uint8)
+
+
+def _written(
+    path: Path,
+    source: Path,
+    stored: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, torch.Tensor],
+    quantization: Mapping[str, Any],
+) -> tuple[Path, Path]:
+    config = json.loads((source / "config.json").read_text())
+    folders = path / "quantized", path / "numbers"
+    for folder, tensors, method in zip(folders, (stored, numbers), (quantization, None), strict=True):
         folder.mkdir(parents=True)
         for file in source.iterdir():
             if file.name not in ("config.json", "model.safetensors"):
                 (folder / file.name).write_bytes(file.read_bytes())
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+        save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     return folders
 
 

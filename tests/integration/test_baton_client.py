@@ -147,6 +147,45 @@ def test_what_breaks_goes_on_elsewhere_and_nothing_comes_twice(broken: Sequence[
     assert requests[0].sampling_params.HasField("seed")
 
 
+def test_events_that_came_before_a_break_do_not_come_again() -> None:
+    """Though the other gateway cuts them otherwise."""
+    begins, ends = (
+        pb.AnswerEvent(call_begins=pb.CallBegins(name="f")),
+        pb.AnswerEvent(call_ends=pb.CallEnds()),
+    )
+
+    def arguments(json: str) -> pb.AnswerEvent:
+        return pb.AnswerEvent(arguments_delta=pb.ArgumentsDelta(json=json))
+
+    def with_events(response: pb.GenerateResponse, *events: pb.AnswerEvent) -> pb.GenerateResponse:
+        return pb.GenerateResponse(
+            token_ids=response.token_ids, text=response.text, finish=response.finish, events=events
+        )
+
+    first: list[pb.GenerateResponse | Ending] = [
+        with_events(tokens(1), pb.AnswerEvent(text="ab"), begins),
+        with_events(tokens(2), arguments('{"x')),
+        DIED,
+    ]
+    second = [
+        with_events(
+            tokens(1, 2), pb.AnswerEvent(text="a"), pb.AnswerEvent(text="b"), begins, arguments('{"')
+        ),
+        with_events(tokens(3, is_last=True), arguments('x": 1}'), ends),
+    ]
+
+    async def run() -> list[Part]:
+        async with (
+            _all_serving([Gateway(first), Gateway(second)]) as targets,
+            BatonClient(*targets, retry=QUICK, rng=random.Random(0)) as client,
+        ):
+            chat = pb.Chat(messages=[pb.Chat.Message(role="user", content="hi")], events=True)
+            return [part async for part in client.generate(chat=chat)]
+
+    events = [event for part in asyncio.run(run()) for event in part.events]
+    assert events == [pb.AnswerEvent(text="ab"), begins, arguments('{"x'), arguments('": 1}'), ends]
+
+
 def test_what_was_left_behind_under_a_name_is_ended_before_it_is_used_again() -> None:
     named, nameless = Gateway([WHOLE[0], DIED], WHOLE), Gateway([WHOLE[0], DIED], WHOLE)
     assert ask(named, request_id="mine") == ask(nameless) == ([1, 2, 3, 4], "abcd")

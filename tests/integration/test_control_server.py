@@ -118,7 +118,9 @@ async def test_who_has_another_secret_is_refused_and_told_why() -> None:
     async with fleet(config) as tested, control_server(config, tested.controller) as server:
         for keys in (derive_fleet_keys(OTHER_SECRET), None):
             async with control_client(server.address, keys, config.network) as (client, carrier):
-                with pytest.raises(AnotherFleet, match=r"refuses us: it refused .* cluster secret"):
+                with pytest.raises(
+                    AnotherFleet, match=r"cannot join the fleet at .*: it refused .* cluster secret"
+                ):
                     await ControlServerSource(client, carrier).find_fleet()
                 assert carrier.refusal is not None
         async with client_of(server, config) as client:

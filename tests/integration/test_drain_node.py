@@ -59,7 +59,7 @@ async def test_a_fleet_of_another_secret_is_an_error_at_once(
     async with fleet(config) as tested, control_server(config, tested.controller) as server:
         monkeypatch.setenv(SECRET_VARIABLE, OTHER_SECRET.text)
         assert await drain("--node", "n1", "--fleet-address", server.address) == REFUSED
-    assert "refuses us" in capsys.readouterr().err
+    assert "refused the connection" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

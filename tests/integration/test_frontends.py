@@ -17,6 +17,7 @@ from gateway import GatewayError
 from gateway.error_codes import codes_of
 from gateway.grpc.generated import vllm_engine_pb2
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
+from gateway.http.error_shapes import SITE_OVERLOADED
 from tests.factories.gateway import (
     GatewayUnderTest,
     Script,
@@ -98,6 +99,26 @@ def over_http(path: str, prompt: dict[str, Any], stream: bool) -> Send:
     return send
 
 
+def over_messages(stream: bool) -> Send:
+    async def send(under_test: GatewayUnderTest, timeout_s: float | None = None, **fields: Any) -> str:
+        headers = {} if timeout_s is None else {"x-request-timeout-ms": str(round(timeout_s * 1000))}
+        if "stop" in fields:
+            fields["stop_sequences"] = fields.pop("stop")
+        turns = [{"role": "user", "content": "Hello"}]
+        body = {"model": "tiny", "stream": stream, "max_tokens": 200, "messages": turns, **fields}
+        async with httpx2.AsyncClient(timeout=60.0) as client:
+            answer = await client.post(f"{under_test.http_url}/v1/messages", json=body, headers=headers)
+        if answer.status_code != 200:
+            status = 429 if answer.status_code == SITE_OVERLOADED else answer.status_code
+            raise Refused(status, answer.json()["error"]["message"])
+        if not stream:
+            return "".join(block["text"] for block in answer.json()["content"])
+        events = [json.loads(event.split("data: ")[1]) for event in answer.text.split("\n\n")[:-1]]
+        return "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+
+    return send
+
+
 TO_CHAT = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
 TO_COMPLETIONS = "/v1/completions", {"prompt": "Hello"}
 FRONTENDS: dict[str, Send] = {
@@ -108,6 +129,8 @@ FRONTENDS: dict[str, Send] = {
     "chat-stream": over_http(*TO_CHAT, stream=True),
     "completions": over_http(*TO_COMPLETIONS, stream=False),
     "completions-stream": over_http(*TO_COMPLETIONS, stream=True),
+    "messages": over_messages(stream=False),
+    "messages-stream": over_messages(stream=True),
 }
 
 

@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from gateway import Tokenizer
+from tests.factories.answer_format import MarkedFormat
 from tests.factories.gateway import gateway_with
 
 MESSAGES = [
@@ -47,12 +48,40 @@ async def test_texts_and_conversations_become_the_models_tokens_and_back(folder:
             assert await ask("/detokenize", tokens=[half]) == {"prompt": "\ufffd"}
 
 
+async def test_conversations_with_tools_are_rendered_as_for_a_chat(folder: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "a"},
+    ]
+    async with (
+        gateway_with(folder, {}, {}, answer_format=MarkedFormat(), max_model_len=1000) as under_test,
+        httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client,
+    ):
+        options = {"add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
+        answer = await client.post("/tokenize", json={"messages": turns, "tools": tools, **options})
+        text = await client.post("/detokenize", json={"tokens": answer.json()["tokens"]})
+    *_, before, last = text.json()["prompt"].split("<|im_start|>")
+    assert before == "assistant\n<call f>{}</call><|im_end|>\n"
+    assert last == "tool f\n7<|im_end|>\n"
+    assert "system\ntools: f{" in text.json()["prompt"]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, 400, "tools"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, 400, "chat_template_kwargs"),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}},
+            400,
+            "chat_template_kwargs.tools",
+        ),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/tokenize", {"prompt": 7}, 400, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),

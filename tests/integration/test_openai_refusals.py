@@ -9,9 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.http.openai.chat_request import ChatCompletionRequest, Message
+from gateway.http.body import Body
+from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
-from gateway.http.openai.fields import Body
+from gateway.http.openai.messages import AssistantMessage, InputMessage, ToolMessage
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 from tests.factories.models import make_tokenizer
 
@@ -57,7 +58,7 @@ def unsupported(body: type[Body]) -> list[str]:
 
 def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) -> None:
     """OpenAI's fields without support here, and unknown ones. For the former, null means absent."""
-    assert {"tools", "functions", "tool_choice", "audio", "metadata"} <= set(
+    assert {"functions", "function_call", "audio", "metadata", "prompt_cache_key"} <= set(
         unsupported(ChatCompletionRequest)
     )
     fields = [*unsupported(ChatCompletionRequest), "foo", "prompt", "echo"]
@@ -67,8 +68,12 @@ def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) -> Non
     fields = [*unsupported(CompletionRequest), "foo", "messages", "top_logprobs", "tools"]
     errors = refusals(folder, "/v1/completions", [TEXT | {field: "x"} for field in fields])
     assert [(error["status"], error["param"]) for error in errors] == [(400, field) for field in fields]
-    fields = [*unsupported(Message), "foo"]
-    turns = [CHAT["messages"][0] | {field: "x"} for field in fields]
+    turns, fields = [], []
+    for role, kind in (("user", InputMessage), ("assistant", AssistantMessage), ("tool", ToolMessage)):
+        turn = {"role": role, "content": ""} | ({"tool_call_id": "a"} if role == "tool" else {})
+        others = [*unsupported(kind), *({"tool_calls", "tool_call_id"} - set(kind.model_fields)), "foo"]
+        turns += [turn | {field: "x"} for field in others]
+        fields += others
     errors = refusals(folder, "/v1/chat/completions", [CHAT | {"messages": [turn]} for turn in turns])
     assert [error["param"] for error in errors] == [f"messages.0.{field}" for field in fields]
 
@@ -122,12 +127,13 @@ def part(**fields: Any) -> dict[str, Any]:
                 ("min_tokens", {"max_tokens": 3, "min_tokens": 4}, "must be from 0 to max_tokens"),
                 ("messages", {"messages": []}, "at least 1 item(s), got 0"),
                 ("messages", {"messages": "Hello"}, "must be a valid list, got 'Hello'"),
-                ("messages.0.role", {"messages": [{"role": "tool", "content": ""}]}, "got 'tool'"),
+                ("messages.0.role", {"messages": [{"role": "robot", "content": ""}]}, "got 'robot'"),
+                ("messages.0.role", {"messages": [{"content": ""}]}, "missing"),
                 ("messages.0.content", {"messages": [{"role": "user"}]}, "missing"),
                 ("messages.0.content.0.type", part(type="image_url"), "must be 'text', got 'image_url'"),
                 ("messages.0.content.0.text", part(type="text"), "missing"),
-                ("response_format", {"response_format": {"type": "yaml"}}, "got 'yaml'"),
-                ("response_format", {"response_format": {}}, "must have a type"),
+                ("response_format.type", {"response_format": {"type": "yaml"}}, "got 'yaml'"),
+                ("response_format.type", {"response_format": {}}, "missing"),
                 ("response_format.json_schema", {"response_format": {"type": "json_schema"}}, "missing"),
                 (
                     "structured_outputs",

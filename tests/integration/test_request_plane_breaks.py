@@ -85,7 +85,7 @@ async def test_c42_a_worker_that_lost_its_gateway_for_a_moment_says_so(
         assert (await d0.next_abort()).startswith("client ")
         line.mend()
         assert await tokens == ANSWER
-    assert "lost what worker d0 had: it had lost this gateway" in caplog.text
+    assert "lost the requests on worker d0: it had lost this gateway" in caplog.text
     assert "silent for" not in caplog.text
 
 
@@ -104,7 +104,7 @@ async def test_c42_outputs_that_were_lost_without_a_trace_are_missed(
         line.cut()
         line.mend()
         assert await tokens == ANSWER
-    assert "lost what worker d0 had" in caplog.text
+    assert "lost the requests on worker d0" in caplog.text
     assert "silent for" not in caplog.text
 
 
@@ -121,7 +121,7 @@ async def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest
         assert not any(isinstance(item, EngineRequest) for item in received), (
             "the command should have been lost"
         )
-    assert "lost what worker d0 had" in caplog.text
+    assert "lost the requests on worker d0" in caplog.text
     assert "silent for" not in caplog.text
 
 

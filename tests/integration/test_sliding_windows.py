@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from baton.kv_groups import KVGroups
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
+from tests.factories.families import GPT_OSS
 from tests.factories.models import make_model_dir
 from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
 
@@ -19,17 +20,17 @@ SETTINGS: dict[str, Any] = {"max_model_len": 512, "num_blocks": 400, "block_size
 LENGTHS = (3, 20, 21, 100, 300)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+MODELS: dict[str, dict[str, Any]] = {"qwen2": {"use_sliding_window": True}, "gpt_oss": GPT_OSS}
+"""gpt-oss has a sink for each head."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of six have full attention: one group with these, and two groups with windows."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    shape = {"num_hidden_layers": NUM_LAYERS, "sliding_window": WINDOW, "layer_types": kinds}
     return make_model_dir(
-        tmp_path_factory.mktemp("windows"),
-        "qwen2",
-        num_hidden_layers=NUM_LAYERS,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        layer_types=kinds,
+        tmp_path_factory.mktemp("windows"), request.param, **(MODELS[request.param] | shape)
     )
 
 

@@ -11,6 +11,7 @@ from engine import counter_rng
 from engine.kernels.expert_linear import ExpertMatrices
 from engine.kernels.sampling_parts import KEY_0, KEY_1, MIN_P, TEMPERATURE, TOP_K, TOP_P
 from engine.layers.fp8 import FP8_MAX, quantize_rows
+from engine.model_config import Activation, ClampedSwiglu, Gate
 
 
 def rope_store_reference(
@@ -62,6 +63,8 @@ def expert_linear_reference(
         y_O = weight_OI @ x[pair * len(x) // experts_TK.numel()].to(torch.float32)
         if matrices.scales_XO is not None:
             y_O = y_O * matrices.scales_XO[expert]
+        if matrices.bias_XO is not None:
+            y_O = y_O + matrices.bias_XO[expert]
         rows.append(y_O if factors_N is None else y_O * factors_N[pair])
     return torch.stack(rows).to(x.dtype)
 
@@ -91,21 +94,25 @@ def _normed_reference(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) ->
     return x_TE * torch.rsqrt(x_TE.square().mean(-1, keepdim=True) + eps) * weight_E.to(torch.float32)
 
 
-def silu_mul_reference(gate_up_TM: torch.Tensor, *, is_gelu: bool = False) -> torch.Tensor:
+def silu_mul_reference(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
     """`silu_mul` in torch, rounded once at the end."""
-    return _gated_reference(gate_up_TM, is_gelu).to(gate_up_TM.dtype)
+    return _gated_reference(gate_up_TM, activation).to(gate_up_TM.dtype)
 
 
 def silu_mul_fp8_reference(
-    gate_up_TM: torch.Tensor, *, is_gelu: bool = False
+    gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`silu_mul_fp8` in torch."""
-    return quantize_rows(_gated_reference(gate_up_TM, is_gelu))
+    return quantize_rows(_gated_reference(gate_up_TM, activation))
 
 
-def _gated_reference(gate_up_TM: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+def _gated_reference(gate_up_TM: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate_TI, up_TI = gate_up_TM.to(torch.float32).chunk(2, -1)
-    return (F.gelu(gate_TI, approximate="tanh") if is_gelu else F.silu(gate_TI)) * up_TI
+    if isinstance(activation, ClampedSwiglu):
+        gate_TI = gate_TI.clamp(max=activation.limit)
+        up_TI = up_TI.clamp(-activation.limit, activation.limit)
+        return (up_TI + 1) * gate_TI * torch.sigmoid(activation.alpha * gate_TI)
+    return (F.silu(gate_TI) if activation is Gate.SILU else F.gelu(gate_TI, approximate="tanh")) * up_TI
 
 
 def skinny_linear_reference(

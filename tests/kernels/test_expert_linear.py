@@ -3,6 +3,7 @@
 Shape suffixes: T tokens, K experts of a token, N pairs, X experts, I input features, O output features, E hidden size.
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,13 +11,13 @@ import pytest
 import torch
 
 from engine.kernels.expert_linear import ExpertMatrices, SortedPairs, expert_linear
-from engine.layers.backend import Expert
+from engine.layers.backend import Expert, Router
 from engine.layers.fp8 import quantize_rows
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import takes_of
 from engine.loading.weights import TakeRecorder
-from engine.model_config import Mixture, read_architecture
+from engine.model_config import Activation, ClampedSwiglu, Gate, Mixture, read_architecture
 from engine.models.decoder import Decoder
 from tests.factories.models import make_model_dir
 from tests.kernels.references import expert_linear_reference
@@ -31,10 +32,15 @@ def empty_launch(
     dtype: torch.dtype = BF16,
     *,
     is_second: bool = False,
+    has_bias: bool = False,
 ) -> None:
     """`dtype`: of the weights. `is_second`: of the products that give each token's result."""
     meta = partial(torch.empty, device="meta")
-    matrices = ExpertMatrices(meta(shape, dtype=dtype), meta(shape[:2]) if dtype is FP8 else None)
+    matrices = ExpertMatrices(
+        meta(shape, dtype=dtype),
+        meta(shape[:2]) if dtype is FP8 else None,
+        meta(shape[:2]) if has_bias else None,
+    )
     pairs = SortedPairs.of(meta(num_tokens, num_chosen, dtype=torch.int64), shape[0])
     num_pairs = num_tokens * num_chosen
     x = meta(num_pairs if is_second else num_tokens, shape[2], dtype=F32 if dtype is F32 else BF16)
@@ -48,6 +54,8 @@ USUAL = {
     "Qwen3-30B-A3B gate_up, 8192, float8": partial(empty_launch, 8192, 8, (128, 1536, 2048), FP8),
 }
 RARE = {
+    "gpt-oss-20b gate_up, 1": partial(empty_launch, 1, 4, (32, 5760, 2880), has_bias=True),
+    "gpt-oss-20b down, 64": partial(empty_launch, 64, 4, (32, 2880, 2880), is_second=True, has_bias=True),
     "Qwen3-30B-A3B down, 1": partial(empty_launch, 1, 8, (128, 2048, 768), is_second=True),
     "Qwen3-30B-A3B gate_up, 64": partial(empty_launch, 64, 8, (128, 1536, 2048)),
     "Mixtral-8x7B tp2 gate_up, 16": partial(empty_launch, 16, 2, (8, 14336, 4096)),
@@ -85,8 +93,11 @@ def test_is_what_torch_computes(
     x_dtype = F16 if is_float8 else dtype
     plain_XOI = torch.randn(num_experts, num_outputs, num_inputs, generator=generator) / num_inputs**0.5
     weight_XOI, scales_XO1 = quantize_rows(plain_XOI) if is_float8 else (plain_XOI.to(dtype), None)
+    has_bias = num_experts % 2 == 0
     matrices = ExpertMatrices(
-        weight_XOI.to(device), None if scales_XO1 is None else scales_XO1.squeeze(-1).to(device)
+        weight_XOI.to(device),
+        None if scales_XO1 is None else scales_XO1.squeeze(-1).to(device),
+        torch.randn(num_experts, num_outputs, generator=generator).to(device) if has_bias else None,
     )
     experts_TK = random_experts(generator, num_tokens, 2, num_experts).to(device)
     pairs = SortedPairs.of(experts_TK, num_experts)
@@ -117,23 +128,42 @@ def test_sorting_asks_nothing_of_the_device() -> None:
     assert (pairs.order_N.shape, pairs.counts_X.shape, pairs.num_tokens) == ((10,), (7,), 5)
 
 
-@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize(
+    ("is_normalised", "activation"),
+    [(True, Gate.SILU), (False, Gate.SILU), (True, ClampedSwiglu(alpha=1.702, limit=0.7))],
+    ids=str,
+)
 @pytest.mark.parametrize("num_tokens", [3, 20])
 def test_the_mixture_is_that_of_the_cpu(
-    is_normalised: bool, num_tokens: int, device: torch.device, generator: torch.Generator
+    is_normalised: bool,
+    activation: Activation,
+    num_tokens: int,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> None:
-    mixture = Mixture(num_experts=5, num_chosen=2, intermediate_size=48, is_normalised=is_normalised)
-    router_XE = torch.randn(5, 32, generator=generator)
+    """The last one has biases, too."""
+    mixture = Mixture(
+        num_experts=5, num_chosen=2, intermediate_size=48, is_normalised=is_normalised, activation=activation
+    )
+    router_XE, router_bias_X = torch.randn(5, 32, generator=generator), None
     experts = [
-        Expert(*(torch.randn(shape, generator=generator) / 6 for shape in ((48, 32), (48, 32), (32, 48))))
+        _expert([torch.randn(shape, generator=generator) / 6 for shape in ((48, 32), (48, 32), (32, 48))])
         for _ in range(5)
     ]
+    if activation is not Gate.SILU:
+        router_bias_X = torch.randn(5, generator=generator)
+        biases = [torch.randn(3, 48, generator=generator) for _ in experts]
+        experts = [
+            replace(expert, biases_I=(bias[0], bias[1]), down_bias_E=bias[2, :32])
+            for expert, bias in zip(experts, biases, strict=True)
+        ]
     x_TE = torch.randn(num_tokens, 32, generator=generator)
     cpu = TorchBackend()
-    expected = cpu.mixture(mixture, router_XE, experts, cpu.linear)(x_TE)
+    expected = cpu.mixture(mixture, Router(router_XE, router_bias_X), experts, cpu.linear)(x_TE)
     gpu = TritonBackend()
-    there = [Expert(*(m.to(device) for m in _tensors(expert))) for expert in experts]
-    found = gpu.mixture(mixture, router_XE.to(device), there, gpu.linear)(x_TE.to(device))
+    there = [_on(device, expert) for expert in experts]
+    router = Router(router_XE.to(device), None if router_bias_X is None else router_bias_X.to(device))
+    found = gpu.mixture(mixture, router, there, gpu.linear)(x_TE.to(device))
     torch.testing.assert_close(found.cpu(), expected)
 
 
@@ -157,11 +187,13 @@ def test_a_mixture_in_8_bits_is_one_of_rounded_matrices(
         [(torch.randn(shape, generator=generator) / 6).to(F16).to(device) for shape in shapes]
         for _ in range(4)
     ]
-    rounded = [Expert(*(_rounded(matrix) for matrix in each)) for each in matrices]
+    rounded = [_expert([_rounded(matrix) for matrix in each]) for each in matrices]
     x_TE = torch.randn(20, 32, generator=generator).to(F16).to(device)
     backend = TritonBackend()
-    found = backend.mixture(mixture, router_XE, [Expert(*each) for each in matrices], backend.fp8_linear)
-    expected = backend.mixture(mixture, router_XE, rounded, backend.linear)
+    found = backend.mixture(
+        mixture, Router(router_XE), [_expert(each) for each in matrices], backend.fp8_linear
+    )
+    expected = backend.mixture(mixture, Router(router_XE), rounded, backend.linear)
     torch.testing.assert_close(found(x_TE), expected(x_TE), rtol=0, atol=4e-3)
 
 
@@ -170,6 +202,15 @@ def _rounded(matrix_OI: torch.Tensor) -> torch.Tensor:
     return (values_OI.to(F32) * scales_O1).to(matrix_OI.dtype)
 
 
-def _tensors(expert: Expert) -> list[torch.Tensor]:
+def _expert(matrices: list[torch.Tensor]) -> Expert:
+    gate_IE, up_IE, down_EI = matrices
+    return Expert(gate_IE, up_IE, down_EI)
+
+
+def _on(device: torch.device, expert: Expert) -> Expert:
     parts = (expert.gate_IE, expert.up_IE, expert.down_EI)
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    gate_IE, up_IE, down_EI = (part.to(device) for part in parts if isinstance(part, torch.Tensor))
+    if expert.biases_I is None or expert.down_bias_E is None:
+        return Expert(gate_IE, up_IE, down_EI)
+    gate_I, up_I = (bias.to(device) for bias in expert.biases_I)
+    return Expert(gate_IE, up_IE, down_EI, (gate_I, up_I), expert.down_bias_E.to(device))

@@ -34,6 +34,7 @@ def _launch(
     window: int | None = None,
     cap: float | None = None,
     merges: bool | None = None,
+    has_sinks: bool = False,
 ) -> Callable[[], None]:
     """With the strides of a model that keeps its queries within the qkv projection's output."""
     kv_dtype = kv_dtype or dtype
@@ -60,6 +61,7 @@ def _launch(
             tuning_of(shape),
             132,
             _merging(1, num_kv_heads, torch.device("cpu")) if merges else None,
+            torch.empty(num_query_heads) if has_sinks else None,
         )
 
     return launch
@@ -94,6 +96,7 @@ LAUNCHES = {
     "decode, heads of 256": _launch(decode_tuning, head_dim=256),
     "decode, heads of 96": _launch(decode_tuning, head_dim=96),
     "decode, capped": _launch(decode_tuning, head_dim=256, cap=50.0),
+    "decode, sinks": _launch(decode_tuning, num_query_heads=64, head_dim=64, has_sinks=True),
     "decode, float32": _launch(decode_tuning, dtype=torch.float32, head_dim=64, block_size=16),
     "decode, float32, heads of 64 by the copy engine": _launch(
         decode_tuning, dtype=torch.float32, head_dim=64
@@ -108,6 +111,9 @@ LAUNCHES = {
     "prefill, heads of 256": _launch(prefill_tuning, head_dim=256),
     "prefill, heads of 96": _launch(prefill_tuning, head_dim=96),
     "prefill, capped": _launch(prefill_tuning, head_dim=256, cap=50.0),
+    "prefill, window, sinks": _launch(
+        prefill_tuning, num_query_heads=64, head_dim=64, window=128, has_sinks=True
+    ),
     "prefill, float32": _launch(prefill_tuning, dtype=torch.float32, head_dim=64, block_size=16),
     "prefill, float32, heads of 64 by the copy engine": _launch(
         prefill_tuning, dtype=torch.float32, head_dim=64
@@ -132,6 +138,7 @@ class Case:
     num_programs: int = 3
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32
+    has_sinks: bool = False
 
 
 SMALL = AttentionTuning(block_m=16, block_n=32, num_warps=4, num_stages=2, programs_per_multiprocessor=1)
@@ -150,6 +157,11 @@ CASES = {
     "capped": Case([1, 9], [70, 40], SHAPE, SMALL, Softmax(0.5, None, 2.0)),
     "capped, split, in a window": Case([1], [600], GATHERED, SMALL, Softmax(0.5, 520, 2.0), num_programs=8),
     "window that is split": Case([1], [600], SHAPE, SMALL, replace(PLAIN, window=520), num_programs=8),
+    "sinks": Case([1, 9], [70, 40], SHAPE, SMALL, PLAIN, has_sinks=True),
+    "sinks, split": Case([1, 1], [520, 40], SHAPE, SMALL, PLAIN, num_programs=8, has_sinks=True),
+    "sinks, capped, split, in a window": Case(
+        [1], [600], replace(GATHERED, num_query_heads=6), SMALL, Softmax(0.5, 520, 2.0), 8, has_sinks=True
+    ),
     "groups that do not fill a tile": Case([7], [20], replace(SHAPE, num_query_heads=6), SMALL, PLAIN),
     "half-precision": Case(
         [1, 11], [70, 50], replace(SHAPE, dtype_bytes=2, kv_dtype_bytes=2), SMALL, PLAIN,
@@ -172,6 +184,15 @@ CASES = {
 }  # fmt: skip
 
 
+SPLIT = [
+    "long contexts are split",
+    "long contexts are split, through pointers",
+    "window that is split",
+    "sinks, split",
+    "sinks, capped, split, in a window",
+]
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_is_what_torch_computes(case: Case, device: torch.device, generator: torch.Generator) -> None:
     step = Step(case, device, generator)
@@ -180,9 +201,7 @@ def test_is_what_torch_computes(case: Case, device: torch.device, generator: tor
     torch.testing.assert_close(step.out_TQD, step.reference(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "name", ["long contexts are split", "long contexts are split, through pointers", "window that is split"]
-)
+@pytest.mark.parametrize("name", SPLIT)
 def test_splits_what_it_should(name: str, device: torch.device, generator: torch.Generator) -> None:
     """Otherwise these cases would test nothing."""
     plan = Step(CASES[name], device, generator).plan
@@ -202,9 +221,7 @@ def test_queries_may_see_nothing_of_a_part(device: torch.device, generator: torc
     torch.testing.assert_close(step.out_TQD, step.reference(), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["long contexts are split", "long contexts are split, through pointers", "window that is split"]
-)
+@pytest.mark.parametrize("name", SPLIT)
 def test_the_last_part_to_be_done_merges_all(
     name: str, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -302,6 +319,10 @@ class Step:
         for row, (ids_M, count) in enumerate(zip(order.split(num_blocks_B), num_blocks_B, strict=True)):
             self.block_ids_BM[row, :count] = ids_M
         self.block_ids_BM = self.block_ids_BM.to(device)
+        self.sinks_Q = None
+        if case.has_sinks:  # one that takes all weight, and one that takes none
+            self.sinks_Q = 4 * torch.randn(shape.num_query_heads, generator=drawing, device=device)
+            self.sinks_Q[:2] = torch.tensor([300.0, -300.0])
         self._plan(device)
 
     def _plan(self, device: torch.device) -> None:
@@ -338,7 +359,7 @@ class Step:
         case = self.case
         paged_attention(
             self.q_TQD, self.kv, self.block_ids_BM, self.items_IF, self.num_items, self.partials, self.out_TQD,
-            case.softmax, case.tuning, case.num_programs, merging,
+            case.softmax, case.tuning, case.num_programs, merging, self.sinks_Q,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -351,6 +372,7 @@ class Step:
             self.num_merges,
             self.out_TQD,
             case.num_programs,
+            self.sinks_Q,
         )
 
     def reference(self) -> torch.Tensor:
@@ -362,4 +384,5 @@ class Step:
             case.num_queries_B,
             case.context_lengths_B,
             case.softmax,
+            self.sinks_Q,
         )

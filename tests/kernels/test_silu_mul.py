@@ -4,36 +4,42 @@ import pytest
 import torch
 
 from engine.kernels.silu_mul import silu_mul
+from engine.model_config import Activation, ClampedSwiglu, Gate
 from tests.kernels.references import silu_mul_reference
 
 LAUNCHES = {
     "Llama-3.1-8B": lambda: silu_mul(torch.empty(1, 2 * 14336, dtype=torch.bfloat16)),
     "float32": lambda: silu_mul(torch.empty(1, 2 * 96)),
-    "Gemma-3-4B": lambda: silu_mul(torch.empty(1, 2 * 10240, dtype=torch.bfloat16), is_gelu=True),
+    "Gemma-3-4B": lambda: silu_mul(torch.empty(1, 2 * 10240, dtype=torch.bfloat16), Gate.GELU_TANH),
+    "gpt-oss-20b": lambda: silu_mul(
+        torch.empty(1, 2 * 2880, dtype=torch.bfloat16), ClampedSwiglu(alpha=1.702, limit=7.0)
+    ),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (3, 192), (2, 2 * 1025)])
-@pytest.mark.parametrize("is_gelu", [False, True])
+@pytest.mark.parametrize(
+    "activation", [Gate.SILU, Gate.GELU_TANH, ClampedSwiglu(alpha=1.702, limit=3.0)], ids=str
+)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_is_what_torch_computes(
     dtype: torch.dtype,
     num_tokens: int,
     width: int,
-    is_gelu: bool,
+    activation: Activation,
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
     gate_up_TM = (4 * torch.randn(num_tokens, width, generator=generator)).to(dtype).to(device)
-    expected_TI = silu_mul_reference(gate_up_TM, is_gelu=is_gelu)
-    torch.testing.assert_close(silu_mul(gate_up_TM, is_gelu=is_gelu), expected_TI)
+    expected_TI = silu_mul_reference(gate_up_TM, activation)
+    torch.testing.assert_close(silu_mul(gate_up_TM, activation), expected_TI)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_a_gelu_of_large_numbers_is_finite(device: torch.device) -> None:
     gates = torch.tensor([[-1e20, -200.0, 200.0, 1e20]], device=device)
-    found = silu_mul(torch.cat([gates, torch.ones_like(gates)], 1), is_gelu=True)
+    found = silu_mul(torch.cat([gates, torch.ones_like(gates)], 1), Gate.GELU_TANH)
     torch.testing.assert_close(found, gates.clamp(min=0.0))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.kernels.silu_mul import silu_mul_fp8
+from engine.model_config import Activation, ClampedSwiglu, Gate
 from tests.kernels.float8 import assert_same_float8
 from tests.kernels.references import silu_mul_fp8_reference
 
@@ -15,19 +16,21 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 2), (3, 192), (2, 2 * 1025)])
-@pytest.mark.parametrize("is_gelu", [False, True])
+@pytest.mark.parametrize(
+    "activation", [Gate.SILU, Gate.GELU_TANH, ClampedSwiglu(alpha=1.702, limit=3.0)], ids=str
+)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_is_what_torch_computes(
     dtype: torch.dtype,
     num_tokens: int,
     width: int,
-    is_gelu: bool,
+    activation: Activation,
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
     gate_up_TM = (4 * torch.randn(num_tokens, width, generator=generator)).to(dtype).to(device)
-    q_TI, scales_T1 = silu_mul_fp8(gate_up_TM, is_gelu=is_gelu)
-    expected_TI, expected_scales_T1 = silu_mul_fp8_reference(gate_up_TM, is_gelu=is_gelu)
+    q_TI, scales_T1 = silu_mul_fp8(gate_up_TM, activation)
+    expected_TI, expected_scales_T1 = silu_mul_fp8_reference(gate_up_TM, activation)
     torch.testing.assert_close(scales_T1, expected_scales_T1)
     assert_same_float8(q_TI, expected_TI, max_share=0.01)
 

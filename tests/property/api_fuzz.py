@@ -24,6 +24,8 @@ PROPER = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 TIMEOUT_S = 10.0
+OPENAI_KEYS, ANTHROPIC_KEYS = {"message", "type", "param", "code"}, {"message", "type"}
+"""Of an error."""
 
 
 async def fuzz(num_http: int, num_grpc: int, seed: int) -> tuple[Counter[str], list[str]]:
@@ -83,7 +85,8 @@ async def http_answer(under_test: GatewayUnderTest, data: bytes) -> str:
     status = head.split()[1]
     if status != "200":
         details = json.loads(body)["error"]
-        if set(details) != {"message", "type", "param", "code"} or not details["message"]:
+        keys = OPENAI_KEYS if json.loads(body).keys() == {"error"} else ANTHROPIC_KEYS
+        if set(details) != keys or not details["message"]:
             return f"odd {status} {body}"
     return f"{status} {body}"
 
@@ -105,7 +108,11 @@ async def follow_description(examples: int, seed: int) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as folder:
         script = answering(ANSWER)
         gateway = gateway_with(
-            make_tokenizer_dir(Path(folder)), {"p0": script}, {"d0": script}, placement_timeout_s=1.0
+            make_tokenizer_dir(Path(folder)),
+            {"p0": script},
+            {"d0": script},
+            placement_timeout_s=1.0,
+            max_message_mib=64,  # one message too many, each with every field, must not be too large before
         )
         async with gateway as under_test:
             port = under_test.gateway.http_port

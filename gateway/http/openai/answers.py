@@ -4,9 +4,22 @@
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field
+
+T = TypeVar("T")
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
+
+
+def _is_absent(value: object) -> bool:
+    return value is None
+
+
+Optional = Annotated[T | None, Field(exclude_if=_is_absent)]
+"""A key that is left out if there is nothing to say."""
 
 MIN_LOGPROB = -9999.0
 """OpenAI's value for an impossible token, since JSON has no infinity."""
@@ -70,12 +83,36 @@ class CompletionLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """What the model asks for."""
+
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallAnswer:
+    """A call that the client is to make."""
+
+    id: str
+    """A message of role `tool` names it."""
+    type: Literal["function"]
+    function: FunctionCall
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessageAnswer:
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null if there is nothing but calls."""
     refusal: None = None
+    reasoning_content: Optional[str] = None
+    reasoning: Optional[str] = None
+    """The same, under vLLM's newer name."""
+    tool_calls: Optional[list[ToolCallAnswer]] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +122,7 @@ class ChatChoice:
     index: int
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +160,33 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionDelta:
+    """A call's name, or more of its arguments."""
+
+    arguments: str
+    name: Optional[str] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The first one of a call has its id, type and name."""
+
+    index: int
+    """The number of the call in this answer, from 0."""
+    function: FunctionDelta
+    id: Optional[str] = None
+    type: Optional[Literal["function"]] = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatDelta:
     """The new part. The first one has the role."""
 
-    content: str
-    role: Literal["assistant"] | None = None
+    content: str | None = None
+    role: Optional[Literal["assistant"]] = None
+    reasoning_content: Optional[str] = None
+    reasoning: Optional[str] = None
+    tool_calls: Optional[list[ToolCallDelta]] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +196,7 @@ class ChatChunkChoice:
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,48 +6,15 @@ from pydantic import Field, model_validator
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
-from gateway.conversation import ChatMessage, Conversation
-from gateway.http.openai.fields import Body, GenerationFields, NotSupported
+from gateway.conversation import Conversation, ReasoningOptions
+from gateway.conversation.template_options import MAX_OPTIONS, TemplateValue, check_template_options
+from gateway.http.body import NotSupported
+from gateway.http.openai.fields import GenerationFields
+from gateway.http.openai.messages import Messages, chat_messages_of
+from gateway.http.openai.tools import ToolChoiceField, Tools, tool_choice_of, tools_of
 from gateway.preprocess import UNLIMITED
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024
-
-
-class TextPart(Body):
-    """A piece of a message's text. Images, audio and files are not supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One turn of the conversation so far.
-
-    An assistant's message may be sent back unchanged, with its empty fields.
-    """
-
-    role: Literal["developer", "system", "user", "assistant"] = Field(
-        description="The model's template receives `developer`, OpenAI's newer name, as `system`."
-    )
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-    name: NotSupported = None
-    refusal: NotSupported = None
-    annotations: NotSupported = None
-    audio: NotSupported = None
-    function_call: NotSupported = None
-    tool_calls: NotSupported = None
-    tool_call_id: NotSupported = None
-
-    def as_chat_message(self) -> ChatMessage:
-        """Text parts are joined without separators."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return ChatMessage("system" if self.role == "developer" else self.role, text)
-
-
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-"""Only one problem is reported, so checking stops there: a body may have very many."""
+TemplateOptions = Annotated[dict[str, TemplateValue], Field(max_length=MAX_OPTIONS)]
 
 
 class ChatCompletionRequest(GenerationFields):
@@ -62,23 +29,38 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Needs logprobs: true.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted and ignored.")
+    tools: Tools | None = Field(None, description="Functions that the model may call; the client runs them.")
+    tool_choice: ToolChoiceField | None = Field(
+        None, description="Whether the model may or must call tools, and which. Default: `auto`."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Several calls in one answer. Default: true.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="How much the model thinks first; refused if its template knows no such levels."
+    )
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+
+    # Extensions to OpenAI's API; names and meanings are vLLM's.
+    include_reasoning: bool | None = Field(
+        None, description="false leaves the model's reasoning out of the answer. Default: true."
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="At most so many tokens of reasoning."
+    )
+    chat_template_kwargs: TemplateOptions | None = Field(
+        None, description="Further variables of the model's chat template, such as `enable_thinking`."
+    )
 
     audio: NotSupported = None
     function_call: NotSupported = None
     functions: NotSupported = None
     metadata: NotSupported = None
     moderation: NotSupported = None
-    parallel_tool_calls: NotSupported = None
     prediction: NotSupported = None
     prompt_cache_key: NotSupported = None
     prompt_cache_options: NotSupported = None
     prompt_cache_retention: NotSupported = None
-    reasoning_effort: NotSupported = None
-    tool_choice: NotSupported = None
-    tools: NotSupported = None
     verbosity: NotSupported = None
     web_search_options: NotSupported = None
 
@@ -97,7 +79,35 @@ class ChatCompletionRequest(GenerationFields):
 
     @property
     def chat(self) -> Conversation:
-        return Conversation(tuple(message.as_chat_message() for message in self.messages))
+        """InvalidRequest names a field that contradicts others by its path in the body."""
+        tools = tools_of(self.tools)
+        options = self.chat_template_kwargs or {}
+        check_template_options("chat_template_kwargs", options)
+        return Conversation(
+            chat_messages_of(self.messages),
+            tools,
+            tool_choice_of(self.tool_choice, tools),
+            self.parallel_tool_calls is not False,
+            self._reasoning,
+            options,
+        )
+
+    @property
+    def _reasoning(self) -> ReasoningOptions:
+        effort, most = self.reasoning_effort, self.thinking_token_budget
+        if effort == "none":
+            return ReasoningOptions(is_enabled=False, max_tokens=most)
+        return ReasoningOptions(max_tokens=most, effort=effort)
+
+    @property
+    def client_names(self) -> dict[str, str]:
+        """This API's names of fields that errors may name differently."""
+        names = {"logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
+        if self.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        is_effort = self.reasoning_effort is not None
+        names["reasoning"] = "reasoning_effort" if is_effort else "thinking_token_budget"
+        return names
 
     def sampling(self) -> SamplingParams:
         """InvalidRequest names the field that contradicts another one."""

@@ -1,12 +1,13 @@
 """The results of all answers to one client request: their texts, their usage, and the whole as JSON in pieces."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 
 from pydantic_core import to_json
 
 from baton.request import FinishReason as Reason
+from gateway.conversation import AnswerEvent, AnswerParts
 from gateway.http.openai.answers import FinishReason, PromptTokensDetails, Usage
 from gateway.http.openai.events import Head, usage_json
 from gateway.http.openai.logprobs import LogprobColumns
@@ -40,22 +41,32 @@ class UsageCount:
         )
 
 
+EventsOf = Callable[[Delta], Iterable[AnswerEvent]]
+
+
 @dataclass(slots=True)
 class Collected:
     """One whole answer, from its deltas, as compact as possible."""
 
+    events_of: EventsOf | None = None
+    """None: all of the answer is text."""
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     finish: Finish | None = None
+    parts: AnswerParts = field(default_factory=AnswerParts)
+    """Of an answer with events."""
     _text: StringIO = field(default_factory=StringIO)
 
     def take(self, delta: Delta) -> None:
-        self._text.write(delta.text)
+        if self.events_of is None:
+            self._text.write(delta.text)
+        else:
+            self.parts.take_in(self.events_of(delta))
         self.logprobs.extend(delta.logprobs)
         self.finish = delta.finish
 
     def text(self) -> Iterator[str]:
         """JSON without its quotes, in pieces."""
-        return string_pieces(self._text.getvalue())
+        return string_pieces(self._text.getvalue() if self.events_of is None else self.parts.text)
 
     @property
     def finish_reason(self) -> FinishReason:

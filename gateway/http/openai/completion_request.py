@@ -7,7 +7,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.choices import MAX_CHOICES
-from gateway.http.openai.fields import GenerationFields, NotSupported, TokenId
+from gateway.http.body import NotSupported, TokenId
+from gateway.http.openai.fields import GenerationFields
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""

@@ -39,6 +39,9 @@ class CompletionAnswer:
             if echo
         )
 
+    def collectors(self) -> list[Collected]:
+        return [Collected() for _ in self._echoes]
+
     def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
         choices = (self._choice(index, answer) for index, answer in enumerate(answers))
         return whole_answer(self._head, "text_completion", choices, usage)

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from gateway.http.openai.answers import ErrorAnswer
+from gateway.http.schemas import whole_schema
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer, "description": "The request is invalid, or cannot be served now"},
@@ -18,8 +17,8 @@ def answers_of(chunk: type) -> dict[int | str, dict[str, Any]]:
     data = {
         "type": "string",
         "anyOf": [
-            json | {"contentSchema": _whole_schema(chunk), "description": "A part of the answer"},
-            json | {"contentSchema": _whole_schema(ErrorAnswer), "description": "Nothing comes after it"},
+            json | {"contentSchema": whole_schema(chunk), "description": "A part of the answer"},
+            json | {"contentSchema": whole_schema(ErrorAnswer), "description": "Nothing comes after it"},
             {"const": "[DONE]", "description": "After the last part"},
         ],
     }
@@ -29,20 +28,3 @@ def answers_of(chunk: type) -> dict[int | str, dict[str, Any]]:
         200: {"description": "A stream if `stream` is true", "content": {"text/event-stream": stream}},
         **ERRORS,
     }
-
-
-def _whole_schema(chunk: type) -> Any:
-    """A schema without references to anything outside itself."""
-    schema = TypeAdapter(chunk).json_schema(mode="serialization")
-    parts = schema.pop("$defs", {})
-
-    def inlined(value: Any) -> Any:
-        if isinstance(value, list):
-            return [inlined(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "$ref" in value:
-            return inlined(parts[value["$ref"].removeprefix("#/$defs/")])
-        return {key: inlined(item) for key, item in value.items()}
-
-    return inlined(schema)

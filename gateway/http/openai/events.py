@@ -4,7 +4,7 @@ JSON is ASCII here, as some clients split lines at characters such as U+2028.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ DONE = b"data: [DONE]\n\n"
 
 LogprobsOf = Callable[[int, Delta], Iterator[str]]
 """Log-probabilities of a choice's delta, as JSON in the shape of its API."""
+
+ContentsOf = Callable[[int, Delta], Sequence[tuple[str, str]]]
+"""A choice's delta as contents of events in JSON, each with its finish reason; none: nothing is certain yet."""
 
 FINISH_REASONS = {
     None: "null",
@@ -48,6 +51,8 @@ class EventWriter:
     before_text: str
     after_text: str
     logprobs_of: LogprobsOf | None = None
+    contents_of: ContentsOf | None = None
+    """None: all of a delta is one piece of text."""
     says_usage: bool = False
     """Every chunk has the key `usage`, as in OpenAI's streams once a client asks for it."""
     _start: str = field(init=False)
@@ -62,10 +67,16 @@ class EventWriter:
         self._start = f'data: {json.dumps(head, separators=(",", ":"))[:-1]},"choices":['
 
     def piece(self, index: int, delta: Delta, usage: Usage | None = None) -> bytes:
-        """The new part of one choice."""
+        """The new part of one choice; its log-probabilities are in the first event."""
         logprobs = "null"
         if self.logprobs_of is not None:
             logprobs = in_ascii("".join(self.logprobs_of(index, delta)))
+        if self.contents_of is not None:
+            pieces = []
+            for content, reason in self.contents_of(index, delta):
+                pieces.append(self._event(index, content, logprobs, reason, usage))
+                logprobs = "null"
+            return b"".join(pieces)
         reason = FINISH_REASONS[delta.finish.reason if delta.finish else None]
         return self._event(
             index, f"{self.before_text}{_text(delta.text)}{self.after_text}", logprobs, reason, usage

@@ -34,6 +34,9 @@ class OpenAIAnswer(Protocol):
     def opening(self, events: EventWriter) -> bytes:
         """What a stream sends before its first token, together with it."""
 
+    def collectors(self) -> list[Collected]:
+        """One for each choice, to collect the whole answer."""
+
     def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """The whole answer, as JSON in pieces that are each quick to make."""
 
@@ -75,7 +78,7 @@ class Generated(Response):
         return answering(self._driver, self._requests, self._names)
 
     async def _send_whole(self, send: Send) -> None:
-        answers = [Collected() for _ in self._requests]
+        answers = self._answer.collectors()
         async with self._answering() as batches:
             async for index, delta in in_turns(batches):
                 self._usage.take(index, delta)
@@ -83,7 +86,7 @@ class Generated(Response):
         await send_json(self._answer.whole(answers, self._usage.usage), send)
 
     async def _stream(self, options: StreamOptions, write: Write) -> None:
-        """Sends one event per delta; events that are available together are sent together."""
+        """Sends the events of each delta; events that are available together are sent together."""
         events = self._answer.events(options.include_usage)
         says_usage_so_far = options.continuous_usage_stats and options.include_usage
         opening = self._answer.opening(events)

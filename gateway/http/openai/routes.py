@@ -23,6 +23,7 @@ from gateway.http.openai.answers import (
     ModelList,
 )
 from gateway.http.openai.chat import ChatAnswer
+from gateway.http.openai.chat_parts import ChatParts
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.completions import CompletionAnswer
@@ -50,12 +51,16 @@ class OpenAIRoutes:
         self._completion_tokens = CompletionTokens(preprocessor.pool.tokenizer)
 
     async def chat_completion(self, body: ChatCompletionRequest, call: HttpCall) -> Generated:
-        names = _client_names(body, "messages") | {"logprobs": "top_logprobs"}
-        if body.max_tokens is None:
-            names["max_tokens"] = "max_completion_tokens"
-        gateway_requests = await self._preprocess(body, call, [body.chat], names)
-        head = self._head("chatcmpl", call)
-        answer = ChatAnswer(head, len(gateway_requests), self._chat_tokens if body.logprobs else None)
+        names = _client_names(body, "messages") | body.client_names
+        chat = body.chat
+        gateway_requests = await self._preprocess(body, call, [chat], names)
+        answer = ChatAnswer(
+            self._head("chatcmpl", call),
+            len(gateway_requests),
+            self._chat_tokens if body.logprobs else None,
+            ChatParts.of(gateway_requests, body.include_reasoning is not False),
+            may_call=bool(chat.callable_tools),
+        )
         return self._generated(body, gateway_requests, answer, names)
 
     async def completion(self, body: CompletionRequest, call: HttpCall) -> Generated:
@@ -143,7 +148,7 @@ class OpenAIRoutes:
 
 
 def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
-    """Completions of both kinds, and what is served."""
+    """The routes of OpenAI's API: chat completions, completions, and the served model."""
     routes = APIRouter(route_class=JsonRoute)
     api = OpenAIRoutes(driver, preprocessor, model)
     card = ModelCard(model.name, "model", int(time.time()), "baton", model.max_model_len)

@@ -26,7 +26,7 @@ def test_takes_consuming_legs_and_whole_requests(role: TransferRole | None) -> N
 
 
 def test_a_prompt_for_others_may_find_its_worker_elsewhere() -> None:
-    with pytest.raises(Overloaded, match="a decode worker at present"):
+    with pytest.raises(Overloaded, match="a decode worker now"):
         DecodeWorker(max_waiting=1).admit(make_request(TransferRole.PRODUCER), IDLE)
 
 

@@ -157,7 +157,7 @@ def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
     with caplog.at_level(logging.INFO, logger="engine.capacity"):
         found = capacity_of(replace(model, device=CUDA), scheduler={"max_num_seqs": 1024, "num_blocks": 9})
     assert found.scheduler_config.max_num_batched_tokens == budget
-    assert f"scheduler.max_num_batched_tokens is {budget};" in caplog.text, "what to set, to have it again"
+    assert f"chose scheduler.max_num_batched_tokens {budget} by measuring;" in caplog.text, "what to set"
     assert found.limits.max_num_batched_tokens == 8192
 
 

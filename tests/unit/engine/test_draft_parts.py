@@ -125,8 +125,8 @@ def test_memory_holds_the_kv_of_both_models_and_of_drafts(
         "a draft model of 2 layers guesses up to 3 tokens; a guess takes about 0.39 of a token's time"
         in caplog.text
     )
-    assert "its KV no memory" in caplog.text
-    assert "its KV 2 MiB" in caplog.text
+    assert "its KV takes no memory" in caplog.text
+    assert "its KV takes 2 MiB" in caplog.text
 
 
 def test_a_draft_of_a_mixture_costs_the_experts_that_a_token_takes(

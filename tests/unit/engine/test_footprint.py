@@ -19,9 +19,10 @@ from engine.loading.gguf_folder import describe
 from engine.loading.loader import load_model
 from engine.native.compilers import may_have_kernels
 from engine.native.instructions import machine_instructions
+from tests.factories.families import GPT_OSS
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
-from tests.factories.quantized_checkpoints import KINDS, make_quantized
+from tests.factories.quantized_checkpoints import KINDS, make_mxfp4, make_quantized
 
 CPU = torch.device("cpu")
 
@@ -231,6 +232,22 @@ def test_all_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
         ModelError, match=r"layers\.0\.mlp\.experts\.gate_up_proj holds all experts of a layer"
     ):
         footprint(config_of(), folder)
+
+
+@pytest.mark.parametrize(("device", "bits"), [("cpu", 5.25), ("cuda", 16.0)])
+def test_floats_of_4_bits_are_kept_on_a_cpu(tmp_path: Path, device: str, bits: float) -> None:
+    sizes = GPT_OSS | {"hidden_size": 64, "intermediate_size": 512}
+    quantized, numbers = make_mxfp4(
+        tmp_path, make_model_dir(tmp_path / "m", "gpt_oss", dtype="bfloat16", **sizes)
+    )
+    config = config_of(model={"dtype": "bfloat16"}, engine={"device": device}, scheduler={"num_blocks": 9})
+    takes, plain = footprint(config, quantized), footprint(config, numbers)
+    assert takes.weights is not None
+    assert plain.weights is not None
+    assert takes.weights.num_parameters == plain.weights.num_parameters
+    experts = 3 * 6 * 3 * 64 * 512
+    others = 16 * (takes.weights.num_parameters - experts)
+    assert takes.weight_bytes == pytest.approx((others + bits * experts) / 8, rel=0.02)
 
 
 def test_a_folder_without_weights_says_only_what_kv_takes(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def tensor(name: str, kind: int = 0, shape: tuple[int, ...] = (4,), offset: int 
         (header(keys=1, rest=text("k") + struct.pack("<IIQ", 9, 9, 1)), "k is a list of lists"),
         (header(keys=1, rest=text("k") + struct.pack("<IIQ", 9, 8, 2**20)), "bytes are missing"),
         (header(keys=1, rest=text("k") + struct.pack("<IIQ", 9, 5, 2**24)), "bytes are missing"),
-        (header(keys=2, rest=2 * (text("k") + struct.pack("<II", 4, 1))), "k is there twice"),
+        (header(keys=2, rest=2 * (text("k") + struct.pack("<II", 4, 1))), "k appears twice"),
         (
             header(tensors=1, rest=tensor("t", kind=10)),
             "t has type 10, which is not supported; supported are F32",
@@ -87,7 +87,7 @@ def tensor(name: str, kind: int = 0, shape: tuple[int, ...] = (4,), offset: int 
         (header(tensors=1, rest=tensor("t", kind=2, shape=(33,))), "t is Q4_0: 33 is no multiple of 32"),
         (header(tensors=1, rest=tensor("t", shape=(2**40, 2**40))), "t ends at byte"),
         (header(tensors=1, rest=tensor("t", offset=2**63)), "t ends at byte"),
-        (header(tensors=2, rest=2 * tensor("t") + bytes(64)), "t is there twice"),
+        (header(tensors=2, rest=2 * tensor("t") + bytes(64)), "t appears twice"),
         (header(tensors=1, rest=tensor("t", offset=4) + bytes(64)), "t has offset 4, no multiple of 32"),
         (
             header(keys=1, rest=text("general.alignment") + struct.pack("<II", 4, 0)),

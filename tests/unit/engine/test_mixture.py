@@ -4,6 +4,7 @@ Shape suffixes: T tokens, X experts, E hidden size, I intermediate size of an ex
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import ModelConfig
 from baton.sampling import MAX_LOGPROBS, SamplingParams
-from engine.layers.backend import Backend, Expert, LinearLayer, Matrix, MixtureLayer
+from engine.layers.backend import Backend, Expert, LinearLayer, Matrix, MixtureLayer, Router
 from engine.layers.fp8 import quantize_rows
 from engine.layers.grouped_weight import GroupedWeight
 from engine.layers.mixture import route
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import load_model
-from engine.model_config import Mixture
+from engine.model_config import ClampedSwiglu, Mixture
 from engine.native.library import native_library
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
@@ -82,7 +83,7 @@ def literally(x_TE: torch.Tensor, router_XE: torch.Tensor, experts: list[Expert]
 
 
 def made(backend: Backend, router_XE: torch.Tensor, experts: Iterable[Expert]) -> MixtureLayer:
-    return backend.mixture(MIXTURE, router_XE, experts, backend.linear)
+    return backend.mixture(MIXTURE, Router(router_XE), experts, backend.linear)
 
 
 @pytest.mark.parametrize("make_backend", [TorchBackend, native])
@@ -106,6 +107,31 @@ def test_a_mixture_is_what_its_experts_compute(
     assert found.dtype is dtype
     expected = literally(x_TE, router_XE, experts)
     torch.testing.assert_close(found.to(torch.float64), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("make_backend", [TorchBackend, native])
+def test_a_mixture_with_biases_and_a_clamped_gate(make_backend: Any) -> None:
+    """As gpt-oss has it: a bias for each product, and gates and ups that reach the limit."""
+    router_XE, experts = random_experts(torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    router_bias_X = torch.randn(MIXTURE.num_experts, generator=generator)
+    gate_bias_I, up_bias_I, down_bias_E = (
+        torch.randn(size, generator=generator) for size in (INNER, INNER, HIDDEN)
+    )
+    experts = [replace(e, biases_I=(gate_bias_I, up_bias_I), down_bias_E=down_bias_E) for e in experts]
+    mixture = replace(MIXTURE, activation=ClampedSwiglu(alpha=1.702, limit=0.7))
+    x_TE = torch.randn(19, HIDDEN, generator=generator)
+    backend = make_backend()
+    found = backend.mixture(mixture, Router(router_XE, router_bias_X), experts, backend.linear)(x_TE)
+    for x_E, found_E in zip(x_TE, found, strict=True):
+        best = (router_XE @ x_E + router_bias_X).topk(MIXTURE.num_chosen)
+        expected_E = torch.zeros(HIDDEN)
+        for weight, n in zip(best.values.softmax(0), best.indices.tolist(), strict=True):
+            gate_I = (as_floats(experts[n].gate_IE).float() @ x_E + gate_bias_I).clamp(max=0.7)
+            up_I = (as_floats(experts[n].up_IE).float() @ x_E + up_bias_I).clamp(-0.7, 0.7)
+            inner_I = (up_I + 1) * gate_I * torch.sigmoid(1.702 * gate_I)
+            expected_E += weight * (as_floats(experts[n].down_EI).float() @ inner_I + down_bias_E)
+        torch.testing.assert_close(found_E, expected_E, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
@@ -140,7 +166,7 @@ def test_an_expert_without_rows_multiplies_nothing() -> None:
 
     made_layers: list[LinearLayer] = []
     backend = Counting()
-    mixture = backend.mixture(MIXTURE, router_XE, experts, backend.counted)
+    mixture = backend.mixture(MIXTURE, Router(router_XE), experts, backend.counted)
     x_TE = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(3))
     mixture(x_TE)
     experts_TK, _ = route(x_TE @ router_XE.T, MIXTURE)

@@ -45,13 +45,20 @@ class Layout:
     qkv_TPD: torch.Tensor  # noqa: N815 - carries its shape, like local names do
     heads: Heads
 
-    def torch_out(self, layer: int, head_norm: HeadNorm | None = None) -> torch.Tensor:
+    def torch_out(
+        self, layer: int, head_norm: HeadNorm | None = None, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
         pool = self._copied_pool()
-        attention = PagedAttention(pool, self.architecture, self.heads.num_heads, self.qkv_TPD.dtype)
-        return attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm)
+        architecture = replace(self.architecture, has_sinks=sinks_Q is not None)
+        attention = PagedAttention(pool, architecture, self.heads.num_heads, self.qkv_TPD.dtype)
+        return attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm, sinks_Q)
 
     def native_out(
-        self, layer: int, head_norm: HeadNorm | None = None, num_threads: int = 2
+        self,
+        layer: int,
+        head_norm: HeadNorm | None = None,
+        num_threads: int = 2,
+        sinks_Q: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, KVPool]:
         pool = self._copied_pool()
         attention = NativeAttention(
@@ -60,7 +67,7 @@ class Layout:
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         try:
-            out = attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm)
+            out = attention.prepare(self.batch)(layer, self.qkv_TPD.clone(), head_norm, sinks_Q)
         finally:
             torch.set_num_threads(before)
         return out.clone(), pool
@@ -264,6 +271,23 @@ def test_heads_are_normed_before_the_rotation() -> None:
     head_norm = HeadNorm(torch.rand(64) + 0.5, torch.rand(64) + 0.5, 6, 2, 1e-6)
     out, _ = layout.native_out(0, head_norm)
     torch.testing.assert_close(out, layout.torch_out(0, head_norm), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_take_weight_and_have_no_value(dtype: torch.dtype, window: int | None) -> None:
+    """Of one head all weight, of one none; also where a context is cut among threads, which changes no bit."""
+    layout = make_layout([(2500, 1), *MIXED], Heads(6, 2, 64), dtype, windows=(window, None))
+    sinks_Q = torch.tensor([300.0, -300.0, -2.0, 0.0, 1.5, 6.0])
+    out_TX, _ = layout.native_out(0, sinks_Q=sinks_Q)
+    expected_TX = layout.torch_out(0, sinks_Q=sinks_Q)
+    torch.testing.assert_close(out_TX, expected_TX, rtol=0, atol=TOLERANCE[dtype])
+    assert not out_TX[:, :64].any()
+    plain_TX, _ = layout.native_out(0)
+    assert torch.equal(out_TX[:, 64:128], plain_TX[:, 64:128])
+    assert (out_TX - plain_TX)[:, 128:].abs().amax(0).unflatten(0, (4, 64)).amax(1).gt(0.01).all()
+    for num_threads in (1, 3):
+        assert torch.equal(layout.native_out(0, num_threads=num_threads, sinks_Q=sinks_Q)[0], out_TX)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

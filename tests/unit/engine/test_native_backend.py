@@ -8,7 +8,7 @@ from engine.layers.fp8 import FP8, saturate
 from engine.layers.native_backend import NativeBackend
 from engine.layers.torch_backend import TorchBackend
 from engine.layers.workspace import Workspace
-from engine.model_config import Gate
+from engine.model_config import Activation, ClampedSwiglu, Gate
 from engine.native.library import native_library
 from tests.unit.engine.test_native_attention import Heads, make_layout
 
@@ -79,15 +79,18 @@ class Same:
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "width"), SIZES)
-@pytest.mark.parametrize("gate_by", Gate)
+@pytest.mark.parametrize("gate_by", [*Gate, ClampedSwiglu(alpha=1.702, limit=7.0)], ids=str)
 def test_gates(
-    backend: NativeBackend, num_tokens: int, width: int, dtype: torch.dtype, gate_by: Gate
+    backend: NativeBackend, num_tokens: int, width: int, dtype: torch.dtype, gate_by: Activation
 ) -> None:
     gate_up = (20 * torch.randn(num_tokens, 2 * width)).to(dtype)
     gate_up[0, 0] = -200.0  # whose exponential overflows
     gate, up = gate_up.double().chunk(2, -1)
     silu, gelu = torch.nn.functional.silu(gate), torch.nn.functional.gelu(gate, approximate="tanh")
     expected = (silu if gate_by is Gate.SILU else gelu) * up
+    if isinstance(gate_by, ClampedSwiglu):
+        gate = gate.clamp(max=7.0)
+        expected = (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
     torch.testing.assert_close(
         backend.gated(Same(), gate_up, gate_by).double(),
         expected,

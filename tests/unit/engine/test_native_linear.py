@@ -82,6 +82,23 @@ def test_grouped_products(products: Products, bits: Literal[4, 8], group_size: i
     check_rows(layer, x)
 
 
+@pytest.mark.parametrize("group_size", [16, 32])
+def test_floats_of_4_bits_are_multiplied_as_they_are(products: Products, group_size: int) -> None:
+    """Against torch with the numbers that the bits stand for. Scales are powers of two, so none is rounded."""
+    torch.manual_seed(0)
+    x, codes_OI = torch.randn(max(ROWS), 160), torch.randint(16, (83, 160), dtype=torch.uint8)
+    scales_OG = torch.randint(-9, 3, (83, 160 // group_size)).exp2()
+    weight = GroupedWeight(codes_OI, 4, group_size, scales_OG / 2, scales_OG * -6, is_e2m1=True)
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers_OI = torch.cat((sizes, -sizes))[codes_OI.long()] * scales_OG.repeat_interleave(group_size, 1)
+    assert torch.equal(weight.dequantized(), numbers_OI)
+    layer = NativeLinear.of_groups(products, weight, None)
+    expected = F.linear(quantised(x, group_size), numbers_OI.double())
+    magnitude = F.linear(quantised(x, group_size).abs(), numbers_OI.double().abs())
+    assert ((layer(x).double() - expected).abs() <= 1e-5 * (magnitude + 1)).all()
+    check_rows(layer, x)
+
+
 def halved(per_group: torch.Tensor) -> torch.Tensor:
     """With the 11 significant bits that the kernels keep."""
     mantissa, exponent = torch.frexp(per_group)

@@ -120,7 +120,10 @@ def test_targets_by_name_go_before_those_by_class() -> None:
             "format 'marlin-24' are not supported; supported formats are float",
         ),
         (PACKED | {"ignore": "lm_head"}, "quantization_config.ignore must be a list of names, got 'lm_head'"),
-        (PACKED | {"ignore": ["re:("]}, "quantization_config.ignore: 're:\\(' is no regular expression"),
+        (
+            PACKED | {"ignore": ["re:("]},
+            "quantization_config.ignore: 're:\\(' is not a valid regular expression",
+        ),
         (with_group(output_activations={"num_bits": 8}), r"group_0\.output_activations .* is not supported"),
         (with_group(weights=None), r"group_0\.weights must be an object, got None"),
         (with_group(other=1), r"group_0\.other is not supported"),

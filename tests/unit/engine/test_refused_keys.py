@@ -8,8 +8,8 @@ import pytest
 
 from baton.errors import ModelError
 from engine.families import ARCHITECTURES, READ, WITHOUT_EFFECT, Family, refused_keys
-from engine.model_config import Mixture, ModelArchitecture, read_architecture
-from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT
+from engine.model_config import ClampedSwiglu, Mixture, ModelArchitecture, read_architecture
+from engine.rope_config import ROPE_KEYS_WITHOUT_EFFECT, RopeConfig, RopeType
 
 BASE: dict[str, Any] = {
     "vocab_size": 300,
@@ -69,6 +69,8 @@ EFFECTIVE: dict[str, Any] = {
     "shared_expert_intermediate_size": 64,
     "sliding_window": 7,
     "sliding_window_pattern": 2,
+    "swiglu_alpha": 1.5,
+    "swiglu_limit": 3.0,
     "use_bidirectional_attention": True,
     "use_qk_norm": True,
     "use_sliding_window": True,
@@ -160,7 +162,12 @@ def test_another_activation_is_refused(tmp_path: Path, family: Family) -> None:
         (Family.GEMMA3, "rope_parameters", {"chunked": {}}, "rope_parameters: 'chunked' is not supported"),
         (Family.SMOLLM3, "no_rope_layers", [1, 0], "no_rope_layers must list 0 or 1 for each of 3 layers"),
         (Family.QWEN2, "max_window_layers", "all", "max_window_layers must be an integer, got 'all'"),
-        (Family.GLM4, "partial_rotary_factor", 0.01, "partial_rotary_factor 0.01 of heads of 128 is no even"),
+        (
+            Family.GLM4,
+            "partial_rotary_factor",
+            0.01,
+            "partial_rotary_factor 0.01 of heads of 128 does not give an even",
+        ),
         (
             Family.MIXTRAL,
             "num_experts_per_tok",
@@ -168,6 +175,13 @@ def test_another_activation_is_refused(tmp_path: Path, family: Family) -> None:
             "num_experts_per_tok must be at most the number of experts, 8, got 9",
         ),
         (Family.MIXTRAL, "num_local_experts", 0, "num_local_experts must be a positive integer, got 0"),
+        (Family.GPT_OSS, "swiglu_limit", 0, "swiglu_limit must be a positive number, got 0"),
+        (
+            Family.GPT_OSS,
+            "experts_per_token",
+            2,
+            "num_experts_per_tok (4) and experts_per_token (2) must be equal",
+        ),
         (Family.QWEN3_MOE, "moe_intermediate_size", "x", "moe_intermediate_size must be a positive integer"),
         (Family.QWEN3_MOE, "decoder_sparse_step", 0, "decoder_sparse_step must be a positive integer, got 0"),
         (Family.QWEN3_MOE, "mlp_only_layers", 1, "mlp_only_layers must be a list of layers, got 1"),
@@ -200,7 +214,7 @@ def test_values_that_cannot_be_are_named(
 
 
 def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
-    for family in (Family.QWEN3_MOE, Family.MIXTRAL):
+    for family in (Family.QWEN3_MOE, Family.MIXTRAL, Family.GPT_OSS):
         one = read(tmp_path, family, num_experts=16)
         assert one == read(tmp_path, family, num_local_experts=16)
         assert one == read(tmp_path, family, num_experts=16, num_local_experts=16)
@@ -232,6 +246,32 @@ def test_which_layers_of_qwen3_moe_have_experts(
 ) -> None:
     mixtures = read(tmp_path, Family.QWEN3_MOE, **overrides).mixtures
     assert [layer for layer, mixture in enumerate(mixtures) if mixture is not None] == sparse
+
+
+def test_a_sparse_gpt_oss_has_what_transformers_takes(tmp_path: Path) -> None:
+    a = read(tmp_path, Family.GPT_OSS)
+    assert (a.head_dim, a.num_kv_heads, a.has_qkv_bias, a.has_o_bias, a.has_sinks) == (
+        64,
+        2,
+        True,
+        True,
+        True,
+    )
+    assert a.sliding_windows == (128, None, 128)
+    assert a.ropes[0] == RopeConfig(
+        rope_type=RopeType.YARN,
+        theta=150_000.0,
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        truncate=False,
+    )
+    assert a.mixtures[0] == Mixture(
+        num_experts=128,
+        num_chosen=4,
+        intermediate_size=128,
+        is_normalised=True,
+        activation=ClampedSwiglu(alpha=1.702, limit=7.0),
+    )
 
 
 def test_longrope_s_factors_follow_the_longest_request(tmp_path: Path) -> None:

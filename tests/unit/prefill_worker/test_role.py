@@ -26,7 +26,7 @@ def test_takes_a_producing_request() -> None:
 
 @pytest.mark.parametrize("role", [TransferRole.CONSUMER, None])
 def test_another_leg_may_find_its_worker_elsewhere(role: TransferRole | None) -> None:
-    with pytest.raises(Overloaded, match="a prefill worker at present"):
+    with pytest.raises(Overloaded, match="a prefill worker now"):
         PrefillWorker(max_waiting=1).admit(make_request(role), IDLE)
 
 

@@ -108,7 +108,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, complaint: str) -> 
         (b"", "the file is empty"),
         (b"\n", ":1: not a step trace"),
         (b"# notes\n", ":1: not a step trace"),
-        (encode_step(FIRST), ":1: not a step trace, .*worker: Field required"),
+        (encode_step(FIRST), r":1: not a step trace \(.*worker: Field required.*; pass a file that"),
         (encode_header(HEADER)[:20], ":1: not a step trace"),
         (
             encode_header(make_header(baton_trace=9)),

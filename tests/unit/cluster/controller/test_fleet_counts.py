@@ -86,4 +86,4 @@ def test_what_makes_another_fleet_is_said_and_counts_later(caplog: pytest.LogCap
     assert fleet.commands == [(WorkerRole.DECODE, 2)]
     (message,) = caplog.messages
     assert "model.dtype is 'auto' there, 'float32' here" in message
-    assert "when the fleet is started again" in message
+    assert "restart the fleet to apply this" in message

@@ -44,7 +44,7 @@ def test_a_worker_takes_the_secret_of_its_node_and_refuses_another_one(
     assert keys_of_node(network, keys_digest(keys)) == keys
     monkeypatch.setenv(SECRET_VARIABLE, OTHER_SECRET.text)
     with pytest.raises(
-        ConfigError, match=r"differs from that of the command that began the fleet; give this node"
+        ConfigError, match=r"differs from that of the command that started the fleet; give this node"
     ):
         keys_of_node(network, keys_digest(keys))
     monkeypatch.delenv(SECRET_VARIABLE)

@@ -120,7 +120,7 @@ def test_a_ray_that_starts_beside_us_is_waited_for(caplog: pytest.LogCaptureFixt
         assert ray.calls == ["init", "shutdown", "init", "shutdown", "init"]
     assert ray.calls[-1] == "shutdown"
     assert [record.getMessage() for record in caplog.records] == [
-        "waiting for Ray, for 60 s at most (cluster.ray_timeout_s): could not join the Ray cluster at auto "
+        "waiting up to 60 s for Ray (cluster.ray_timeout_s): could not join the Ray cluster at auto "
         "(cluster.ray_address): Could not find any running Ray instance"
     ]
 

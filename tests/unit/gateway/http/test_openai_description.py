@@ -1,17 +1,21 @@
 """What is said of OpenAI's API, to programs and to people, is what there is."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from openai.types.chat import completion_create_params as openai_fields
 
+from gateway.http.body import Body
 from gateway.http.openai.answers import ChatCompletion, ChatCompletionChunk, CompletionChunk
-from gateway.http.openai.chat_request import ChatCompletionRequest, Message
+from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.openai.description import answers_of
-from gateway.http.openai.fields import Body, StreamOptions
+from gateway.http.openai.fields import StreamOptions
+from gateway.http.openai.messages import AssistantMessage, InputMessage, ToolMessage
 
 API = Path(__file__).parents[4] / "docs" / "api.md"
 
@@ -22,7 +26,27 @@ def test_the_page_tells_of_every_field(body: type[Body]) -> None:
     assert [name for name in body.model_fields if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest, StreamOptions, Message])
+def test_the_page_tells_what_becomes_of_every_field_of_openais_chats() -> None:
+    """As the `openai` package knows them, so that a new one is noticed; what the page calls refused is refused."""
+    kinds = (
+        openai_fields.CompletionCreateParamsBase,
+        openai_fields.CompletionCreateParamsNonStreaming,
+        openai_fields.CompletionCreateParamsStreaming,
+    )
+    known = sorted({name for kind in kinds for name in kind.__annotations__})
+    _, _, rest = API.read_text().partition("### Every field of OpenAI's chat completions\n")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", rest.partition("\n### ")[0], re.MULTILINE))
+    assert sorted(rows) == known
+    schemas = ChatCompletionRequest.model_json_schema()["properties"]
+    assert set(rows) <= set(schemas)
+    refused = [name for name in rows if schemas[name].get("type") == "null"]
+    assert [name for name, here in rows.items() if here.startswith("refused")] == refused
+
+
+@pytest.mark.parametrize(
+    "body",
+    [ChatCompletionRequest, CompletionRequest, StreamOptions, InputMessage, AssistantMessage, ToolMessage],
+)
 def test_the_description_admits_no_unknown_field(body: type[Body]) -> None:
     assert body.model_json_schema()["additionalProperties"] is False
 

@@ -170,6 +170,9 @@ class Watched:
         self._answer = answer
         self._clock = clock
 
+    def collectors(self) -> list[Collected]:
+        return self._answer.collectors()
+
     def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
         for piece in self._answer.whole(answers, usage):
             self._clock.work(PIECE_S)

@@ -60,8 +60,8 @@ def test_a_success_ends_it_and_the_next_pause_is_the_first_again(caplog: pytest.
     pairs.failed(PAIR, 46.0, "silence", 50.0)
     assert pairs.at(50.0 + FIRST_PAUSE_S) == frozenset()
     avoided, again, anew = (record.getMessage() for record in caplog.records)
-    assert avoided == anew == "KV does not get from p0 to d0; the pair is avoided: silence"
-    assert again == "KV gets from p0 to d0 again; the pair is no longer avoided"
+    assert avoided == anew == "KV cannot be transferred from p0 to d0; avoiding this pair: silence"
+    assert again == "KV can be transferred from p0 to d0 again; no longer avoiding this pair"
 
 
 @pytest.mark.parametrize("worker", PAIR)

@@ -69,6 +69,34 @@ def test_the_emptiest_is_taken_and_ties_take_turns(policy: str) -> None:
     assert {router.route(ask()).decode for _ in range(6)} == {"d1", "d2"}
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_affinity_key_decides_between_equals(policy: str) -> None:
+    decodes = [status(f"d{number}") for number in range(6)]
+    router = router_of(policy, DISAGGREGATED, *P, *decodes)
+    keys = [f"session {number}" for number in range(60)]
+
+    def chosen() -> dict[str, tuple[str | None, str]]:
+        placements = {key: router.route(ask(affinity_key=key)) for key in keys}
+        return {key: (placement.prefill, placement.decode) for key, placement in placements.items()}
+
+    before = chosen()
+    assert chosen() == before
+    assert {decode for _, decode in before.values()} == {worker.ref.name for worker in decodes}
+    assert {prefill for prefill, _ in before.values()} == {"p0", "p1"}
+    router.on_worker_lost("d3")
+    after = chosen()
+    assert {key for key in keys if after[key] != before[key]} == {
+        key for key, (_, decode) in before.items() if decode == "d3"
+    }
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "kv_aware"])
+def test_an_affinity_key_does_not_outweigh_load(policy: str) -> None:
+    router = router_of(policy, "local", *D)
+    home = send(router, ask(affinity_key="a")).decode
+    assert router.route(ask(affinity_key="a")).decode != home
+
+
 @pytest.mark.parametrize("policy", ["least_loaded", "kv_aware"])
 def test_legs_count_before_the_worker_tells_of_them(policy: str) -> None:
     router = router_of(policy, "local", *D)

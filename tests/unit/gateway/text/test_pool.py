@@ -162,7 +162,9 @@ async def test_a_thread_that_does_not_start_costs_its_text_alone(
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
             for _ in range(NUM_THREADS):
-                with pytest.raises(Overloaded, match="no thread for texts: can't start new thread"):
+                with pytest.raises(
+                    Overloaded, match="cannot start a thread for texts: can't start new thread"
+                ):
                     await pool.encode("alice", long_text("a"))
         async with asyncio.timeout(60):
             assert await pool.encode("alice", long_text("a"))

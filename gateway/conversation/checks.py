@@ -1,0 +1,66 @@
+"""Checks of conversations that every API makes alike: each is told the API's own path of a field, for its errors."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.errors import InvalidRequest
+from gateway.conversation.messages import ChatMessage, Tool, ToolCall
+
+MAX_TOOLS = 128
+"""OpenAI's bound."""
+MAX_SCHEMA_CHARACTERS = 2**20
+"""Of all tools together: each schema is part of the prompt."""
+
+
+def with_tools_named(messages: Sequence[ChatMessage], place: str) -> tuple[ChatMessage, ...]:
+    """The messages, where each result of a tool has the tool's name.
+
+    InvalidRequest if a result answers no call of an assistant before it, or if two calls of one message have one id.
+    """
+    turns: list[ChatMessage] = []
+    name_of: dict[str, str] = {}
+    for index, turn in enumerate(messages):
+        if turn.tool_calls:
+            name_of |= _names_of(turn.tool_calls, f"{place}.{index}")
+        turns.append(turn if turn.tool_call_id is None else _named(turn, name_of, f"{place}.{index}"))
+    return tuple(turns)
+
+
+def _names_of(calls: Sequence[ToolCall], place: str) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for index, call in enumerate(calls):
+        if call.id in names:
+            raise InvalidRequest(f"{place}.tool_calls.{index}.id", "another call of this message has it, too")
+        names[call.id] = call.name
+    return names
+
+
+def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMessage:
+    assert result.tool_call_id is not None, "the caller has looked"
+    name = name_of.get(result.tool_call_id)
+    if name is None:
+        raise InvalidRequest(
+            f"{place}.tool_call_id",
+            f"no assistant's message before it has a call {result.tool_call_id[:60]!r}",
+        )
+    if result.name not in (None, name):
+        raise InvalidRequest(f"{place}.name", f"that call was to {name[:60]!r}, got {result.name[:60]!r}")
+    return replace(result, name=name)
+
+
+def check_distinct(tools: Sequence[Tool], place: str, name: str) -> None:
+    """InvalidRequest if two tools have one name; `name` is its path within a tool."""
+    index_of: dict[str, int] = {}
+    for index, tool in enumerate(tools):
+        if (first := index_of.setdefault(tool.name, index)) != index:
+            raise InvalidRequest(
+                f"{place}.{index}.{name}", f"{place}.{first} is called {tool.name!r} too; rename one"
+            )
+
+
+def check_among(tools: Sequence[Tool], name: str, place: str) -> None:
+    """InvalidRequest if no tool has this name."""
+    names = [tool.name for tool in tools]
+    if name not in names:
+        known = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+        raise InvalidRequest(place, f"{name[:64]!r} is none of the tools, which are: {known or 'none'}")

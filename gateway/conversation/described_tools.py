@@ -1,0 +1,68 @@
+"""Tools for templates that know none: described in the system message, with calls and results as ordinary text."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.conversation.messages import ChatMessage, Conversation, Tool
+from gateway.conversation.template import arguments_of, described
+
+INTRODUCTION = """\
+You can call functions. Their signatures, in JSON:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and its arguments as JSON within tags, and nothing behind them:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+Results are sent to you within <tool_response> tags."""
+
+
+def described_turns(conversation: Conversation, *, has_system_role: bool) -> list[dict[str, Any]]:
+    """System, user and assistant turns that say the same. Results of calls become user turns, one for adjacent ones.
+
+    `has_system_role`: the template knows one; if not, its text goes into the first user turn.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in conversation.messages:
+        role, text = _as_text(message)
+        if role == "user" and turns and turns[-1]["is_result"]:
+            turns[-1]["content"] += "\n" + text
+            turns[-1]["is_result"] = message.role == "tool"
+        else:
+            turns.append({"role": role, "content": text, "is_result": message.role == "tool"})
+    if conversation.tools:
+        _introduce(turns, conversation.tools)
+    if not has_system_role and turns and turns[0]["role"] == "system":
+        _join_first(turns)
+    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+
+
+def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool]) -> None:
+    lines = "\n".join(json.dumps(described(tool), ensure_ascii=False) for tool in tools)
+    text = INTRODUCTION.format(tools=lines)
+    if turns and turns[0]["role"] == "system":
+        turns[0]["content"] = f"{turns[0]['content']}\n\n{text}".strip()
+    else:
+        turns.insert(0, {"role": "system", "content": text, "is_result": False})
+
+
+def _join_first(turns: list[dict[str, Any]]) -> None:
+    system = turns.pop(0)
+    if turns and turns[0]["role"] == "user":
+        turns[0]["content"] = f"{system['content']}\n\n{turns[0]['content']}"
+    else:
+        turns.insert(0, {**system, "role": "user"})
+
+
+def _as_text(message: ChatMessage) -> tuple[str, str]:
+    """A turn's role and text."""
+    if message.role == "tool":
+        return "user", f"<tool_response>\n{message.content}\n</tool_response>"
+    calls = [
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": '
+        f"{json.dumps(arguments_of(call), ensure_ascii=False)}}}\n</tool_call>"
+        for call in message.tool_calls
+    ]
+    return message.role, "\n".join([*([message.content] if message.content or not calls else []), *calls])

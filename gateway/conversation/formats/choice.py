@@ -1,0 +1,84 @@
+"""Which format a model has: by its chat template's own words, or by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from baton.errors import ModelError
+from gateway.conversation.answer_format import AnswerFormat, PlainFormat
+from gateway.conversation.call_syntax import CallSyntax
+from gateway.conversation.formats import deepseek
+from gateway.conversation.formats.hermes import HermesCalls
+from gateway.conversation.formats.llama import LlamaCalls
+from gateway.conversation.formats.mistral import MistralCalls, MistralNamedCalls
+from gateway.conversation.formats.pythonic import PythonicCalls
+from gateway.conversation.formats.qwen_coder import QwenCoderCalls
+from gateway.conversation.lark import Vocabulary
+from gateway.conversation.model_format import ModelFormat
+from gateway.conversation.parser import ReasoningTags
+from gateway.conversation.template import ChatTemplate, TemplateStyle
+
+TAGS = (ReasoningTags("<think>", "</think>"), ReasoningTags("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one family of models writes calls."""
+
+    new_syntax: Callable[[], CallSyntax]
+    style: TemplateStyle | None
+    """What its templates expect; None: they know no tools."""
+    signs: tuple[str, ...]
+    """A template that contains all of these belongs to it."""
+
+
+_NATIVE = TemplateStyle()
+_MISTRAL = TemplateStyle(ids_are_short=True)
+_DEEPSEEK = TemplateStyle(arguments_are_text=True, has_null_content=True)
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v3": Family(
+        lambda: deepseek.DeepSeekCalls(is_fenced=True), _DEEPSEEK, (deepseek.BEGIN, "```json")
+    ),
+    "deepseek_v31": Family(lambda: deepseek.DeepSeekCalls(is_fenced=False), _DEEPSEEK, (deepseek.BEGIN,)),
+    "mistral_named": Family(MistralNamedCalls, _MISTRAL, ("[TOOL_CALLS]", "[ARGS]")),
+    "mistral": Family(MistralCalls, _MISTRAL, ("[TOOL_CALLS]",)),
+    "qwen_coder": Family(QwenCoderCalls, _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
+    "hermes": Family(HermesCalls, _NATIVE, ("<tool_call>",)),
+    "pythonic": Family(PythonicCalls, _NATIVE, ("[func_name",)),
+    "llama": Family(LlamaCalls, _NATIVE, ("ipython", '"parameters"')),
+    "generic": Family(HermesCalls, None, ()),
+}
+"""By name; the first one whose signs a template shows is the model's. A template that reads no tools has the last."""
+
+FORMAT_NAMES = tuple(FAMILIES)
+
+
+def answer_format_of(
+    chat_template: str | None, vocabulary: Vocabulary, name: str | None = None
+) -> AnswerFormat:
+    """The format that a model's chat template asks for, or the one of this name (ModelError if that cannot be)."""
+    if chat_template is None:
+        return PlainFormat()
+    template = ChatTemplate(chat_template)
+    family = _chosen(template) if name is None else _named(template, name)
+    tags = next((tags for tags in TAGS if tags.begin in chat_template or tags.end in chat_template), None)
+    return ModelFormat(template, vocabulary, family.new_syntax(), tags, family.style)
+
+
+def _chosen(template: ChatTemplate) -> Family:
+    return next(
+        family
+        for family in FAMILIES.values()
+        if (family.style is None or template.reads("tools"))
+        and all(sign in template.source for sign in family.signs)
+    )
+
+
+def _named(template: ChatTemplate, name: str) -> Family:
+    family = FAMILIES[name]
+    if family.style is not None and not template.reads("tools"):
+        raise ModelError(
+            f"gateway.answer_format: {name!r} needs a chat template that reads `tools`, and this model's does not; use "
+            "'generic' or 'auto'"
+        )
+    return family

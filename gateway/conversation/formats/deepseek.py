@@ -1,0 +1,88 @@
+"""DeepSeek: a section of calls between tokens, each with its name and JSON arguments.
+
+V3, R1    <calls begin> <call begin>function<sep>NAME, newline, ```json, {...}, ```<call end> ... <calls end>
+V3.1      <calls begin> <call begin>NAME<sep>{...}<call end> ... <calls end>
+"""
+
+from collections.abc import Sequence
+
+from gateway.conversation.call_syntax import CallWriter, GuidedTool, is_tool_name
+from gateway.conversation.json_call import one_of
+from gateway.conversation.lark import Lark, quoted
+from gateway.conversation.reader import Reader, Steps
+
+
+def token(name: str) -> str:
+    """DeepSeek writes tokens with full-width bars, and `\u2581` for a space."""
+    return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
+
+
+BEGIN, END = token("tool calls begin"), token("tool calls end")
+CALL, CALL_END, SEPARATOR = token("tool call begin"), token("tool call end"), token("tool sep")
+KIND = "function"
+FENCE, FENCE_END = "```json\n", "\n```"
+
+
+class DeepSeekCalls:
+    """A CallSyntax that reads both, and guides to one."""
+
+    markers: tuple[str, ...] = (BEGIN,)
+    tokens: tuple[str, ...] = (END, CALL, CALL_END, SEPARATOR)
+    bare_beginning = None
+    repeats: str | None = None
+
+    def __init__(self, *, is_fenced: bool) -> None:
+        """`is_fenced`: V3's way."""
+        self._is_fenced = is_fenced
+
+    def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
+        if not (yield from _call(reader, calls)):
+            return False
+        while True:
+            reader.begin_attempt()
+            if not (yield from _call(reader, calls)):
+                break
+        reader.rewind()
+        yield from reader.skip_optional(END)
+        return True
+
+    def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
+        begin, end, separator = map(lark.marker, (CALL, CALL_END, SEPARATOR))
+        bodies = [self._body(tool, separator) for tool in tools]
+        call = lark.rule("call", f"{begin} {one_of(bodies)} {end}")
+        between = '"\\n"' if self._is_fenced else ""
+        more = f"( {between} {call} )*" if is_parallel else ""
+        return f"{call} {more} {lark.marker(END)}"
+
+    def _body(self, tool: GuidedTool, separator: str) -> str:
+        if self._is_fenced:
+            head = quoted(f"{tool.name}\n{FENCE}")
+            return f"{quoted(KIND)} {separator} {head} %json {tool.schema} {quoted(FENCE_END)}"
+        return f"{quoted(tool.name)} {separator} %json {tool.schema}"
+
+
+def _call(reader: Reader, calls: CallWriter) -> Steps[bool]:
+    """Within an attempt."""
+    yield from reader.skip_spaces()
+    if not (yield from reader.skip(CALL)):
+        return False
+    name = (yield from reader.word("<", 200)).strip()
+    if not (yield from reader.skip(SEPARATOR)):
+        return False
+    yield from reader.skip_spaces()
+    is_fenced = name == KIND and (yield from reader.peek()) != "{"
+    if is_fenced:
+        name = (yield from reader.word("\n`{<", 200)).strip()
+        yield from reader.skip_spaces()
+        yield from reader.next_is("```json")
+        yield from reader.skip_spaces()
+    if not is_tool_name(name) or (yield from reader.peek()) != "{":
+        return False
+    reader.commit()
+    calls.begin(name)
+    if (yield from reader.json_container(calls.add)):
+        calls.end()
+        if is_fenced:
+            yield from reader.skip_optional("```")
+        yield from reader.skip_optional(CALL_END)
+    return True

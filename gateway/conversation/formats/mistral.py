@@ -1,0 +1,73 @@
+"""Mistral: `[TOOL_CALLS]` and a JSON array of calls; newer ones `[TOOL_CALLS]name[ARGS]{...}` for each call."""
+
+from collections.abc import Sequence
+
+from gateway.conversation.call_syntax import CallWriter, GuidedTool, is_tool_name
+from gateway.conversation.json_call import json_call, one_of, read_json_call
+from gateway.conversation.lark import Lark, quoted
+from gateway.conversation.reader import Reader, Steps
+
+BEGIN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+class MistralCalls:
+    """A CallSyntax: an array."""
+
+    markers: tuple[str, ...] = (BEGIN,)
+    tokens: tuple[str, ...] = ()
+    bare_beginning = None
+    repeats: str | None = None
+
+    def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
+        yield from reader.skip_spaces()
+        if not (yield from reader.skip("[")):
+            return False
+        yield from reader.skip_spaces()
+        if not (yield from read_json_call(reader, calls)):
+            return False
+        while True:
+            reader.begin_attempt()
+            yield from reader.skip_spaces()
+            if not (yield from reader.skip(",")):
+                break
+            yield from reader.skip_spaces()
+            if not (yield from read_json_call(reader, calls)):
+                break
+        reader.rewind()
+        yield from reader.skip_optional("]")
+        return True
+
+    def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
+        call = lark.rule("call", one_of([json_call(tool) for tool in tools]))
+        more = f'( ", " {call} )*' if is_parallel else ""
+        return f'( " " )? "[" {call} {more} "]"'
+
+
+class MistralNamedCalls:
+    """A CallSyntax: the name before the arguments."""
+
+    markers: tuple[str, ...] = (BEGIN,)
+    tokens: tuple[str, ...] = (ID, ARGUMENTS)
+    bare_beginning = None
+    repeats: str | None = ""
+
+    def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
+        yield from reader.skip_spaces()
+        name = (yield from reader.word("[{ \n", 200)).strip()
+        if not is_tool_name(name):
+            return False
+        if (yield from reader.next_is(ID)):
+            yield from reader.word("[{", 200)
+        yield from reader.next_is(ARGUMENTS)
+        yield from reader.skip_spaces()
+        if (yield from reader.peek()) != "{":
+            return False
+        reader.commit()
+        calls.begin(name)
+        if (yield from reader.json_container(calls.add)):
+            calls.end()
+        return True
+
+    def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:  # noqa: ARG002
+        marker = lark.marker(ARGUMENTS)
+        return one_of([f"{quoted(tool.name)} {marker} %json {tool.schema}" for tool in tools])

@@ -1,0 +1,158 @@
+"""Qwen3-Coder: `<tool_call>`, `<function=f>`, one `<parameter=a>` for each argument, whose strings have no quotes.
+
+Arguments become JSON as they come: strings piece by piece, other values once they are whole.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.conversation.call_syntax import CallWriter, GuidedTool, is_tool_name
+from gateway.conversation.json_call import one_of
+from gateway.conversation.lark import Lark, quoted
+from gateway.conversation.listed_properties import Property, listed_properties, property_schema
+from gateway.conversation.reader import Markers, Reader, Steps
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_VALUE_CHARACTERS = 65_536
+"""A longer value of JSON may not contain what looks like its end."""
+MAX_MISREAD = 8
+"""So many values of an answer may begin like JSON and be none: each was read twice."""
+_VALUE_END = Markers((PARAMETER_END,))
+_NOT_PLAIN = frozenset({"pattern", "format", "minLength", "maxLength"})
+
+
+class QwenCoderCalls:
+    """A CallSyntax."""
+
+    markers: tuple[str, ...] = (BEGIN,)
+    tokens: tuple[str, ...] = (END,)
+    bare_beginning = None
+    repeats: str | None = "\n"
+
+    def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
+        yield from reader.skip_spaces()
+        if not (yield from reader.skip(FUNCTION)):
+            return False
+        name = yield from reader.word(">\n", 128)
+        if not is_tool_name(name) or not (yield from reader.skip(">")):
+            return False
+        reader.commit()
+        calls.begin(name)
+        calls.add("{")
+        before = ""
+        while (key := (yield from _key(reader))) is not None:
+            calls.add(f"{before}{json.dumps(key)}: ")
+            before = ", "
+            yield from _read_value(reader, calls, property_schema(calls.tools.get(name), key))
+        if (yield from reader.skip_optional(FUNCTION_END)):
+            calls.add("}")
+            calls.end()
+            yield from reader.skip_optional(END)
+        return True
+
+    def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:  # noqa: ARG002
+        free = f"{lark.up_to('value', PARAMETER_END)} {quoted(chr(10))}"
+        bodies = [f"{quoted(f'{FUNCTION}{tool.name}>{chr(10)}')} {_parameters(tool, free)}" for tool in tools]
+        return f'"\\n" {one_of(bodies)} {quoted(FUNCTION_END + chr(10))} {lark.marker(END)}'
+
+
+def _is_plain(schema: Mapping[str, Any]) -> bool:
+    """Whether a value is written as it is: a string that needs no guide, or one of several."""
+    if "enum" in schema:
+        values = schema["enum"]
+        return isinstance(values, list) and all(
+            isinstance(value, str) and PARAMETER_END not in value for value in values
+        )
+    return schema.get("type") == "string" and _NOT_PLAIN.isdisjoint(schema)
+
+
+def _key(reader: Reader) -> Steps[str | None]:
+    """The next parameter's name; None if no parameter follows."""
+    reader.begin_attempt()
+    yield from reader.skip_spaces()
+    if (yield from reader.skip(PARAMETER)):
+        key = yield from reader.word(">\n", 500)
+        if (yield from reader.skip(">")):
+            reader.commit()
+            return key
+    reader.rewind()
+    return None
+
+
+def _read_value(reader: Reader, calls: CallWriter, schema: Mapping[str, Any]) -> Steps[None]:
+    if (yield from reader.peek()) == "\n":
+        reader.take(1)
+    if not _is_plain(schema):
+        value = yield from _json_value(reader, calls)
+        if value is not None:
+            calls.add(value)
+        return
+    calls.add('"')
+    num_spaces, length = yield from reader.until(_VALUE_END, lambda text: calls.add(_within_quotes(text)))
+    if length:
+        calls.add(_within_quotes(reader.take(num_spaces).removesuffix("\n")) + '"')
+        reader.take(length)
+
+
+def _json_value(reader: Reader, calls: CallWriter) -> Steps[str | None]:
+    """A value that is no plain text, and its end; None if the answer ends before. JSON may contain what looks like the
+    end, so it is read as JSON if it is."""
+    reader.begin_attempt(MAX_VALUE_CHARACTERS)
+    begin = (yield from reader.peek()) if calls.num_misread < MAX_MISREAD else ""
+    if begin == '"':
+        text = yield from reader.json_string()
+        value = None if text is None else json.dumps(text, ensure_ascii=False)
+    else:
+        source = (yield from reader.brackets()) if begin and begin in "{[" else None
+        value = None if source is None else _as_json(source)
+    if value is not None:
+        yield from reader.skip_spaces()
+        if (yield from reader.skip(PARAMETER_END)):
+            reader.commit()
+            return value
+    reader.rewind()
+    calls.num_misread += bool(begin) and begin in '"{['
+    pieces: list[str] = []
+    num_spaces, length = yield from reader.until(_VALUE_END, pieces.append)
+    reader.take(num_spaces + length)
+    return _as_json("".join(pieces)) if length else None
+
+
+def _within_quotes(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_json(text: str) -> str:
+    """A value that may be written as JSON, in Python's way, or as a text without quotes."""
+    literal = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    try:
+        return json.dumps(json.loads(literal, parse_constant=_refuse), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _parameters(tool: GuidedTool, free: str) -> str:
+    if tool.tool is None:
+        return rf'( {quoted(PARAMETER)} /[^<>\n]{{1,64}}/ ">\n" {free} )*'.replace('">\n"', quoted(">\n"))
+    written = []
+    for part in listed_properties(tool):
+        text = f"{quoted(f'{PARAMETER}{part.name}>{chr(10)}')} {_value(part, free)}"
+        written.append(text if part.is_required else f"( {text} )?")
+    return " ".join(written)
+
+
+def _value(part: Property, free: str) -> str:
+    """A value and the end of its parameter."""
+    end = quoted(f"\n{PARAMETER_END}\n")
+    if not _is_plain(part.schema):
+        return f"%json {part.json_schema} {end}"
+    if "enum" in part.schema:
+        return f"{one_of([quoted(value) for value in part.schema['enum']])} {end}"
+    return free

@@ -1,0 +1,84 @@
+"""A call as one JSON object: `{"name": "f", "arguments": {...}}`; most families write it so."""
+
+from collections.abc import Sequence
+
+from gateway.conversation.call_syntax import CallWriter, GuidedTool, is_tool_name
+from gateway.conversation.lark import quoted
+from gateway.conversation.reader import Reader, Steps
+
+ARGUMENTS = ("arguments", "parameters")
+OTHER_KEYS = ("id", "type")
+"""Strings that models add, and that say nothing new."""
+
+
+def read_json_call(reader: Reader, calls: CallWriter, *, is_known: bool = False) -> Steps[bool]:
+    """Reads one object, within an attempt. False: it is no call. `is_known`: a call's name is one of the tools.
+
+    The name must come before the arguments, as guided models write it.
+    """
+    if not (yield from reader.skip("{")):
+        return False
+    name = ""
+    while True:
+        key = yield from _key(reader)
+        if key in ARGUMENTS and name and (yield from reader.peek()) == "{":
+            break
+        value = (yield from reader.json_string()) if key in ("name", *OTHER_KEYS) else None
+        if value is None:
+            return False
+        if key == "name":
+            name = value
+            if not is_tool_name(name) or (is_known and name not in calls.tools):
+                return False
+        yield from reader.skip_spaces()
+        if (yield from reader.peek()) != ",":
+            if not name or not (yield from reader.skip("}")):
+                return False
+            reader.commit()
+            calls.begin(name)
+            calls.add("{}")
+            calls.end()
+            return True
+        reader.take(1)
+    reader.commit()
+    calls.begin(name)
+    if (yield from reader.json_container(calls.add)):
+        calls.end()
+        yield from _rest(reader)
+    return True
+
+
+def json_call(tool: GuidedTool, arguments_key: str = "arguments") -> str:
+    """Such an object in a grammar."""
+    head = f'{{"name": {quoted(tool.name)}, "{arguments_key}": '
+    return f'{quoted(head)} %json {tool.schema} "}}"'
+
+
+def one_of(alternatives: Sequence[str]) -> str:
+    return f"( {' | '.join(alternatives)} )"
+
+
+def _key(reader: Reader) -> Steps[str | None]:
+    """`"key":` and the spaces around it."""
+    yield from reader.skip_spaces()
+    key = yield from reader.json_string()
+    yield from reader.skip_spaces()
+    if not (yield from reader.skip(":")):
+        return None
+    yield from reader.skip_spaces()
+    return key
+
+
+def _rest(reader: Reader) -> Steps[None]:
+    """The end of the object behind its arguments, if it comes as it should."""
+    reader.begin_attempt()
+    yield from reader.skip_spaces()
+    while (yield from reader.peek()) == ",":
+        reader.take(1)
+        if (yield from _key(reader)) not in OTHER_KEYS or (yield from reader.json_string()) is None:
+            break
+        yield from reader.skip_spaces()
+    if (yield from reader.skip("}")):
+        reader.commit()
+    else:
+        reader.rewind()

@@ -1,0 +1,59 @@
+"""A tool's parameters one by one, for families that do not write arguments as one JSON object."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import InvalidRequest
+from gateway.conversation.call_syntax import GuidedTool
+from gateway.conversation.messages import Tool
+
+_DEFINITIONS = ("$defs", "definitions")
+_SHAPING = frozenset(
+    {
+        *("patternProperties", "unevaluatedProperties", "propertyNames", "minProperties", "maxProperties"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
+        *("dependentRequired", "dependentSchemas"),
+    }
+)
+"""What makes more of an object than a list of properties."""
+
+
+@dataclass(frozen=True, slots=True)
+class Property:
+    """One argument."""
+
+    name: str
+    schema: Mapping[str, Any]
+    json_schema: str
+    """The same for Lark's `%json`, with the definitions that it refers to."""
+    is_required: bool
+
+
+def listed_properties(guided: GuidedTool) -> list[Property]:
+    """InvalidRequest names `tools` if its parameters are more than a list of properties."""
+    schema = json.loads(guided.schema)
+    if shaping := sorted(_SHAPING & schema.keys()):
+        raise InvalidRequest(
+            "tools",
+            f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if they "
+            f"list their properties; got {', '.join(shaping)} beside them",
+        )
+    shared = {key: schema[key] for key in (*_DEFINITIONS, "x-guidance") if key in schema}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise InvalidRequest("tools", f"the parameters of '{guided.name}' are no valid schema")
+    return [_property(name, part, shared, name in required) for name, part in properties.items()]
+
+
+def _property(name: str, part: object, shared: Mapping[str, Any], is_required: bool) -> Property:
+    schema = part if isinstance(part, dict) else {}
+    return Property(name, schema, json.dumps({**schema, **shared}, ensure_ascii=False), is_required)
+
+
+def property_schema(tool: Tool | None, name: str) -> Mapping[str, Any]:
+    """Empty if the tool or its property is unknown."""
+    properties = {} if tool is None else tool.parameters.get("properties", {})
+    schema = properties.get(name, {}) if isinstance(properties, Mapping) else {}
+    return schema if isinstance(schema, Mapping) else {}

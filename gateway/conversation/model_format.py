@@ -1,0 +1,101 @@
+"""ModelFormat: the AnswerFormat of one model, put together from its chat template, its tags and its way of calling."""
+
+from dataclasses import replace
+from typing import Any
+
+from baton.errors import InvalidRequest
+from baton.sampling import StructuredOutput
+from gateway.conversation.call_syntax import CallSyntax, is_tool_name
+from gateway.conversation.described_tools import described_turns
+from gateway.conversation.lark import Vocabulary
+from gateway.conversation.messages import Conversation, ToolUse
+from gateway.conversation.parser import ReasoningTags, TurnParser
+from gateway.conversation.template import ChatTemplate, TemplateStyle, described
+from gateway.conversation.turn_grammar import turn_grammar
+
+
+class ModelFormat:
+    """Stateless; one instance serves all requests."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        vocabulary: Vocabulary,
+        syntax: CallSyntax,
+        tags: ReasoningTags | None,
+        style: TemplateStyle | None,
+    ) -> None:
+        """`tags` None: the model does not reason. `style` None: its template knows no tools, so turns describe them."""
+        self._template = template
+        self._vocabulary = vocabulary
+        self.syntax = syntax
+        """How the model writes calls."""
+        self._tags = tags
+        self._style = style
+
+    @property
+    def kept_special_tokens(self) -> frozenset[str]:
+        tags = () if self._tags is None else (self._tags.begin, self._tags.end)
+        return frozenset((*self.syntax.markers, *self.syntax.tokens, *tags))
+
+    def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
+        _check(conversation)
+        variables = self._template.variables(self._checked_reasoning(conversation))
+        if self._style is None:
+            has_system_role = "System role not supported" not in self._template.source
+            return {
+                "conversation": described_turns(conversation, has_system_role=has_system_role),
+                **variables,
+            }
+        turns = self._template.turns(conversation, self._style)
+        tools = [described(tool) for tool in conversation.tools]
+        return {"conversation": turns, **({"tools": tools} if tools else {}), **variables}
+
+    def grammar(
+        self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None
+    ) -> StructuredOutput | None:
+        tags, has_begun = self._reasoning(prompt_end)
+        return turn_grammar(self._vocabulary, self.syntax, conversation, tags, has_begun, answer)
+
+    def new_parser(self, conversation: Conversation, prompt_end: str) -> TurnParser | None:
+        tags, has_begun = self._reasoning(prompt_end)
+        syntax = (
+            None if conversation.tool_choice.use is ToolUse.NONE or not conversation.tools else self.syntax
+        )
+        if tags is None and syntax is None:
+            return None
+        return TurnParser(syntax, conversation.tools, tags, has_begun)
+
+    def _reasoning(self, prompt_end: str) -> tuple[ReasoningTags | None, bool]:
+        """The tags that may follow this prompt, and whether it ends within them."""
+        if self._tags is None or (end := prompt_end.rstrip()).endswith(self._tags.end):
+            return None, False
+        return self._tags, end.endswith(self._tags.begin)
+
+    def _checked_reasoning(self, conversation: Conversation) -> Conversation:
+        """Where there is no reasoning, it need not be turned off."""
+        reasoning = conversation.reasoning
+        if self._tags is not None:
+            return conversation
+        if reasoning.is_enabled or reasoning.max_tokens is not None:
+            raise InvalidRequest("reasoning", "this model's chat template has no reasoning")
+        return replace(conversation, reasoning=replace(reasoning, is_enabled=None))
+
+
+def _check(conversation: Conversation) -> None:
+    """InvalidRequest by the field for tools that cannot be called."""
+    names: set[str] = set()
+    for name in (tool.name for tool in conversation.tools):
+        if not is_tool_name(name):
+            raise InvalidRequest(
+                "tools", f"names must be 1 to 128 letters, digits and any of _.:/-, got {name[:60]!r}"
+            )
+        if name in names:
+            raise InvalidRequest("tools", f"two tools are called '{name}'")
+        names.add(name)
+    choice = conversation.tool_choice
+    for name in choice.names or ():
+        if name not in names:
+            raise InvalidRequest("tool_choice", f"there is no tool '{name}'")
+    if choice.use is ToolUse.REQUIRED and not conversation.callable_tools:
+        raise InvalidRequest("tool_choice", "a call is required, but there are no tools to call")

@@ -1,0 +1,111 @@
+"""TurnParser: one assistant's turn as events, while it is written.
+
+    [reasoning] ( text | section of calls )*
+
+What seems to be a call and is none is text. Spaces around reasoning and calls belong to neither and are dropped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.conversation.call_syntax import CallSyntax, CallWriter
+from gateway.conversation.events import AnswerEvent, Reasoning, Text
+from gateway.conversation.messages import Tool
+from gateway.conversation.reader import Markers, Reader, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """What stands around a model's reasoning."""
+
+    begin: str
+    end: str
+
+
+class TurnParser:
+    """An AnswerParser. Text, in any pieces, gives the same events but for where they are cut."""
+
+    def __init__(
+        self,
+        syntax: CallSyntax | None,
+        tools: Sequence[Tool],
+        tags: ReasoningTags | None,
+        has_begun_to_reason: bool,
+    ) -> None:
+        """`syntax` None: no calls. `has_begun_to_reason`: the prompt ends within the tags."""
+        self._syntax = syntax
+        self._tags = tags
+        self._has_begun_to_reason = has_begun_to_reason
+        self._reader = Reader()
+        self._events: list[AnswerEvent] = []
+        self._calls = CallWriter(tools, self._events.append)
+        self._turn = self._run()
+        next(self._turn, None)
+
+    def push(self, text: str) -> Sequence[AnswerEvent]:
+        self._reader.push(text)
+        next(self._turn, None)
+        return self._taken()
+
+    def flush(self) -> Sequence[AnswerEvent]:
+        self._reader.end()
+        next(self._turn, None)
+        return self._taken()
+
+    def _taken(self) -> list[AnswerEvent]:
+        events = self._events[:]
+        self._events.clear()
+        return events
+
+    def _run(self) -> Steps[None]:
+        if self._tags is not None:
+            yield from self._reason(self._tags)
+        if self._syntax is None:
+            yield from self._reader.until(Markers(()), self._text)
+        else:
+            yield from self._text_and_calls(self._syntax)
+
+    def _reason(self, tags: ReasoningTags) -> Steps[None]:
+        if not self._has_begun_to_reason:
+            self._reader.begin_attempt()
+            yield from self._reader.skip_spaces()
+            if not (yield from self._reader.skip(tags.begin)):
+                self._reader.rewind()
+                return
+            self._reader.commit()
+        yield from self._reader.skip_spaces()
+        num_spaces, length = yield from self._reader.until(Markers((tags.end,)), self._reasoning)
+        self._reader.take(num_spaces + length)
+        yield from self._reader.skip_spaces()
+
+    def _text_and_calls(self, syntax: CallSyntax) -> Steps[None]:
+        if syntax.bare_beginning is not None:
+            self._reader.begin_attempt()
+            yield from self._reader.skip_spaces()
+            yield from self._section(syntax)
+        markers = Markers(syntax.markers)
+        while True:
+            num_spaces, length = yield from self._reader.until(markers, self._text)
+            if not length:
+                return
+            self._reader.begin_attempt()
+            self._reader.take(num_spaces + length)
+            if not (yield from self._section(syntax)):
+                self._text(self._reader.take(num_spaces + 1))
+
+    def _section(self, syntax: CallSyntax) -> Steps[bool]:
+        """Whether there is a call; if not, the attempt is over, and all of it is to be read again."""
+        if (yield from syntax.read(self._reader, self._calls)):
+            self._reader.commit()
+            yield from self._reader.skip_spaces()
+            return True
+        self._reader.rewind()
+        return False
+
+    def _text(self, text: str) -> None:
+        if text:
+            self._events.append(Text(text))
+
+    def _reasoning(self, text: str) -> None:
+        if text:
+            self._events.append(Reasoning(text))

@@ -1,0 +1,139 @@
+"""Keyword arguments of Python literals, as in `a=1, b=[None]`, read without Python's compiler, which may recurse."""
+
+import math
+import re
+from typing import Any
+
+MAX_DEPTH = 64
+NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+
+ESCAPES = {
+    **{character: character for character in "'\"/\\"},
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "a": "\a",
+    "v": "\v",
+    "0": "\0",
+    "\n": "",
+}
+
+_ESCAPE = re.compile(
+    r"\\(?:(?P<code>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|(?P<character>.))", re.DOTALL
+)
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<string>'(?:[^'\\\n]|\\.)*+'|"(?:[^"\\\n]|\\.)*+")
+    | (?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
+    | (?P<name>[A-Za-z_]\w*)
+    | (?P<sign>[\[\]{}(),:=]))\s*""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def keyword_arguments(source: str) -> dict[str, Any] | None:
+    """None if it is something else, nests too deep, or has a value that JSON lacks."""
+    try:
+        return _Literals(source).keywords()
+    except (ValueError, IndexError):
+        return None
+
+
+class _Literals:
+    """ValueError or IndexError where the source is not as it should be."""
+
+    def __init__(self, source: str) -> None:
+        self._tokens: list[tuple[str, str]] = []
+        at = 0
+        while at < len(source):
+            found = _TOKEN.match(source, at)
+            if found is None or found.lastgroup is None:
+                if not source[at:].strip():
+                    break
+                raise ValueError("no token")
+            self._tokens.append((found.lastgroup, found[found.lastgroup]))
+            at = found.end()
+        self._at = 0
+
+    def keywords(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        while self._at < len(self._tokens):
+            kind, name = self._take()
+            self._expect("=")
+            if kind != "name" or name in arguments:
+                raise ValueError("no keyword")
+            arguments[name] = self._value(1)
+            if self._at < len(self._tokens):
+                self._expect(",")
+        return arguments
+
+    def _value(self, depth: int) -> Any:
+        kind, text = self._take()
+        if depth > MAX_DEPTH:
+            raise ValueError("too deep")
+        if kind == "string":
+            return _string(text[1:-1])
+        if kind == "number":
+            return _number(text)
+        if kind == "name":
+            if text not in NAMES:
+                raise ValueError("no literal")
+            return NAMES[text]
+        if text in "[(":
+            return self._items("]" if text == "[" else ")", depth)
+        if text == "{":
+            return self._pairs(depth)
+        raise ValueError("no value")
+
+    def _items(self, end: str, depth: int) -> list[Any]:
+        items: list[Any] = []
+        while self._tokens[self._at][1] != end:
+            items.append(self._value(depth + 1))
+            if self._tokens[self._at][1] != end:
+                self._expect(",")
+        self._at += 1
+        return items
+
+    def _pairs(self, depth: int) -> dict[str, Any]:
+        pairs: dict[str, Any] = {}
+        while self._tokens[self._at][1] != "}":
+            key = self._value(depth + 1)
+            if not isinstance(key, str):
+                raise ValueError("no key of JSON")
+            self._expect(":")
+            pairs[key] = self._value(depth + 1)
+            if self._tokens[self._at][1] != "}":
+                self._expect(",")
+        self._at += 1
+        return pairs
+
+    def _take(self) -> tuple[str, str]:
+        self._at += 1
+        return self._tokens[self._at - 1]
+
+    def _expect(self, sign: str) -> None:
+        if self._take() != ("sign", sign):
+            raise ValueError(f"no {sign}")
+
+
+def _string(inside: str) -> str:
+    """What stands between quotes, in Python's notation or JSON's. An escape that neither knows stays as it is."""
+    text = _ESCAPE.sub(_escaped, inside)
+    return text.encode("utf-16", "surrogatepass").decode(
+        "utf-16"
+    )  # joins halves of characters; ValueError for others
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code, character = found["code"], found["character"]
+    return chr(int(code[1:], 16)) if code else ESCAPES.get(character, "\\" + character)
+
+
+def _number(text: str) -> int | float:
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("no number of JSON")
+    return value

@@ -1,0 +1,187 @@
+"""Protobuf <-> conversations: a Chat as our own value, and the events of an answer as messages."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic_core import from_json
+
+from baton.errors import InvalidRequest
+from baton.v1 import generation_service_pb2 as pb
+from gateway.choices import call_id
+from gateway.conversation import (
+    AnswerEvent,
+    ArgumentsDelta,
+    CallBegins,
+    CallEnds,
+    ChatMessage,
+    Conversation,
+    Reasoning,
+    ReasoningOptions,
+    Text,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+)
+from gateway.conversation.call_syntax import is_tool_name
+from gateway.conversation.checks import (
+    MAX_SCHEMA_CHARACTERS,
+    MAX_TOOLS,
+    check_among,
+    check_distinct,
+    with_tools_named,
+)
+from gateway.conversation.template_options import MAX_OPTIONS, check_template_options
+
+MAX_MESSAGES = 4096
+MAX_CALLS = 128
+"""Calls of one message."""
+
+TOOL_USES = {
+    pb.TOOL_USE_UNSPECIFIED: ToolUse.AUTO,
+    pb.TOOL_USE_NONE: ToolUse.NONE,
+    pb.TOOL_USE_AUTO: ToolUse.AUTO,
+    pb.TOOL_USE_REQUIRED: ToolUse.REQUIRED,
+}
+CLIENT_NAMES: Mapping[str, str] = {
+    "tools": "chat.tools",
+    "tool_choice": "chat.tool_choice",
+    "reasoning": "chat.reasoning",
+    "template_options": "chat.template_options",
+}
+"""The names of this API's fields that errors name differently."""
+
+
+def conversation_from(chat: pb.Chat) -> Conversation:
+    """InvalidRequest names the field by its path in the request."""
+    for name, entries, most in (
+        ("chat.tools", chat.tools, MAX_TOOLS),
+        ("chat.tool_choice.names", chat.tool_choice.names, MAX_TOOLS),
+        ("chat.template_options", chat.template_options, MAX_OPTIONS),
+    ):
+        if len(entries) > most:
+            raise InvalidRequest(name, f"must have at most {most} entries, got {len(entries)}")
+    if not 1 <= len(chat.messages) <= MAX_MESSAGES:
+        raise InvalidRequest(
+            "chat", f"a conversation must have 1 to {MAX_MESSAGES} messages, got {len(chat.messages)}"
+        )
+    turns = [_message_from(turn, f"chat.messages.{index}") for index, turn in enumerate(chat.messages)]
+    tools = _tools_from(chat.tools)
+    return Conversation(
+        with_tools_named(turns, "chat.messages"),
+        tools,
+        _tool_choice_from(chat.tool_choice, tools),
+        chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True,
+        _reasoning_from(chat.reasoning),
+        _template_options_from(chat.template_options),
+    )
+
+
+def wants_events(request: pb.GenerateRequest) -> bool:
+    return request.HasField("chat") and (request.chat.events or bool(request.chat.tools))
+
+
+def event_to_message(request_id: str, event: AnswerEvent) -> pb.AnswerEvent:
+    match event:
+        case Text(text):
+            return pb.AnswerEvent(text=text)
+        case Reasoning(text):
+            return pb.AnswerEvent(reasoning=text)
+        case CallBegins(index, name):
+            begins = pb.CallBegins(index=index, id=call_id(request_id, index), name=name)
+            return pb.AnswerEvent(call_begins=begins)
+        case ArgumentsDelta(index, arguments):
+            return pb.AnswerEvent(arguments_delta=pb.ArgumentsDelta(index=index, json=arguments))
+        case CallEnds(index):
+            return pb.AnswerEvent(call_ends=pb.CallEnds(index=index))
+
+
+def _message_from(turn: pb.Chat.Message, place: str) -> ChatMessage:
+    """Fields that belong to another role are refused."""
+    for name, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
+        if getattr(turn, name) and turn.role != role:
+            raise InvalidRequest(f"{place}.{name}", f"only messages of role {role!r} have it")
+    if turn.role == "tool" and not turn.tool_call_id:
+        raise InvalidRequest(f"{place}.tool_call_id", "required for role 'tool'")
+    if len(turn.tool_calls) > MAX_CALLS:
+        raise InvalidRequest(
+            f"{place}.tool_calls", f"must have at most {MAX_CALLS} entries, got {len(turn.tool_calls)}"
+        )
+    calls = []
+    for index, call in enumerate(turn.tool_calls):
+        if missing := next((name for name in ("id", "name") if not getattr(call, name)), None):
+            raise InvalidRequest(f"{place}.tool_calls.{index}.{missing}", "must not be empty")
+        calls.append(ToolCall(call.id, call.name, call.arguments))
+    return ChatMessage(
+        turn.role, turn.content, turn.reasoning or None, tuple(calls), turn.tool_call_id or None
+    )
+
+
+def _tools_from(messages: Iterable[pb.Tool]) -> tuple[Tool, ...]:
+    tools: list[Tool] = []
+    num_characters = 0
+    for index, message in enumerate(messages):
+        place = f"chat.tools.{index}"
+        if not is_tool_name(message.name):
+            raise InvalidRequest(
+                f"{place}.name",
+                f"must be 1 to 128 letters, digits and any of _.:/-, got {message.name[:60]!r}",
+            )
+        num_characters += len(message.parameters)
+        if num_characters > MAX_SCHEMA_CHARACTERS:
+            raise InvalidRequest(
+                f"{place}.parameters",
+                f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} characters",
+            )
+        description = message.description or None
+        if message.parameters:
+            schema = _schema_from(message.parameters, f"{place}.parameters")
+            tools.append(Tool(message.name, description, schema, message.strict))
+        else:
+            tools.append(Tool(message.name, description, strict=message.strict))
+    check_distinct(tools, "chat.tools", "name")
+    return tuple(tools)
+
+
+def _schema_from(text: str, place: str) -> dict[str, Any]:
+    schema = _json_from(text, place)
+    if not isinstance(schema, dict):
+        raise InvalidRequest(place, "must be a JSON object")
+    if (kind := schema.get("type", "object")) != "object":
+        raise InvalidRequest(place, f"its type must be 'object', got {str(kind)[:60]!r}")
+    return schema
+
+
+def _json_from(text: str, place: str) -> Any:
+    """The parser bounds the depth of lists and objects."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(place, f"is not JSON: {error}") from error
+
+
+def _tool_choice_from(message: pb.ToolChoice, tools: tuple[Tool, ...]) -> ToolChoice:
+    if message.use not in TOOL_USES:
+        raise InvalidRequest("chat.tool_choice.use", f"unknown value {message.use}")
+    use = TOOL_USES[message.use]
+    if use is ToolUse.REQUIRED and not tools:
+        raise InvalidRequest("chat.tool_choice.use", "TOOL_USE_REQUIRED needs tools")
+    for index, name in enumerate(message.names):
+        check_among(tools, name, f"chat.tool_choice.names.{index}")
+    return ToolChoice(use, tuple(dict.fromkeys(message.names)) or None)
+
+
+def _reasoning_from(message: pb.ReasoningOptions) -> ReasoningOptions:
+    return ReasoningOptions(
+        message.enabled if message.HasField("enabled") else None,
+        message.max_tokens if message.HasField("max_tokens") else None,
+        message.effort or None,
+    )
+
+
+def _template_options_from(message: Mapping[str, str]) -> dict[str, Any]:
+    options = {}
+    for name, text in sorted(message.items()):
+        options[name] = _json_from(text, f"chat.template_options.{name[:60]}")
+    check_template_options("chat.template_options", options)
+    return options

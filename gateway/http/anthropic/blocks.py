@@ -1,0 +1,116 @@
+"""The content blocks of a request's messages, and what may surround them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gateway.http.body import Body, NotSupported
+
+MAX_BLOCKS = 4096
+"""In one turn; an agent's turn has one for each result."""
+MAX_ID_CHARACTERS = 256
+MAX_NAME_CHARACTERS = 128
+
+
+class CacheControl(Body):
+    """Accepted anywhere: prefixes are cached without being asked, for as long as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = Field(None, description="Accepted and ignored.")
+
+
+class Caller(Body):
+    """Who made a call: always the model itself."""
+
+    type: Literal["direct"]
+
+
+class _Block(Body):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any], Field(max_length=0)] | None = Field(
+        None, description="Only as an answer has it: empty."
+    )
+
+
+class ToolUseBlock(_Block):
+    """A call of an earlier turn, as it was answered."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
+    input: dict[str, Any]
+    caller: Caller | None = None
+    toolset_name: NotSupported = None
+
+
+class ThinkingBlock(Body):
+    """What the model thought in an earlier turn. The model's chat template decides whether the model sees it again."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field("", description="Accepted and ignored: nothing is signed here.")
+
+
+class RedactedThinkingBlock(Body):
+    """Thinking that only Anthropic can read. Accepted, and left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+ResultContent = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
+
+
+class ToolResultBlock(_Block):
+    """What a call of the turn before returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
+    content: str | ResultContent | None = None
+    is_error: bool | None = Field(None, description="The model reads `Error: ` before the content.")
+    toolset_name: NotSupported = None
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[
+    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+]
+TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
+
+
+class UserTurn(Body):
+    """Text, or the results of all calls of the turn before and then text."""
+
+    role: Literal["user"]
+    content: str | Annotated[list[UserBlock], Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True)]
+
+
+class AssistantTurn(Body):
+    """An earlier answer, which may be sent back unchanged."""
+
+    role: Literal["assistant"]
+    content: str | Annotated[list[AssistantBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
+
+
+class SystemTurn(Body):
+    """Instructions in mid-conversation, where the model's chat template allows them."""
+
+    role: Literal["system"]
+    content: str | TextBlocks
+
+
+Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
+
+
+def text_of(content: str | list[TextBlock] | None) -> str:
+    """Blocks are joined without separators, as parts of a chat's message are."""
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "".join(block.text for block in content)

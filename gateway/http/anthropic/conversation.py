@@ -1,0 +1,152 @@
+"""A request's turns as the messages of a conversation. Turns of one role that follow each other become one.
+
+A user's turn with results becomes a message for each result, and then one with its text.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from baton.errors import InvalidRequest
+from gateway.conversation import ChatMessage, ToolCall
+from gateway.http.anthropic.blocks import (
+    AssistantTurn,
+    SystemTurn,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+    UserTurn,
+    text_of,
+)
+
+BETWEEN_TURNS = "\n\n"
+"""Between the texts of turns that become one."""
+
+ERROR = "Error: "
+"""Before the result of a call that failed, since chat templates have no other place for that."""
+
+Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+Numbered = Sequence[tuple[int, Turn]]
+"""Turns with their numbers in the body."""
+
+
+def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> tuple[ChatMessage, ...]:
+    """InvalidRequest names the turn or the block at fault: a result without a call, or a call without a result."""
+    messages = [ChatMessage("system", text_of(system))] if system else []
+    waiting: dict[str, str] = {}
+    """Calls without a result so far: their ids, and the tools' names."""
+    for role, numbered in groupby(enumerate(turns), key=lambda item: item[1].role):
+        run = list(numbered)
+        match role:
+            case "system":
+                messages += [ChatMessage("system", text_of(turn.content)) for turn in _system_turns(run)]
+            case "user":
+                messages += _from_user(run, waiting)
+                waiting = {}
+            case "assistant":
+                _check_answered(run, waiting)
+                message = _from_assistant(run)
+                messages.append(message)
+                waiting = {call.id: call.name for call in message.tool_calls}
+    if turns[-1].role == "assistant":
+        raise InvalidRequest(
+            f"messages.{len(turns) - 1}",
+            "the last turn is the assistant's, and continuing it is not supported; end with a user's turn",
+        )
+    return tuple(messages)
+
+
+def _system_turns(run: Numbered) -> Iterator[SystemTurn]:
+    for _, turn in run:
+        assert isinstance(turn, SystemTurn)
+        yield turn
+
+
+def _from_user(run: Numbered, waiting: dict[str, str]) -> list[ChatMessage]:
+    left = dict(waiting)
+    results: list[ChatMessage] = []
+    texts: list[str] = []
+    for number, turn in run:
+        text = ""
+        for index, block in _blocks(turn):
+            if isinstance(block, TextBlock):
+                text += block.text
+                continue
+            assert isinstance(block, ToolResultBlock)
+            place = _place(number, index)
+            if text or any(texts):
+                raise InvalidRequest(place, "results must come before the text of a user's turn")
+            results.append(_result(place, block, left))
+        texts.append(text)
+    _check_answered(run, left)
+    said = BETWEEN_TURNS.join(text for text in texts if text)
+    return [*results, ChatMessage("user", said)] if said or not results else results
+
+
+def _result(place: str, block: ToolResultBlock, left: dict[str, str]) -> ChatMessage:
+    """Takes its call out of `left`."""
+    name = left.pop(block.tool_use_id, None)
+    if name is None:
+        raise InvalidRequest(
+            f"{place}.tool_use_id",
+            f"{block.tool_use_id[:60]!r} is no call of the assistant's turn before it, or already has its result",
+        )
+    content = text_of(block.content)
+    return ChatMessage(
+        "tool", f"{ERROR}{content}" if block.is_error else content, tool_call_id=block.tool_use_id, name=name
+    )
+
+
+def _check_answered(run: Numbered, left: dict[str, str]) -> None:
+    if left:
+        raise InvalidRequest(
+            f"messages.{run[0][0]}",
+            f"a tool_result is missing for {', '.join(repr(each[:60]) for each in list(left)[:3])}: each call of an "
+            "assistant's turn needs one at the beginning of the user's turn after it",
+        )
+
+
+def _from_assistant(run: Numbered) -> ChatMessage:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: dict[str, ToolCall] = {}
+    for number, turn in run:
+        text = ""
+        for index, block in _blocks(turn):
+            match block:
+                case TextBlock():
+                    text += block.text
+                case ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case ToolUseBlock():
+                    if block.id in calls:
+                        raise InvalidRequest(
+                            f"{_place(number, index)}.id",
+                            f"{block.id[:60]!r} is the id of an earlier call, too",
+                        )
+                    arguments = json.dumps(block.input, ensure_ascii=False)
+                    calls[block.id] = ToolCall(block.id, block.name, arguments)
+        texts.append(text)
+    return ChatMessage(
+        "assistant",
+        BETWEEN_TURNS.join(text for text in texts if text),
+        reasoning="".join(thoughts) or None,
+        tool_calls=tuple(calls.values()),
+    )
+
+
+def _blocks(turn: Turn) -> Iterator[tuple[int, Block]]:
+    """A turn's blocks with their numbers, without those that are left out."""
+    assert isinstance(turn, UserTurn | AssistantTurn)
+    if isinstance(turn.content, str):
+        yield 0, TextBlock(type="text", text=turn.content)
+        return
+    for index, block in enumerate(turn.content):
+        if block.type != "redacted_thinking":
+            yield index, block
+
+
+def _place(number: int, index: int) -> str:
+    return f"messages.{number}.content.{index}"

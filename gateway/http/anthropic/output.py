@@ -1,0 +1,77 @@
+"""How the model is to answer: how much it thinks, and in what form."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gateway.conversation import ReasoningOptions
+from gateway.http.body import Body
+
+Display = Literal["summarized", "omitted"]
+
+
+class EnabledThinking(Body):
+    """The model thinks before it answers."""
+
+    type: Literal["enabled"]
+    budget_tokens: int = Field(ge=1, description="At most so many tokens of thinking; less than max_tokens.")
+    display: Display | None = Field(None, description="Whole, or left out; nothing is summarized here.")
+
+
+class AdaptiveThinking(Body):
+    """The model thinks as its chat template has it by default."""
+
+    type: Literal["adaptive"]
+    display: Display | None = Field(None, description="Whole, or left out; nothing is summarized here.")
+
+
+class DisabledThinking(Body):
+    """The model answers at once."""
+
+    type: Literal["disabled"]
+
+
+Thinking = Annotated[EnabledThinking | AdaptiveThinking | DisabledThinking, Field(discriminator="type")]
+
+
+class JsonFormat(Body):
+    """A JSON value that the schema admits."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The form of the answer."""
+
+    format: JsonFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="A level of thinking, where the model's chat template knows it."
+    )
+
+
+class KeepAllThinking(Body):
+    """Changes nothing: a request's thinking always stays."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """Only edits that change nothing; a gateway edits no conversation."""
+
+    edits: Annotated[list[KeepAllThinking], Field(max_length=1)] | None = None
+
+
+def reasoning_of(thinking: Thinking | None, effort: str | None) -> ReasoningOptions:
+    match thinking:
+        case EnabledThinking(budget_tokens=budget):
+            return ReasoningOptions(is_enabled=True, max_tokens=budget, effort=effort)
+        case DisabledThinking():
+            return ReasoningOptions(is_enabled=False, effort=effort)
+        case _:
+            return ReasoningOptions(effort=effort)
+
+
+def shows_thinking(thinking: Thinking | None) -> bool:
+    return getattr(thinking, "display", None) != "omitted"

@@ -1,0 +1,112 @@
+"""Tools and the choice among them, as a request declares them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from baton.errors import InvalidRequest
+from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.http.anthropic.blocks import MAX_NAME_CHARACTERS, CacheControl
+from gateway.http.body import Body, NotSupported
+
+MAX_TOOLS = 1024
+
+_Name = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_-]{{1,{MAX_NAME_CHARACTERS}}}$")]
+
+
+def _of_the_client(value: object) -> object:
+    if isinstance(value, str) and value != "custom":
+        raise PydanticCustomError(
+            "not_supported",
+            "tools that Anthropic defines or runs are not supported; send name and input_schema",
+        )
+    return value
+
+
+class ToolDefinition(Body):
+    """A function that the client can run for the model."""
+
+    type: Annotated[Literal["custom"] | None, BeforeValidator(_of_the_client)] = None
+    name: _Name
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="A JSON schema of the tool's input.")
+    strict: bool | None = Field(None, description="Input always matches the schema.")
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = Field(
+        None, description="Accepted and ignored: input always streams as the model writes it."
+    )
+    defer_loading: Literal[False] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(min_length=1, max_length=1)] | None = None
+    input_examples: NotSupported = None
+
+    @property
+    def tool(self) -> Tool:
+        return Tool(self.name, self.description, self.input_schema, bool(self.strict))
+
+
+Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class _Choice(Body):
+    disable_parallel_tool_use: bool | None = None
+
+
+class AutoChoice(_Choice):
+    """The model decides, which is the default."""
+
+    type: Literal["auto"]
+
+
+class AnyChoice(_Choice):
+    """The model must call a tool."""
+
+    type: Literal["any"]
+
+
+class OneToolChoice(_Choice):
+    """The model must call this tool."""
+
+    type: Literal["tool"]
+    name: _Name
+
+
+class NoChoice(Body):
+    """The model must not call a tool."""
+
+    type: Literal["none"]
+
+
+ChoiceBody = Annotated[AutoChoice | AnyChoice | OneToolChoice | NoChoice, Field(discriminator="type")]
+
+
+def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
+    """InvalidRequest if two have one name, or the input of one cannot be an object."""
+    tools = tuple(definition.tool for definition in definitions or ())
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.name in names:
+            raise InvalidRequest(f"tools.{index}.name", f"{tool.name!r} is the name of an earlier tool, too")
+        names.add(tool.name)
+        if (kind := tool.parameters.get("type", "object")) != "object":
+            raise InvalidRequest(
+                f"tools.{index}.input_schema.type", f"must be 'object', got {str(kind)[:60]!r}"
+            )
+    return tools
+
+
+def tool_choice_of(choice: ChoiceBody | None, tools: tuple[Tool, ...]) -> ToolChoice:
+    """InvalidRequest if there is no tool to be called."""
+    match choice:
+        case NoChoice():
+            return ToolChoice(ToolUse.NONE)
+        case AnyChoice() | OneToolChoice() if not tools:
+            raise InvalidRequest("tool_choice", f"{choice.type!r} needs tools")
+        case AnyChoice():
+            return ToolChoice(ToolUse.REQUIRED)
+        case OneToolChoice(name=name):
+            if all(tool.name != name for tool in tools):
+                raise InvalidRequest("tool_choice.name", f"{name!r} is not one of the tools")
+            return ToolChoice(ToolUse.REQUIRED, (name,))
+        case _:
+            return ToolChoice()

@@ -1,0 +1,27 @@
+"""Parts of every API's bodies: strict fields, and fields that are refused by name; knows no API."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+MAX_TOKEN_ID = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+
+def _refuse(value: object) -> None:
+    if value is not None:
+        raise PydanticCustomError("not_supported", "this is not supported; remove it")
+
+
+NotSupported = Annotated[None, BeforeValidator(_refuse), Field(description="Not supported; only `null`.")]
+
+
+class Body(BaseModel):
+    """Part of a request: unknown fields are errors, and a number in quotes is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+"""`null` means that a field is absent, as in OpenAI's API."""

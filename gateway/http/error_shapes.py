@@ -1,0 +1,66 @@
+"""An error's status and body in the shape of the API that was called; does not know our exceptions."""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Scope
+
+from gateway.http.dialects import Dialect, dialect_of
+from gateway.http.request_ids import shown_id
+
+OPENAI_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+"""OpenAI's `type` of an error, where it is neither an invalid request nor a server error."""
+
+SITE_OVERLOADED = 529
+"""Anthropic's status if there is no room for anyone; 429 means that the caller's own limit is reached."""
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    431: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+    SITE_OVERLOADED: "overloaded_error",
+}
+"""Anthropic's `type` of an error, where it is neither an invalid request nor an `api_error`."""
+
+
+def openai_error(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """By default, `code` repeats the status by name."""
+    kind = OPENAI_TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
+    by_name = HTTPStatus(status).phrase.lower().replace(" ", "_")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or by_name}}
+
+
+def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
+    """The message names the field, as this shape has no place of its own for it."""
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def error_response(
+    scope: Scope,
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """`param` and `code`: for OpenAI's clients."""
+    if dialect_of(scope["path"]) is Dialect.ANTHROPIC:
+        return JSONResponse(anthropic_error(status, message, shown_id(scope["state"])), status, headers)
+    return JSONResponse(openai_error(status, message, param, code), status, headers)

@@ -1,0 +1,140 @@
+"""ChatParts: text, reasoning and calls of all answers to one chat, as contents of a stream's events or whole."""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Self
+
+from baton.request import FinishReason
+from gateway.choices import AnswerParsers, call_id
+from gateway.conversation import (
+    AnswerEvent,
+    AnswerParts,
+    ArgumentsDelta,
+    CallBegins,
+    CallEnds,
+    Reasoning,
+    Text,
+)
+from gateway.http.openai.choices import Collected
+from gateway.http.openai.events import FINISH_REASONS
+from gateway.http.whole_json import json_string, string_pieces
+from gateway.requests.request import Delta, GatewayRequest
+
+TOOL_CALLS = '"tool_calls"'
+NOTHING_NEW = '"delta":{}'
+
+_text = json.JSONEncoder().encode
+"""In ASCII, like all of a stream's events."""
+
+
+class ChatParts:
+    """Belongs to one call, whose answers' deltas must come in order."""
+
+    def __init__(
+        self, requests: Sequence[GatewayRequest], parsers: AnswerParsers, includes_reasoning: bool
+    ) -> None:
+        self._request_ids = [request.request_id for request in requests]
+        self._parsers = parsers
+        self._includes_reasoning = includes_reasoning
+        self._ends_with_call = [False] * len(requests)
+        """By answer: its last call is whole. So are those before it, since calls never overlap."""
+
+    @classmethod
+    def of(cls, requests: Sequence[GatewayRequest], includes_reasoning: bool) -> Self | None:
+        """None if all answers are nothing but text."""
+        parsers = AnswerParsers(requests)
+        return cls(requests, parsers, includes_reasoning) if parsers.are_needed else None
+
+    def contents(self, index: int, delta: Delta) -> list[tuple[str, str]]:
+        """See `events.ContentsOf`. The finish has an event of its own, as in OpenAI's streams of calls."""
+        events = _joined(self._events(index, delta))
+        contents = [(content, "null") for event in events if (content := self._content(index, event))]
+        if delta.finish is not None:
+            is_call = delta.finish.reason is FinishReason.STOP and self._ends_with_call[index]
+            contents.append((NOTHING_NEW, TOOL_CALLS if is_call else FINISH_REASONS[delta.finish.reason]))
+        if delta.logprobs and not contents:
+            contents.append((NOTHING_NEW, "null"))
+        return contents
+
+    def collector(self, index: int) -> Collected:
+        return Collected(partial(self._events, index))
+
+    def message(self, index: int, answer: Collected) -> Iterator[str]:
+        """ChatMessageAnswer of a whole answer after its role, in pieces."""
+        parts = answer.parts
+        yield ',"content":'
+        if parts.calls and not parts.text:
+            yield "null"
+        else:
+            yield '"'
+            yield from answer.text()
+            yield '"'
+        yield ',"refusal":null'
+        if reasoning := parts.reasoning:
+            for key in ("reasoning_content", "reasoning"):
+                yield f',"{key}":"'
+                yield from string_pieces(reasoning)
+                yield '"'
+        yield from self._calls(index, parts)
+        yield "}"
+
+    def finish_reason(self, answer: Collected) -> str:
+        is_call = answer.finish_reason == "stop" and answer.parts.ends_with_calls
+        return "tool_calls" if is_call else answer.finish_reason
+
+    def _calls(self, index: int, parts: AnswerParts) -> Iterator[str]:
+        before = ',"tool_calls":['
+        for number, call in enumerate(parts.calls):
+            id_ = call_id(self._request_ids[index], number)
+            name = json_string(call.name)
+            yield f'{before}{{"id":"{id_}","type":"function","function":{{"name":{name},"arguments":"'
+            yield from string_pieces(call.arguments)
+            yield '"}}'
+            before = ","
+        if parts.calls:
+            yield "]"
+
+    def _events(self, index: int, delta: Delta) -> list[AnswerEvent]:
+        events = self._parsers.events(index, delta)
+        if self._includes_reasoning:
+            return events
+        return [event for event in events if not isinstance(event, Reasoning)]
+
+    def _content(self, index: int, event: AnswerEvent) -> str | None:
+        match event:
+            case Text(text):
+                return f'"delta":{{"content":{_text(text)}}}'
+            case Reasoning(text):
+                reasoning = _text(text)
+                return f'"delta":{{"reasoning_content":{reasoning},"reasoning":{reasoning}}}'
+            case CallBegins(number, name):
+                self._ends_with_call[index] = False
+                id_ = call_id(self._request_ids[index], number)
+                function = f'{{"name":{_text(name)},"arguments":""}}'
+                call = f'{{"index":{number},"id":"{id_}","type":"function","function":{function}}}'
+            case ArgumentsDelta(number, json):
+                call = f'{{"index":{number},"function":{{"arguments":{_text(json)}}}}}'
+            case CallEnds():
+                self._ends_with_call[index] = True
+                return None
+        return f'"delta":{{"tool_calls":[{call}]}}'
+
+
+def _joined(events: Sequence[AnswerEvent]) -> Iterator[AnswerEvent]:
+    """Adjacent pieces of one kind as one: what came together goes out together."""
+    waiting: AnswerEvent | None = None
+    for event in events:
+        match waiting, event:
+            case Text(before), Text(text):
+                waiting = Text(before + text)
+            case Reasoning(before), Reasoning(text):
+                waiting = Reasoning(before + text)
+            case ArgumentsDelta(number, before), ArgumentsDelta(_, json):
+                waiting = ArgumentsDelta(number, before + json)
+            case _:
+                if waiting is not None:
+                    yield waiting
+                waiting = event
+    if waiting is not None:
+        yield waiting

@@ -1,0 +1,124 @@
+"""Messages of a chat: OpenAI's roles and fields as our own values."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from baton.errors import InvalidRequest
+from gateway.conversation import ChatMessage, ToolCall
+from gateway.conversation.checks import with_tools_named
+from gateway.http.body import Body, NotSupported
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_CALLS = 128
+"""Calls of one message."""
+MAX_CALL_ID_CHARACTERS = 512
+MAX_CALL_NAME_CHARACTERS = 256
+"""Of a call as the model made it, which may be none of the tools."""
+
+
+class TextPart(Body):
+    """A piece of a message's text. Images, audio and files are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+Content = str | Parts
+"""Parts are joined without separators."""
+
+
+class InputMessage(Body):
+    """What the model is told."""
+
+    role: Literal["developer", "system", "user"] = Field(
+        description="The model's template receives `developer`, OpenAI's newer name, as `system`."
+    )
+    content: Content
+    name: NotSupported = None
+
+    def as_chat_message(self) -> ChatMessage:
+        return ChatMessage("system" if self.role == "developer" else self.role, _text_of(self.content))
+
+
+class CalledFunction(Body):
+    """The function of a call, and what the model wrote for it."""
+
+    name: str = Field(min_length=1, max_length=MAX_CALL_NAME_CHARACTERS)
+    arguments: str = Field(description="JSON, as the model wrote it.")
+
+
+class Call(Body):
+    """A call that the model made."""
+
+    id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = Field(None, ge=0, description="Accepted and ignored: pieces of streams have it.")
+
+
+class AssistantMessage(Body):
+    """An answer of the model. It may be sent back unchanged, with its empty fields."""
+
+    role: Literal["assistant"]
+    content: Content | None = Field(None, description="May be null beside tool_calls.")
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    reasoning_content: str | None = Field(
+        None,
+        description="What the model thought before it answered; its template decides what becomes of it.",
+    )
+    reasoning: str | None = Field(None, description="vLLM's newer name for reasoning_content.")
+    name: NotSupported = None
+    refusal: NotSupported = None
+    annotations: NotSupported = None
+    audio: NotSupported = None
+    function_call: NotSupported = None
+
+    def as_chat_message(self) -> ChatMessage:
+        calls = [
+            ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
+        ]
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        text = "" if self.content is None else _text_of(self.content)
+        return ChatMessage("assistant", text, reasoning or None, tuple(calls))
+
+
+class ToolMessage(Body):
+    """What came of a call."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)
+    name: str | None = Field(None, max_length=MAX_CALL_NAME_CHARACTERS, description="The called function.")
+
+    def as_chat_message(self) -> ChatMessage:
+        return ChatMessage("tool", _text_of(self.content), tool_call_id=self.tool_call_id, name=self.name)
+
+
+Message = Annotated[InputMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+"""Only one problem is reported, so checking stops there: a body may have very many."""
+
+
+def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
+    """InvalidRequest names the field of a message that contradicts itself, or those before it. A tool's result gets
+    the name of the tool that was called."""
+    for index, message in enumerate(messages):
+        if isinstance(message, AssistantMessage):
+            _check_answer(message, f"messages.{index}")
+    return with_tools_named([message.as_chat_message() for message in messages], "messages")
+
+
+def _check_answer(message: AssistantMessage, place: str) -> None:
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(f"{place}.content", "required without tool_calls")
+    both = {message.reasoning, message.reasoning_content} - {None}
+    if len(both) == 2:
+        raise InvalidRequest(f"{place}.reasoning", "differs from reasoning_content; send one of them")
+
+
+def _text_of(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,113 @@
+"""Tools of a chat, and which of them the model may call: OpenAI's fields as our own values."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_core import to_json
+
+from baton.errors import InvalidRequest
+from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation.checks import MAX_SCHEMA_CHARACTERS, MAX_TOOLS, check_among, check_distinct
+from gateway.http.body import Body
+
+MAX_DESCRIPTION_CHARACTERS = 2**16
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+
+
+class FunctionDefinition(Body):
+    """A function that the client can run for the model."""
+
+    name: ToolName
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARACTERS)
+    parameters: dict[str, Any] | None = Field(
+        None, description="A JSON schema of the arguments, which are an object. Default: no arguments."
+    )
+    strict: bool | None = Field(None, description="Arguments always match the schema.")
+
+
+class FunctionTool(Body):
+    """A tool that the client runs itself. The model is told of it, and may ask for it."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def as_tool(self) -> Tool:
+        name, description, schema = self.function.name, self.function.description, self.function.parameters
+        is_strict = bool(self.function.strict)
+        if schema is None:
+            return Tool(name, description, strict=is_strict)
+        return Tool(name, description, schema, is_strict)
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: ToolName
+
+
+class NamedTool(Body):
+    """One of the tools."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedToolsParts(Body):
+    """The tools that this turn may call, and whether it must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """Some of the tools. The model is told of all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsParts
+
+
+Tools = Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolChoiceField = (
+    Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+)
+
+
+def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
+    """InvalidRequest names the tool's field."""
+    num_bytes = 0
+    for index, tool in enumerate(tools or ()):
+        place = f"tools.{index}.function.parameters"
+        schema = tool.function.parameters or {}
+        if (kind := schema.get("type", "object")) != "object":
+            raise InvalidRequest(f"{place}.type", f"must be 'object', got {str(kind)[:60]!r}")
+        num_bytes += len(to_json(schema))
+        if num_bytes > MAX_SCHEMA_CHARACTERS:
+            raise InvalidRequest(
+                place, f"the schemas up to this one have more than {MAX_SCHEMA_CHARACTERS} bytes"
+            )
+    converted = tuple(tool.as_tool() for tool in tools or ())
+    check_distinct(converted, "tools", "function.name")
+    return converted
+
+
+def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
+    """InvalidRequest if it asks for a tool that is not there."""
+    match choice:
+        case None | "auto":
+            return ToolChoice()
+        case "none":
+            return ToolChoice(ToolUse.NONE)
+        case "required":
+            if not tools:
+                raise InvalidRequest("tool_choice", "'required' needs tools")
+            return ToolChoice(ToolUse.REQUIRED)
+        case NamedTool():
+            check_among(tools, choice.function.name, "tool_choice.function.name")
+            return ToolChoice(ToolUse.REQUIRED, (choice.function.name,))
+        case AllowedTools(allowed_tools=allowed):
+            names = [tool.function.name for tool in allowed.tools]
+            for index, name in enumerate(names):
+                check_among(tools, name, f"tool_choice.allowed_tools.tools.{index}.function.name")
+            return ToolChoice(ToolUse(allowed.mode), tuple(dict.fromkeys(names)))

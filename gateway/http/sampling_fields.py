@@ -1,0 +1,105 @@
+"""SamplingFields: how tokens are chosen, when an answer stops and where it runs; the same in several APIs."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from baton.errors import InvalidRequest
+from baton.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    StructuredOutput,
+)
+from gateway.http.body import MAX_TOKEN_ID, Body, TokenId
+from gateway.routing.placement import Mode
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+"""Fields with the same name and meaning as in SamplingParams."""
+
+
+class SamplingFields(Body):
+    """Names and meanings of OpenAI, then of vLLM."""
+
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: float | None = Field(None, ge=0.0, le=100.0, description="Default 1; 0 is greedy.")
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
+        None, description="By token id, in quotes, since JSON's keys are strings."
+    )
+
+    # Extensions to OpenAI's API; names and meanings are vLLM's.
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="0 and -1 keep every token.")
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
+    min_tokens: int | None = Field(None, ge=0, description="At most max_tokens.")
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="Prompts share a prefix cache only with prompts of the same salt.",
+    )
+    skip_reading_prefix_cache: bool | None = Field(
+        None, description="Compute the whole prompt; its blocks are still written to the prefix cache."
+    )
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower values go first.")
+    # Baton's own extensions
+    routing_mode: Literal["disaggregated", "local"] | None = Field(
+        None, description="Prefill and decode on two workers, or everything on a decode worker."
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of prompt and answer together, at most the model's; the answer ends there.",
+    )
+
+    @property
+    def mode(self) -> Mode | None:
+        return None if self.routing_mode is None else Mode(self.routing_mode)
+
+    def params_with(
+        self, max_tokens: int, logprobs: int | None, structured_output: StructuredOutput | None
+    ) -> SamplingParams:
+        """InvalidRequest names the field that contradicts another one."""
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            top_k=max(0, self.top_k or 0),
+            seed=None if self.seed is None else self.seed & MAX_SEED,
+            logit_bias=self._biases(),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            structured_output=structured_output,
+            **given,
+        )
+
+    def _biases(self) -> dict[int, float]:
+        biases: dict[int, float] = {}
+        for key, bias in (self.logit_bias or {}).items():
+            if not re.fullmatch("0|[1-9][0-9]{0,9}", key):  # no two such keys are the same number
+                raise InvalidRequest("logit_bias", f"keys must be token ids, got {key[:60]!r}")
+            biases[int(key)] = bias
+        return biases

@@ -1,0 +1,105 @@
+"""A model's way of writing that tests can read: `<think>...</think>` around reasoning, `<call name>{...}</call>`."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from baton.sampling import GrammarKind, StructuredOutput
+from gateway.conversation import (
+    AnswerEvent,
+    AnswerParser,
+    ArgumentsDelta,
+    CallBegins,
+    CallEnds,
+    Conversation,
+    Reasoning,
+    Text,
+    ToolUse,
+)
+
+TAGS = {"text": ("<think>", "<call "), "think": ("</think>",), "name": (">",), "arguments": ("</call>",)}
+"""What ends a part, by the part."""
+AFTER = {"<think>": "think", "<call ": "name", "</think>": "text", ">": "arguments", "</call>": "text"}
+"""The part behind a tag."""
+
+
+class MarkedParser:
+    """A part's end is a tag; the beginning of a tag is held back."""
+
+    def __init__(self) -> None:
+        self._part = "text"
+        self._rest = ""
+        self._num_calls = 0
+
+    def push(self, text: str) -> Sequence[AnswerEvent]:
+        self._rest += text
+        events: list[AnswerEvent] = []
+        while found := self._next_tag():
+            at, tag = found
+            events += self._events(self._rest[:at], tag)
+            self._rest = self._rest[at + len(tag) :]
+            self._part = AFTER[tag]
+        if self._part != "name":
+            held = self._num_held()
+            events += self._events(self._rest[: len(self._rest) - held])
+            self._rest = self._rest[len(self._rest) - held :]
+        return events
+
+    def flush(self) -> Sequence[AnswerEvent]:
+        rest, self._rest = self._rest, ""
+        return [] if self._part == "name" else self._events(rest)
+
+    def _next_tag(self) -> tuple[int, str] | None:
+        places = [(at, tag) for tag in TAGS[self._part] if (at := self._rest.find(tag)) >= 0]
+        return min(places, default=None)
+
+    def _num_held(self) -> int:
+        beginnings = [tag[:size] for tag in TAGS[self._part] for size in range(1, len(tag))]
+        return max((len(each) for each in beginnings if self._rest.endswith(each)), default=0)
+
+    def _events(self, content: str, tag: str = "") -> list[AnswerEvent]:
+        if self._part == "name":
+            self._num_calls += 1
+            return [CallBegins(self._num_calls - 1, content)]
+        events: list[AnswerEvent] = []
+        if content and self._part == "arguments":
+            events.append(ArgumentsDelta(self._num_calls - 1, content))
+        elif content:
+            events.append(Text(content) if self._part == "text" else Reasoning(content))
+        if tag == "</call>":
+            events.append(CallEnds(self._num_calls - 1))
+        return events
+
+
+class MarkedFormat:
+    """The conversation's tools and turns become plain turns of the tests' chat template. A forced call is guided."""
+
+    kept_special_tokens: frozenset[str] = frozenset()
+
+    def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
+        """Its template reads any option, so all are admitted."""
+        turns = []
+        if tools := conversation.tools:
+            names = ", ".join(f"{tool.name}{json.dumps(tool.parameters)}" for tool in tools)
+            turns.append({"role": "system", "content": f"tools: {names}"})
+        for turn in conversation.messages:
+            content = f"<think>{turn.reasoning}</think>" if turn.reasoning else ""
+            content += turn.content
+            content += "".join(f"<call {call.name}>{call.arguments}</call>" for call in turn.tool_calls)
+            role = f"tool {turn.name}" if turn.role == "tool" else turn.role
+            turns.append({"role": role, "content": content})
+        return {"conversation": turns, **conversation.template_options}
+
+    def grammar(
+        self,
+        conversation: Conversation,
+        prompt_end: str,
+        answer: StructuredOutput | None,
+    ) -> StructuredOutput | None:
+        if conversation.callable_tools and conversation.tool_choice.use is ToolUse.REQUIRED:
+            names = "|".join(tool.name for tool in conversation.callable_tools)
+            return StructuredOutput(GrammarKind.REGEX, f"<call ({names})>.*</call>")
+        return answer
+
+    def new_parser(self, conversation: Conversation, prompt_end: str) -> AnswerParser | None:
+        return MarkedParser()

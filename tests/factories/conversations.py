@@ -1,0 +1,209 @@
+"""Conversations with tools, chat templates of the families' conventions, and answers as events."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from gateway.conversation import (
+    AnswerFormat,
+    AnswerParts,
+    ArgumentsDelta,
+    ChatMessage,
+    Conversation,
+    Reasoning,
+    Text,
+    Tool,
+    ToolCall,
+    Vocabulary,
+    answer_format_of,
+)
+from gateway.conversation.formats import deepseek
+
+WEATHER = Tool(
+    "get_weather",
+    "The weather of a city",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "hourly": {"type": "boolean"},
+        },
+        "required": ["city"],
+    },
+)
+SEARCH = Tool("search", None, {"type": "object", "properties": {"query": {"type": "string"}}})
+TOOLS = (WEATHER, SEARCH)
+
+ASKED = Conversation((ChatMessage("user", "Is it warm in Zürich?"),), TOOLS)
+"""May call."""
+
+GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def _with_calls(calls: str, also: str = "") -> str:
+    """A template that knows tools, and writes an assistant's calls like this."""
+    return (
+        "{% if tools %}<|im_start|>system\n"
+        + also
+        + "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
+        "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}"
+        + calls
+        + "{% endif %}<|im_end|>\n{% endfor %}"
+        + GENERATION
+    )
+
+
+_EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
+
+TEMPLATES = {
+    "hermes": _with_calls(
+        _EACH
+        + """{{ '\\n' }}<tool_call>
+{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
+</tool_call>{% endfor %}"""
+    ),
+    "mistral": _with_calls(
+        "[TOOL_CALLS]["
+        + _EACH
+        + """{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ call.id }}"}
+{%- if not loop.last %}, {% endif %}{% endfor %}]"""
+    ),
+    "mistral_named": _with_calls(
+        _EACH + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}{% endfor %}"
+    ),
+    "deepseek_v3": _with_calls(
+        f"{deepseek.BEGIN}{_EACH}{deepseek.CALL}{{{{ call.type }}}}{deepseek.SEPARATOR}{{{{ f.name }}}}\n```json\n"
+        f"{{{{ f.arguments }}}}\n```{deepseek.CALL_END}"
+        f"{{% if not loop.last %}}{{{{ '\\n' }}}}{{% endif %}}{{% endfor %}}{deepseek.END}"
+    ),
+    "deepseek_v31": _with_calls(
+        f"{deepseek.BEGIN}{_EACH}{deepseek.CALL}{{{{ f.name }}}}{deepseek.SEPARATOR}{{{{ f.arguments }}}}"
+        f"{deepseek.CALL_END}{{% endfor %}}{deepseek.END}"
+    ),
+    "llama": _with_calls(
+        _EACH
+        + """{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
+{%- if not loop.last %}; {% endif %}{% endfor %}{# ipython #}"""
+    ),
+    "pythonic": _with_calls(
+        "["
+        + _EACH
+        + """{{ f.name }}({% for key, value in f.arguments.items() %}{{ key }}={{ value | tojson }}
+{%- if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]""",
+        also="Calls look like [func_name(argument=value)].\n",
+    ),
+    "qwen_coder": _with_calls(
+        _EACH
+        + """{{ '\\n' }}<tool_call>
+<function={{ f.name }}>
+{% for key, value in f.arguments.items() %}<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}"""
+    ),
+    "generic": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + GENERATION,
+}
+"""By family: a template that shows its signs and writes calls as it does."""
+
+THINKING = TEMPLATES["hermes"].replace(
+    GENERATION,
+    GENERATION.replace(
+        "{% endif", "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif"
+    ),
+)
+"""A model that thinks unless it is told not to."""
+
+
+def format_of(family: str, vocabulary: Vocabulary | None = None) -> AnswerFormat:
+    return answer_format_of(TEMPLATES[family], vocabulary or Vocabulary())
+
+
+def rendered(
+    answer_format: AnswerFormat, template: str, conversation: Conversation, *, is_prompt: bool = True
+) -> str:
+    """As a tokenizer renders it."""
+    arguments = answer_format.template_arguments(conversation)
+    turns = arguments.pop("conversation")
+    result = render_jinja_template(
+        [turns],
+        tools=arguments.pop("tools", None),
+        chat_template=template,
+        add_generation_prompt=is_prompt,
+        **arguments,
+    )
+    return str(result[0][0])
+
+
+def written_answer(answer_format: AnswerFormat, template: str, turn: ChatMessage) -> str:
+    """How the template writes an assistant's turn."""
+    asked = replace(ASKED, messages=(*ASKED.messages, turn))
+    text = rendered(answer_format, template, asked, is_prompt=False)
+    return text.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>\n")
+
+
+def called(*calls: tuple[str, str]) -> ChatMessage:
+    """An assistant's turn that made these calls: names and arguments."""
+    return ChatMessage(
+        "assistant",
+        "",
+        tool_calls=tuple(
+            ToolCall(f"call_{index}", name, arguments) for index, (name, arguments) in enumerate(calls)
+        ),
+    )
+
+
+def parts_of(
+    answer_format: AnswerFormat,
+    pieces: Sequence[str],
+    conversation: Conversation = ASKED,
+    prompt_end: str = "",
+) -> AnswerParts:
+    """What an answer says that comes in these pieces."""
+    parser = answer_format.new_parser(conversation, prompt_end)
+    assert parser is not None
+    parts = AnswerParts()
+    for piece in pieces:
+        parts.take_in(parser.push(piece))
+    parts.take_in(parser.flush())
+    return parts
+
+
+def merged_events(
+    answer_format: AnswerFormat,
+    pieces: Sequence[str],
+    conversation: Conversation = ASKED,
+    prompt_end: str = "",
+) -> list[tuple[object, ...]]:
+    """The events of an answer that comes in these pieces, adjacent ones of a kind joined."""
+    parser = answer_format.new_parser(conversation, prompt_end)
+    assert parser is not None
+    events = [event for piece in pieces for event in parser.push(piece)]
+    merged: list[tuple[object, ...]] = []
+    for event in [*events, *parser.flush()]:
+        fields = [type(event), *(getattr(event, name) for name in event.__slots__)]
+        key, last = fields[:-1], fields[-1]
+        if isinstance(event, Text | Reasoning | ArgumentsDelta) and merged and merged[-1][:-1] == tuple(key):
+            merged[-1] = (*key, f"{merged[-1][-1]}{last}")
+        else:
+            merged.append((*key, last))
+    return merged
+
+
+def calls_in(parts: AnswerParts) -> list[tuple[str, str, bool]]:
+    return [(call.name, call.arguments, call.is_whole) for call in parts.calls]
+
+
+def random_answer(rng: random.Random, pieces: Sequence[str]) -> str:
+    """Markers, parts of them, calls and text, in an order that no model would choose."""
+    answer = []
+    for _ in range(rng.randint(1, 12)):
+        piece = rng.choice(pieces)
+        begin = rng.randrange(len(piece)) if rng.random() < 0.2 else 0
+        end = rng.randrange(begin, len(piece)) + 1 if rng.random() < 0.2 else len(piece)
+        answer.append(piece[begin:end])
+    return "".join(answer)

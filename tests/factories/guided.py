@@ -1,0 +1,82 @@
+"""A small tokenizer that has the families' markers, and answers that a grammar lets through."""
+
+import random
+
+import llguidance
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from baton.sampling import GrammarKind, StructuredOutput
+from gateway.conversation import Vocabulary
+from gateway.conversation.formats import deepseek
+from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
+
+MARKERS = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]"),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>"),
+    *(deepseek.BEGIN, deepseek.END, deepseek.CALL, deepseek.CALL_END, deepseek.SEPARATOR),
+)
+CLOSING = frozenset('"}])>,<')
+END_OF_VALUE = "\n</parameter>\n"
+"""What random answers prefer, as others would never end."""
+
+
+class Guide:
+    """A tokenizer and its grammars."""
+
+    def __init__(self, *, has_markers: bool) -> None:
+        """`has_markers`: each is one special token; if not, they are ordinary text."""
+        self.tokenizer: Tokenizer = make_tokenizer()
+        if has_markers:
+            self.tokenizer.add_tokens(
+                [AddedToken(marker, special=True, normalized=False) for marker in MARKERS]
+            )
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.vocabulary = Vocabulary(
+            self.tokenizer.get_vocab(), {token_id for token_id, token in added.items() if token.special}
+        )
+        self._library = llguidance.LLTokenizer(
+            self.tokenizer.to_str(), n_vocab=self.tokenizer.get_vocab_size(), eos_token=[EOS_TOKEN_ID]
+        )
+
+    def matcher(self, grammar: StructuredOutput) -> llguidance.LLMatcher:
+        assert grammar.kind is GrammarKind.LARK
+        source = llguidance.LLMatcher.grammar_from_lark(grammar.source)
+        matcher = llguidance.LLMatcher(self._library, source, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def accepts(self, grammar: StructuredOutput, answer: str) -> bool:
+        """Whether a model may write this and end."""
+        matcher = self.matcher(grammar)
+        ids = self.tokenizer.encode(answer, add_special_tokens=False).ids
+        return bool(
+            matcher.validate_tokens(ids) == len(ids) and matcher.try_consume_tokens(ids) == len(ids)
+        ) and bool(matcher.is_accepting())
+
+    def random_answer(
+        self, grammar: StructuredOutput, rng: random.Random, limit: int = 400
+    ) -> tuple[str, bool]:
+        """What a model without sense might write, and whether it ended within `limit` tokens."""
+        matcher = self.matcher(grammar)
+        ids: list[int] = []
+        end_of_value = self.tokenizer.encode(END_OF_VALUE, add_special_tokens=False).ids
+        while len(ids) < limit and not matcher.is_stopped():
+            if rng.random() < 0.2 and matcher.validate_tokens(end_of_value) == len(end_of_value):
+                assert matcher.try_consume_tokens(end_of_value) == len(end_of_value), matcher.get_error()
+                ids += end_of_value
+                continue
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
+            weights = [self._weight(token_id) for token_id in allowed]
+            (token_id,) = rng.choices(allowed, weights)
+            assert matcher.consume_token(token_id), matcher.get_error()
+            if token_id == EOS_TOKEN_ID:
+                break
+            ids.append(token_id)
+        return self.tokenizer.decode(ids, skip_special_tokens=False), len(ids) < limit
+
+    def _weight(self, token_id: int) -> float:
+        if token_id == EOS_TOKEN_ID:
+            return 100.0
+        return 30.0 if CLOSING & set(self.tokenizer.id_to_token(token_id) or "") else 1.0

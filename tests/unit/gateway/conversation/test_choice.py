@@ -1,0 +1,172 @@
+"""A model's chat template says how it writes calls, and what it can be told."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from baton.config.gateway import AnswerFormatName
+from baton.errors import InvalidRequest, ModelError
+from gateway.conversation import (
+    FORMAT_NAMES,
+    ChatMessage,
+    Conversation,
+    ReasoningOptions,
+    Text,
+    Tool,
+    Vocabulary,
+    answer_format_of,
+    parsed,
+)
+from gateway.conversation.formats.choice import FAMILIES
+from gateway.conversation.model_format import ModelFormat
+from tests.factories.conversations import (
+    ASKED,
+    TEMPLATES,
+    THINKING,
+    called,
+    format_of,
+    rendered,
+    written_answer,
+)
+
+HELLO = Conversation((ChatMessage("user", "Hello"),))
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_template_shows_its_family(family: str) -> None:
+    by_template = format_of(family)
+    by_name = answer_format_of(TEMPLATES[family], Vocabulary(), family)
+
+    assert isinstance(by_template, ModelFormat)
+    assert isinstance(by_name, ModelFormat)
+    assert type(by_template.syntax) is type(by_name.syntax) is type(FAMILIES[family].new_syntax())
+
+
+def test_every_format_has_a_template_here_and_can_be_configured() -> None:
+    assert set(TEMPLATES) == set(FORMAT_NAMES)
+    assert {*get_args(AnswerFormatName)} == {"auto", *FORMAT_NAMES}
+
+
+def test_a_template_that_reads_no_tools_has_them_described() -> None:
+    remembers_calls = TEMPLATES["deepseek_v3"].replace("tools", "functions")
+
+    answer = written_answer(
+        answer_format_of(remembers_calls, Vocabulary()), remembers_calls, called(("search", "{}"))
+    )
+
+    assert answer == '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'
+    with pytest.raises(
+        ModelError, match=r"gateway.answer_format: 'hermes' needs a chat template that reads `tools`"
+    ):
+        answer_format_of(remembers_calls, Vocabulary(), "hermes")
+    answer_format_of(remembers_calls, Vocabulary(), "generic")
+
+
+def test_described_tools_and_results_are_ordinary_turns() -> None:
+    messages = (
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "Search."),
+        replace(called(("search", '{"query":"a"}'), ("search", '{"query":"ü"}')), content="Yes."),
+        ChatMessage("tool", "A", tool_call_id="call_0"),
+        ChatMessage("tool", "B", tool_call_id="call_1"),
+        ChatMessage("user", "And?"),
+    )
+    conversation = replace(ASKED, messages=messages)
+
+    turns = format_of("generic").template_arguments(conversation)["conversation"]
+
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
+    assert turns[0]["content"].startswith("Be brief.\n\n")
+    assert '"name": "get_weather", "description": "The weather of a city"' in turns[0]["content"]
+    assert turns[2]["content"] == (
+        'Yes.\n<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "search", "arguments": {"query": "ü"}}\n</tool_call>'
+    )
+    assert turns[3]["content"] == (
+        "<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response>\nAnd?"
+    )
+
+
+def test_tools_are_described_to_the_user_where_a_template_has_no_system_role() -> None:
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    )
+    answer_format = answer_format_of(refusing + TEMPLATES["generic"], Vocabulary())
+
+    turns = answer_format.template_arguments(ASKED)["conversation"]
+
+    assert [turn["role"] for turn in turns] == ["user"]
+    assert turns[0]["content"].endswith("\n\nIs it warm in Zürich?")
+
+
+def test_a_plain_conversation_is_what_it_was() -> None:
+    for family in TEMPLATES:
+        answer_format = format_of(family)
+        assert answer_format.template_arguments(HELLO) == {
+            "conversation": [{"role": "user", "content": "Hello"}]
+        }
+        assert answer_format.new_parser(HELLO, "") is None
+    assert parsed(None, "<tool_call>", is_last=True) == [Text("<tool_call>")]
+
+
+def test_ids_arguments_and_content_are_as_the_family_expects() -> None:
+    turn = called(("search", '{"query":"x"}'))
+
+    def turn_in(family: str) -> dict[str, object]:
+        asked = replace(ASKED, messages=(turn, ChatMessage("tool", "A", tool_call_id="call_0")))
+        first, second = format_of(family).template_arguments(asked)["conversation"]
+        (call,) = first["tool_calls"]
+        assert call["id"] == second["tool_call_id"]
+        return {"id": call["id"], "arguments": call["function"]["arguments"], "content": first["content"]}
+
+    assert turn_in("hermes") == {"id": "call_0", "arguments": {"query": "x"}, "content": ""}
+    assert turn_in("deepseek_v3") == {"id": "call_0", "arguments": '{"query":"x"}', "content": None}
+    short = turn_in("mistral")["id"]
+    assert isinstance(short, str)
+    assert len(short) == 9
+    assert short.isalnum()
+
+
+def test_a_switch_of_the_template_turns_reasoning_off_and_on() -> None:
+    answer_format = answer_format_of(THINKING, Vocabulary())
+    off = replace(HELLO, reasoning=ReasoningOptions(is_enabled=False))
+
+    prompt = rendered(answer_format, THINKING, off)
+
+    assert prompt.endswith("<think>\n\n</think>\n\n")
+    assert answer_format.new_parser(off, prompt[-40:]) is None
+    on = rendered(answer_format, THINKING, replace(HELLO, reasoning=ReasoningOptions(is_enabled=True)))
+    parser = answer_format.new_parser(HELLO, on[-40:])
+    assert parser is not None
+    same = replace(off, template_options={"enable_thinking": False})
+    assert rendered(answer_format, THINKING, same) == prompt
+    with pytest.raises(InvalidRequest, match="reasoning: asks for enable_thinking=False"):
+        rendered(answer_format, THINKING, replace(off, template_options={"enable_thinking": True}))
+
+
+def test_only_variables_that_the_template_reads_are_passed() -> None:
+    template = TEMPLATES["hermes"] + "{# thinking #}{{ reasoning_effort }} thinking"
+    answer_format = answer_format_of(template, Vocabulary())
+
+    low = replace(HELLO, reasoning=ReasoningOptions(effort="low"))
+    assert answer_format.template_arguments(low)["reasoning_effort"] == "low"
+    for name in ("thinking", "tokenize", "chat_template", "tools", "no_such"):
+        with pytest.raises(InvalidRequest, match=f"^template_options: .* no variable '{name}'"):
+            answer_format.template_arguments(replace(HELLO, template_options={name: True}))
+
+
+def test_reasoning_is_sent_back_where_the_template_reads_it() -> None:
+    template = TEMPLATES["hermes"].replace("{{ m.content", "{{ m.reasoning_content }}{{ m.content")
+    turn = ChatMessage("assistant", "Yes.", reasoning="Hm. ")
+
+    assert written_answer(answer_format_of(template, Vocabulary()), template, turn) == "Hm. Yes."
+    assert written_answer(format_of("hermes"), TEMPLATES["hermes"], turn) == "Yes."
+
+
+def test_a_tool_without_a_description_has_none() -> None:
+    tools = format_of("hermes").template_arguments(replace(HELLO, tools=(Tool("a"),)))["tools"]
+
+    assert tools == [
+        {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}
+    ]

@@ -1,0 +1,96 @@
+"""Schemas as grammars take them: closed, without remarks, and refused where they are none."""
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from gateway.conversation import Tool
+from gateway.conversation.call_syntax import GuidedTool
+from gateway.conversation.guided_schema import guided_schema
+from gateway.conversation.listed_properties import listed_properties
+
+
+def guided(schema: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(guided_schema(Tool("act", None, schema)))
+    spacing = result.pop("x-guidance")
+    assert spacing == {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return result
+
+
+def test_objects_are_closed_unless_they_say_otherwise() -> None:
+    inner = {"type": "object", "properties": {"b": {}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": inner, "c": {"type": "array", "items": inner}},
+        "$defs": {"d": inner},
+    }
+
+    closed = guided(schema)
+
+    assert closed["additionalProperties"] is False
+    for part in (closed["properties"]["a"], closed["properties"]["c"]["items"], closed["$defs"]["d"]):
+        assert part == {**inner, "additionalProperties": False}
+    for key, value in (
+        ("additionalProperties", {"type": "string"}),
+        ("anyOf", [inner]),
+        ("$ref", "#/$defs/d"),
+    ):
+        assert guided({**schema, key: value}).get("additionalProperties") != False  # noqa: E712 - not a missing one
+    assert guided({"type": "object"}) == {"type": "object"}
+
+
+def test_parts_of_all_of_stay_open() -> None:
+    schema = {"type": "object", "allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+
+    assert guided(schema) == schema
+
+
+def test_remarks_and_unknown_formats_are_left_out_but_properties_of_these_names_stay() -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "description": "x",
+        "properties": {
+            "title": {"type": "string", "title": "Title", "format": "date"},
+            "format": {"type": "integer", "format": "int32", "default": 1},
+            "odd": {"format": ["date"], "examples": [1]},
+        },
+    }
+
+    assert guided(schema) == {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "format": "date"},
+            "format": {"type": "integer"},
+            "odd": {},
+        },
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "schema", [{"anyOf": [{}]}, {"minProperties": 1}, {"properties": []}, {"required": {}}]
+)
+def test_only_lists_of_properties_are_written_one_by_one(schema: dict[str, Any]) -> None:
+    tool = Tool("act", None, {"type": "object", **schema})
+
+    with pytest.raises(InvalidRequest, match=r"tools: .*'act'"):
+        listed_properties(GuidedTool("act", guided_schema(tool), tool))
+
+
+def test_a_property_has_the_definitions_that_it_may_refer_to() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/b"}, "c": True},
+        "required": ["a"],
+        "$defs": {"b": {}},
+    }
+    tool = Tool("act", None, schema)
+
+    first, second = listed_properties(GuidedTool("act", guided_schema(tool), tool))
+
+    assert (first.name, first.is_required) == ("a", True)
+    assert {"$ref": "#/$defs/b", "$defs": {"b": {}}}.items() <= json.loads(first.json_schema).items()
+    assert (second.schema, second.is_required) == ({}, False)

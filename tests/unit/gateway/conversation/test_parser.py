@@ -1,0 +1,129 @@
+"""Every family's calls are read as they come, and what is no call stays text."""
+
+import json
+import random
+import time
+
+import pytest
+
+from gateway.conversation.formats import deepseek
+from tests.factories.conversations import (
+    ASKED,
+    TEMPLATES,
+    called,
+    calls_in,
+    format_of,
+    merged_events,
+    parts_of,
+    random_answer,
+    written_answer,
+)
+
+CALLS = (
+    ("get_weather", '{"city": "Zürich \\"Süd\\"", "days": 3, "hourly": true}'),
+    ("search", '{"query": "<tool_call> {\\"a\\": [1}\\n</tool_call>"}'),
+    ("get_weather", '{"city": "x"}'),
+)
+ODDITIES = (
+    "[TOOL_CALLS]",
+    "</tool_call>",
+    "<tool_call>\n",
+    '{"name": "',
+    "{",
+    '"',
+    "\\",
+    "[f(",
+    "<think>",
+    "</think>",
+)
+HOSTILE = (
+    *(marker * 2_000 for marker in ("<tool_call>", "<tool_call>{", "[TOOL_CALLS][", deepseek.BEGIN + deepseek.CALL)),
+    "{" * 1_000_000,
+    '<tool_call>{"name": "f", "arguments": ' + "{" * 1_000_000,
+    '<tool_call>{"name": "f", "arguments": {"a": "' + "\\" * 100_001,
+    '<tool_call>{"name": "' + "x" * 100_000,
+    '{"name": "search", "parameters": ' + '{"a":' * 100_000,
+    "[search(a=" + "[" * 100_000,
+    "[search(a=" + "-" * 100_000 + "1)]",
+    "<tool_call>\n<function=search>\n" + "<parameter=a>" * 20_000,
+    "<tool_call>\n<function=search>\n" + "<parameter=a>{</parameter>" * 10_000,
+    "<tool_call>\n<function=search>\n<parameter=query>\n" + "\n" * 100_000,
+    " \n" * 100_000,
+    "<think>" * 10_000 + "</think" * 10_000,
+    "<" * 100_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_what_a_template_writes_is_read_back(family: str) -> None:
+    answer_format = format_of(family)
+
+    for number in (1, 2, 3):
+        answer = written_answer(answer_format, TEMPLATES[family], called(*CALLS[:number]))
+        parts = parts_of(answer_format, [answer])
+
+        assert [(name, json.loads(json_), whole) for name, json_, whole in calls_in(parts)] == [
+            (name, json.loads(arguments), True) for name, arguments in CALLS[:number]
+        ]
+        assert parts.text == ""
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_text_alone_stays_as_it_is(family: str) -> None:
+    for text in (
+        "Yes.",
+        "  a\n\n b \n",
+        "{}",
+        "[1, 2]",
+        '{"name": 1}',
+        "a < b",
+        "<tool_call>",
+        '{"name": "no_tool", "x": {}}',
+        "",
+    ):
+        assert parts_of(format_of(family), [text]).text == text
+
+
+@pytest.mark.parametrize("family", sorted({*TEMPLATES} - {"llama", "pythonic", "mistral", "deepseek_v3"}))
+def test_text_around_calls_is_text(family: str) -> None:
+    answer_format = format_of(family)
+    call = written_answer(answer_format, TEMPLATES[family], called(CALLS[0])).strip()
+
+    parts = parts_of(answer_format, [f"I look.\n{call}\n{call} Done.\n"])
+
+    assert parts.text == "I look.Done.\n"
+    assert len(parts.calls) == 2
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_60_answers_give_the_same_events_wherever_they_are_cut(family: str) -> None:
+    """More than 500 over all families: cut everywhere at once, and once at any place."""
+    answer_format = format_of(family)
+    rng = random.Random(family)
+    pieces = [
+        *(written_answer(answer_format, TEMPLATES[family], called(*CALLS[:number])) for number in (1, 3)),
+        *ODDITIES, "Hello. ", "\n", " ",
+    ]  # fmt: skip
+
+    for _ in range(60):
+        answer = random_answer(rng, pieces)
+        whole = merged_events(answer_format, [answer])
+
+        assert merged_events(answer_format, [*answer]) == whole
+        for cut in rng.sample(range(len(answer)), min(len(answer), 40)):
+            assert merged_events(answer_format, [answer[:cut], answer[cut:]]) == whole
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_hostile_text_costs_time_in_proportion(family: str, number: int) -> None:
+    parser = format_of(family).new_parser(ASKED, "")
+    assert parser is not None
+    text = HOSTILE[number]
+    began = time.process_time()
+
+    for begin in range(0, len(text), 50):
+        parser.push(text[begin : begin + 50])
+    parser.flush()
+
+    assert time.process_time() - began < 20

@@ -1,0 +1,43 @@
+"""What /openapi.json says of messages: their bodies, streams, errors and headers."""
+
+import json
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from gateway.http.anthropic.answers import Message
+from gateway.http.anthropic.blocks import AssistantTurn, ToolResultBlock, UserTurn
+from gateway.http.anthropic.description import HEADERS, message_answers
+from gateway.http.anthropic.message_request import CountTokensRequest, MessagesRequest
+from gateway.http.anthropic.tools import ToolDefinition
+from gateway.http.body import Body
+
+
+@pytest.mark.parametrize(
+    "body", [MessagesRequest, CountTokensRequest, UserTurn, AssistantTurn, ToolResultBlock, ToolDefinition]
+)
+def test_the_description_admits_no_unknown_field(body: type[Body]) -> None:
+    assert body.model_json_schema()["additionalProperties"] is False
+
+
+def test_streams_and_errors_are_described() -> None:
+    app = FastAPI()
+
+    @app.post("/x", response_model=Message, responses=message_answers(), openapi_extra=HEADERS)
+    async def route() -> None: ...
+
+    described: dict[str, Any] = app.openapi()["paths"]["/x"]["post"]
+    assert {header["name"] for header in described["parameters"]} == {
+        "anthropic-version", "anthropic-beta", "x-api-key",
+    }  # fmt: skip
+    answers = described["responses"]
+    assert set(answers) == {"200", "4XX", "5XX"}
+    assert answers["200"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Message"}
+    event = answers["200"]["content"]["text/event-stream"]["itemSchema"]["properties"]["data"]
+    assert "$ref" not in json.dumps(event)
+    kinds = {part["properties"]["type"]["const"] for part in event["contentSchema"]["anyOf"]}
+    assert kinds == {
+        "message_start", "ping", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+        "message_stop", "error",
+    }  # fmt: skip
