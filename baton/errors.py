@@ -13,6 +13,8 @@
     + InvalidRequest        the client's mistake; names the field
       + UnknownModel        the request names a model that is not served here
       + PromptTooLong       the prompt leaves no room for an answer
+      + UnknownResponse     the caller has no stored response of that id
+        + UnknownPreviousResponse   a request continues such a response
     + HarmfulRequest        workers ended, or could not compute it, one after another; it is not tried again
     + Unauthenticated       no API key, or an unknown one
     + PermissionDenied      the key's owner may not do this
@@ -21,6 +23,7 @@
       + RateLimited         this caller's own limit is reached, whatever room there is
     + DeadlineTooClose      the deadline cannot be met, so the request was not started
     + WorkerUnavailable     no worker could take or finish the request
+    + StoreUnavailable      the store of responses cannot be reached
     + RequestAborted        an authorized caller ended the request
       + DeadlinePassed      the request's own deadline passed
       + SlowReader          the client did not read the answer in time
@@ -85,6 +88,14 @@ class PromptTooLong(InvalidRequest):
     """Clients that know this kind shorten their prompt and try again."""
 
 
+class UnknownResponse(InvalidRequest):
+    """Never stored, deleted, displaced or too old; or another caller's, which must look the same."""
+
+
+class UnknownPreviousResponse(UnknownResponse):
+    """A request continues a response that this caller does not have. Clients send the whole conversation instead."""
+
+
 class HarmfulRequest(RequestError):
     """Workers ended under the request, or could not compute it, so no other worker gets it for some minutes."""
 
@@ -123,6 +134,10 @@ class DeadlineTooClose(RequestError):
 
 class WorkerUnavailable(RequestError):
     """No live worker could take the request, or the one that had it was lost."""
+
+
+class StoreUnavailable(RequestError):
+    """What keeps responses did not respond, so nothing can be said about any of them."""
 
 
 class RequestAborted(RequestError):

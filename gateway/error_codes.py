@@ -20,8 +20,11 @@ from baton.errors import (
     RateLimited,
     RequestAborted,
     SlowReader,
+    StoreUnavailable,
     Unauthenticated,
     UnknownModel,
+    UnknownPreviousResponse,
+    UnknownResponse,
     UnknownWorker,
     Unsupported,
     WorkerUnavailable,
@@ -55,6 +58,11 @@ _CODES: dict[type[BaseException], ErrorCodes] = {
     InvalidRequest: ErrorCodes(StatusCode.INVALID_ARGUMENT, HTTPStatus.BAD_REQUEST),
     UnknownModel: ErrorCodes(StatusCode.NOT_FOUND, HTTPStatus.NOT_FOUND, "model_not_found"),
     PromptTooLong: ErrorCodes(StatusCode.INVALID_ARGUMENT, HTTPStatus.BAD_REQUEST, "context_length_exceeded"),
+    UnknownResponse: ErrorCodes(StatusCode.NOT_FOUND, HTTPStatus.NOT_FOUND),
+    UnknownPreviousResponse: ErrorCodes(
+        StatusCode.NOT_FOUND, HTTPStatus.BAD_REQUEST, "previous_response_not_found"
+    ),
+    StoreUnavailable: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
     # Not the server's error to repeat: the SDKs repeat 503 and 429 by themselves, and this request must not come again.
     HarmfulRequest: ErrorCodes(StatusCode.FAILED_PRECONDITION, HTTPStatus.BAD_REQUEST, "harmful_request"),
     Unauthenticated: ErrorCodes(StatusCode.UNAUTHENTICATED, HTTPStatus.UNAUTHORIZED, "invalid_api_key"),

@@ -32,6 +32,8 @@ from gateway.http.docs_page import docs_routes
 from gateway.http.openai.routes import openai_routes
 from gateway.http.operations import metrics_routes, probe_routes
 from gateway.http.page import page_routes
+from gateway.http.responses.routes import responses_routes
+from gateway.http.responses.stores import store_for
 from gateway.http.server import HttpServer
 from gateway.http.tokenize import tokenize_routes
 from gateway.http.trial import PageTrial
@@ -126,10 +128,14 @@ class Gateway:
             certificates,
         )
         self._feed = LiveFeed(ClusterView(self._driver, model, control, clock), clock)
+        self._response_store = store_for(config, clock)
         routes = [
             probe_routes(self._not_ready),
             metrics_routes(self._metrics.render, self._endpoints),
             openai_routes(self._driver, preprocessor, model),
+            responses_routes(
+                self._driver, preprocessor, model, self._response_store, config.max_message_mib * 2**20
+            ),
             anthropic_routes(self._driver, preprocessor, model),
             page_routes(),
             docs_routes(),
@@ -224,6 +230,8 @@ class Gateway:
         self._loop_lag.stop()
         await self._grammars.stop()
         self._preprocessor.pool.close()
+        if self._response_store is not None:
+            await self._response_store.close()
 
     def _call_failed(self, error: CallError) -> None:
         self._metrics.call_failed(error)

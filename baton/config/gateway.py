@@ -86,6 +86,16 @@ class GatewayConfig(Section):
     write_timeout_s: float = Field(60.0, gt=0.0)
     """A client that reads nothing for this long although data waits for it loses its call; over HTTP, its connection.
     """
+    response_store: str = Field("memory", pattern=r"^(memory|none|rediss?://\S+)$")
+    """Where responses of /v1/responses are kept, unless a client sends `store: false`. `memory`: in this gateway, until
+    it ends. A URL such as redis://127.0.0.1:6379/0: in a Redis that several gateways may share; needs the extra
+    `redis`. `none`: nowhere."""
+    response_store_mib: int = Field(256, ge=1)
+    """Memory of a store in `memory`, for all callers; the caller that has the most loses its oldest responses first."""
+    response_store_caller_mib: int = Field(64, ge=1)
+    """What one caller may keep; its oldest responses make room for new ones."""
+    response_store_ttl_s: float = Field(86400.0, gt=0.0, le=2592000.0)
+    """A response is forgotten this long after it was stored or last continued; at most 30 days."""
     grpc_max_streams: int = Field(1024, ge=1)
     """gRPC: calls at once over one connection; further ones wait at the client."""
     grpc_keepalive_s: float = Field(60.0, ge=1.0)

@@ -9,6 +9,7 @@ from gateway.conversation.answer_format import (
 )
 from gateway.conversation.events import (
     AnswerEvent,
+    AnswerPart,
     AnswerParts,
     ArgumentsDelta,
     CallBegins,
@@ -34,6 +35,7 @@ __all__ = [
     "AnswerEvent",
     "AnswerFormat",
     "AnswerParser",
+    "AnswerPart",
     "AnswerParts",
     "ArgumentsDelta",
     "CallBegins",

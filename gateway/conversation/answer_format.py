@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
 from baton.sampling import StructuredOutput
-from gateway.conversation.events import AnswerEvent, Text
+from gateway.conversation.events import AnswerEvent, AnswerPart, Text
 from gateway.conversation.messages import Conversation
 
 NUM_PROMPT_END_TOKENS = 32
@@ -14,6 +14,11 @@ NUM_PROMPT_END_TOKENS = 32
 
 class AnswerParser(Protocol):
     """Turns one answer's text into events as it comes. Never raises, whatever the model wrote."""
+
+    @property
+    def part(self) -> AnswerPart:
+        """What the next character belongs to, as far as the text so far tells. It does not wait: it changes with the
+        character that completes a tag."""
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         """The events that are certain by now; what could still become something else waits."""

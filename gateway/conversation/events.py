@@ -5,6 +5,7 @@ Adjacent events of one kind may be cut anywhere; joined they are the same, howev
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from io import StringIO
 
 
@@ -46,6 +47,14 @@ class CallEnds:
 
 
 AnswerEvent = Text | Reasoning | CallBegins | ArgumentsDelta | CallEnds
+
+
+class AnswerPart(Enum):
+    """What a place in an answer belongs to."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.conversation.call_syntax import CallSyntax, CallWriter
-from gateway.conversation.events import AnswerEvent, Reasoning, Text
+from gateway.conversation.events import AnswerEvent, AnswerPart, Reasoning, Text
 from gateway.conversation.messages import Tool
 from gateway.conversation.reader import Markers, Reader, Steps
 
@@ -36,11 +36,17 @@ class TurnParser:
         self._syntax = syntax
         self._tags = tags
         self._has_begun_to_reason = has_begun_to_reason
+        self._part = AnswerPart.TEXT
         self._reader = Reader()
         self._events: list[AnswerEvent] = []
         self._calls = CallWriter(tools, self._events.append)
         self._turn = self._run()
         next(self._turn, None)
+
+    @property
+    def part(self) -> AnswerPart:
+        """What seems to be a call counts as one until it is none."""
+        return self._part
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         self._reader.push(text)
@@ -73,8 +79,10 @@ class TurnParser:
                 self._reader.rewind()
                 return
             self._reader.commit()
+        self._part = AnswerPart.REASONING
         yield from self._reader.skip_spaces()
         num_spaces, length = yield from self._reader.until(Markers((tags.end,)), self._reasoning)
+        self._part = AnswerPart.TEXT
         self._reader.take(num_spaces + length)
         yield from self._reader.skip_spaces()
 
@@ -95,7 +103,10 @@ class TurnParser:
 
     def _section(self, syntax: CallSyntax) -> Steps[bool]:
         """Whether there is a call; if not, the attempt is over, and all of it is to be read again."""
-        if (yield from syntax.read(self._reader, self._calls)):
+        self._part = AnswerPart.CALL
+        is_call = yield from syntax.read(self._reader, self._calls)
+        self._part = AnswerPart.TEXT
+        if is_call:
             self._reader.commit()
             yield from self._reader.skip_spaces()
             return True

@@ -8,6 +8,7 @@ from baton.sampling import GrammarKind, StructuredOutput
 from gateway.conversation import (
     AnswerEvent,
     AnswerParser,
+    AnswerPart,
     ArgumentsDelta,
     CallBegins,
     CallEnds,
@@ -21,6 +22,12 @@ TAGS = {"text": ("<think>", "<call "), "think": ("</think>",), "name": (">",), "
 """What ends a part, by the part."""
 AFTER = {"<think>": "think", "<call ": "name", "</think>": "text", ">": "arguments", "</call>": "text"}
 """The part behind a tag."""
+PARTS = {
+    "text": AnswerPart.TEXT,
+    "think": AnswerPart.REASONING,
+    "name": AnswerPart.CALL,
+    "arguments": AnswerPart.CALL,
+}
 
 
 class MarkedParser:
@@ -30,6 +37,10 @@ class MarkedParser:
         self._part = "text"
         self._rest = ""
         self._num_calls = 0
+
+    @property
+    def part(self) -> AnswerPart:
+        return PARTS[self._part]
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
         self._rest += text

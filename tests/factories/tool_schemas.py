@@ -38,8 +38,11 @@ PLACE: Schema = {
 }
 TREE: Schema = {
     "type": "object",
-    "properties": {"name": TEXT, "child": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}},
-    "required": ["name", "child"],
+    "properties": {
+        "name": TEXT,
+        "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2},
+    },
+    "required": ["name"],
 }
 
 

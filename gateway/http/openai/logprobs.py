@@ -91,6 +91,11 @@ class ChatTokens:
         yield from _list('{"content":[', columns, self._content)
         yield '],"refusal":null}'
 
+    def positions(self, columns: LogprobColumns) -> Iterator[str]:
+        """The list within ChatLogprobs, in pieces."""
+        yield from _list("[", columns, self._content)
+        yield "]"
+
     def _content(self, row: Row) -> str:
         one, *top = map(self._token, *row)
         return f'{one},"top_logprobs":[{",".join([token + "}" for token in top])}]}}'

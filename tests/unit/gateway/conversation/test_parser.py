@@ -6,7 +6,10 @@ import time
 
 import pytest
 
+from gateway.conversation import Text
 from gateway.conversation.formats import deepseek
+from gateway.conversation.formats.pythonic import MAX_CALL_CHARACTERS
+from gateway.conversation.reader import MAX_ATTEMPT_CHARACTERS
 from tests.factories.conversations import (
     ASKED,
     TEMPLATES,
@@ -127,3 +130,22 @@ def test_hostile_text_costs_time_in_proportion(family: str, number: int) -> None
     parser.flush()
 
     assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("family", "begin"), [("hermes", '<tool_call>{"id": "'), ("pythonic", "[search(query='")]
+)
+def test_what_does_not_become_a_call_is_not_held_back_for_ever(family: str, begin: str) -> None:
+    parser = format_of(family).new_parser(ASKED, "")
+    assert parser is not None
+    limit = MAX_CALL_CHARACTERS if family == "pythonic" else MAX_ATTEMPT_CHARACTERS
+    parser.push(begin)
+
+    num_shown = sum(
+        len(event.text)
+        for _ in range(2 * limit // 64)
+        for event in parser.push("x" * 64)
+        if isinstance(event, Text)
+    )
+
+    assert num_shown >= limit

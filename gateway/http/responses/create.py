@@ -1,0 +1,177 @@
+"""CreateResponse: from the body of POST /v1/responses to a valid request, and to the response for it."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+from starlette.responses import Response
+
+from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong, UnknownModel
+from gateway.choices import MAX_VALUES
+from gateway.conversation import Conversation
+from gateway.http.answering import in_terms_of
+from gateway.http.call import HttpCall
+from gateway.http.openai.logprobs import ChatTokens
+from gateway.http.responses.answers import InputTokens
+from gateway.http.responses.conversation import conversation_of, shortened
+from gateway.http.responses.create_request import InputTokensRequest, PromptFields, ResponseRequest
+from gateway.http.responses.history import History, HistoryReader, input_json
+from gateway.http.responses.items import KeptItem
+from gateway.http.responses.respond import Generation, Responding
+from gateway.http.responses.response_json import ResponseJson
+from gateway.http.responses.running import RunningResponses
+from gateway.http.responses.store import ResponseStore
+from gateway.model import ServedModel
+from gateway.preprocess import Preprocessor
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import GatewayRequest
+from gateway.token_parts import TokenParts
+from gateway.turn_budget import TurnBudget
+
+NAMES = {
+    "prompt": "input",
+    "chat": "input",
+    "token_ids": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "structured_output": "text.format",
+    "reasoning": "reasoning.effort",
+}
+"""This API's names of fields that errors may name differently."""
+
+
+class CreateResponse:
+    """Handles parsed bodies; one instance serves all calls."""
+
+    def __init__(
+        self,
+        driver: RequestDriver,
+        preprocessor: Preprocessor,
+        model: ServedModel,
+        running: RunningResponses | None,
+        max_history_bytes: int,
+    ) -> None:
+        """`running` None: nothing is stored. `max_history_bytes`: of what one response continues."""
+        self._driver = driver
+        self._preprocessor = preprocessor
+        self._model = model
+        self._running = running
+        self._max_history_bytes = max_history_bytes
+        self._tokens = ChatTokens(preprocessor.pool.tokenizer)
+
+    async def create(self, body: ResponseRequest, call: HttpCall) -> Response:
+        """Where a response will be stored, an unreachable store is known before anything is computed."""
+        self._check_model(body.model)
+        store = self._store_for(body)
+        if store is not None:
+            await store.check()
+        history, own = await self._read(body, call)
+        try:
+            conversation = await self._conversation(body, call, (*history.items, *own))
+            request = await self._preprocess(body, call, conversation)
+        except InvalidRequest as error:
+            raise in_terms_of(NAMES, error) from error
+        _check_size(request)
+        response_id = f"resp_{request.request_id}"
+        response = ResponseJson(body, response_id, int(time.time()), is_stored=store is not None)
+        stored_by = None if store is None else self._running
+        own_json = input_json(own, request.request_id)
+        generation = Generation(request, response, history, own_json, NAMES, stored_by)
+        return Responding(
+            self._driver,
+            generation,
+            TokenParts(request, self._preprocessor.pool.tokenizer),
+            self._tokens if body.has_logprobs else None,
+            is_stream=bool(body.stream),
+        )
+
+    async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokens:
+        """What the prompt of such a request would have."""
+        if body.model is not None:
+            self._check_model(body.model)
+        history, own = await self._read(body, call)
+        try:
+            conversation = await self._conversation(body, call, (*history.items, *own))
+            return InputTokens("response.input_tokens", await self._num_tokens(conversation, call))
+        except InvalidRequest as error:
+            raise in_terms_of(NAMES, error) from error
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model.name:
+            raise UnknownModel("model", f"{name!r} is not served here; use {self._model.name!r}")
+
+    def _store_for(self, body: ResponseRequest) -> ResponseStore | None:
+        if self._running is None:
+            if body.store:
+                raise InvalidRequest(
+                    "store",
+                    "this gateway keeps no responses (gateway.response_store: none); send store: false",
+                )
+            return None
+        return None if body.store is False else self._running.store
+
+    async def _read(self, body: PromptFields, call: HttpCall) -> tuple[History, list[KeptItem]]:
+        """What the request continues, and its own items."""
+        store = None if self._running is None else self._running.store
+        budget = TurnBudget(asyncio.get_running_loop().time)
+        reader = HistoryReader(store, call.caller.name, self._max_history_bytes, budget)
+        history = await reader.before(body.previous_response_id)
+        return history, await reader.resolved(body.items, history)
+
+    async def _conversation(
+        self, body: PromptFields, call: HttpCall, items: tuple[KeptItem, ...]
+    ) -> Conversation:
+        conversation = conversation_of(body, items)
+        if body.truncation != "auto" or await self._fits(body, call, conversation):
+            return conversation
+
+        async def fits(shorter: Conversation) -> bool:
+            return await self._fits(body, call, shorter)
+
+        return await shortened(conversation, fits)
+
+    async def _fits(self, body: PromptFields, call: HttpCall, conversation: Conversation) -> bool:
+        limit = body.max_model_len if isinstance(body, ResponseRequest) else None
+        try:
+            self._preprocessor.room_behind(await self._num_tokens(conversation, call), limit)
+        except PromptTooLong:
+            return False
+        return True
+
+    async def _num_tokens(self, conversation: Conversation, call: HttpCall) -> int:
+        try:
+            async with asyncio.timeout(call.time_left_s):
+                return len(await self._preprocessor.pool.encode_chat(call.caller.name, conversation))
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed before its prompt was tokenised") from None
+
+    async def _preprocess(
+        self, body: ResponseRequest, call: HttpCall, conversation: Conversation
+    ) -> GatewayRequest:
+        request = await self._preprocessor.preprocess(
+            conversation,
+            body.sampling(),
+            request_id=call.request_id,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
+            max_model_len=body.max_model_len,
+            mode=body.mode,
+            timeout_s=call.time_left_s,
+            caller=call.caller,
+            api=call.api,
+            trace=call.trace,
+        )
+        return replace(request, timeout_s=call.time_left_s)
+
+
+def _check_size(request: GatewayRequest) -> None:
+    """InvalidRequest if the answer could have more than MAX_VALUES: a stream's last event has all of it, too."""
+    params = request.sampling_params
+    each = 1 + (params.logprobs or 0)
+    if params.max_tokens * each > MAX_VALUES:
+        raise InvalidRequest(
+            "max_output_tokens",
+            f"an answer may have {MAX_VALUES} values; this one may have {params.max_tokens} tokens x {each} values "
+            f"(the token and its top_logprobs). Set it to at most {MAX_VALUES // each}, or lower top_logprobs",
+        )

@@ -1,0 +1,197 @@
+"""ResponseRequest: the body of POST /v1/responses, and that of its token count."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from baton.errors import InvalidRequest
+from baton.sampling import MAX_LOGPROBS, GrammarKind, SamplingParams, StructuredOutput
+from gateway.conversation import ReasoningOptions
+from gateway.http.body import Body, NotSupported
+from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
+from gateway.http.responses.tools import MAX_TOOLS, FunctionTool, ToolChoiceField
+from gateway.http.sampling_fields import SamplingFields
+from gateway.preprocess import UNLIMITED
+
+MAX_PAIRS = 16
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+
+
+class PlainText(Body):
+    """Any text, which is the default."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A JSON value that the schema admits."""
+
+    type: Literal["json_schema"]
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted and repeated.")
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = Field(None, description="Accepted and repeated.")
+    strict: bool | None = Field(None, description="Answers always match the schema.")
+
+
+class TextOptions(Body):
+    """The form of the text."""
+
+    format: Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")] | None = None
+    verbosity: NotSupported = None
+
+    def structured_output(self) -> StructuredOutput | None:
+        match self.format:
+            case JsonObject():
+                source = json.dumps({"type": "object"})
+            case JsonSchema(schema_=schema):
+                source = json.dumps(schema)
+            case _:
+                return None
+        try:
+            return StructuredOutput(GrammarKind.JSON_SCHEMA, source)
+        except InvalidRequest as error:
+            raise InvalidRequest("text.format.schema", error.problem) from error
+
+
+class ReasoningFields(Body):
+    """How much the model thinks; levels are refused if its template knows none."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = Field(
+        None, description="The reasoning itself is in `content`; there is no summary of it."
+    )
+    generate_summary: NotSupported = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+    def options(self) -> ReasoningOptions:
+        if self.effort is None:
+            return ReasoningOptions()
+        if self.effort == "none":
+            return ReasoningOptions(is_enabled=False)
+        return ReasoningOptions(effort=self.effort)
+
+
+class ResponseStreamOptions(Body):
+    """Options of a stream."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class PromptFields(Body):
+    """What the prompt is made of."""
+
+    input: str | InputItems | None = Field(None, description="A user's text, or items.")
+    instructions: str | None = Field(
+        None, description="The first, `system` turn; not carried over by previous_response_id."
+    )
+    previous_response_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_ID_CHARACTERS,
+        description="A stored response that this one continues.",
+    )
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningFields | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="`auto`: turns are left out, oldest first, until the prompt fits."
+    )
+    conversation: NotSupported = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        if self.input is None and self.previous_response_id is None:
+            raise InvalidRequest("input", "required, but missing")
+        return self
+
+    @property
+    def items(self) -> list[InputItem]:
+        """A text is a user's message."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return self.input or []
+
+    @property
+    def reasoning_options(self) -> ReasoningOptions:
+        return ReasoningOptions() if self.reasoning is None else self.reasoning.options()
+
+
+class InputTokensRequest(PromptFields):
+    """The body of POST /v1/responses/input_tokens."""
+
+    model: str | None = Field(None, max_length=MAX_ID_CHARACTERS)
+    personality: NotSupported = None
+
+
+class ResponseRequest(PromptFields, SamplingFields):
+    """OpenAI's fields work as OpenAI documents them, except as described here."""
+
+    model: str = Field(description="A name from GET /v1/models.", max_length=MAX_ID_CHARACTERS)
+    max_output_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Reasoning and calls included; by default all that the prompt leaves room for.",
+    )
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="Of hosted tools, of which there are none: accepted, without effect."
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description=f"Needs include: {LOGPROBS}.")
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=8)
+        ]
+        | None
+    ) = Field(None, description="Reasoning is never encrypted: it is in `content` anyway.")
+    store: bool | None = Field(None, description="Keep the response for a while; default true.")
+    stream: bool | None = Field(None, description="Server-sent events.")
+    stream_options: ResponseStreamOptions | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=MAX_PAIRS),
+        ]
+        | None
+    ) = Field(None, description="Repeated in the response.")
+    user: str | None = Field(None, max_length=1024, description="Repeated, otherwise ignored.")
+    safety_identifier: str | None = Field(None, max_length=1024, description="Repeated, otherwise ignored.")
+    service_tier: Literal["auto", "default"] | None = None
+    background: Literal[False] | None = None
+
+    access_programs: NotSupported = None
+    background_options: NotSupported = None
+    context_management: NotSupported = None
+    image: NotSupported = None
+    moderation: NotSupported = None
+    prompt: NotSupported = None
+    prompt_cache_key: NotSupported = None
+    prompt_cache_options: NotSupported = None
+    prompt_cache_retention: NotSupported = None
+
+    @model_validator(mode="after")
+    def _check_response(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "needs stream: true")
+        if self.top_logprobs and not self.has_logprobs:
+            raise InvalidRequest("top_logprobs", f'needs include: ["{LOGPROBS}"]')
+        return self
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    def sampling(self) -> SamplingParams:
+        """InvalidRequest names the field that contradicts another one."""
+        logprobs = (self.top_logprobs or 0) if self.has_logprobs else None
+        grammar = None if self.text is None else self.text.structured_output()
+        return self.params_with(self.max_output_tokens or UNLIMITED, logprobs, grammar)

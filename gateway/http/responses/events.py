@@ -1,0 +1,128 @@
+"""ResponseEvents: a response's stream as server-sent events, from the changes of its output; knows no socket.
+
+    created, in_progress, (item added, [part added], delta*, done, [part done], item done)*,
+    completed | incomplete | failed
+
+Events are numbered from 0. JSON is ASCII here, as some clients split lines at characters such as U+2028.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+
+from gateway.http.openai.logprobs import LogprobColumns
+from gateway.http.responses.output import (
+    CallOutput,
+    Change,
+    Closed,
+    Grew,
+    MessageOutput,
+    Opened,
+    OutputItem,
+    ReasoningOutput,
+)
+from gateway.http.responses.response_json import BEGUN, ResponseJson, ResponseState
+from gateway.http.whole_json import in_ascii
+
+_text = json.JSONEncoder().encode
+
+LAST_EVENTS = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+    "failed": "response.failed",
+    "cancelled": "response.failed",
+}
+"""By the response's status. There is no event of its own for a response that was cancelled."""
+
+TEXT_EVENTS: dict[type[OutputItem], str] = {
+    MessageOutput: "response.output_text",
+    ReasoningOutput: "response.reasoning_text",
+    CallOutput: "response.function_call_arguments",
+}
+"""The events of an item's text, less `.delta` and `.done`."""
+
+EMPTY_PARTS: dict[type[OutputItem], str] = {
+    MessageOutput: '{"type":"output_text","text":"","annotations":[],"logprobs":[]}',
+    ReasoningOutput: '{"type":"reasoning_text","text":""}',
+}
+"""The only part of an item as it begins; calls have none."""
+
+
+class ResponseEvents:
+    """Writes one stream. All its methods give text in pieces that are each quick to make."""
+
+    def __init__(self, response: ResponseJson) -> None:
+        self._response = response
+        self._sequence_number = 0
+
+    def opening(self) -> Iterator[str]:
+        for name in ("response.created", "response.in_progress"):
+            yield from self._response_event(name, BEGUN, ())
+
+    def of(self, changes: Iterable[Change]) -> Iterator[str]:
+        """The events of each change; consume it before the output changes again."""
+        for change in changes:
+            match change:
+                case Opened(item):
+                    yield from self._opened(item)
+                case Grew(item, text, logprobs):
+                    yield from self._grown(item, text, logprobs)
+                case Closed(item):
+                    yield from self._closed(item)
+
+    def ending(self, state: ResponseState, items: Sequence[OutputItem]) -> Iterator[str]:
+        """The last event, with the whole response."""
+        yield from self._response_event(LAST_EVENTS[state.status], state, items)
+
+    def _opened(self, item: OutputItem) -> Iterator[str]:
+        yield from self._item_event("response.output_item.added", item, is_empty=True)
+        if part := EMPTY_PARTS.get(type(item)):
+            yield from self._part_event("response.content_part.added", item, iter((part,)))
+
+    def _grown(self, item: OutputItem, text: str, logprobs: LogprobColumns | None) -> Iterator[str]:
+        yield self._begin(f"{TEXT_EVENTS[type(item)]}.delta")
+        yield f'{_place(item)},"delta":{_text(text)}'
+        if isinstance(item, MessageOutput):
+            yield ',"logprobs":'
+            yield from map(in_ascii, ("[]",) if logprobs is None else item.logprobs_json(logprobs))
+        yield "}\n\n"
+
+    def _closed(self, item: OutputItem) -> Iterator[str]:
+        yield self._begin(f"{TEXT_EVENTS[type(item)]}.done")
+        yield f'{_place(item)},"{"arguments" if isinstance(item, CallOutput) else "text"}":'
+        yield from map(in_ascii, item.text_json())
+        if isinstance(item, MessageOutput):
+            yield ',"logprobs":'
+            yield from map(in_ascii, item.logprobs_json())
+        yield "}\n\n"
+        if type(item) in EMPTY_PARTS:
+            yield from self._part_event("response.content_part.done", item, item.part())
+        yield from self._item_event("response.output_item.done", item, is_empty=False)
+
+    def _item_event(self, name: str, item: OutputItem, *, is_empty: bool) -> Iterator[str]:
+        yield self._begin(name)
+        yield f'"output_index":{item.index},"item":'
+        yield from map(in_ascii, item.json(is_empty=is_empty))
+        yield "}\n\n"
+
+    def _part_event(self, name: str, item: OutputItem, part: Iterator[str]) -> Iterator[str]:
+        yield self._begin(name)
+        yield f'{_place(item)},"part":'
+        yield from map(in_ascii, part)
+        yield "}\n\n"
+
+    def _response_event(self, name: str, state: ResponseState, items: Sequence[OutputItem]) -> Iterator[str]:
+        yield self._begin(name)
+        yield '"response":'
+        yield from map(in_ascii, self._response.pieces(state, items))
+        yield "}\n\n"
+
+    def _begin(self, name: str) -> str:
+        number = self._sequence_number
+        self._sequence_number += 1
+        return f'event: {name}\ndata: {{"type":"{name}","sequence_number":{number},'
+
+
+def _place(item: OutputItem) -> str:
+    """Of the text within the output; a call has no parts to number."""
+    part = "" if isinstance(item, CallOutput) else ',"content_index":0'
+    return f'"item_id":{_text(item.id)},"output_index":{item.index}{part}'

@@ -1,0 +1,183 @@
+"""History: what a request continues, from stored responses; bounded like a conversation that is sent whole.
+
+A stored response has its own items and the ids of those before it. So a chain of n responses keeps n turns, not n^2,
+and reading it takes two round trips.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from baton.errors import InvalidRequest, UnknownPreviousResponse, UnknownResponse
+from gateway.http.body import Body
+from gateway.http.responses.items import (
+    MAX_ITEMS,
+    PREFIXES,
+    InputItem,
+    ItemReference,
+    KeptItem,
+    as_kept,
+)
+from gateway.http.responses.output import OutputItem
+from gateway.http.responses.store import ResponseStore
+from gateway.turn_budget import TurnBudget
+
+MAX_ANCESTORS = 1024
+"""Responses that one continues, one after another."""
+MAX_REFERRED = 64
+"""Stored responses whose items one request refers to, beside those it continues."""
+
+_ITEM_ID = re.compile(r"(?:msg|fc|fco|rs)_(.+)_i?\d{1,6}", re.DOTALL)
+
+
+class StoredContext(Body):
+    """What a stored response tells later ones."""
+
+    ancestors: list[str]
+    """Ids of the responses before it, the oldest first."""
+    num_input: int
+    """So many of the items were its own input; the others are its output."""
+    items: list[InputItem]
+
+
+_CONTEXT = TypeAdapter(StoredContext)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a request continues."""
+
+    ancestors: tuple[str, ...] = ()
+    """Ids of stored responses, the oldest first, up to the one that is continued."""
+    items: tuple[KeptItem, ...] = ()
+
+
+class HistoryReader:
+    """Reads one caller's stored responses for one request."""
+
+    def __init__(self, store: ResponseStore | None, caller: str, max_bytes: int, budget: TurnBudget) -> None:
+        """`max_bytes`: of all that is read."""
+        self._store = store
+        self._caller = caller
+        self._bytes_left = max_bytes
+        self._budget = budget
+
+    async def before(self, previous_response_id: str | None) -> History:
+        """All that was said up to a stored response; UnknownPreviousResponse if any of it is gone."""
+        if previous_response_id is None:
+            return History()
+        (last,) = await self._contexts([previous_response_id])
+        ancestors = () if last is None else tuple(last.ancestors)
+        if len(ancestors) >= MAX_ANCESTORS:
+            raise self._too_long(f"{len(ancestors)} responses")
+        earlier = await self._contexts(ancestors)
+        items: list[KeptItem] = []
+        ids = (*ancestors, previous_response_id)
+        for response_id, context in zip(ids, (*earlier, last), strict=True):
+            if context is None:
+                raise UnknownPreviousResponse(
+                    "previous_response_id", _gone(response_id, previous_response_id)
+                )
+            items += _kept(context.items)
+        if len(items) > MAX_ITEMS:
+            raise self._too_long(f"{len(items)} items")
+        return History(ids, tuple(items))
+
+    async def resolved(self, items: Sequence[InputItem], history: History) -> list[KeptItem]:
+        """The items, with those that references stand for; UnknownResponse names the reference's field."""
+        wanted = {item.id for item in items if isinstance(item, ItemReference)}
+        if not wanted:
+            return list(_kept(items))
+        found = {item.id: item for item in history.items if item.id in wanted}
+        response_ids = sorted(
+            {match[1] for item_id in wanted - set(found) if (match := _ITEM_ID.fullmatch(item_id))}
+        )
+        if len(response_ids) > MAX_REFERRED:
+            raise InvalidRequest(
+                "input",
+                f"refers to items of {len(response_ids)} responses; at most {MAX_REFERRED} are allowed",
+            )
+        for context in await self._contexts([f"resp_{each}" for each in response_ids]):
+            found |= {item.id: item for item in _kept(context.items if context else ()) if item.id in wanted}
+        resolved: list[KeptItem] = []
+        for index, item in enumerate(items):
+            if not isinstance(item, ItemReference):
+                resolved.append(item)
+            elif item.id in found:
+                resolved.append(found[item.id])
+            else:
+                raise UnknownResponse(f"input.{index}.id", f"no stored item has the id '{item.id[:60]}'")
+        return resolved
+
+    async def _contexts(self, response_ids: Sequence[str]) -> list[StoredContext | None]:
+        if not response_ids:
+            return []
+        if self._store is None:
+            raise UnknownPreviousResponse(
+                "previous_response_id", "this gateway keeps no responses (gateway.response_store: none)"
+            )
+        contexts = []
+        for text in await self._store.contexts(self._caller, response_ids):
+            self._bytes_left -= len(text or b"")
+            if self._bytes_left < 0:
+                raise self._too_long("more bytes than one message may have (gateway.max_message_mib)")
+            contexts.append(None if text is None else _parsed(text))
+            await self._budget.pause_if_spent()
+        return contexts
+
+    def _too_long(self, length: str) -> InvalidRequest:
+        return InvalidRequest(
+            "previous_response_id",
+            f"the conversation has {length}; begin a new one, with a summary of this one",
+        )
+
+
+def input_json(items: Sequence[KeptItem], request_id: str) -> list[dict[str, Any]]:
+    """A request's own items as they are kept, each with an id."""
+    return [as_kept(item, f"{PREFIXES[type(item)]}_{request_id}_i{n}") for n, item in enumerate(items)]
+
+
+def context_pieces(
+    history: History, own: Sequence[dict[str, Any]], output: Iterable[OutputItem]
+) -> Iterator[str]:
+    """StoredContext, in pieces; `own`: from `input_json`."""
+    yield f'{{"ancestors":{to_json(history.ancestors).decode()},"num_input":{len(own)},"items":['
+    comma = ""
+    for item in own:
+        yield comma + to_json(item).decode()
+        comma = ","
+    for each in output:
+        yield comma
+        yield from each.context_json()
+        comma = ","
+    yield "]}"
+
+
+def input_items_of(context: bytes) -> list[dict[str, Any]]:
+    """A stored response's own input, as `input_json` wrote it."""
+    stored = _parsed(context)
+    return [] if stored is None else input_json(list(_kept(stored.items[: stored.num_input])), "")
+
+
+def _kept(items: Iterable[InputItem]) -> Iterator[KeptItem]:
+    return (item for item in items if not isinstance(item, ItemReference))
+
+
+def _parsed(text: bytes) -> StoredContext | None:
+    """None if another version of Baton wrote it in another way."""
+    try:
+        return _CONTEXT.validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _gone(response_id: str, previous_response_id: str) -> str:
+    which = "it" if response_id == previous_response_id else f"'{response_id[:80]}', which it continues,"
+    return (
+        f"'{previous_response_id[:80]}' cannot be continued: {which} was never stored, or was deleted, displaced or is "
+        "too old; send the whole conversation as input"
+    )

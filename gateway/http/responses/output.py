@@ -1,0 +1,210 @@
+"""Output: an answer's items while it is generated, and how they changed; knows no stream and no response.
+
+in_progress --> completed
+     |--------> incomplete      the answer ended within the item
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Literal
+
+from baton.request import TokenLogprobs
+from gateway.choices import call_id
+from gateway.conversation import AnswerEvent, ArgumentsDelta, CallBegins, CallEnds, Reasoning, Text
+from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
+from gateway.http.whole_json import json_string, string_pieces
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+@dataclass(slots=True, eq=False)
+class OutputItem:
+    """One item. Its JSON comes in pieces that are each quick to make."""
+
+    id: str
+    index: int
+    status: ItemStatus = "in_progress"
+    _text: StringIO = field(default_factory=StringIO)
+
+    def add(self, text: str) -> None:
+        self._text.write(text)
+
+    def text_json(self) -> Iterator[str]:
+        """All of its text, with quotes."""
+        yield '"'
+        yield from string_pieces(self._text.getvalue())
+        yield '"'
+
+    def part(self) -> Iterator[str]:
+        """Its only part; an item without parts has none."""
+        return iter(())
+
+    def json(self, *, is_empty: bool = False) -> Iterator[str]:
+        """`is_empty`: as it was when it began."""
+        raise NotImplementedError
+
+    def context_json(self) -> Iterator[str]:
+        """What a later turn needs of it."""
+        return self.json()
+
+
+@dataclass(slots=True, eq=False)
+class MessageOutput(OutputItem):
+    """What the user is to read."""
+
+    tokens: ChatTokens | None = None
+    """Writes log-probabilities, if they are asked for."""
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+
+    def logprobs_json(self, columns: LogprobColumns | None = None) -> Iterator[str]:
+        """A list; of all tokens, or of `columns`."""
+        if self.tokens is None:
+            return iter(("[]",))
+        return self.tokens.positions(self.logprobs if columns is None else columns)
+
+    def part(self) -> Iterator[str]:
+        return self._part(self.logprobs_json())
+
+    def json(self, *, is_empty: bool = False) -> Iterator[str]:
+        return self._json(iter(()) if is_empty else self.part())
+
+    def context_json(self) -> Iterator[str]:
+        return self._json(self._part(iter(("[]",))))
+
+    def _part(self, logprobs: Iterator[str]) -> Iterator[str]:
+        yield '{"type":"output_text","text":'
+        yield from self.text_json()
+        yield ',"annotations":[],"logprobs":'
+        yield from logprobs
+        yield "}"
+
+    def _json(self, part: Iterator[str]) -> Iterator[str]:
+        yield f'{{"id":{json_string(self.id)},"type":"message","role":"assistant","status":"{self.status}","content":['
+        yield from part
+        yield "]}"
+
+
+@dataclass(slots=True, eq=False)
+class ReasoningOutput(OutputItem):
+    """What the model thought. `content` has the text itself; there is no summary of it."""
+
+    def part(self) -> Iterator[str]:
+        yield '{"type":"reasoning_text","text":'
+        yield from self.text_json()
+        yield "}"
+
+    def json(self, *, is_empty: bool = False) -> Iterator[str]:
+        yield f'{{"id":{json_string(self.id)},"type":"reasoning","status":"{self.status}","summary":[],"content":['
+        if not is_empty:
+            yield from self.part()
+        yield '],"encrypted_content":null}'
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CallOutput(OutputItem):
+    """A call that the client is to make; its text is the arguments."""
+
+    call_id: str
+    name: str
+
+    def json(self, *, is_empty: bool = False) -> Iterator[str]:
+        yield f'{{"id":{json_string(self.id)},"type":"function_call","status":"{self.status}",'
+        yield f'"call_id":{json_string(self.call_id)},"name":{json_string(self.name)},"arguments":'
+        yield from ('""',) if is_empty else self.text_json()
+        yield "}"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A new item began."""
+
+    item: OutputItem
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    """More of the open item."""
+
+    item: OutputItem
+    text: str
+    logprobs: LogprobColumns | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Nothing more comes of this item."""
+
+    item: OutputItem
+
+
+Change = Opened | Grew | Closed
+
+
+class Output:
+    """The items of one answer. At most one of them is open: items never overlap."""
+
+    def __init__(self, request_id: str, tokens: ChatTokens | None) -> None:
+        self._request_id = request_id
+        self._tokens = tokens
+        self._open: OutputItem | None = None
+        self._logprobs: list[TokenLogprobs] = []
+        """Of tokens whose text has not come yet."""
+        self.items: list[OutputItem] = []
+
+    def take(self, events: Iterable[AnswerEvent], logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[Change]:
+        """`logprobs`: of the tokens that are the user's text, in order."""
+        if self._tokens is not None:
+            self._logprobs += logprobs
+        for event in events:
+            match event:
+                case Text(text):
+                    if not isinstance(self._open, MessageOutput):
+                        yield from self._begin(MessageOutput(*self._named("msg"), tokens=self._tokens))
+                    yield self._grown(text)
+                case Reasoning(text):
+                    if not isinstance(self._open, ReasoningOutput):
+                        yield from self._begin(ReasoningOutput(*self._named("rs")))
+                    yield self._grown(text)
+                case CallBegins(index, name):
+                    call = call_id(self._request_id, index)
+                    yield from self._begin(CallOutput(*self._named("fc"), call_id=call, name=name))
+                case ArgumentsDelta(_, json):
+                    yield self._grown(json)
+                case CallEnds():
+                    yield from self._close("completed")
+
+    def end(self, is_cut: bool) -> Iterator[Change]:
+        """`is_cut`: the model had not finished. A finished answer without any item has an empty message."""
+        if not self.items and not is_cut:
+            yield from self._begin(MessageOutput(*self._named("msg"), tokens=self._tokens))
+        if isinstance(self._open, MessageOutput) and self._logprobs:
+            yield self._grown("")
+        is_incomplete = is_cut or isinstance(self._open, CallOutput)
+        yield from self._close("incomplete" if is_incomplete else "completed")
+
+    def _named(self, prefix: str) -> tuple[str, int]:
+        index = len(self.items)
+        return f"{prefix}_{self._request_id}_{index}", index
+
+    def _begin(self, item: OutputItem) -> Iterator[Change]:
+        yield from self._close("completed")
+        self.items.append(item)
+        self._open = item
+        yield Opened(item)
+
+    def _grown(self, text: str) -> Grew:
+        assert self._open is not None, "an item has begun"
+        self._open.add(text)
+        if not isinstance(self._open, MessageOutput) or not self._logprobs:
+            return Grew(self._open, text)
+        columns = LogprobColumns(self._logprobs)
+        self._open.logprobs.extend(self._logprobs)
+        self._logprobs = []
+        return Grew(self._open, text, columns)
+
+    def _close(self, status: ItemStatus) -> Iterator[Change]:
+        if self._open is not None:
+            self._open.status = status
+            yield Closed(self._open)
+            self._open = None

@@ -1,0 +1,213 @@
+"""Responding: one response while it is generated, sent whole or as a stream, and stored at its end."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import InvalidRequest, Overloaded, RequestAborted, StoreUnavailable
+from baton.request import FinishReason
+from gateway.choices import AnswerParsers, in_turns
+from gateway.error_codes import INTERNAL_MESSAGE, codes_of
+from gateway.http.answering import answering
+from gateway.http.event_stream import EventStream, Write, while_connected
+from gateway.http.openai.logprobs import ChatTokens
+from gateway.http.responses.answers import IncompleteDetails, ResponseError
+from gateway.http.responses.events import ResponseEvents
+from gateway.http.responses.history import History, context_pieces
+from gateway.http.responses.output import Change, Output
+from gateway.http.responses.response_json import ResponseJson, ResponseState, usage_of
+from gateway.http.responses.running import Running, RunningResponses
+from gateway.http.responses.store import StoredResponse
+from gateway.http.whole_json import WRITE_CHARACTERS, send_json
+from gateway.requests.driver import RequestDriver
+from gateway.requests.request import Delta, Finish, GatewayRequest
+from gateway.token_parts import TokenParts
+from gateway.turn_budget import TurnBudget
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What is to be generated, and what is to become of it."""
+
+    request: GatewayRequest
+    response: ResponseJson
+    history: History
+    own_items: Sequence[dict[str, Any]]
+    names: Mapping[str, str]
+    """The client's names of fields that errors name differently."""
+    stored_by: RunningResponses | None
+    """None: it is not stored."""
+
+
+class Responding(Response):
+    """Generates while it is sent. A client that leaves ends its request on all workers, and nothing is stored.
+
+    Errors before the first token are raised, and so get a status of their own; later ones end a stream with
+    `response.failed`.
+    """
+
+    def __init__(
+        self,
+        driver: RequestDriver,
+        generation: Generation,
+        parts: TokenParts,
+        tokens: ChatTokens | None,
+        *,
+        is_stream: bool,
+    ) -> None:
+        """`tokens` writes log-probabilities, if they are asked for."""
+        super().__init__()
+        self._driver = driver
+        self._generation = generation
+        self._is_stream = is_stream
+        self._parts = parts
+        self._output = Output(generation.request.request_id, tokens)
+        self._parser = AnswerParsers([generation.request])
+        self._num_tokens = 0
+        self._finish: Finish | None = None
+        self._running: Running | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
+        if generation.stored_by is not None:
+            self._running = generation.stored_by.begin(generation.request.caller.name, generation.response.id)
+        try:
+            if self._is_stream:
+                await EventStream(self._stream)(scope, receive, send)
+            else:
+                await while_connected(receive, self._send_whole(send))
+        finally:
+            if self._running is not None:
+                self._running.end()
+
+    async def _send_whole(self, send: Send) -> None:
+        try:
+            async with self._answering() as batches:
+                async for _, delta in in_turns(batches):
+                    for _change in self._changes(delta):
+                        pass
+        except RequestAborted as error:
+            await self._store_cancelled(error)
+            raise
+        state = self._end_state()
+        await self._store(state)
+        await send_json(self._generation.response.pieces(state, self._output.items), send)
+
+    async def _stream(self, write: Write) -> None:
+        """Sends the events of each delta at once."""
+        events = ResponseEvents(self._generation.response)
+        is_open = False
+        try:
+            async with self._answering() as batches:
+                async for _, delta in in_turns(batches):
+                    if not is_open:
+                        is_open = True
+                        await write("".join(events.opening()).encode("ascii"))
+                    await self._write(write, events.of(self._changes(delta)))
+            state = self._end_state()
+            await self._store(state)
+        except Exception as error:
+            if not is_open:
+                if isinstance(error, RequestAborted):
+                    await self._store_cancelled(error)
+                raise
+            state = self._failed_state(error)
+            await self._write(write, events.of(self._output.end(is_cut=True)))
+            if not isinstance(error, StoreUnavailable):
+                await self._store_if_possible(state)
+        await self._write(write, events.ending(state, self._output.items))
+
+    def _answering(self) -> Any:
+        return answering(self._driver, [self._generation.request], self._generation.names)
+
+    def _changes(self, delta: Delta) -> Iterator[Change]:
+        """Consume it before the next delta."""
+        self._num_tokens += len(delta.token_ids)
+        logprobs = self._parts.take(delta.token_ids, delta.logprobs)
+        if delta.finish is not None:
+            logprobs += self._parts.flush()
+        yield from self._output.take(self._parser.events(0, delta), logprobs)
+        if delta.finish is not None:
+            self._finish = delta.finish
+            yield from self._output.end(is_cut=delta.finish.reason is FinishReason.LENGTH)
+
+    def _end_state(self) -> ResponseState:
+        assert self._finish is not None, "an answer ends with its finish"
+        is_cut = self._finish.reason is FinishReason.LENGTH
+        num_input = len(self._generation.request.prompt_token_ids)
+        return ResponseState(
+            status="incomplete" if is_cut else "completed",
+            completed_at=None if is_cut else int(time.time()),
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            usage=usage_of(
+                num_input, self._finish.num_cached_tokens, self._num_tokens, self._parts.num_reasoning_tokens
+            ),
+        )
+
+    def _failed_state(self, error: Exception) -> ResponseState:
+        if type(error) is RequestAborted:
+            return ResponseState(status="cancelled")
+        is_internal = codes_of(error).is_internal
+        if is_internal:
+            logger.error("a stream failed", exc_info=error)
+        message = INTERNAL_MESSAGE if is_internal else str(error)
+        if isinstance(error, Overloaded):
+            return ResponseState(status="failed", error=ResponseError("rate_limit_exceeded", message))
+        if isinstance(error, InvalidRequest):
+            return ResponseState(status="failed", error=ResponseError("invalid_prompt", message))
+        return ResponseState(status="failed", error=ResponseError("server_error", message))
+
+    async def _store_cancelled(self, error: RequestAborted) -> None:
+        """Of an answer that no one has seen; `error` may also be a deadline's, which leaves nothing."""
+        if type(error) is RequestAborted:
+            for _change in self._output.end(is_cut=True):
+                pass
+            await self._store_if_possible(ResponseState(status="cancelled"))
+
+    async def _store_if_possible(self, state: ResponseState) -> None:
+        try:
+            await self._store(state)
+        except Exception as error:  # the client is told of the first error
+            logger.warning("a response that ended early was not stored: %s", error)
+
+    async def _store(self, state: ResponseState) -> None:
+        generation = self._generation
+        if self._running is None:
+            return
+        items = self._output.items
+        response = await _joined(generation.response.pieces(state, items))
+        context = await _joined(context_pieces(generation.history, generation.own_items, items))
+        await self._running.keep(StoredResponse(response, context))
+
+    async def _write(self, write: Write, pieces: Iterable[str]) -> None:
+        """ASCII; a large part at a time."""
+        budget = TurnBudget(asyncio.get_running_loop().time)
+        waiting: list[str] = []
+        num_waiting = 0
+        for piece in pieces:
+            waiting.append(piece)
+            num_waiting += len(piece)
+            if num_waiting >= WRITE_CHARACTERS:
+                await write("".join(waiting).encode("ascii"))
+                waiting, num_waiting = [], 0
+            await budget.pause_if_spent()
+        if waiting:
+            await write("".join(waiting).encode("ascii"))
+
+
+async def _joined(pieces: Iterable[str]) -> bytes:
+    """Others run in between."""
+    budget = TurnBudget(asyncio.get_running_loop().time)
+    parts: list[str] = []
+    for piece in pieces:
+        parts.append(piece)
+        await budget.pause_if_spent()
+    return "".join(parts).encode()

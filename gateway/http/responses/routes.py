@@ -1,0 +1,186 @@
+"""The routes of the Responses API: creating, reading, ending and deleting responses."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.errors import InvalidRequest, UnknownResponse
+from gateway.auth.callers import Caller
+from gateway.http.call import HttpCall, TimeoutMs
+from gateway.http.openai.description import ERRORS
+from gateway.http.responses.answers import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseEvent,
+    ResponseObject,
+)
+from gateway.http.responses.create import CreateResponse
+from gateway.http.responses.create_request import InputTokensRequest, ResponseRequest
+from gateway.http.responses.history import input_items_of
+from gateway.http.responses.running import RunningResponses
+from gateway.http.responses.store import ResponseStore
+from gateway.http.schemas import whole_schema
+from gateway.http.strict_json import JsonRoute
+from gateway.model import ServedModel
+from gateway.preprocess import Preprocessor
+from gateway.requests.driver import RequestDriver
+
+API = "responses"
+"""The label of these requests in metrics and logs."""
+PATH = "/v1/responses"
+MAX_LISTED = 100
+
+STREAM: dict[str, Any] = {
+    "description": "A stream if `stream` is true; its last event has the whole response",
+    "content": {
+        "text/event-stream": {
+            "itemSchema": {
+                "type": "object",
+                "properties": {
+                    "event": {"type": "string", "description": "The type, once more"},
+                    "data": {
+                        "type": "string",
+                        "contentMediaType": "application/json",
+                        "contentSchema": whole_schema(ResponseEvent),
+                    },
+                },
+                "required": ["event", "data"],
+            }
+        }
+    },
+}
+
+
+class StoredResponses:
+    """What callers may do with their own responses; one instance serves all calls."""
+
+    def __init__(self, driver: RequestDriver, running: RunningResponses | None) -> None:
+        self._driver = driver
+        self._running = running
+
+    async def get(self, caller: Caller, response_id: str) -> bytes:
+        """UnknownResponse if the caller has none of that id."""
+        found = await self._store.response(caller.name, response_id)
+        if found is None:
+            raise _unknown(response_id)
+        return found
+
+    async def delete(self, caller: Caller, response_id: str) -> DeletedResponse:
+        if not await self._store.delete(caller.name, response_id):
+            raise _unknown(response_id)
+        return DeletedResponse(response_id, "response", True)
+
+    async def cancel(self, caller: Caller, response_id: str) -> bytes:
+        """Ends a response that runs here, and returns it as it ended."""
+        running = None if self._running is None else self._running.find(caller.name, response_id)
+        if running is None:
+            stored = json.loads(await self.get(caller, response_id))
+            raise InvalidRequest(
+                "response_id",
+                f"the response has ended ({stored['status']}); only a running one can be cancelled",
+            )
+        self._driver.abort(response_id.removeprefix("resp_"), caller)
+        if (ended := await running.ended()) is None:
+            raise _unknown(response_id)
+        return ended
+
+    async def input_items(
+        self, caller: Caller, response_id: str, after: str | None, limit: int, order: Literal["asc", "desc"]
+    ) -> ItemList:
+        (context,) = await self._store.contexts(caller.name, [response_id])
+        if context is None:
+            raise _unknown(response_id)
+        items = input_items_of(context)
+        if order == "desc":
+            items.reverse()
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise InvalidRequest("after", f"no item of this response has the id '{after[:60]}'")
+        begin = 0 if after is None else ids.index(after) + 1
+        listed = items[begin : begin + limit]
+        return ItemList(
+            "list",
+            listed,
+            listed[0]["id"] if listed else None,
+            listed[-1]["id"] if listed else None,
+            begin + limit < len(items),
+        )
+
+    @property
+    def _store(self) -> ResponseStore:
+        if self._running is None:
+            raise UnknownResponse(
+                "response_id", "this gateway keeps no responses (gateway.response_store: none)"
+            )
+        return self._running.store
+
+
+def responses_routes(
+    driver: RequestDriver,
+    preprocessor: Preprocessor,
+    model: ServedModel,
+    store: ResponseStore | None,
+    max_history_bytes: int,
+) -> APIRouter:
+    """`store` None: nothing is kept. `max_history_bytes`: of what one response continues."""
+    routes = APIRouter(route_class=JsonRoute)
+    running = None if store is None else RunningResponses(store)
+    creates = CreateResponse(driver, preprocessor, model, running, max_history_bytes)
+    stored = StoredResponses(driver, running)
+    answer: dict[str, Any] = {"response_model": ResponseObject, "responses": ERRORS}
+
+    @routes.post(
+        PATH,
+        summary="Answer, and keep the response",
+        response_model=ResponseObject,
+        responses={200: STREAM, **ERRORS},
+    )
+    async def create(body: ResponseRequest, request: Request, timeout_ms: TimeoutMs = None) -> Response:
+        return await creates.create(body, HttpCall.of(request, API, timeout_ms))
+
+    @routes.post(f"{PATH}/input_tokens", summary="Count a prompt's tokens", responses=ERRORS)
+    async def input_tokens(
+        body: InputTokensRequest, request: Request, timeout_ms: TimeoutMs = None
+    ) -> InputTokens:
+        return await creates.count(body, HttpCall.of(request, API, timeout_ms))
+
+    @routes.get(PATH + "/{response_id}", summary="A stored response", **answer)
+    async def get(
+        response_id: str, request: Request, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        if stream or starting_after is not None:
+            field = "stream" if stream else "starting_after"
+            raise InvalidRequest(field, "a stored response is not streamed again; remove it")
+        return _json(await stored.get(request.state.caller, response_id))
+
+    @routes.delete(PATH + "/{response_id}", summary="Forget a response", responses=ERRORS)
+    async def delete(response_id: str, request: Request) -> DeletedResponse:
+        return await stored.delete(request.state.caller, response_id)
+
+    @routes.post(PATH + "/{response_id}/cancel", summary="End a running response", **answer)
+    async def cancel(response_id: str, request: Request) -> Response:
+        return _json(await stored.cancel(request.state.caller, response_id))
+
+    @routes.get(PATH + "/{response_id}/input_items", summary="What a response answered", responses=ERRORS)
+    async def input_items(
+        response_id: str,
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> ItemList:
+        return await stored.input_items(request.state.caller, response_id, after, limit, order)
+
+    return routes
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _unknown(response_id: str) -> UnknownResponse:
+    return UnknownResponse("response_id", f"you have no stored response '{response_id[:80]}'")

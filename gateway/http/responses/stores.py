@@ -1,0 +1,26 @@
+"""The store that the configuration asks for; the only module that imports redis_store.py."""
+
+from baton.clock import Clock
+from baton.config import GatewayConfig
+from baton.errors import ConfigError
+from gateway.http.responses.store import MemoryStore, ResponseStore, StoreBounds
+
+
+def store_for(config: GatewayConfig, clock: Clock) -> ResponseStore | None:
+    """None: nothing is kept. ConfigError says what to install, or what is wrong with the URL."""
+    bounds = StoreBounds(config.response_store_caller_mib * 2**20, config.response_store_ttl_s)
+    if config.response_store == "none":
+        return None
+    if config.response_store == "memory":
+        return MemoryStore(bounds, config.response_store_mib * 2**20, clock)
+    try:
+        from gateway.http.responses.redis_store import RedisStore  # an optional extra
+    except ImportError as error:
+        raise ConfigError(
+            f"gateway.response_store needs Redis' client, but {error.name} is not installed; install Baton with its "
+            "extra: pip install 'baton[redis]'"
+        ) from None
+    try:
+        return RedisStore(config.response_store, bounds)
+    except ValueError as error:
+        raise ConfigError(f"gateway.response_store: {error}") from None

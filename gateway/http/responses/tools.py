@@ -1,0 +1,81 @@
+"""Tools of the Responses API, and which of them a turn may call, as our own values."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.http.body import Body, NotSupported
+
+MAX_TOOLS = 1024
+MAX_DESCRIPTION_CHARACTERS = 100_000
+
+ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class FunctionTool(Body):
+    """A function that the client runs. Tools that OpenAI hosts, MCP servers and custom tools are not supported."""
+
+    # A dumped object of the `openai` package has `async_`.
+    model_config = ConfigDict(populate_by_name=True)
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARACTERS)
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
+    strict: bool | None = Field(
+        None, description="Default true, as in OpenAI's API: arguments always match the schema."
+    )
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
+    async_: NotSupported = Field(None, alias="async")
+    defer_loading: Literal[False] | None = None
+    output_schema: NotSupported = None
+
+    def as_tool(self) -> Tool:
+        strict = self.strict is not False
+        if self.parameters is None:
+            return Tool(self.name, self.description, strict=strict)
+        return Tool(self.name, self.description, self.parameters, strict)
+
+    def as_shown(self) -> dict[str, Any]:
+        """As a response repeats it."""
+        return {
+            "type": "function",
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.strict is not False,
+        }
+
+
+class NamedFunction(Body):
+    """One of the tools."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class AllowedTools(Body):
+    """A subset of the tools; the others stay in the prompt."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+ToolChoiceField = (
+    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
+)
+
+
+def tool_choice_of(choice: ToolChoiceField | None) -> ToolChoice:
+    """Whether its tools are there is checked by the model's format, for all APIs."""
+    match choice:
+        case None:
+            return ToolChoice()
+        case NamedFunction(name=name):
+            return ToolChoice(ToolUse.REQUIRED, (name,))
+        case AllowedTools(mode=mode):
+            return ToolChoice(ToolUse(mode), tuple(tool.name for tool in choice.tools))
+        case str():
+            return ToolChoice(ToolUse(choice))

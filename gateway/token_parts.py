@@ -1,0 +1,72 @@
+"""TokenParts: which part of an answer each of its tokens belongs to, for usage and log-probabilities.
+
+Events say this of text, which comes later than its tokens and is cut otherwise. So each token's own text goes through a
+parser of its own here.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from baton.request import TokenLogprobs
+from gateway.conversation import AnswerEvent, AnswerPart, Reasoning, Text
+from gateway.requests.request import GatewayRequest
+from gateway.text import Detokenizer, Tokenizer
+
+
+class TokenParts:
+    """For one answer's tokens, in order. A tag counts as what it encloses, and so do spaces beside it; a token across
+    two parts counts for the first, unless that is text. Answers that are text alone cost nothing."""
+
+    def __init__(self, request: GatewayRequest, tokenizer: Tokenizer) -> None:
+        """`request` is a conversation without `keep_special_tokens`."""
+        self._parser = request.new_parser()
+        self._detokenizer = Detokenizer(
+            tokenizer.backend, True, request.prompt_token_ids, tokenizer.kept_tokens
+        )
+        self._waiting: list[TokenLogprobs | None] = []
+        """Tokens that may be a tag or text."""
+        self._has_call = False
+        """A call began since the last text."""
+        self.num_reasoning_tokens = 0
+        """So far."""
+
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[TokenLogprobs]:
+        """The log-probabilities of those tokens that turned out to be text. `logprobs`: none, or one for each."""
+        if self._parser is None:
+            return list(logprobs)
+        texts: list[TokenLogprobs] = []
+        for token_id, logprob in zip_longest(token_ids, logprobs):
+            before = self._parser.part
+            events = self._parser.push(self._detokenizer.push(token_id))
+            self._waiting.append(logprob)
+            part = self._certain_part(before, events, self._parser.part)
+            if part is not None:
+                texts += self._resolved(part)
+        return texts
+
+    def flush(self) -> list[TokenLogprobs]:
+        """The rest, when no more tokens come."""
+        return self._resolved(AnswerPart.TEXT)
+
+    def _certain_part(
+        self, before: AnswerPart, events: Sequence[AnswerEvent], after: AnswerPart
+    ) -> AnswerPart | None:
+        """Of the tokens that wait, the last one included; None: not certain yet."""
+        if before is AnswerPart.REASONING:
+            return before
+        if any(isinstance(event, Text) for event in events):
+            self._has_call = False
+            return AnswerPart.TEXT
+        if any(not isinstance(event, Reasoning) for event in events):
+            self._has_call = True
+            return AnswerPart.CALL
+        if after is AnswerPart.REASONING:
+            return after
+        return before if before is AnswerPart.CALL and self._has_call else None
+
+    def _resolved(self, part: AnswerPart) -> list[TokenLogprobs]:
+        if part is AnswerPart.REASONING:
+            self.num_reasoning_tokens += len(self._waiting)
+        texts = [each for each in self._waiting if each is not None] if part is AnswerPart.TEXT else []
+        self._waiting.clear()
+        return texts

@@ -1,0 +1,123 @@
+"""Bodies that are meant to hurt: bounded work, one clear error, and the gateway serves others meanwhile."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from baton.request import FinishReason
+from tests.factories.gateway import GatewayUnderTest, Script, gateway_with, outputs_of
+from tests.factories.models import make_tokenizer
+
+ANSWER = make_tokenizer().encode("The cache is the baton").ids
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+SAYS: Script = lambda request: outputs_of(request, ANSWER, finish=FinishReason.STOP)  # noqa: E731
+LONGEST_PAUSE_S = 10.0
+"""Generous, since tests run beside others. What would block the loop takes minutes."""
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "too many items": {"input": [{"role": "user", "content": "x"}] * 5000},
+    "too many parts": {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 2000}]},
+    "too many tools": {"input": "x", "tools": [TOOL | {"name": f"f{n}"} for n in range(2000)]},
+    "a deep schema": {"input": "x", "tools": [TOOL | {"parameters": nested(100)}]},
+    "unknown items": {"input": [{"type": f"t{n}"} for n in range(4000)]},
+    "references to many responses": {"input": [{"id": f"msg_{n}_0"} for n in range(4000)]},
+    "calls without results, results without calls": {
+        "input": [
+            {"type": "function_call", "call_id": f"{n}", "name": "f", "arguments": "{"} for n in range(2000)
+        ]
+        + [{"type": "function_call_output", "call_id": "no", "output": "x"}]
+    },
+    "an id that is long": {"input": "x", "previous_response_id": "resp_" + "x" * 10_000},
+    "an id with everything": {"input": "x", "previous_response_id": "resp_\u0000/../{}*\n\r:'\""},
+    "a text that fits nowhere": {"input": "x" * 4_000_000},
+    "many texts that fit nowhere": {
+        "input": [{"role": "user", "content": "x" * 1000}] * 4000,
+        "truncation": "auto",
+    },
+}
+
+
+async def longest_pause(under_test: GatewayUnderTest, call: Any) -> tuple[Any, float]:
+    """The answer of `call`, and how long another caller's probe waited at most."""
+    longest = 0.0
+
+    async def probe() -> None:
+        nonlocal longest
+        async with httpx2.AsyncClient(timeout=60.0) as client:
+            while True:
+                began = time.monotonic()
+                await client.get(f"{under_test.http_url}/health")
+                longest = max(longest, time.monotonic() - began)
+                await asyncio.sleep(0.01)
+
+    probing = asyncio.create_task(probe())
+    try:
+        return await call, longest
+    finally:
+        probing.cancel()
+
+
+async def post(under_test: GatewayUnderTest, body: dict[str, Any], path: str = "") -> httpx2.Response:
+    async with httpx2.AsyncClient(timeout=100.0) as client:
+        return await client.post(f"{under_test.http_url}/v1/responses{path}", json={"model": "tiny"} | body)
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_hostile_body_is_one_error_and_no_pause(folder: Path, name: str) -> None:
+    async with gateway_with(folder, {}, {"d0": SAYS}) as under_test:
+        for path in ("", "/input_tokens"):
+            answer, longest = await longest_pause(under_test, post(under_test, BODIES[name], path))
+            assert answer.status_code in (400, 404), answer.text[:300]
+            assert len(answer.content) < 2000
+            assert answer.json()["error"]["param"]
+            assert longest < LONGEST_PAUSE_S
+        assert (await post(under_test, {"input": "Hello"})).status_code == 200
+
+
+async def test_as_many_tools_as_are_allowed(folder: Path) -> None:
+    """Their prompt is too long for this model, which is said as of any prompt."""
+    tools = [TOOL | {"name": f"f{n}"} for n in range(1024)]
+    async with gateway_with(folder, {}, {"d0": SAYS}) as under_test:
+        answer, longest = await longest_pause(under_test, post(under_test, {"input": "x", "tools": tools}))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert longest < LONGEST_PAUSE_S
+
+
+async def test_a_chain_that_grows_ends_with_an_error_and_no_more_memory(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": SAYS}, max_message_mib=1, max_model_len=8192) as under_test:
+        previous, status = None, 200
+        for _ in range(40):
+            answer = await post(under_test, {"input": "x" * 900, "previous_response_id": previous})
+            status = answer.status_code
+            if status != 200:
+                break
+            previous = answer.json()["id"]
+        assert status == 400
+        assert answer.json()["error"]["param"] == "input"
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_paths_with_anything_in_them_are_unknown(folder: Path) -> None:
+    async with (
+        gateway_with(folder, {}, {"d0": SAYS}) as under_test,
+        httpx2.AsyncClient(timeout=60.0) as client,
+    ):
+        for name in ("resp_", "resp_%00", "%2e%2e", "resp_*", "resp_%0a%0d", "x" * 4000, "%F0%9F%98%80"):
+            for method, end in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+                answer = await client.request(method, f"{under_test.http_url}/v1/responses/{name}{end}")
+                assert answer.status_code == 404, (method, name, end, answer.text)
+                assert json.loads(answer.content)["error"]["type"] == "not_found_error"

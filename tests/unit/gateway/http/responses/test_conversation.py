@@ -1,0 +1,152 @@
+"""Items become the turns that a model's template gets; the oldest exchanges go first where a prompt is too long."""
+
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest, PromptTooLong
+from gateway.conversation import ChatMessage, Conversation, ReasoningOptions, ToolCall, ToolChoice, ToolUse
+from gateway.http.responses.conversation import conversation_of, messages_of, shortened
+from gateway.http.responses.create_request import ResponseRequest
+from gateway.http.responses.items import KeptItem
+
+
+def items_of(*items: dict[str, Any]) -> list[KeptItem]:
+    return ResponseRequest.model_validate({"model": "tiny", "input": list(items)}).items  # type: ignore[return-value]
+
+
+def call(number: int, **fields: Any) -> dict[str, Any]:
+    head = {"type": "function_call", "call_id": f"call_{number}", "name": f"f{number}", "arguments": "{}"}
+    return head | fields
+
+
+def result(number: int, output: Any = "4") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": f"call_{number}", "output": output}
+
+
+USER = {
+    "role": "user",
+    "content": [{"type": "input_text", "text": "Hel"}, {"type": "input_text", "text": "lo"}],
+}
+THOUGHT = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "Hm"}],
+}
+
+
+def test_what_the_assistant_did_at_once_is_one_turn() -> None:
+    said = {"type": "message", "role": "assistant", "content": "Look:"}
+    messages = messages_of(items_of(USER, THOUGHT, said, call(0), call(1), result(0), result(1)))
+    calls = (ToolCall("call_0", "f0", "{}"), ToolCall("call_1", "f1", "{}"))
+    assert messages == (
+        ChatMessage("user", "Hello"),
+        ChatMessage("assistant", "Look:", reasoning="Hm", tool_calls=calls),
+        ChatMessage("tool", "4", tool_call_id="call_0", name="f0"),
+        ChatMessage("tool", "4", tool_call_id="call_1", name="f1"),
+    )
+
+
+def test_another_text_or_thought_begins_another_turn() -> None:
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "A", "annotations": []}]}
+    messages = messages_of(items_of(said, said, call(0), THOUGHT, call(1)))
+    assert [(turn.content, turn.reasoning, len(turn.tool_calls)) for turn in messages] == [
+        ("A", None, 0),
+        ("A", None, 1),
+        ("", "Hm", 1),
+    ]
+
+
+def test_a_call_that_was_cut_off_is_not_shown_to_the_model() -> None:
+    assert messages_of(items_of(USER, call(0, status="incomplete", arguments='{"a'))) == (
+        ChatMessage("user", "Hello"),
+    )
+
+
+def test_a_result_without_its_call_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="input: no function_call with the call_id 'call_7' precedes"):
+        messages_of(items_of(USER, result(7)))
+
+
+def test_summaries_stand_for_reasoning_that_is_not_there() -> None:
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "In short"}]}
+    assert messages_of(items_of(thought))[0].reasoning == "In short"
+
+
+def test_a_result_in_parts_is_one_text() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert messages_of(items_of(call(0), result(0, parts)))[1].content == "ab"
+
+
+def test_a_conversation_has_the_bodys_tools_and_choices() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    body = ResponseRequest.model_validate(
+        {
+            "model": "tiny",
+            "input": "Hello",
+            "instructions": "Be brief",
+            "tools": [
+                {"type": "function", "name": "f", "parameters": schema},
+                {"type": "function", "name": "g", "parameters": None, "strict": False},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "f"}],
+            },
+            "parallel_tool_calls": False,
+            "reasoning": {"effort": "low"},
+        }
+    )
+    conversation = conversation_of(body, items_of(USER))
+    assert conversation.messages == (ChatMessage("system", "Be brief"), ChatMessage("user", "Hello"))
+    f, g = conversation.tools
+    assert (f.name, f.parameters, f.strict) == ("f", schema, True)
+    assert (g.parameters, g.strict) == ({"type": "object", "properties": {}}, False)
+    assert conversation.tool_choice == ToolChoice(ToolUse.REQUIRED, ("f",))
+    assert not conversation.parallel_tool_calls
+    assert conversation.reasoning == ReasoningOptions(effort="low")
+
+
+@pytest.mark.parametrize("room", range(3, 12))
+async def test_the_oldest_exchanges_go_first_and_no_more_than_must(room: int) -> None:
+    turns = [ChatMessage("system", "s")]
+    for number in range(5):
+        turns += [ChatMessage("user", f"u{number}"), ChatMessage("assistant", f"a{number}")]
+    asked: list[int] = []
+
+    async def fits(conversation: Conversation) -> bool:
+        asked.append(len(conversation.messages))
+        return len(conversation.messages) <= room
+
+    found = (await shortened(Conversation(tuple(turns)), fits)).messages
+    num_left = max(1, min(5, (room - 1) // 2))
+    assert found == (turns[0], *turns[-2 * num_left :])
+    assert len(asked) <= 3
+
+
+async def test_calls_stay_beside_their_results() -> None:
+    turns = messages_of(items_of(USER, call(0), result(0), USER, call(1), result(1), USER))
+
+    async def fits(conversation: Conversation) -> bool:
+        return len(conversation.messages) <= 5
+
+    found = (await shortened(Conversation(turns), fits)).messages
+    assert [turn.role for turn in found] == ["user", "assistant", "tool", "user"]
+
+
+async def test_a_last_exchange_that_is_too_long_is_an_error() -> None:
+    async def fits(conversation: Conversation) -> bool:
+        return False
+
+    with pytest.raises(PromptTooLong, match="the last exchange alone"):
+        await shortened(Conversation(messages_of(items_of(USER, USER, USER))), fits)
+
+
+async def test_a_single_exchange_cannot_be_shortened() -> None:
+    async def fits(conversation: Conversation) -> bool:
+        raise AssertionError("nothing to ask")
+
+    with pytest.raises(PromptTooLong, match="no earlier exchange"):
+        await shortened(Conversation(messages_of(items_of(USER, call(0), result(0)))), fits)

@@ -1,0 +1,143 @@
+"""What a request continues: whole chains, references to items, and never more than a conversation may have."""
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.clock import VirtualClock
+from baton.errors import InvalidRequest, UnknownPreviousResponse, UnknownResponse
+from gateway.conversation import ArgumentsDelta, CallBegins, CallEnds, Text
+from gateway.http.responses import history as history_module
+from gateway.http.responses.create_request import ResponseRequest
+from gateway.http.responses.history import (
+    History,
+    HistoryReader,
+    context_pieces,
+    input_items_of,
+    input_json,
+)
+from gateway.http.responses.items import MessageItem
+from gateway.http.responses.output import Output
+from gateway.http.responses.store import MemoryStore, StoreBounds, StoredResponse
+from gateway.turn_budget import TurnBudget
+
+MIB = 2**20
+
+
+def reader(store: MemoryStore, max_bytes: int = MIB, caller: str = "alice") -> HistoryReader:
+    return HistoryReader(store, caller, max_bytes, TurnBudget(lambda: 0.0))
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(StoreBounds(8 * MIB, 1000.0), 8 * MIB, VirtualClock())
+
+
+def items_of(*items: dict[str, Any]) -> Any:
+    return ResponseRequest.model_validate({"model": "tiny", "input": list(items)}).items
+
+
+async def kept(store: MemoryStore, name: str, before: str | None, *items: dict[str, Any]) -> None:
+    """A response with these items as input, whose output is its own name and a call."""
+    read = reader(store)
+    history = await read.before(before)
+    own = input_json(await read.resolved(items_of(*items), history), name)
+    output = Output(name, None)
+    list(output.take([Text(f"text of {name}"), CallBegins(0, "f"), ArgumentsDelta(0, "{}"), CallEnds(0)]))
+    list(output.end(is_cut=False))
+    context = "".join(context_pieces(history, own, output.items)).encode()
+    await store.keep("alice", f"resp_{name}", StoredResponse(b"{}", context))
+
+
+def user(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text} | fields
+
+
+async def test_a_chain_has_all_turns_in_order(store: MemoryStore) -> None:
+    await kept(store, "a", None, user("one"))
+    await kept(store, "b", "resp_a", user("two"))
+    await kept(store, "c", "resp_b", user("three"))
+    history = await reader(store).before("resp_c")
+    assert history.ancestors == ("resp_a", "resp_b", "resp_c")
+    texts = [item.text for item in history.items if item.type == "message"]
+    assert texts == ["one", "text of a", "two", "text of b", "three", "text of c"]
+    assert (await reader(store).before(None)) == History()
+
+
+async def test_each_response_keeps_its_own_turn_alone(store: MemoryStore) -> None:
+    """So a long chain costs what its conversation costs."""
+    before = None
+    for number in range(100):
+        await kept(store, f"{number:03}", before, user("x" * 1000))
+        before = f"resp_{number:03}"
+    assert store.num_bytes < 100 * 5000
+
+
+@pytest.mark.parametrize("gone", ["resp_a", "resp_b", "resp_c"])
+async def test_a_chain_with_a_gap_is_not_continued(store: MemoryStore, gone: str) -> None:
+    await kept(store, "a", None, user("one"))
+    await kept(store, "b", "resp_a", user("two"))
+    await kept(store, "c", "resp_b", user("three"))
+    await store.delete("alice", gone)
+    with pytest.raises(UnknownPreviousResponse, match=r"'resp_c' cannot be continued") as caught:
+        await reader(store).before("resp_c")
+    assert caught.value.field == "previous_response_id"
+
+
+async def test_another_callers_chain_is_not_there(store: MemoryStore) -> None:
+    await kept(store, "a", None, user("one"))
+    with pytest.raises(UnknownPreviousResponse) as hers:
+        await reader(store, caller="bob").before("resp_a")
+    with pytest.raises(UnknownPreviousResponse) as nobodys:
+        await reader(store, caller="bob").before("resp_z")
+    assert str(hers.value).replace("resp_a", "resp_z") == str(nobodys.value)
+    with pytest.raises(UnknownResponse):
+        await reader(store, caller="bob").resolved(items_of({"id": "msg_a_0"}), History())
+
+
+async def test_references_stand_for_stored_items(store: MemoryStore) -> None:
+    await kept(store, "a", None, user("one", id="msg_mine"), user("more"))
+    await kept(store, "b", None, user("two"))
+    history = await reader(store).before("resp_a")
+    found = await reader(store).resolved(
+        items_of(
+            {"id": "msg_a_0"}, {"type": "item_reference", "id": "msg_b_i0"}, {"id": "msg_mine"}, user("x")
+        ),
+        history,
+    )
+    assert [item.text for item in found if isinstance(item, MessageItem)] == ["text of a", "two", "one", "x"]
+    (call,) = await reader(store).resolved(items_of({"id": "fc_b_1"}), History())
+    assert (call.type, call.status) == ("function_call", "completed")
+    with pytest.raises(UnknownResponse, match="no stored item has the id 'msg_a_9'") as caught:
+        await reader(store).resolved(items_of(user("x"), {"id": "msg_a_9"}), history)
+    assert caught.value.field == "input.1.id"
+
+
+async def test_a_conversation_is_bounded(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    await kept(store, "a", None, user("x" * 1000))
+    await kept(store, "b", "resp_a", user("two"))
+    with pytest.raises(InvalidRequest, match="more bytes"):
+        await reader(store, max_bytes=1000).before("resp_b")
+    monkeypatch.setattr(history_module, "MAX_ITEMS", 5)
+    with pytest.raises(InvalidRequest, match="has 6 items"):
+        await reader(store).before("resp_b")
+    monkeypatch.setattr(history_module, "MAX_ANCESTORS", 1)
+    with pytest.raises(InvalidRequest, match="has 1 responses"):
+        await reader(store).before("resp_b")
+    with pytest.raises(InvalidRequest, match="at most 64"):
+        await reader(store).resolved(items_of(*({"id": f"msg_{n}_0"} for n in range(65))), History())
+
+
+async def test_what_another_version_stored_is_not_there(store: MemoryStore) -> None:
+    await store.keep("alice", "resp_a", StoredResponse(b"{}", b'{"turns": []}'))
+    with pytest.raises(UnknownPreviousResponse):
+        await reader(store).before("resp_a")
+
+
+def test_input_items_are_listed_as_they_are_kept() -> None:
+    own = input_json(items_of(user("one"), {"type": "reasoning", "summary": []}), "r")
+    context = "".join(context_pieces(History(), own, ())).encode()
+    assert json.loads(context)["num_input"] == 2
+    assert input_items_of(context) == own
+    assert [item["id"] for item in own] == ["msg_r_i0", "rs_r_i1"]

@@ -1,0 +1,166 @@
+"""Every field of the public API is honoured or refused by name, and the page says which."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseReasoningItem,
+    response_create_params,
+)
+from openai.types.responses.input_token_count_params import InputTokenCountParams
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from baton.errors import InvalidRequest
+from gateway.http.body import NotSupported
+from gateway.http.responses.answers import ResponseObject
+from gateway.http.responses.create_request import (
+    InputTokensRequest,
+    PromptFields,
+    ReasoningFields,
+    ResponseRequest,
+    ResponseStreamOptions,
+    TextOptions,
+)
+from gateway.http.responses.items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    ItemReference,
+    MessageItem,
+    ReasoningItem,
+)
+from gateway.http.responses.tools import AllowedTools, FunctionTool
+
+PAGE = (Path(__file__).parents[5] / "docs" / "responses.md").read_text()
+PUBLIC = {
+    name
+    for kind in get_args(response_create_params.ResponseCreateParams)
+    for base in (kind, response_create_params.ResponseCreateParamsBase)
+    for name in getattr(base, "__annotations__", {})
+}
+
+
+def error_of(**fields: Any) -> str:
+    with pytest.raises((ValidationError, InvalidRequest)) as caught:
+        ResponseRequest.model_validate({"model": "tiny", "input": "Hello"} | fields)
+    return str(caught.value)
+
+
+def test_every_field_of_the_public_api_is_known_and_on_the_page() -> None:
+    assert len(PUBLIC) >= 33
+    assert sorted(PUBLIC - set(ResponseRequest.model_fields)) == []
+    assert [name for name in sorted(PUBLIC) if f"`{name}`" not in PAGE] == []
+
+
+def test_the_token_count_knows_the_public_fields() -> None:
+    assert sorted(set(InputTokenCountParams.__annotations__) - set(InputTokensRequest.model_fields)) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            ResponseRequest,
+            InputTokensRequest,
+            ReasoningFields,
+            TextOptions,
+            ResponseStreamOptions,
+            FunctionTool,
+        ),
+        *(MessageItem, FunctionCallItem, FunctionCallOutputItem, ReasoningItem, ItemReference, AllowedTools),
+    ],
+)
+def test_no_unknown_field_is_admitted(body: type[BaseModel]) -> None:
+    assert body.model_json_schema()["additionalProperties"] is False
+    assert PromptFields.model_config["strict"] is True
+
+
+def refused_fields() -> list[str]:
+    return [
+        name
+        for name, field in ResponseRequest.model_fields.items()
+        if field.annotation is NotSupported or (field.annotation is type(None))
+    ]
+
+
+@pytest.mark.parametrize("name", refused_fields())
+def test_a_refused_field_is_named_and_on_the_page_as_refused(name: str) -> None:
+    assert f"\n{name}\n" in error_of(**{name: {"x": 1}})
+    refused = next(line for line in PAGE.splitlines() if line.startswith("| refused |"))
+    assert f"`{name}`" in refused
+
+
+def test_some_are_refused() -> None:
+    assert {"prompt", "conversation", "prompt_cache_options"} <= set(refused_fields())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"background": True}, "background"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"tools": [{"type": "web_search"}]}, "web_search"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "mcp"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
+        ({"tool_choice": {"type": "file_search"}}, "file_search"),
+        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "computer_call"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input_image",
+        ),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "encrypted_content"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options: needs stream: true"),
+        ({"top_logprobs": 2}, "top_logprobs: needs include"),
+        ({"input": None}, "input: required, but missing"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    assert words in error_of(**fields)
+
+
+def test_objects_of_the_package_may_be_sent_back_whole() -> None:
+    """As dumped, with all of their empty fields."""
+    text = {"type": "output_text", "text": "A", "annotations": [], "logprobs": []}
+    sent = [
+        ResponseReasoningItem.model_validate({"id": "rs_1", "type": "reasoning", "summary": []}),
+        ResponseOutputMessage.model_validate(
+            {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+        ),
+        ResponseFunctionToolCall.model_validate(
+            {"type": "function_call", "id": "fc", "call_id": "c", "name": "f", "arguments": "{}"}
+        ),
+    ]
+    for by_alias in (False, True):
+        items = [item.model_dump(by_alias=by_alias) for item in sent]
+        body = ResponseRequest.model_validate({"model": "tiny", "input": items})
+        assert [item.type for item in body.items] == ["reasoning", "message", "function_call"]
+
+
+def test_the_description_has_what_the_package_needs() -> None:
+    needed = {name for name, field in Response.model_fields.items() if field.is_required()}
+    assert needed - set(TypeAdapter(ResponseObject).json_schema()["properties"]) == set()
+
+
+def test_seeds_and_penalties_are_those_of_chats() -> None:
+    body = ResponseRequest.model_validate(
+        {
+            "model": "tiny",
+            "input": "x",
+            "seed": 3,
+            "top_k": 4,
+            "min_p": 0.1,
+            "max_output_tokens": 9,
+            "stop": "!",
+        }
+    )
+    params = body.sampling()
+    assert (params.seed, params.top_k, params.min_p, params.max_tokens, params.stop) == (3, 4, 0.1, 9, ("!",))

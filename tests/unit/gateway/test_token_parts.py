@@ -1,0 +1,100 @@
+"""Each token's part of an answer, exactly, however late events tell of its text."""
+
+import pytest
+
+from baton.request import TokenLogprobs
+from baton.sampling import SamplingParams
+from gateway.conversation import (
+    AnswerFormat,
+    ChatMessage,
+    Conversation,
+    Tool,
+    Vocabulary,
+    answer_format_of,
+)
+from gateway.conversation.answer_format import PlainFormat
+from gateway.requests.request import GatewayRequest
+from gateway.text import TextStream, Tokenizer
+from gateway.token_parts import TokenParts
+from tests.factories.conversations import THINKING
+from tests.factories.models import make_tokenizer_dir
+
+ASKED = Conversation((ChatMessage("user", "Hi"),), (Tool("look"),))
+CALL = '<tool_call>\n{"name": "look", "arguments": {"a": "x < y"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
+
+
+def parts_of(tokenizer: Tokenizer, answer_format: AnswerFormat, prompt_end: str = "") -> TokenParts:
+    request = GatewayRequest(
+        request_id="r",
+        prompt_token_ids=tokenizer.encode("Hello"),
+        sampling_params=SamplingParams(),
+        text=TextStream(tokenizer.backend, (), 0, True),
+        new_parser=lambda: answer_format.new_parser(ASKED, prompt_end),
+    )
+    return TokenParts(request, tokenizer)
+
+
+def thinking() -> AnswerFormat:
+    return answer_format_of(THINKING, Vocabulary())
+
+
+def taken(parts: TokenParts, token_ids: tuple[int, ...], at_once: int) -> list[int]:
+    """The tokens that are text."""
+    found: list[TokenLogprobs] = []
+    for begin in range(0, len(token_ids), at_once):
+        piece = token_ids[begin : begin + at_once]
+        found += parts.take(piece, [TokenLogprobs(each, -1.0, 1, ()) for each in piece])
+    return [each.token_id for each in (*found, *parts.flush())]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("reasoning", "text", "call"),
+    [
+        ("<think>\nI thi\u20acnk \u65e5 a < b </thin</think>", "The answer\u20ac", ""),
+        ("<think>\nI think</think>", "", CALL),
+        ("<think>\nI think", "", ""),
+        ("", "Is a < b? <tool>", ""),
+        ("", "Look: ", CALL),
+        ("", "", CALL + CALL),
+        ("", "An attempt: <tool_call> that is none", ""),
+    ],
+)
+def test_tags_count_as_what_they_enclose(
+    tokenizer: Tokenizer, reasoning: str, text: str, call: str, at_once: int
+) -> None:
+    """Tags of many tokens, and characters of several tokens; how many tokens come at once does not matter."""
+    pieces = [tokenizer.encode(part) for part in (reasoning, text, call)]
+    parts = parts_of(tokenizer, thinking())
+    assert taken(parts, tuple(each for piece in pieces for each in piece), at_once) == list(
+        tokenizer.encode(text.rstrip() if call else text)
+    )
+    assert parts.num_reasoning_tokens == len(pieces[0])
+
+
+def test_reasoning_that_the_prompt_began(tokenizer: Tokenizer) -> None:
+    reasoning, text = tokenizer.encode("I think</think>"), tokenizer.encode("Yes")
+    parts = parts_of(tokenizer, thinking(), "<think>\n")
+    assert taken(parts, reasoning + text, 1) == list(text)
+    assert parts.num_reasoning_tokens == len(reasoning)
+
+
+def test_a_plain_answer_is_text(tokenizer: Tokenizer) -> None:
+    plain = ASKED.__class__(ASKED.messages)
+    request_parts = TokenParts(
+        GatewayRequest(
+            request_id="r",
+            prompt_token_ids=(5,),
+            sampling_params=SamplingParams(),
+            text=TextStream(tokenizer.backend, (), 0, True),
+            new_parser=lambda: PlainFormat().new_parser(plain, ""),
+        ),
+        tokenizer,
+    )
+    assert taken(request_parts, (5, 6), 1) == [5, 6]
+    assert request_parts.num_reasoning_tokens == 0
