@@ -25,7 +25,8 @@ from engine.gpu.memory_wait import make_memory_wait
 from engine.grammars.compiler import GrammarCompiler
 from engine.kernels.switches import VARIABLE, KernelSwitches, set_kernel_switches
 from engine.kv_cache import HostBlocks, KVPool
-from engine.loading.loader import LoadedModel, check_quantization, kv_dtype_of, load_model, outline_model
+from engine.loading.demands import check_quantization
+from engine.loading.loader import LoadedModel, kv_dtype_of, load_model, outline_model
 from engine.model_config import check_device, read_architecture
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline, make_pipeline
 from engine.runner_parts import make_runner
@@ -151,7 +152,7 @@ def build_device_engine(
     keep_freed_memory()
     torch.set_num_threads(config.num_threads or max(1, find_machine().num_cores // collectives.size))
     device = rank_device(config, collectives.rank)
-    check_quantization(model_config, device)  # before kernels are compiled ahead
+    check_quantization(model_config, device.type)  # before kernels are compiled ahead
     check_device(read_architecture(model_path), device.type)
     kv_dtype_of(model_config, config.kv_cache_dtype, device)
     _begin_with(device)

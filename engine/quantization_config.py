@@ -106,10 +106,22 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     return _READERS[method](given)
 
 
+def check_kv_cache_scheme(config: Mapping[str, Any]) -> None:
+    """ModelError if a config.json wants keys and values in other bits than 8-bit floats with one scale for each."""
+    given = config.get(KEY)
+    scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
+    if scheme is None:
+        return
+    where = f"{KEY}.kv_cache_scheme"
+    if not isinstance(scheme, Mapping):
+        raise ModelError(f"{where} must be an object, got {scheme!r:.80}")
+    _refuse_others(scheme, where, _KV_CACHE)
+
+
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     _refuse_others(config, KEY, _COMPRESSED_TENSORS)
     groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if not isinstance(groups, Mapping) or not (groups or config.get("kv_cache_scheme")):
         raise ModelError(f"{KEY}.config_groups must be an object with groups, got {groups!r:.80}")
     schemes = []
     for name, group in groups.items():
@@ -256,6 +268,14 @@ _WEIGHTS: Values = {
     **_any("observer observer_kwargs scale_dtype zp_dtype"),
     "dynamic": (False,),
     "actorder": (True, False, "group", "dynamic", "weight", "static"),
+}
+_KV_CACHE: Values = {
+    **_any("observer observer_kwargs scale_dtype zp_dtype group_size block_structure actorder"),
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("tensor",),
+    "symmetric": (True,),
+    "dynamic": (False,),
 }
 _FP8: Values = {
     **_any("quant_method activation_scheme weight_block_size modules_to_not_convert ignored_layers"),

@@ -60,9 +60,9 @@ class EngineConfig(Section):
     for Python."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
     """`auto`: the model's data type. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded to 16
-    bits, and all arithmetic stays in float32. `fp8`: 8-bit floats (e4m3) without scales. Each halving of the bits holds
-    twice the tokens in the same memory, and halves the bytes of a hand-over. Prefill and decode workers must use the
-    same value."""
+    bits, and all arithmetic stays in float32. `fp8`: 8-bit floats (e4m3), after a division by the
+    checkpoint's `k_scale` and `v_scale`, if it has them. Each halving of the bits holds twice the tokens in the same
+    memory, and halves the bytes of a hand-over. Prefill and decode workers must use the same value."""
     swap_space_mib: int = Field(256, ge=1)
     """Host memory for the KV of preempted requests; allocated only if `scheduler.preemption` can use it."""
     trace_dir: str | None = Field(None, min_length=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, CacheNotFound, constants, scan_cache_dir
 
 from baton.config import BatonConfig
-from baton.errors import ModelError
+from baton.errors import ConfigError, ModelError
 from engine.loading.dtype import choose_dtype, with_dtype
 from engine.loading.footprint import Footprint, check_room, footprint
 from engine.loading.gguf import read_gguf
@@ -96,7 +96,7 @@ def _examined(
                 f"not all of its weights are here; `baton serve --model {name}` downloads the rest"
             )
         check_room(takes, asked, name)
-    except ModelError as error:
+    except (ConfigError, ModelError) as error:
         problem = str(error)
     if size_bytes is None:
         size_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())

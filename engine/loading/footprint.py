@@ -1,5 +1,6 @@
 """footprint: what a model takes on a worker, reckoned from its files before anything is loaded; imports no torch."""
 
+import os
 import subprocess
 from dataclasses import dataclass
 from math import prod
@@ -10,11 +11,13 @@ from baton.errors import ModelError
 from baton.worker import WorkerRole
 from engine.allocator import available_memory
 from engine.layer_groups import group_layers, one_group
+from engine.loading.demands import check_demands, check_experts
 from engine.loading.gguf import GgufType, read_gguf
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import indexed_files, read_safetensors_header
-from engine.model_config import ModelArchitecture, check_device, read_architecture, read_json
-from engine.quantization_config import Quantization, read_quantization
+from engine.model_config import ModelArchitecture, read_architecture, read_json
+from engine.native.compilers import may_have_kernels
+from engine.quantization_config import Quantization, check_kv_cache_scheme, read_quantization
 
 CPU_KV_CACHE_MIB = 1024
 """A CPU's pool for keys and values of 16 or 8 bits; twice as much in float32, which then holds as many tokens as 16
@@ -36,6 +39,8 @@ GGUF_BITS_KEPT = {
 }
 """Likewise, on a CPU: 5 and 6 bits are kept in 8, and groups of Q6_K have 16 numbers."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+FIRST_WITH_FP8 = 8.9
+"""Compute capability of Ada, the first with matrix units for 8-bit floats."""
 GPU_BLOCK_SIZE = 64
 """The default of `scheduler.block_size` on a GPU, whose copy engine needs blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
@@ -91,9 +96,11 @@ class Footprint:
 
 def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = None) -> Footprint:
     """`config` names the data type; `draft_folder`: of the model of `speculation.draft_model`. ModelError if a model is
-    not supported, or a file is damaged."""
+    not supported, or a file is damaged; ConfigError if the configuration asks for what this model cannot do."""
     architecture = read_architecture(folder)
-    check_device(architecture, config.engine.device)
+    check_demands(config, architecture)
+    if config.engine.kv_cache_dtype == "fp8":
+        check_kv_cache_scheme(read_json(folder / "config.json"))
     is_read = config.model.load_format == "auto"
     weights = stored_weights(folder, architecture.unread_tensors) if is_read else None
     kept = 0 if weights is None else _kept_bytes(config, weights)
@@ -161,6 +168,7 @@ def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights 
         return None
     tensors = [entry for file in files for entry in read_safetensors_header(file).tensors.items()]
     entries = [(name, entry) for name, entry in tensors if not name.startswith(unread)]
+    check_experts(read_architecture(folder), (name for name, _ in entries))
     num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in entries)
     quantization = read_quantization(read_json(folder / "config.json"))
     sizes = [(name, prod(entry["shape"])) for name, entry in entries]
@@ -171,11 +179,23 @@ def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights 
 
 
 def gpu_memory() -> int | None:
-    """Bytes of this machine's smallest GPU, as the driver's own command says; None without one."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    """Bytes of this machine's smallest GPU; None without one."""
+    least = _least_of_gpus("memory.total")
+    return None if least is None else int(least) * 2**20
+
+
+def _multiplies_fp8() -> bool:
+    """Whether this machine's GPUs have matrix units for 8-bit floats. Those of other hosts are taken to have them."""
+    least = _least_of_gpus("compute_cap")
+    return least is None or least >= FIRST_WITH_FP8
+
+
+def _least_of_gpus(field: str) -> float | None:
+    """A number of each GPU, as the driver's own command says: the smallest; None without a GPU."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-        return min(int(line) for line in answer.split()) * 2**20
+        return min(float(line) for line in answer.split())
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
@@ -188,6 +208,8 @@ def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
     """
     is_cpu, quantization = config.engine.device == "cpu", config.model.quantization
     in_dtype = weights.num_parameters * BYTES[config.model.dtype]
+    if is_cpu and quantization in ("auto", "none") and not may_have_kernels(os.environ):
+        return in_dtype
     if quantization in BITS_KEPT:  # at most: what has fewer bits stays
         auto = config.model_copy(update={"model": config.model.with_values("model", quantization="auto")})
         at_most = int(weights.num_parameters * BITS_KEPT[quantization] / 8)
@@ -199,6 +221,7 @@ def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
         stays = (
             not is_cpu
             and config.model.dtype != "float32"
+            and _multiplies_fp8()
             and any(scheme.can_stay_in_fp8 for scheme in schemes)
         )
         return min(weights.num_bytes, in_dtype) if stays else in_dtype

@@ -1,6 +1,6 @@
 """load_model: a model's folder becomes a model on a device, with the facts the rest of the engine needs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,14 +16,16 @@ from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
 from engine.layers.fp8_linear import has_fp8_units
 from engine.layers.native_backend import NativeBackend
+from engine.layers.scaled_attention import KVScale
 from engine.layers.torch_backend import TorchBackend
+from engine.loading.demands import check_quantization, check_shares
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.gguf_weights import GgufWeights
+from engine.loading.kv_scales import ENDINGS, digest_of, read_kv_scales
 from engine.loading.quantized_checkpoint import (
     OutlinedCheckpoint,
     QuantizedCheckpoint,
     StoredWeights,
-    refuse_kv_scales,
 )
 from engine.loading.quantized_weights import Bits, QuantizedWeights
 from engine.loading.streamed_weights import StreamedWeights
@@ -133,17 +135,16 @@ def load_model(
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, device)
     architecture = read_architecture(path, max_model_len)
     check_device(architecture, device.type)
-    check_quantization(config, device)
-    _check_shares(architecture, collectives.size)
+    check_quantization(config, device.type)
+    check_shares(architecture, collectives.size)
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
     quantization = _kept_as(config, path, device)
-    if kv_dtype is FP8 and not is_dummy and gguf_of(path) is None:
-        refuse_kv_scales(path)
+    kv_scales = _kv_scales(config, path, kv_dtype)
     decoder = (
-        _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives)
+        _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives, kv_scales)
         if is_dummy
-        else _load_decoder(config, path, architecture, device, backend, collectives, on_progress)
+        else _load_decoder(config, path, architecture, device, backend, collectives, kv_scales, on_progress)
     )
     return LoadedModel(
         architecture=architecture,
@@ -160,6 +161,7 @@ def load_model(
             quantization=quantization,
             activations=None if kv_dtype is dtype else config.dtype,
             rotation=_rotation(architecture),
+            kv_scales=digest_of(kv_scales),
         ),
         quantization=quantization,
     )
@@ -193,7 +195,9 @@ def outline_model(
         source = OutlinedCheckpoint(path, quantization, dtype)
     return LoadedModel(
         architecture=architecture,
-        decoder=_decoder(config, architecture, source, backend, collectives),
+        decoder=_decoder(
+            config, architecture, source, backend, collectives, _kv_scales(config, path, kv_dtype)
+        ),
         backend=backend,
         collectives=collectives,
         device=torch.device("meta"),
@@ -221,17 +225,25 @@ def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_
     return recorder.takes
 
 
+def _kv_scales(config: ModelConfig, path: Path, kv_dtype: torch.dtype) -> dict[str, KVScale]:
+    """Of a checkpoint, if KV has so few bits that they matter."""
+    if kv_dtype is not FP8 or config.load_format == "dummy" or gguf_of(path) is not None:
+        return {}
+    return read_kv_scales(path)
+
+
 def _decoder(
     config: ModelConfig,
     architecture: ModelArchitecture,
     weights: WeightSource,
     backend: Backend,
     collectives: Collectives,
+    kv_scales: Mapping[str, KVScale],
 ) -> Decoder:
     bits = BITS.get(config.quantization)
     source = weights if bits is None else QuantizedWeights(weights, bits)
     linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
-    return Decoder(architecture, source, backend, linear, collectives)
+    return Decoder(architecture, source, backend, linear, collectives, kv_scales)
 
 
 def _load_decoder(
@@ -241,37 +253,20 @@ def _load_decoder(
     device: torch.device,
     backend: Backend,
     collectives: Collectives,
+    kv_scales: Mapping[str, KVScale],
     on_progress: OnProgress | None,
 ) -> Decoder:
     takes = takes_of(architecture, collectives)
     with _open_weights(config, path, architecture, device, takes, on_progress) as weights:
-        decoder = _decoder(config, architecture, weights, backend, collectives)
-        # Buffers of older checkpoints, and a copy of the embeddings that a tied model does not use.
+        decoder = _decoder(config, architecture, weights, backend, collectives, kv_scales)
+        # Buffers of older checkpoints, a copy of the embeddings that a tied model does not use, and scales of KV, which
+        # are read apart if they matter.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
-        weights.check_all_taken(allowed=(".rotary_emb.inv_freq", *tied), unread=architecture.unread_tensors)
+        allowed = (".rotary_emb.inv_freq", *ENDINGS, *tied)
+        weights.check_all_taken(allowed=allowed, unread=architecture.unread_tensors)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
     return decoder
-
-
-def _check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
-    """ConfigError if heads cannot be shared equally; see Shard for the other dimensions."""
-    kv_heads = [] if architecture.latent is not None else [("KV", architecture.num_kv_heads)]
-    for what, count in (("attention", architecture.num_heads), *kv_heads):
-        if count % num_ranks:
-            raise ConfigError(
-                f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}, which does not "
-                f"divide this model's {count} {what} heads"
-            )
-
-
-def check_quantization(config: ModelConfig, device: torch.device) -> None:
-    """ConfigError if this device cannot multiply what `model.quantization` says."""
-    if config.quantization in BITS and device.type != "cpu":
-        raise ConfigError(
-            f"model.quantization: {config.quantization!r} is for engine.device 'cpu'; with {device.type!r}, use 'fp8', "
-            "or 'none'"
-        )
 
 
 def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.device) -> torch.dtype:

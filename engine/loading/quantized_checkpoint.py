@@ -8,7 +8,6 @@ from typing import Self
 
 import torch
 
-from baton.errors import ModelError
 from engine.layers.backend import Matrix
 from engine.layers.fp8 import FP8, Fp8Weight
 from engine.loading.coded_matrix import CodedMatrix
@@ -23,9 +22,8 @@ logger = logging.getLogger(__name__)
 StoredWeights = CheckpointWeights | StreamedWeights
 """Gives tensors as they are stored."""
 
-_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
-_WITHOUT_USE = (*_KV_SCALES, ".q_scale", ".input_scale", ".input_zero_point")
-"""Scales of activations, which are never rounded by them, and of keys and values; see docs/weights.md."""
+_WITHOUT_USE = (".q_scale", ".input_scale", ".input_zero_point")
+"""Scales of activations, which are never rounded by them; see docs/weights.md."""
 
 
 class QuantizedCheckpoint(WeightSource):
@@ -182,13 +180,3 @@ def _stored_matrix(index: CheckpointIndex, quantization: Quantization, take: Tak
 def _may_stay_in_fp8(stored: StoredMatrix) -> bool:
     """Rows of 8-bit floats are not looked up."""
     return stored.scheme.can_stay_in_fp8 and stored.take.name != "model.embed_tokens.weight"
-
-
-def refuse_kv_scales(path: Path) -> None:
-    """ModelError if the checkpoint has scales for keys and values in 8 bits, which are stored without scales."""
-    names = [name for name in CheckpointIndex.read(path).names if name.endswith(_KV_SCALES)]
-    if names:
-        raise ModelError(
-            f"{path}: tensor {min(names)} scales keys or values in 8 bits, but engine.kv_cache_dtype 'fp8' stores them "
-            "without scales; use 'auto'"
-        )

@@ -234,6 +234,7 @@ def model_digest(
     quantization: str | None = None,
     activations: str | None = None,
     rotation: str | None = None,
+    kv_scales: str | None = None,
 ) -> str:
     """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model, and for two
     commits of the Hub.
@@ -241,13 +242,13 @@ def model_digest(
     `dummy_device`: where dummy weights are made, for a model without others. GPUs of different names draw different
     numbers. `quantization`: how the weights are kept, if not as the folder has them; it changes the keys and values, so
     it changes the digest. `activations`: their data type, if the KV cache has another, which then does not tell it.
-    `rotation`: which of config.json's factors LongRoPE takes.
+    `rotation`: which of config.json's factors LongRoPE takes. `kv_scales`: by what keys and values are divided.
 
     SHA-256 over config.json and, for each weight file, its name, size, header and 64 windows of 4 KiB spread
     evenly over the content. Hashing everything would read the whole model at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    parts = (quantization, activations, rotation, commit_of(path))
+    parts = (quantization, activations, rotation, kv_scales, commit_of(path))
     suffix = "".join(f"-{part}" for part in parts if part is not None)
     if dummy_device is not None:
         return f"{digest.hexdigest()}-dummy{_kind_of(dummy_device)}{suffix}"

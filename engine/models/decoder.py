@@ -18,6 +18,7 @@ from engine.layers.attention import Attention, HeadNorm
 from engine.layers.backend import Backend, InputTokens, MakeLinear
 from engine.layers.chunk_attention import cap_
 from engine.layers.residual_stream import ResidualStream
+from engine.layers.scaled_attention import HeadFactors, KVScale, ScaledAttention
 from engine.loading.weights import WeightSource
 from engine.model_config import ModelArchitecture
 from engine.models.deepseek import DeepSeekLayer
@@ -28,7 +29,7 @@ from engine.models.llama import LlamaLayer
 from engine.models.mixture import mixture_layer
 from engine.models.olmo2 import Olmo2Layer
 from engine.models.phi3 import Phi3Layer
-from engine.models.projections import Projections, shard_of
+from engine.models.projections import NO_SCALES, Projections, shard_of
 
 
 class Layer(Protocol):
@@ -87,17 +88,19 @@ class Decoder:
         backend: Backend,
         linear: MakeLinear | None = None,
         collectives: Collectives = SINGLE_RANK,
+        kv_scales: Mapping[str, KVScale] = NO_SCALES,
     ) -> None:
         """`linear` makes the layers' projections; None: `backend.linear`, which always makes the projection to logits.
 
-        ModelError if the ranks cannot share the weights equally.
+        `kv_scales`: by what keys and values are divided in the cache, by the name of their attention. ModelError if the
+        ranks cannot share the weights equally.
         """
         a = architecture
         self._architecture = a
         self._backend = backend
         self._collectives = collectives
         rows = shard_of(0, collectives)
-        parts = Projections(weights, backend, linear or backend.linear, collectives)
+        parts = Projections(weights, backend, linear or backend.linear, collectives, kv_scales)
         self._embed_tokens_VE = weights.take_matrix(
             "model.embed_tokens.weight", a.vocab_size, a.hidden_size, shard=rows
         )
@@ -106,6 +109,7 @@ class Decoder:
         self._layers = [layer(a, index, parts) for index in range(a.num_layers)]
         norm_E = parts.norm("model.norm", a.hidden_size)
         self._dtype = norm_E.dtype
+        self._head_factors = self._factors_of(kv_scales, norm_E.device)
         self._norm_E = norm_E.to(torch.float32) + 1.0 if a.family.is_gemma else norm_E
         self._embedding_scale = a.embedding_scale
         if a.family.is_gemma:  # which was trained with a scale of the activations' dtype
@@ -139,6 +143,8 @@ class Decoder:
         stream = ResidualStream(
             residual_TE, self._backend, self._collectives, self._architecture.rms_norm_eps
         )
+        if self._head_factors:
+            attention = ScaledAttention(attention, self._head_factors)
         *layers, last = self._layers
         for layer in layers:
             layer.forward(stream, attention)
@@ -153,3 +159,13 @@ class Decoder:
         if a.logits_divisor != 1.0:
             logits_RV = logits_RV.div_(a.logits_divisor)
         return logits_RV if a.logits_cap is None else cap_(logits_RV, a.logits_cap)
+
+    def _factors_of(self, scales: Mapping[str, KVScale], device: torch.device) -> dict[int, HeadFactors]:
+        """By layer."""
+        a, num_ranks = self._architecture, self._collectives.size
+        num_heads, num_kv_heads = a.num_heads // num_ranks, a.num_kv_heads // num_ranks
+        return {
+            index: HeadFactors.of(scale, num_heads, num_kv_heads, device, has_head_norm=a.has_qk_norm)
+            for index in range(a.num_layers)
+            if (scale := scales.get(f"model.layers.{index}.self_attn")) is not None
+        }

@@ -4,8 +4,9 @@ Shape suffixes: E hidden size, I input and O output features, D head dimension.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,12 @@ from engine.layers.attention import HeadNorm
 from engine.layers.backend import Backend, Expert, LinearLayer, MakeLinear, Matrix, MixtureLayer, Router
 from engine.layers.merged_linear import merged_linear
 from engine.layers.rope import head_order
+from engine.layers.scaled_attention import KVScale
 from engine.loading.weights import Shard, WeightSource
 from engine.mixture_config import Mixture
 from engine.model_config import ModelArchitecture
+
+NO_SCALES: Mapping[str, KVScale] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +51,19 @@ class Projections:
     """Makes one rank's share of a layer's parts."""
 
     def __init__(
-        self, weights: WeightSource, backend: Backend, linear: MakeLinear, collectives: Collectives
+        self,
+        weights: WeightSource,
+        backend: Backend,
+        linear: MakeLinear,
+        collectives: Collectives,
+        kv_scales: Mapping[str, KVScale] = NO_SCALES,
     ) -> None:
+        """`kv_scales`: by what keys and values are divided, by the name of their attention."""
         self.weights = weights
         self.backend = backend
         self.collectives = collectives
         self._linear = linear
+        self._kv_scales = kv_scales
 
     def columns(self, parts: Sequence[Columns], num_inputs: int, *, has_bias: bool = False) -> LinearLayer:
         """Projections of one input, as one product. Every rank computes its share of each."""
@@ -147,6 +158,9 @@ class Projections:
             return None
         q_weight_D = self.norm(f"{heads}.q_norm", a.head_dim, from_one=from_one)
         k_weight_D = self.norm(f"{heads}.k_norm", a.head_dim, from_one=from_one)
+        if (scale := self._kv_scales.get(heads)) is not None:  # see HeadFactors
+            q_weight_D = q_weight_D.to(torch.float32) * scale.key
+            k_weight_D = k_weight_D.to(torch.float32) / scale.key
         num_ranks = self.collectives.size
         return HeadNorm(
             q_weight_D, k_weight_D, a.num_heads // num_ranks, a.num_kv_heads // num_ranks, a.rms_norm_eps

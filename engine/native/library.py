@@ -11,25 +11,22 @@ import hashlib
 import logging
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from engine.loading.pretrained import default_cache_dir
+from engine.native.compilers import VARIABLE, compilers
 from engine.native.instructions import INSTRUCTION_SETS, InstructionSet, machine_instructions
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "BATON_NATIVE_KERNELS"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC")
 COMPILE_TIMEOUT_S = 300.0
@@ -97,7 +94,7 @@ def _compiled_in(folder: Path, instructions: InstructionSet) -> Path:
 def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = "*.cpp") -> None:
     """Makes the file of the sources that match, whole or not at all, by the first compiler that can."""
     errors = []
-    for compiler in _compilers(os.environ):
+    for compiler in compilers(os.environ):
         try:
             _compile(compiler, instructions, library, pattern)
         except _NotAvailableError as error:
@@ -143,13 +140,6 @@ def _file_name(instructions: InstructionSet) -> str:
     for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(path.read_bytes())
     return f"baton-{instructions.name}-{digest.hexdigest()[:16]}.so"
-
-
-def _compilers(environment: Mapping[str, str]) -> list[list[str]]:
-    """Commands of those that are installed, in the order in which they are tried."""
-    commands = [shlex.split(environment.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
-    found = [command for command in commands if command and shutil.which(command[0])]
-    return [*found, [sys.executable, "-m", "ziglang", "c++"]] if find_spec("ziglang") else found
 
 
 def _openmp() -> Path:

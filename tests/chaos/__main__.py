@@ -1,7 +1,7 @@
 """Chaos: a real cluster serves clients while its processes are killed, stopped, broken and restarted all the time.
 
     python -m tests.chaos [--seconds 300] [--every 3] [--faults 1] [--only "hang worker,kill worker"]
-                          [--clients 32] [--seed N] [--model FOLDER] [--json FILE]
+                          [--clients 32] [--seed N] [--model FOLDER | --windows] [--json FILE]
 
 Prefill and decode workers on several Ray nodes of this machine, `baton serve` as a user starts it. Every stream has to
 end complete and equal to the undisturbed answer; at the end the fleet is whole, no block is held, and nothing is left
@@ -31,6 +31,7 @@ from tests.chaos.fleet import actors_left, serve_flags, until_healed, watch_abse
 from tests.chaos.machines import Machines, prepare
 from tests.chaos.main_thread import MainThread, run_beside
 from tests.chaos.questions import answer_all, make_questions
+from tests.factories.models import WINDOWED, make_model_dir
 from tests.factories.serving import serving
 
 NUM_QUESTIONS = 24
@@ -49,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(os.environ, sabotage)
     machines = Machines(NUM_NODES, cpus_per_node=2)
     try:
-        flags = serve_flags(machines.address, options.model, options.prefill, options.decode)
+        model = str(_windowed(sabotage)) if options.windows else options.model
+        flags = serve_flags(machines.address, model, options.prefill, options.decode)
         with _config() as config, serving(config, *flags) as serve:
             target = serve.wait_ready()["target"]
             report = run_beside(partial(_run, options, machines, sabotage, target))
@@ -63,6 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1))
     return _judge(report)
+
+
+def _windowed(folder: Path) -> Path:
+    return make_model_dir(folder / "windowed-model", "qwen2", **WINDOWED)
 
 
 @contextmanager
@@ -97,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--model", default="smollm2", help="default %(default)s")
+    parser.add_argument(
+        "--windows",
+        action="store_true",
+        help="a tiny model with sliding windows in two of three KV groups, instead",
+    )
     parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report there")
     return parser

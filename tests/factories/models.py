@@ -22,6 +22,14 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+WINDOWED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
+"""Of a `qwen2`: on a CPU three KV groups, two of them with a window."""
+
 
 def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) -> Path:
     """Fills `path` with a tiny random model of `architecture` (`llama`, `mistral`, `qwen2`, `qwen3`).

@@ -41,6 +41,7 @@ from scheduler.request import Request, RequestStatus
 from scheduler.speculation import Speculation
 from simulator.connector import SimConnector
 from tests.simulation.run import Result, results
+from tests.simulation.windows import has_windows
 from worker.kv_connector import KVConnectorScheduler
 
 TIME_LIMIT_S = 60.0
@@ -50,6 +51,8 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 PLANTED: dict[str, Plant] = {}
 """By the bug's name in words."""
+NEEDS_WINDOWS: set[str] = set()
+"""Names of those that only seeds with sliding windows can find."""
 
 
 def bug(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
@@ -67,11 +70,13 @@ def bug(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
     return make_plant
 
 
-def planted(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+def planted(owner: Any, name: str, *, needs_windows: bool = False) -> Callable[[Callable[..., Any]], None]:
     """A `bug` of the list."""
 
     def add(broken: Callable[..., Any]) -> None:
-        PLANTED[broken.__name__.replace("_", " ")] = bug(owner, name)(broken)
+        in_words = broken.__name__.replace("_", " ")
+        PLANTED[in_words] = bug(owner, name)(broken)
+        NEEDS_WINDOWS.update([in_words] * needs_windows)
 
     return add
 
@@ -201,14 +206,14 @@ def end_a_lease_twice(_original: Any, self: KVCache, request_id: str) -> bool:
     return True
 
 
-@planted(KVGroups, "num_left_rows")
+@planted(KVGroups, "num_left_rows", needs_windows=True)
 def give_back_rows_that_are_still_read(original: Any, *counts: Any) -> int:
     """A window ends one row later than it does."""
     num_left: int = original(*counts)
     return num_left + (num_left > 0)
 
 
-@planted(KVGroups, "needed_entries")
+@planted(KVGroups, "needed_entries", needs_windows=True)
 def swap_too_little_of_the_window(original: Any, self: KVGroups, *counts: int) -> list[int]:
     """The first block that a window still reaches is neither copied out nor copied back."""
     entries: list[int] = original(self, *counts)
@@ -217,7 +222,7 @@ def swap_too_little_of_the_window(original: Any, self: KVGroups, *counts: int) -
     return [entry for entry in entries if entry != first]
 
 
-@planted(KVConsumerScheduler, "update_state_after_alloc")
+@planted(KVConsumerScheduler, "update_state_after_alloc", needs_windows=True)
 def load_too_little_of_the_window(
     original: Any, self: Any, request: Request, block_ids: tuple[int, ...], num_tokens: int
 ) -> None:
@@ -227,6 +232,25 @@ def load_too_little_of_the_window(
         first = min(len(block_ids) - 1, after + self._num_groups - 1)
         block_ids = (*block_ids[:first], NULL_BLOCK_ID, *block_ids[first + 1 :])
     original(self, request, block_ids, num_tokens)
+
+
+@planted(KVCache, "lease", needs_windows=True)
+def lease_too_little_of_the_window(original: Any, self: KVCache, request: Request) -> None:
+    """The first blocks that a window still reaches are freed while a consumer still reads them."""
+    if request.block_table is not None and self.groups.num_windowed:
+        self._give_back_left(request.block_table, request.num_computed_tokens + self.block_size)
+    original(self, request)
+
+
+@planted(KVCache, "quarantine", needs_windows=True)
+def quarantine_full_attention_alone(original: Any, self: KVCache, request: Request, num_kept: int) -> None:
+    """Blocks of groups with a window are freed while a transfer may still write them."""
+    blocks, null = request.block_table.blocks if request.block_table else [], self._pool.null
+    for index in range(num_kept, len(blocks)):
+        if index % self.groups.num_groups >= self.groups.num_full and blocks[index] is not null:
+            self._pool.free([blocks[index]])
+            blocks[index] = null
+    original(self, request, num_kept)
 
 
 @planted(SimConnector, "_post")
@@ -327,10 +351,13 @@ class Hunt:
     found: Result | None
 
 
-def hunt(plant: Plant, num_jobs: int, time_limit_s: float = TIME_LIMIT_S) -> Hunt:
-    """Plays seeds from 0 on with the bug in place."""
+def hunt(
+    plant: Plant, num_jobs: int, time_limit_s: float = TIME_LIMIT_S, *, needs_windows: bool = False
+) -> Hunt:
+    """Plays seeds from 0 on with the bug in place. `needs_windows`: only those that have sliding windows."""
     begun, num_seeds = time.monotonic(), 0
-    with plant(), closing(results(count(), num_jobs)) as played:
+    seeds = filter(has_windows, count()) if needs_windows else count()
+    with plant(), closing(results(seeds, num_jobs)) as played:
         for result in played:
             num_seeds += 1
             elapsed_s = time.monotonic() - begun
@@ -350,7 +377,7 @@ def main() -> int:
     for name, plant in PLANTED.items():
         if args.only not in name:
             continue
-        outcome = hunt(plant, args.jobs, args.limit)
+        outcome = hunt(plant, args.jobs, args.limit, needs_windows=name in NEEDS_WINDOWS)
         violation = outcome.found.violation if outcome.found else None
         found_by = violation.invariant if violation else "nothing"
         print(f"{name:<38} | {outcome.num_seeds:>6} | {outcome.elapsed_s:>7.1f} | {found_by}", flush=True)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from kv_transfer.protocol import messages
-from tests.simulation.planted import PLANTED, Plant, hunt
+from tests.simulation.planted import NEEDS_WINDOWS, PLANTED, Plant, hunt
 from tests.simulation.run import play, results
 from tests.simulation.unmended import UNMENDED
 
@@ -86,6 +86,8 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 
 QUICK = (
     "give back rows that are still read",
+    "lease too little of the window",
+    "load too little of the window",
     "keep rejected drafts in the prefix cache",
     "count forced tokens as computed",
     "plan past first tokens",
@@ -112,5 +114,5 @@ QUICK = (
 @pytest.mark.parametrize("name", QUICK)
 def test_a_planted_bug_is_found(name: str) -> None:
     """Bugs that few seeds find; `python -m tests.simulation.planted` hunts all of them."""
-    outcome = hunt(PLANTED[name], num_jobs=1)
+    outcome = hunt(PLANTED[name], num_jobs=1, needs_windows=name in NEEDS_WINDOWS)
     assert outcome.found is not None, f"not found in {outcome.num_seeds} seeds"

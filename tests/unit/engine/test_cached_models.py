@@ -108,6 +108,17 @@ def test_what_would_not_load_says_why(
     assert problem in rest[0]
 
 
+def test_what_the_configuration_cannot_have_of_a_model_is_its_problem(
+    home: Path, tmp_path: Path, folder: Path
+) -> None:
+    add(home, "acme/tiny", folder)
+    config = BatonConfig.from_mapping({"model": {"dtype": "float32"}, "engine": {"tensor_parallel": 3}})
+    assert (
+        "got 3, which does not divide this model's 4 attention heads"
+        in listed(tmp_path, config)["acme/tiny"].problem
+    )
+
+
 def test_a_model_without_room_does_not_load_here(home: Path, tmp_path: Path, folder: Path) -> None:
     add(home, "acme/tiny", folder)
     config = BatonConfig.from_mapping({"engine": {"kv_cache_memory_mib": 2**40}})

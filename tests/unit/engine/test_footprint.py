@@ -1,5 +1,7 @@
 """What a model takes, beside what the engine really allocates; and models that have no room."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import BatonConfig
-from baton.errors import ModelError
+from baton.errors import ConfigError, ModelError
 from engine.capacity import reckon
 from engine.collectives import SilentRank
 from engine.draft_parts import load_draft
@@ -16,6 +18,8 @@ from engine.loading import footprint as module
 from engine.loading.footprint import check_room, footprint
 from engine.loading.gguf_folder import describe
 from engine.loading.loader import load_model
+from engine.native.compilers import may_have_kernels
+from engine.native.instructions import machine_instructions
 from tests.factories.families import CASES, GPT_OSS
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
@@ -182,6 +186,83 @@ def test_a_quantized_checkpoints_parameters_are_those_of_its_numbers(
     assert takes.weight_bytes == pytest.approx(outside * num_bytes + inside * bits / 8, rel=0.1)
 
 
+@pytest.mark.parametrize(("capability", "bits"), [("8.0", 16.0), ("8.9", 8.0), ("9.0\n8.6", 16.0), ("", 8.0)])
+def test_8_bit_floats_stay_where_every_gpu_multiplies_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, bits: float
+) -> None:
+    """Without a GPU here the workers' GPUs are taken to be able to."""
+    source = make_model_dir(tmp_path / "m", hidden_size=128, intermediate_size=256, dtype="bfloat16")
+    quantized, _ = make_quantized(tmp_path, source, KINDS["fp8 by channel"], lambda _: False)
+    driver(tmp_path, monkeypatch, f"[ $1 = --query-gpu=compute_cap ] && echo '{capability}' || echo 81920")
+    takes = footprint(config_of(model={"dtype": "bfloat16"}, engine={"device": "cuda"}), quantized)
+    assert takes.weights is not None
+    outside = 300 * 128 + (2 * 3 + 1) * 128
+    inside = takes.weights.num_parameters - outside
+    assert takes.weight_bytes == pytest.approx(outside * 2 + inside * bits / 8, rel=0.1)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_without_our_kernels_weights_are_numbers_of_the_data_type(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    monkeypatch.setenv("BATON_NATIVE_KERNELS", "off")
+    config = config_of(model={"dtype": "float32", "quantization": quantization})
+    gguf = make_gguf(tmp_path / "m.gguf", folder, "Q8_0")
+    describe(gguf, tmp_path / "described")
+    (tmp_path / "described" / "model.gguf").symlink_to(gguf)
+    for each in (tmp_path / "described", make_model_dir(tmp_path / "m", dtype="bfloat16")):
+        takes = footprint(config, each)
+        assert takes.weights is not None
+        assert takes.weight_bytes == 4 * takes.weights.num_parameters
+
+
+def test_a_machine_without_a_compiler_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert may_have_kernels({"BATON_NATIVE_KERNELS": "/kernels"}) == (machine_instructions() is not None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("engine.native.compilers.find_spec", lambda _name: None)
+    assert not may_have_kernels({})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"engine": {"tensor_parallel": 3}}, "got 3, which does not divide this model's 4 attention heads"),
+        ({"cluster": {"decode_tensor_parallel": 4}}, "got 4, which does not divide this model's 2 KV heads"),
+        (
+            {"engine": {"device": "cuda"}, "model": {"dtype": "bfloat16", "quantization": "int4"}},
+            "model.quantization: 'int4' is for engine.device 'cpu'",
+        ),
+    ],
+)
+def test_what_a_worker_would_refuse_is_refused_before(
+    folder: Path, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        footprint(config_of(**sections), folder)
+
+
+def test_schemes_of_kv_are_read_where_kv_has_8_bits(tmp_path: Path) -> None:
+    folder = make_model_dir(tmp_path / "m")
+    scheme = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"type": "int"}}
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": scheme}))
+    footprint(config_of(), folder)
+    with pytest.raises(ModelError, match=r"kv_cache_scheme\.type 'int' is not supported"):
+        footprint(config_of(engine={"kv_cache_dtype": "fp8"}), folder)
+
+
+def test_all_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    folder = make_model_dir(tmp_path / "m", "mixtral", num_local_experts=3)
+    footprint(config_of(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    whole = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(3, 8, 8)}
+    save_file(tensors | whole, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\.experts\.gate_up_proj holds all experts of a layer"
+    ):
+        footprint(config_of(), folder)
+
+
 @pytest.mark.parametrize(("device", "bits"), [("cpu", 5.25), ("cuda", 16.0)])
 def test_floats_of_4_bits_are_kept_on_a_cpu(tmp_path: Path, device: str, bits: float) -> None:
     sizes = GPT_OSS | {"hidden_size": 64, "intermediate_size": 512}
@@ -236,10 +317,15 @@ def test_a_gpu_has_room_for_its_share(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_driver_is_asked_for_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\necho 24576\necho 16384\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    driver(tmp_path, monkeypatch, "echo 24576; echo 16384")
     assert module.gpu_memory() == 16384 * 2**20
-    command.write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    driver(tmp_path, monkeypatch, "echo no driver; exit 9")
     assert module.gpu_memory() is None
+
+
+def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Puts a command of the driver's name first on PATH."""
+    command = folder / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from baton.config import ModelConfig
-from baton.errors import ModelError
 from engine.kv_cache import KVPool
 from engine.layers.fp8 import FP8, saturate
 from engine.loading.loader import LoadedModel, load_model
@@ -107,15 +105,3 @@ def test_fingerprints_differ_by_the_dtype_that_computed_the_kv(tmp_path: Path) -
     assert ours.dtype == theirs.dtype == "float8_e4m3fn"
     (difference,) = ours.differences(theirs)
     assert difference == f"model: {models[0].digest} != {models[1].digest}"
-
-
-def test_checkpoints_with_scales_of_their_own_are_refused(tmp_path: Path) -> None:
-    path = make_model_dir(tmp_path)
-    tensors = load_file(path / "model.safetensors")
-    name = "model.layers.0.self_attn.k_scale"
-    save_file(tensors | {name: torch.ones(1)}, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelError,
-        match=rf"tensor {name} scales keys or values in 8 bits, but engine.kv_cache_dtype .fp8. stores",
-    ):
-        load(path)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.native import library
+from engine.native.compilers import VARIABLE
 from engine.native.instructions import INSTRUCTION_SETS, machine_instructions
-from engine.native.library import VARIABLE, native_library
+from engine.native.library import native_library
 
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 find = native_library.__wrapped__
@@ -131,7 +132,7 @@ def test_if_none_can_compile_the_log_says_why(
             tmp_path / "bin" / name, f"In file included from a:\na.h:3: error: {name} is too old\n..."
         )
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(library, "find_spec", lambda _: None)
+    monkeypatch.setattr("engine.native.compilers.find_spec", lambda _: None)
     assert find() is None
     (warning,) = warnings(caplog)
     assert "a.h:3: error: c++ is too old" in warning
