@@ -15,7 +15,7 @@ from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogpr
 from gateway.choices import call_id
 from gateway.http.openai.answers import ChatCompletion, ChatCompletionChunk
 from tests.factories.answer_format import MarkedFormat
-from tests.factories.conversations import TEMPLATES
+from tests.factories.conversations import HARMONY, TEMPLATES
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 from tests.factories.models import make_tokenizer, make_tokenizer_dir
 from tests.factories.openai import openai_for, openai_with, raw_events
@@ -210,11 +210,13 @@ async def test_the_conversation_goes_on_with_the_calls_results(folder: Path) -> 
         assert prompt.startswith("<|im_start|>system\ntools: get_weather{")
 
 
-@pytest.mark.parametrize("family", ["hermes", "generic"])
+@pytest.mark.parametrize("family", ["hermes", "generic", "harmony"])
 async def test_a_models_own_way_of_calling(tmp_path: Path, family: str) -> None:
     """By its template: told of the tools, guided by a grammar that compiles, and read."""
-    folder = make_tokenizer_dir(tmp_path / "model", TEMPLATES[family])
+    folder = make_tokenizer_dir(tmp_path / "model", HARMONY if family == "harmony" else TEMPLATES[family])
     text = f'<tool_call>\n{{"name": "get_weather", "arguments": {ROME}}}\n</tool_call>'
+    if family == "harmony":
+        text = f" to=functions.get_weather<|channel|>commentary json<|message|>{ROME}<|call|>"
     script = answering(TOKENIZER.encode(text).ids, FinishReason.STOP)
     async with openai_with(folder, script, max_model_len=2000) as (under_test, client):
         for choice in ("required", "auto"):
