@@ -133,6 +133,7 @@ class GatewayClient:
         request_id: str = "",
         cache_salt: str | None = None,
         skip_reading_prefix_cache: bool = False,
+        affinity_key: str | None = None,
         max_model_len: int | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
@@ -150,6 +151,7 @@ class GatewayClient:
             routing_mode=ROUTING_MODES[mode],
             cache_salt=cache_salt,
             skip_reading_prefix_cache=skip_reading_prefix_cache,
+            affinity_key=affinity_key,
             max_model_len=max_model_len,
             priority=priority,
         )

@@ -95,6 +95,10 @@ class Preprocessor:
             raise InvalidRequest(
                 "cache_salt", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(cache_salt)}"
             )
+        if affinity_key is not None and len(affinity_key) > MAX_SALT_CHARACTERS:
+            raise InvalidRequest(
+                "affinity_key", f"must have at most {MAX_SALT_CHARACTERS} characters, got {len(affinity_key)}"
+            )
         request_id = request_id or secrets.token_hex(16)
         if self._log_prompts:
             extra = {"request_id": request_id, "prompt": prompt}
@@ -127,7 +131,7 @@ class Preprocessor:
             priority=_priority_for(caller, priority),
             cache_salt=_own_salt(caller, cache_salt) if self._isolate_prefix_cache else cache_salt,
             skip_reading_prefix_cache=skip_reading_prefix_cache,
-            affinity_key=affinity_key,
+            affinity_key=None if affinity_key is None else _own_salt(caller, affinity_key),
             mode=mode,
             timeout_s=_left(timeout_s, now() - began),
             caller=caller,
@@ -237,7 +241,7 @@ def _left(timeout_s: float | None, gone_s: float) -> float | None:
 
 
 def _own_salt(caller: Caller, cache_salt: str | None) -> str:
-    """No two callers have a salt in common, whatever salts they send."""
+    """No two callers have a salt, or a key, in common, whatever they send."""
     return json.dumps([caller.name, cache_salt])
 
 

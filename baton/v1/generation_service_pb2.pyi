@@ -109,6 +109,7 @@ class GenerateRequest(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    AFFINITY_KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, unique among running requests. Default: random."""
     text: _builtins.str
@@ -125,6 +126,8 @@ class GenerateRequest(_message.Message):
     """The most tokens of prompt and answer together, if fewer than the model's. The answer ends there with
     FINISH_REASON_LENGTH.
     """
+    affinity_key: _builtins.str
+    """What requests with a common prefix share, such as a conversation. Requests of one key prefer the same workers."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -145,17 +148,22 @@ class GenerateRequest(_message.Message):
         keep_special_tokens: _builtins.bool = ...,
         skip_reading_prefix_cache: _builtins.bool = ...,
         max_model_len: _builtins.int | None = ...,
+        affinity_key: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_max_model_len", b"_max_model_len", "cache_salt", b"cache_salt", "chat", b"chat", "max_model_len", b"max_model_len", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_affinity_key", b"_affinity_key", "_cache_salt", b"_cache_salt", "_max_model_len", b"_max_model_len", "affinity_key", b"affinity_key", "cache_salt", b"cache_salt", "chat", b"chat", "max_model_len", b"max_model_len", "prompt", b"prompt", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_max_model_len", b"_max_model_len", "cache_salt", b"cache_salt", "chat", b"chat", "keep_special_tokens", b"keep_special_tokens", "max_model_len", b"max_model_len", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "routing_mode", b"routing_mode", "sampling_params", b"sampling_params", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_affinity_key", b"_affinity_key", "_cache_salt", b"_cache_salt", "_max_model_len", b"_max_model_len", "affinity_key", b"affinity_key", "cache_salt", b"cache_salt", "chat", b"chat", "keep_special_tokens", b"keep_special_tokens", "max_model_len", b"max_model_len", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "routing_mode", b"routing_mode", "sampling_params", b"sampling_params", "skip_reading_prefix_cache", b"skip_reading_prefix_cache", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__affinity_key: _TypeAlias = _typing.Literal["affinity_key"]  # noqa: Y015
+    _WhichOneofArgType__affinity_key: _TypeAlias = _typing.Literal["_affinity_key", b"_affinity_key"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__max_model_len: _TypeAlias = _typing.Literal["max_model_len"]  # noqa: Y015
     _WhichOneofArgType__max_model_len: _TypeAlias = _typing.Literal["_max_model_len", b"_max_model_len"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__affinity_key) -> _WhichOneofReturnType__affinity_key | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload

@@ -70,6 +70,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 priority=request.priority,
                 cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
                 skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+                affinity_key=request.affinity_key if request.HasField("affinity_key") else None,
                 max_model_len=request.max_model_len if request.HasField("max_model_len") else None,
                 mode=convert.mode_from(request),
                 timeout_s=context.time_remaining(),

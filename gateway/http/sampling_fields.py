@@ -34,6 +34,14 @@ SAMPLING_FIELDS = (
 )
 """Fields with the same name and meaning as in SamplingParams."""
 
+PromptCacheKey = Annotated[
+    str,
+    Field(
+        max_length=1024,
+        description="What requests with a common prefix share: those of one key prefer the same workers.",
+    ),
+]
+
 
 class SamplingFields(Body):
     """Names and meanings of OpenAI, then of vLLM."""

@@ -58,7 +58,7 @@ def unsupported(body: type[Body]) -> list[str]:
 
 def test_unsupported_and_unknown_fields_are_refused_by_name(folder: Path) -> None:
     """OpenAI's fields without support here, and unknown ones. For the former, null means absent."""
-    assert {"functions", "function_call", "audio", "metadata", "prompt_cache_key"} <= set(
+    assert {"functions", "function_call", "audio", "metadata", "prompt_cache_options"} <= set(
         unsupported(ChatCompletionRequest)
     )
     fields = [*unsupported(ChatCompletionRequest), "foo", "prompt", "echo"]

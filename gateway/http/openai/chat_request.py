@@ -58,7 +58,6 @@ class ChatCompletionRequest(GenerationFields):
     metadata: NotSupported = None
     moderation: NotSupported = None
     prediction: NotSupported = None
-    prompt_cache_key: NotSupported = None
     prompt_cache_options: NotSupported = None
     prompt_cache_retention: NotSupported = None
     verbosity: NotSupported = None

@@ -12,7 +12,7 @@ from baton.sampling import SamplingParams
 from gateway.choices import MAX_CHOICES
 from gateway.http.body import Body
 from gateway.http.openai.structured import ResponseFormat, StructuredOutputs, structured_output_of
-from gateway.http.sampling_fields import SamplingFields
+from gateway.http.sampling_fields import PromptCacheKey, SamplingFields
 
 MAX_NAME_CHARACTERS = 256
 
@@ -30,6 +30,7 @@ class StreamOptions(Body):
 class GenerationFields(SamplingFields):
     """Common to both kinds of completions."""
 
+    prompt_cache_key: PromptCacheKey | None = None
     model: str = Field(description="A name from GET /v1/models.", max_length=MAX_NAME_CHARACTERS)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Number of independent answers.")
     stream: bool | None = Field(None, description="Server-sent events, one for each piece of the answer.")

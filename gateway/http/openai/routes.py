@@ -105,6 +105,7 @@ class OpenAIRoutes:
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt,
                     skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
+                    affinity_key=body.prompt_cache_key,
                     max_model_len=body.max_model_len,
                     mode=body.mode,
                     timeout_s=call.time_left_s,

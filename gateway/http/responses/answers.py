@@ -143,6 +143,7 @@ class ResponseObject:
     metadata: dict[str, str]
     user: str | None
     safety_identifier: str | None
+    prompt_cache_key: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from gateway.conversation import ReasoningOptions
 from gateway.http.body import Body, NotSupported
 from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
 from gateway.http.responses.tools import MAX_TOOLS, FunctionTool, ToolChoiceField
-from gateway.http.sampling_fields import SamplingFields
+from gateway.http.sampling_fields import PromptCacheKey, SamplingFields
 from gateway.preprocess import UNLIMITED
 
 MAX_PAIRS = 16
@@ -167,6 +167,7 @@ class ResponseRequest(PromptFields, SamplingFields):
     safety_identifier: str | None = Field(None, max_length=1024, description="Repeated, otherwise ignored.")
     service_tier: Literal["auto", "default"] | None = None
     background: Literal[False] | None = None
+    prompt_cache_key: PromptCacheKey | None = None
 
     access_programs: NotSupported = None
     background_options: NotSupported = None
@@ -174,7 +175,6 @@ class ResponseRequest(PromptFields, SamplingFields):
     image: NotSupported = None
     moderation: NotSupported = None
     prompt: NotSupported = None
-    prompt_cache_key: NotSupported = None
     prompt_cache_options: NotSupported = None
     prompt_cache_retention: NotSupported = None
 

@@ -91,4 +91,5 @@ def _repeated(body: ResponseRequest) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "user": body.user,
         "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
     }
