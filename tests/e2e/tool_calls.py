@@ -26,7 +26,7 @@ from engine.loading.pretrained import default_cache_dir, resolve
 from tests.factories.tool_schemas import Schema, tool_schemas
 
 NUM_AT_ONCE = 8
-CONFIG = {
+CONFIG: dict[str, dict[str, Any]] = {
     "model": {"dtype": "float32", "quantization": "none"},
     "engine": {"num_threads": 1, "kv_cache_memory_mib": 256},
     "gateway": {"grpc_port": 0, "http_port": 0, "routing_mode": "disaggregated"},

@@ -83,6 +83,6 @@ async def test_a_key_has_a_bound(folder: Path) -> None:
             "messages": [{"role": "user", "content": "x"}],
             "prompt_cache_key": "x" * 1025,
         }
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=60.0) as client:
             answer = await client.post(f"{under_test.http_url}/v1/chat/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_cache_key")

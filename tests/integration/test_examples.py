@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from baton.request import EngineRequest, FinishReason, RequestOutput
 from gateway import Tokenizer
 from tests.factories.gateway import answering, gateway_with
 from tests.factories.models import make_model_dir
@@ -25,17 +27,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_dir(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def printed_by(model: Path, *command: str) -> str:
-    """GRPC, HTTP and PYTHON in the command stand for what they are here."""
-    return asyncio.run(_run(model, command))
+def printed_by(model: Path, *command: str, answers: Sequence[str] = (ANSWER,)) -> str:
+    """GRPC, HTTP, ROOT and PYTHON in the command stand for what they are here. `answers`: to one request after another,
+    and the last one to all others."""
+    return asyncio.run(_run(model, command, answers))
 
 
-async def _run(model: Path, command: tuple[str, ...]) -> str:
-    script = answering(list(Tokenizer(model).encode(ANSWER, add_special_tokens=False)))
-    async with gateway_with(model, {"p0": script}, {"d0": script}) as tested:
+async def _run(model: Path, command: tuple[str, ...], answers: Sequence[str]) -> str:
+    tokenizer = Tokenizer(model)
+    scripts = [
+        answering(list(tokenizer.encode(answer, add_special_tokens=False)), FinishReason.STOP)
+        for answer in answers
+    ]
+    prompts: list[tuple[int, ...]] = []
+
+    def script(request: EngineRequest) -> list[RequestOutput]:
+        """Both workers of a pair get the same prompt, and a conversation's next turn has another one."""
+        if request.prompt_token_ids not in prompts:
+            prompts.append(request.prompt_token_ids)
+        return scripts[min(prompts.index(request.prompt_token_ids), len(scripts) - 1)](request)
+
+    async with gateway_with(model, {"p0": script}, {"d0": script}, max_model_len=4096) as tested:
         grpc = f"127.0.0.1:{tested.gateway.grpc_port}"
         http = f"http://127.0.0.1:{tested.gateway.http_port}/v1"
-        here = {"GRPC": grpc, "HTTP": http, "PYTHON": sys.executable}
+        here = {"GRPC": grpc, "HTTP": http, "ROOT": http.removesuffix("/v1"), "PYTHON": sys.executable}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where buf is
         process = await asyncio.create_subprocess_exec(
             *[here.get(part, part) for part in command],
@@ -75,6 +90,49 @@ def test_the_openai_package(model: Path) -> None:
     first, second, usage = out.splitlines()
     assert (first, second) == (ANSWER, ANSWER)
     assert re.fullmatch(r"\d+ tokens in, \d+ out", usage)
+
+
+def call(name: str, **arguments: str) -> str:
+    """As the format of models whose template knows no tools has it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_tools_through_the_openai_package(model: Path) -> None:
+    command = ("PYTHON", "examples/openai_tools.py", "--base-url", "HTTP")
+    out = printed_by(model, *command, answers=[call("length_of", thing="tower"), ANSWER])
+    assert out == f'length_of({{"thing": "tower"}}) = 330.0 m\n{ANSWER}\n'
+
+
+def test_tools_through_anthropics_package(model: Path) -> None:
+    command = ("PYTHON", "examples/anthropic_tools.py", "--base-url", "ROOT", "--model", "tiny")
+    out = printed_by(model, *command, answers=[call("length_of", thing="tower"), ANSWER])
+    assert out == f"length_of({{'thing': 'tower'}}) = 330.0 m\n{ANSWER}\n"
+
+
+def test_a_coding_loop_of_twenty_turns_edits_files(model: Path, tmp_path: Path) -> None:
+    steps = [
+        ("write_file", {"path": "a.txt", "content": "one"}),
+        ("edit_file", {"path": "a.txt", "old": "one", "new": "two"}),
+        ("read_file", {"path": "a.txt"}),
+        ("write_file", {"path": "../b.txt", "content": "x"}),
+        ("read_file", {"path": "c.txt"}),
+        ("list_files", {}),
+    ]
+    command = ("PYTHON", "examples/coding_loop.py", "--base-url", "HTTP", "--folder", str(tmp_path / "work"))
+    (tmp_path / "work").mkdir()
+    answers = [call(name, **arguments) for name, arguments in steps]
+    lines = printed_by(model, *command, "--free", "task", answers=answers).splitlines()
+    assert len(lines) == 20
+    assert [line.split("  ")[-2:] for line in lines[:4]] == [
+        ["write_file", "done"],
+        ["edit_file", "done"],
+        ["read_file", "two"],
+        ["write_file", "error: ../b.txt is not in the folder"],
+    ]
+    assert lines[4].split("  ")[-1].startswith("error: ")
+    assert lines[5:] == [line for line in lines[5:] if line.endswith("list_files  a.txt")]
+    assert (tmp_path / "work/a.txt").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
 
 
 @pytest.mark.skipif(
