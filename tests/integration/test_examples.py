@@ -135,9 +135,19 @@ def test_a_coding_loop_of_twenty_turns_edits_files(model: Path, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["work"]
 
 
-@pytest.mark.skipif(
+needs_langchain = pytest.mark.skipif(
     importlib.util.find_spec("langchain_openai") is None, reason="LangChain is not installed here"
 )
+
+
+@needs_langchain
+def test_tools_through_langchain(model: Path) -> None:
+    command = ("PYTHON", "examples/langchain_tools.py", "--base-url", "HTTP", "--model", "tiny")
+    out = printed_by(model, *command, answers=[call("length_of", thing="tower"), ANSWER])
+    assert out == f"length_of({{'thing': 'tower'}}) = 330.0 m\n{ANSWER}\n"
+
+
+@needs_langchain
 def test_langchain(model: Path) -> None:
     command = ("examples/langchain_stream.py", "--base-url", "HTTP", "--model", "tiny")
     assert printed_by(model, "PYTHON", *command) == f"{ANSWER}\n"
