@@ -3,8 +3,9 @@
     python -m benchmarks.gateway [--streams 1 64 512] [--offered 30000] [--rounds 3] [--model FOLDER] [--json FILE]
 
 One gateway process, one worker that computes nothing (benchmarks/gateway_engine.py) and offers as many tokens as asked
-for, clients in this process. Three ways take turns: gRPC, HTTP (`/v1/completions`, streamed), and `bare`, a gRPC server
-that says the same with no gateway in it; medians over the rounds.
+for, clients in this process. Four ways take turns: gRPC, HTTP (`/v1/completions`, streamed), `chat` (the same with
+`/v1/chat/completions` and no tools), and `bare`, a gRPC server that says the same with no gateway in it; medians over
+the rounds.
 
     tokens/s        that reached the clients, all streams together
     per core        tokens per second of the serving process' own CPU time
@@ -40,6 +41,7 @@ from baton.v1 import sampling_pb2
 from tests.factories.models import make_model_dir
 
 PROMPT = list(range(40, 56))
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 NUM_ALONE = 200
 """Requests for the time to first token."""
 TOKENS_IN_ALL = 40_000
@@ -108,15 +110,18 @@ async def by_grpc(stub: "pb_grpc.GenerationServiceAsyncStub", num_tokens: int) -
 class HttpClient:
     """Keeps its connections, as every client does; reads lines, since a full HTTP client would be what is measured."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, path: str, prompt: dict[str, object]) -> None:
+        """`prompt`: the fields of the body that are the path's own."""
         self._port = port
+        self._path = path
+        self._prompt = prompt
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, num_tokens: int) -> Seen:
         body = json.dumps(
             {
                 "model": "benchmark",
-                "prompt": PROMPT,
+                **self._prompt,
                 "max_tokens": num_tokens,
                 "ignore_eos": True,
                 "temperature": 0.0,
@@ -128,13 +133,15 @@ class HttpClient:
         reader, writer = (
             self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
         )
-        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+        head = f"POST {self._path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
         writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
         status = await reader.readline()
         assert b" 200 " in status, status + await reader.read(2000)
         num_messages, last = 0, b""
         while (line := await reader.readline()) != b"0\r\n":  # the last chunk
-            if line.startswith(b"data: {"):
+            if (
+                line.startswith(b"data: {") and b'"role":' not in line
+            ):  # a chat's first event says nothing else
                 ttft_s = ttft_s or time.perf_counter() - began
                 num_messages += 1
                 last = line
@@ -168,11 +175,13 @@ async def measure(options: argparse.Namespace, gateway: Side, bare: Side) -> dic
         grpc.aio.insecure_channel(f"127.0.0.1:{bare.grpc_port}") as bare_channel,
     ):
         stub, bare_stub = pb_grpc.GenerationServiceStub(channel), pb_grpc.GenerationServiceStub(bare_channel)
-        assert gateway.http_port is not None
+        port = gateway.http_port
+        assert port is not None
         ways: dict[str, tuple[Ask, Side]] = {
             "bare": (lambda count: by_grpc(bare_stub, count), bare),
             "grpc": (lambda count: by_grpc(stub, count), gateway),
-            "http": (HttpClient(gateway.http_port).ask, gateway),
+            "http": (HttpClient(port, "/v1/completions", {"prompt": PROMPT}).ask, gateway),
+            "chat": (HttpClient(port, "/v1/chat/completions", {"messages": MESSAGES}).ask, gateway),
         }
         for ask, _ in ways.values():
             await ask(LEAST_TOKENS)  # whatever happens once
