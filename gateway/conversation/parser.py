@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.conversation.call_syntax import CallSyntax, CallWriter
-from gateway.conversation.events import AnswerEvent, AnswerPart, Reasoning, Text
+from gateway.conversation.events import AnswerPart, Reasoning, Text
 from gateway.conversation.messages import Tool
-from gateway.conversation.reader import Markers, Reader, Steps
+from gateway.conversation.reader import Markers, Steps
+from gateway.conversation.stepwise import Stepwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class ReasoningTags:
     end: str
 
 
-class TurnParser:
+class TurnParser(Stepwise):
     """An AnswerParser. Text, in any pieces, gives the same events but for where they are cut."""
 
     def __init__(
@@ -37,31 +38,13 @@ class TurnParser:
         self._tags = tags
         self._has_begun_to_reason = has_begun_to_reason
         self._part = AnswerPart.TEXT
-        self._reader = Reader()
-        self._events: list[AnswerEvent] = []
+        super().__init__()
         self._calls = CallWriter(tools, self._events.append)
-        self._turn = self._run()
-        next(self._turn, None)
 
     @property
     def part(self) -> AnswerPart:
         """What seems to be a call counts as one until it is none."""
         return self._part
-
-    def push(self, text: str) -> Sequence[AnswerEvent]:
-        self._reader.push(text)
-        next(self._turn, None)
-        return self._taken()
-
-    def flush(self) -> Sequence[AnswerEvent]:
-        self._reader.end()
-        next(self._turn, None)
-        return self._taken()
-
-    def _taken(self) -> list[AnswerEvent]:
-        events = self._events[:]
-        self._events.clear()
-        return events
 
     def _run(self) -> Steps[None]:
         if self._tags is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.conversation.call_syntax import CallWriter, is_tool_name
-from gateway.conversation.events import AnswerEvent, AnswerPart, Reasoning, Text
+from gateway.conversation.events import AnswerPart, Reasoning, Text
 from gateway.conversation.formats.harmony_tokens import (
     ANALYSIS,
     CHANNEL,
@@ -22,7 +22,8 @@ from gateway.conversation.formats.harmony_tokens import (
     TOKENS,
 )
 from gateway.conversation.messages import Tool
-from gateway.conversation.reader import Markers, Reader, Steps
+from gateway.conversation.reader import Markers, Steps
+from gateway.conversation.stepwise import Stepwise
 
 _TOKENS = Markers(TOKENS)
 _WORD_ENDS = "< \t\r\n"
@@ -37,40 +38,22 @@ class Head:
     recipient: str
 
 
-class HarmonyParser:
+class HarmonyParser(Stepwise):
     """An AnswerParser. Text, in any pieces, gives the same events but for where they are cut."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         """`tools`: those that may be called; without any, there are no calls."""
         self._has_calls = bool(tools)
         self._part = AnswerPart.TEXT
-        self._reader = Reader()
-        self._events: list[AnswerEvent] = []
+        super().__init__()
         self._calls = CallWriter(tools, self._events.append)
         self._has_shown: set[AnswerPart] = set()
         self._is_new_message = False
-        self._turn = self._run()
-        next(self._turn, None)
 
     @property
     def part(self) -> AnswerPart:
         """Heads count as text."""
         return self._part
-
-    def push(self, text: str) -> Sequence[AnswerEvent]:
-        self._reader.push(text)
-        next(self._turn, None)
-        return self._taken()
-
-    def flush(self) -> Sequence[AnswerEvent]:
-        self._reader.end()
-        next(self._turn, None)
-        return self._taken()
-
-    def _taken(self) -> list[AnswerEvent]:
-        events = self._events[:]
-        self._events.clear()
-        return events
 
     def _run(self) -> Steps[None]:
         while (yield from self._reader.peek()):
