@@ -1,19 +1,16 @@
 """Behaviour 27: a model with windows and full attention in whole engines: its tokens, its blocks, its hand-overs."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from baton.kv_groups import KVGroups
 from baton.request import EngineRequest
-from baton.sampling import SamplingParams
 from tests.factories.families import GPT_OSS
+from tests.factories.greedy_answers import answers_of, greedy_by_transformers, greedy_request
 from tests.factories.models import make_model_dir
-from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
+from tests.factories.whole_engines import EnginesOf, hand_over
 
 WINDOW, NUM_LAYERS, NUM_TOKENS = 20, 6, 12
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "num_blocks": 400, "block_size": 8}
@@ -34,41 +31,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-@pytest.fixture
-def engines(folder: Path) -> Iterator[EnginesOf]:
-    with EnginesOf(folder) as engines:
-        yield engines
-
-
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[int, list[int]]:
-    """Transformers' greedy tokens, by the prompt's length."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = {}
-    for length in LENGTHS:
-        whole = model.generate(
-            torch.tensor([prompt_of(length)]),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-        )
-        tokens[length] = whole[0, length:].tolist()
-    return tokens
-
-
-def prompt_of(length: int) -> list[int]:
-    return [3 + (7 * length + 11 * at + at * at) % 290 for at in range(length)]
+    return greedy_by_transformers(folder, LENGTHS, NUM_TOKENS)
 
 
 def request_of(length: int) -> EngineRequest:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
-    return EngineRequest(
-        request_id=f"r{length}", prompt_token_ids=tuple(prompt_of(length)), sampling_params=params
-    )
-
-
-def answers_of(engine: WholeEngine) -> dict[int, list[int]]:
-    return {int(name[1:]): answer.token_ids for name, answer in engine.answers.items()}
+    return greedy_request(length, NUM_TOKENS)
 
 
 def test_c27_layers_with_and_without_windows_give_transformers_tokens(

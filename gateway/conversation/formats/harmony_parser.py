@@ -83,18 +83,17 @@ class HarmonyParser(Stepwise):
         if not (yield from reader.next_is(CHANNEL)):
             return None
         channel = yield from reader.word(_WORD_ENDS, _MAX_WORD)
-        while not (yield from reader.next_is(MESSAGE)):
+        while True:
             yield from reader.skip_spaces()
+            if (yield from reader.next_is(MESSAGE)):
+                return Head(channel, recipient)
             if (yield from reader.next_is(RECIPIENT)):
                 recipient = yield from reader.word(_WORD_ENDS, _MAX_WORD)
-            elif not (yield from reader.next_is(CONSTRAIN)):
+            elif not (yield from reader.next_is(CONSTRAIN)) and not (
                 # A kind of content, such as `json`, which says nothing new.
-                kind = yield from reader.word(_WORD_ENDS, _MAX_WORD)
-                if not kind and not (yield from reader.next_is(MESSAGE)):
-                    return None
-                if not kind:
-                    break
-        return Head(channel, recipient)
+                yield from reader.word(_WORD_ENDS, _MAX_WORD)
+            ):
+                return None
 
     def _is_marked(self) -> Steps[bool]:
         """Whether a token begins the attempt, which is over."""
