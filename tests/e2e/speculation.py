@@ -280,10 +280,8 @@ def play(
         )
         expected = at_once(plain).token_ids
         for method, way in product(methods, ways):
-            if is_interpreted and METHODS[method].get("forced_tokens"):
-                continue  # a GPU's engine takes none
-            if model == "windows" and METHODS[method].get("method") == "draft_model":
-                continue  # refused: windows give back KV that a draft model needs
+            if _is_refused(METHODS[method], model, is_interpreted=is_interpreted):
+                continue
             begin, (answer, must_happen) = time.monotonic(), WAYS[way]
             outcome = answer(replace(plain, speculation=METHODS[method]))
             found = list(_complaints(outcome, expected, "method" in METHODS[method], must_happen))
@@ -294,6 +292,13 @@ def play(
             happened = f"{counts[must_happen]} {must_happen}" if must_happen else ""
             print(row.format(engine, method, way, *numbers, *last, happened), flush=True)
     return complaints
+
+
+def _is_refused(speculation: Mapping[str, Any], model: str, *, is_interpreted: bool) -> bool:
+    """A GPU's engine takes no forced tokens and no draft model. Windows give back KV that a draft model needs."""
+    if speculation.get("method") == "draft_model":
+        return is_interpreted or model == "windows"
+    return is_interpreted and bool(speculation.get("forced_tokens"))
 
 
 def _complaints(
