@@ -39,10 +39,10 @@ def spoil() -> None:
 
     original = Decoder.forward
 
-    def forward(model: Decoder, tokens: Any, attention: Any) -> torch.Tensor:
+    def forward(model: Decoder, *arguments: Any, **options: Any) -> torch.Tensor:
         first: Any = model._layers[0]
         first._input_norm_E = torch.full_like(first._input_norm_E, math.nan)
-        return original(model, tokens, attention)
+        return original(model, *arguments, **options)
 
     Decoder.forward = forward  # type: ignore[method-assign, assignment]
 

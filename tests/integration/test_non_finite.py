@@ -21,7 +21,9 @@ from baton.step import NON_FINITE
 from baton.worker import WorkerRole
 from cluster.processes.worker_process import WorkerProcess, write_config
 from cluster.serve.gateway import make_gateway
+from engine.models.decoder import Decoder
 from gateway import Tokenizer
+from tests.factories.sabotage import spoil
 from tests.factories.security import KEYS, SECRET
 from tests.factories.whole_engines import EnginesOf, hand_over
 
@@ -140,3 +142,17 @@ def test_c55_a_prefill_worker_whose_logits_are_not_finite_hands_nothing_over(
             assert end is not None
             assert (end.error, end.error_kind) == (NON_FINITE, ErrorKind.STEP_FAILED)
             assert consumer.answers[name].token_ids == reference.answers[name].token_ids
+
+
+def test_a_worker_that_chaos_spoils_serves_no_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "forward", Decoder.forward)  # undone at the end
+    spoil()
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with EnginesOf(folder) as engines:
+        alone = engines.start("alone")
+        alone.add(EngineRequest(request_id="r", prompt_token_ids=(5, 6, 7), sampling_params=params))
+        engines.run()
+        assert alone.answers["r"].token_ids == []
+        end = alone.answers["r"].end
+        assert end is not None
+        assert (end.error, end.error_kind) == (NON_FINITE, ErrorKind.STEP_FAILED)
