@@ -11,7 +11,6 @@ ends any more. Prompts that begin with BREAKS_STEPS or KILLS_WORKERS do so. It e
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -87,7 +86,7 @@ def suffer_from_prompts() -> None:
         poisons.update({new.request_id: new.prompt_token_ids[0] for new in plan.scheduled_new_reqs})
         present = {poisons[request_id] for request_id in plan.num_scheduled_tokens}
         if KILLS_WORKERS in present:
-            os.kill(os.getpid(), signal.SIGSEGV)
+            signal.raise_signal(signal.SIGSEGV)  # to this thread: os.kill may let it go on, and answer
         if BREAKS_STEPS in present:
             raise ValueError("a request breaks the step")
         return launch(runner, plan)
