@@ -55,6 +55,7 @@ class WorkerLinks:
         self._silent: set[str] = set()
         self._plane = RequestPlane(world)
         self._sessions: dict[str, GatewaySession] = {}
+        self._num_connections = 0
 
     def __getitem__(self, name: str) -> Worker:
         return self._workers[name]
@@ -74,7 +75,8 @@ class WorkerLinks:
         self.lose(worker.name, "replaced")
         self._workers[worker.name] = worker
         self._silent.discard(worker.name)
-        session = self._sessions[worker.name] = GatewaySession(worker.incarnation)
+        self._num_connections += 1
+        session = self._sessions[worker.name] = GatewaySession(worker.incarnation, self._num_connections)
         worker.on_hello(self.name, session.hello())
         heartbeat = worker.heartbeat(self.name)
         session.note_heartbeat(heartbeat)

@@ -12,7 +12,7 @@ from baton.messages.wire import Codec, unpack
 from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerStatus
 
-REQUEST_PLANE_VERSION = 7
+REQUEST_PLANE_VERSION = 8
 """Increases whenever a message changes. The first version had no number; it counts as 1."""
 
 
@@ -27,6 +27,9 @@ class Hello:
     incarnation: str
     """The worker's incarnation that the gateway means; another incarnation answers with its own status and nothing
     else."""
+    connection: int
+    """The gateway's own number for its connection to this incarnation; a connection never continues a former one's
+    session."""
     session: int | None
     """The session number the worker last sent; None before the first. See baton/messages/session.py."""
     num_commands: int
@@ -75,6 +78,8 @@ class Heartbeat:
 
     version: int = field(default=REQUEST_PLANE_VERSION, kw_only=True)
     status: WorkerStatus
+    connection: int | None
+    """The connection whose session it is; None if there is no session."""
     session: int | None
     """Changes whenever the worker has ended everything it did for this gateway; None: there is no session."""
     num_outputs: int

@@ -3,7 +3,9 @@
 A connection may break and come back by itself, and messages on their way are lost. So each end counts what it sends
 and the other compares. The gateway's Hello carries the number of its commands, the worker's Heartbeat that of its
 outputs. A worker that lost a gateway, or a command from it, ends all its work for that gateway and opens a new
-session. A gateway that sees a new session, or misses outputs, gives up everything it had at that worker.
+session. A gateway that sees a new session, or misses outputs, gives up everything it had at that worker. A gateway
+that connects anew, to a worker that it had given up, counts its connections: it gets a session of its own, and takes
+none that is a former connection's.
 
     gateway                                        worker
       Hello(session None) ------------------------>  opens session 1
@@ -34,8 +36,10 @@ from baton.worker import WorkerStatus
 class GatewaySession:
     """A gateway's end of its session with one incarnation of a worker."""
 
-    def __init__(self, incarnation: str) -> None:
+    def __init__(self, incarnation: str, connection: int) -> None:
+        """`connection` differs from those of all former sessions of this gateway with this incarnation."""
         self._incarnation = incarnation
+        self._connection = connection
         self._number: int | None = None
         self._num_commands = 0
         self._num_outputs = 0
@@ -46,7 +50,7 @@ class GatewaySession:
         return self._number
 
     def hello(self) -> Hello:
-        return Hello(self._incarnation, self._number, self._num_commands)
+        return Hello(self._incarnation, self._connection, self._number, self._num_commands)
 
     def submit(self, request: EngineRequest) -> SubmitRequest:
         return SubmitRequest(request, self._number)
@@ -67,6 +71,8 @@ class GatewaySession:
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> str | None:
         """If this heartbeat shows that all requests sent so far are lost: the reason."""
+        if heartbeat.connection not in (self._connection, None):
+            return None  # sent before our Hello came
         num_missing = heartbeat.num_outputs - self._num_outputs
         self._num_outputs = heartbeat.num_outputs
         if heartbeat.session == self._number:
@@ -78,6 +84,7 @@ class GatewaySession:
 
 @dataclass(slots=True)
 class _Session:
+    connection: int
     number: int
     last_message_at: float
     num_commands: int = 0
@@ -103,7 +110,7 @@ class WorkerSessions:
             reason = _gap(session, hello)
         if session is None or reason is not None:
             self._num_opened += 1
-            session = self._sessions[peer] = _Session(self._num_opened, now)
+            session = self._sessions[peer] = _Session(hello.connection, self._num_opened, now)
         session.last_message_at = now
         return reason
 
@@ -139,7 +146,7 @@ class WorkerSessions:
     def heartbeat(self, peer: bytes, status: WorkerStatus) -> Heartbeat:
         """A heartbeat for any peer, in a session or not."""
         session = self._sessions.get(peer)
-        return Heartbeat(status, None, 0) if session is None else _heartbeat(session, status)
+        return Heartbeat(status, None, None, 0) if session is None else _heartbeat(session, status)
 
     def end(self, peer: bytes) -> bool:
         """Ends the gateway's session; False if there was none."""
@@ -156,11 +163,13 @@ class WorkerSessions:
 
 
 def _heartbeat(session: _Session, status: WorkerStatus) -> Heartbeat:
-    return Heartbeat(status, session.number, session.num_outputs)
+    return Heartbeat(status, session.connection, session.number, session.num_outputs)
 
 
 def _gap(session: _Session, hello: Hello) -> str | None:
-    """What a Hello shows to be lost of its session; a Hello without a session has sent no commands in it."""
+    """Why a session ends at this Hello. A Hello without a session has sent no commands in it."""
+    if hello.connection != session.connection:
+        return "the gateway has connected anew"
     if hello.session in (session.number, None) and hello.num_commands != session.num_commands:
         return f"{session.num_commands} of {hello.num_commands} commands arrived"
     return None

@@ -1,6 +1,7 @@
 """WorkerConnections: a gateway's connections to workers, each for one incarnation."""
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -38,6 +39,7 @@ class WorkerConnections:
         """Workers lost since the gateway started."""
         self._turns = SharedTurns(time.monotonic)
         self._identity = secrets.token_bytes(16)
+        self._connection_numbers = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._clients: dict[str, WorkerClient] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -51,6 +53,7 @@ class WorkerConnections:
             endpoint,
             self._context,
             self._identity,
+            next(self._connection_numbers),
             self._network,
             self._keys,
             self._listener,

@@ -94,6 +94,7 @@ class WorkerClient:
         endpoint: WorkerEndpoint,
         context: zmq.asyncio.Context,
         identity: bytes,
+        connection_number: int,
         network: NetworkConfig,
         keys: PlaneKeys | None,
         listener: WorkerListener,
@@ -113,7 +114,7 @@ class WorkerClient:
         self._listener = listener
         self._losses = losses
         self._turns = turns
-        self._session = GatewaySession(endpoint.ref.incarnation)
+        self._session = GatewaySession(endpoint.ref.incarnation, connection_number)
         self.is_silent = False
         """Silent for too long, or its connection broke: the worker gets nothing until its next message."""
         self._is_connected = True
@@ -176,7 +177,7 @@ class WorkerClient:
     def abort(self, request_ids: tuple[str, ...]) -> None:
         """Ends requests that were submitted over this connection. Those of a former one ended with its session."""
         if self._session.number is None:
-            return  # nothing was submitted; a counted command could make the worker mistake this session for the last
+            return  # nothing was submitted
         self._send_command(self._session.abort(request_ids))
 
     def subscribe_kv_events(self) -> None:
@@ -330,7 +331,9 @@ class WorkerClient:
         former = self._session.number
         if loss := self._session.note_heartbeat(message):
             self._listener.on_worker_lost(self.name, loss)
-        if self._wants_kv_events and self._session.number not in (former, None):
+        if self._session.number is None:
+            return None  # it is meant for a former connection
+        if self._wants_kv_events and self._session.number != former:
             self._send_command(self._session.subscribe_kv_events())
         self.status = message.status
         self.first_sign.set()

@@ -31,7 +31,7 @@ def answers(endpoint: WorkerEndpoint, secret: ClusterSecret | None) -> bool:
         gateway.setsockopt(zmq.LINGER, 0)
         secure_client(gateway, derive_keys(secret).request)
         gateway.connect(endpoint.request_address)
-        gateway.send(TO_WORKER.encode(Hello(endpoint.ref.incarnation, None, 0)))
+        gateway.send(TO_WORKER.encode(Hello(endpoint.ref.incarnation, 1, None, 0)))
         if not gateway.poll(2_000):
             return False
         message = TO_GATEWAY.decode(gateway.recv())

@@ -26,7 +26,7 @@ class Line:
     """A gateway and a worker that have said hello to each other."""
 
     def __init__(self) -> None:
-        self.gateway, self.worker = GatewaySession("life"), WorkerSessions("life")
+        self.gateway, self.worker = GatewaySession("life", 1), WorkerSessions("life")
         assert self.greet() == (None, None)
 
     def greet(self, now: float = 0.0) -> tuple[str | None, str | None]:
@@ -100,21 +100,35 @@ def test_a_gateway_that_connects_anew_gets_a_session_of_its_own() -> None:
     """It has the same name, knows of no session, and must not take over what the last one asked for."""
     line = Line()
     line.submit()
-    line.gateway = GatewaySession("life")
-    assert line.greet() == ("1 of 0 commands arrived", None)
+    line.gateway = GatewaySession("life", 2)
+    assert line.greet() == ("the gateway has connected anew", None)
+    line.submit()
+    assert line.greet() == (None, None)
+
+
+def test_a_heartbeat_for_a_former_connection_opens_no_session() -> None:
+    """It was on its way, or was sent before the Hello came."""
+    line = Line()
+    line.output()
+    line.gateway = GatewaySession("life", 2)
+    assert line.gateway.note_heartbeat(line.worker.heartbeat(GATEWAY, STATUS)) is None
+    assert line.gateway.number is None
+    assert line.greet() == ("the gateway has connected anew", None)
+    line.output()
+    assert line.greet() == (None, None)
 
 
 def test_hellos_on_their_way_when_the_first_answer_comes_change_nothing() -> None:
-    worker, gateway = WorkerSessions("life"), GatewaySession("life")
+    worker, gateway = WorkerSessions("life"), GatewaySession("life", 1)
     early = [gateway.hello() for _ in range(2)]
     assert [worker.on_hello(GATEWAY, hello, 0.0) for hello in early] == [None, None]
     assert gateway.note_heartbeat(worker.heartbeat(GATEWAY, STATUS)) is None
-    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, 1, 0)
+    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, 1, 1, 0)
 
 
 def test_silence_is_each_gateways_own() -> None:
     line = Line()
-    line.worker.on_hello(OTHER, GatewaySession("life").hello(), 5.0)
+    line.worker.on_hello(OTHER, GatewaySession("life", 1).hello(), 5.0)
     assert line.worker.silent_for(3.0, now=6.0) == [GATEWAY]
     line.greet(now=6.0)
     assert line.worker.silent_for(3.0, now=6.0) == []
@@ -122,6 +136,6 @@ def test_silence_is_each_gateways_own() -> None:
 
 def test_a_hello_for_another_incarnation_opens_no_session() -> None:
     worker = WorkerSessions("life")
-    worker.on_hello(GATEWAY, GatewaySession("an older life").hello(), 0.0)
+    worker.on_hello(GATEWAY, GatewaySession("an older life", 1).hello(), 0.0)
     assert worker.peers == []
-    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, None, 0)
+    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, None, None, 0)
