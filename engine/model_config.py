@@ -9,7 +9,7 @@ from typing import Any, Self
 from baton.errors import ModelError
 from engine.config_values import count_of, positive_of
 from engine.families import DEFAULTS, READ, Family, family_of, refuse_unsupported
-from engine.latent_config import LatentAttention, read_latent
+from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM, LatentAttention, read_latent
 from engine.mixture_config import Mixture, read_mixtures
 from engine.quantization_config import read_quantization
 from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
@@ -107,10 +107,14 @@ def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArch
 
 def check_device(architecture: ModelArchitecture, device: str) -> None:
     """ModelError if no attention of this kind of device (`cpu`, `cuda`) computes the model."""
-    if architecture.latent is not None and device == "cuda":
+    latent = architecture.latent
+    if latent is None or device != "cuda":
+        return
+    if latent.rank > MAX_GPU_RANK or latent.rotary_dim > MAX_GPU_ROTARY_DIM:
         raise ModelError(
-            f"engine.device: got 'cuda', but model_type {architecture.family.value!r} is only computed on CPUs: no "
-            "kernel for GPUs attends to latents; use engine.device 'cpu', or another model"
+            f"engine.device: got 'cuda', whose kernels attend to latents of up to {MAX_GPU_RANK} numbers with up to "
+            f"{MAX_GPU_ROTARY_DIM} rotated ones, but kv_lora_rank is {latent.rank} and qk_rope_head_dim "
+            f"{latent.rotary_dim}; use engine.device 'cpu', or another model"
         )
 
 

@@ -48,9 +48,9 @@ class AttentionCase:
 
     name: str
     run: Callable[[], torch.Tensor]
-    """Computes it by the kernels: T x Q x D."""
+    """Computes it by the kernels: T x Q x D, of latents without the rotated part."""
     expect: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    """Computes it by torch in float64, and each number's tolerance; both are T x Q x D, float32."""
+    """Computes it by torch in float64, and each number's tolerance; both float32 and of the same shape."""
 
 
 def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compiler: Compiler) -> None:
@@ -110,8 +110,9 @@ def _trial(
     generator: torch.Generator,
 ) -> AttentionCase:
     """The queries lie within the output of the projection, as in the model."""
-    num_heads, head_dim = model.num_heads, pool.shape.head_dim
-    shape_TPD = (batch.num_tokens, num_heads + 2 * pool.shape.num_kv_heads, head_dim)
+    num_heads, head_dim, latent = model.num_heads, pool.shape.head_dim, model.architecture.latent
+    num_kv_rows = pool.shape.num_planes * pool.shape.num_kv_heads
+    shape_TPD = (batch.num_tokens, num_heads + num_kv_rows, head_dim)
     qkv_TPD = torch.randn(shape_TPD, generator=generator, device=model.device).mul_(QUERY_SCALE)
     q_TQD = qkv_TPD.to(model.dtype)[:, :num_heads]
     softmax = Softmax(model.architecture.attention_scale, window, model.architecture.attention_cap)
@@ -122,12 +123,15 @@ def _trial(
 
     def expect() -> tuple[torch.Tensor, torch.Tensor]:
         kv_NKHSD = pool.blocks_NLKHTD[: num_blocks + 1, layer].to(torch.float32, copy=True)
+        if pool.shape.is_latent:  # keys that are values, too
+            kv_NKHSD = kv_NKHSD.repeat(1, 2, 1, 1, 1)
         block_ids_BM = torch.from_numpy(batch.block_ids_BM).to(model.device)
         step = (block_ids_BM, batch.num_tokens_B.tolist(), batch.context_lens_B.tolist(), softmax, sinks_Q)
         want_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
         kv_NKHSD[:, 1].abs_()
         sum_TQD = paged_attention_reference(q_TQD.to(torch.float32), kv_NKHSD, *step)
-        return want_TQD, sum_TQD.mul_(TOLERANCES[model.dtype])
+        num_values = head_dim if latent is None else latent.rank
+        return want_TQD[..., :num_values], sum_TQD.mul_(TOLERANCES[model.dtype])[..., :num_values]
 
     return AttentionCase(name, lambda: parts.forward.attend(batch, layer, q_TQD, sinks_Q), expect)
 

@@ -93,9 +93,9 @@ class StagedForward:
     def attend(
         self, batch: StepBatch, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One layer's attention alone, with the caller's queries and sinks; T x Q x D."""
+        """One layer's attention alone, with the caller's queries and sinks; T x Q x D, or T x Q x C over latents."""
         _, attention, _ = self._stage(batch, None, has_chunks=bool(batch.prefills))
-        return attention.attend(layer, q_TQD, sinks_Q).view(q_TQD.shape)
+        return attention.attend(layer, q_TQD, sinks_Q).view(*q_TQD.shape[:2], -1)
 
     @torch.inference_mode()
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:

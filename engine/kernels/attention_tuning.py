@@ -1,18 +1,21 @@
 """How attention is launched: tile sizes, warps and stages from shapes alone; knows no tensor.
 
-One kernel has two tunings. Decoding is bound by memory: few rows, many keys in flight, several programs on a
+Each kernel has two tunings. Decoding is bound by memory: few rows, many keys in flight, several programs on a
 multiprocessor. Prefill is bound by the matrix units: tiles with as many rows as the registers allow.
 """
 
 from dataclasses import dataclass
 
 from engine.kernels.attention_plan import TileGrid
+from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM
 
 RESERVED_BYTES = 3 * 1024
 """Shared memory of a multiprocessor that launches take for themselves."""
 SHARED_BYTES = 227 * 1024 - RESERVED_BYTES
 """Shared memory that programs on an H100's or H200's multiprocessor can have together."""
 MIN_BLOCK_N = 16
+MIN_PRODUCT = 16
+"""The matrix units multiply at least so many numbers of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +34,52 @@ class AttentionShape:
     """Whether the GPU copies tensors in bulk: compute capability 9.0 and later."""
     shared_bytes: int = SHARED_BYTES
     """Shared memory that all programs on a multiprocessor can have together."""
+    latent_rank: int | None = None
+    """With a latent of each token instead of keys and values of heads: its numbers, which are the value of all query
+    heads. The key is these and, behind them, a rotated part: `head_dim` numbers in all."""
 
     def __post_init__(self) -> None:
         assert self.num_query_heads % self.num_kv_heads == 0, "query heads come in equal groups"
-        assert self.head_dim in range(16, 257, 8), f"heads of {self.head_dim}"
+        if self.latent_rank is None:
+            assert self.head_dim in range(16, 257, 8), f"heads of {self.head_dim}"
+        else:
+            assert self.num_kv_heads == 1, f"{self.num_kv_heads} heads of a latent"
+            assert self.latent_rank <= MAX_GPU_RANK, f"latents of {self.latent_rank}"
+            assert 0 < self.rotary_dim <= MAX_GPU_ROTARY_DIM, f"a rotated part of {self.rotary_dim}"
 
     @property
     def group_size(self) -> int:
-        """Query heads per kv head; they share a tile."""
-        return self.num_query_heads // self.num_kv_heads
+        """Query heads that share a tile: those of a kv head, or as many as a tile of latents serves."""
+        if self.latent_rank is None:
+            return self.num_query_heads // self.num_kv_heads
+        return max(n for n in range(1, self._most_rows + 1) if self.num_query_heads % n == 0)
+
+    @property
+    def num_groups(self) -> int:
+        """Of query heads; programs take each item once for each group."""
+        return self.num_query_heads // self.group_size
+
+    @property
+    def value_dim(self) -> int:
+        """Of a value, and of a result."""
+        return self.head_dim if self.latent_rank is None else self.latent_rank
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a key that are no value."""
+        return self.head_dim - self.value_dim
 
     @property
     def padded_head_dim(self) -> int:
         return _power_of_two(self.head_dim)
+
+    @property
+    def padded_rank(self) -> int:
+        return max(MIN_PRODUCT, _power_of_two(self.value_dim))
+
+    @property
+    def padded_rotary_dim(self) -> int:
+        return max(MIN_PRODUCT, _power_of_two(self.rotary_dim))
 
     @property
     def uses_tma(self) -> bool:
@@ -52,9 +88,18 @@ class AttentionShape:
         It needs blocks of a power of two of tokens, and rows of whole 16-byte units. It copies one span of a block at a
         time; with fewer than 32 tokens that is too little for a tile.
         """
-        if not self.has_copy_engine or self.head_dim * self.kv_dtype_bytes % 16 != 0:
+        row_bytes = (self.head_dim * self.kv_dtype_bytes, self.value_dim * self.kv_dtype_bytes)
+        if not self.has_copy_engine or any(size % 16 != 0 for size in row_bytes):
             return False
         return self.block_size >= 32 and self.block_size & (self.block_size - 1) == 0
+
+    @property
+    def _most_rows(self) -> int:
+        """Rows of a tile whose sums over latents fit into registers. Before Hopper, products read their operands from
+        registers, and so do those of float32."""
+        if self.dtype_bytes > 2:
+            return 16
+        return 64 if self.has_copy_engine else 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +107,7 @@ class AttentionTuning:
     """Parameters of a launch."""
 
     block_m: int
-    """Rows of a tile: queries x query heads of one kv head."""
+    """Rows of a tile: queries x query heads that share it."""
     block_n: int
     """Keys processed at a time."""
     num_warps: int
@@ -76,7 +121,7 @@ class AttentionTuning:
             queries=self.block_m // shape.group_size,
             keys=self.block_n,
             num_programs=num_multiprocessors * self.programs_per_multiprocessor,
-            num_kv_heads=shape.num_kv_heads,
+            num_kv_heads=shape.num_groups,
         )
 
 
@@ -102,6 +147,31 @@ def prefill_tuning(shape: AttentionShape) -> AttentionTuning:
     shared_bytes = shape.shared_bytes - block_m * shape.padded_head_dim * shape.dtype_bytes
     block_n = _fitting(shape, preferred, shared_bytes)
     return AttentionTuning(block_m, block_n, 8, _num_buffers(shape, block_n, shared_bytes, 3), 1)
+
+
+def latent_tuning(shape: AttentionShape, *, has_chunks: bool) -> AttentionTuning:
+    """For attention to latents, in steps of decodes alone or with chunks, which may hold decodes, too."""
+    rows = shape._most_rows if has_chunks else max(16, _power_of_two(shape.group_size))
+    is_small = rows == 16 and shape.kv_dtype_bytes == 2
+    num_programs = 2 if is_small else 1
+    num_warps = 4 if is_small else 8
+    # Converted 8-bit tiles and float32 take more registers a key.
+    block_n = _block_n(shape, 64 if rows > 16 and shape.kv_dtype_bytes == 2 else 32)
+    size = shape.padded_rank + shape.padded_rotary_dim
+
+    def needed_bytes(block_n: int, num_buffers: int) -> int:
+        """Queries and weights, and tiles: as they are loaded and, for the matrix units of Hopper, converted."""
+        converted = block_n * size * shape.dtype_bytes if rows == 64 and shape.kv_dtype_bytes == 1 else 0
+        tiles = num_buffers * block_n * size * shape.kv_dtype_bytes + converted
+        return rows * (size + block_n) * shape.dtype_bytes + tiles
+
+    room = shape.shared_bytes // num_programs
+    while block_n > MIN_BLOCK_N and needed_bytes(block_n, 2) > room:
+        block_n //= 2
+    num_buffers = max(n for n in (1, 2, 3) if n == 1 or needed_bytes(block_n, n) <= room)
+    # Operands of Hopper's products stay in their buffers; others are read into registers first.
+    num_stages = num_buffers if rows == 64 else num_buffers + 1
+    return AttentionTuning(rows, block_n, num_warps, num_stages, num_programs)
 
 
 def _prefill_keys(shape: AttentionShape) -> int:

@@ -104,7 +104,7 @@ class Partials:
 
     @classmethod
     def empty(cls, num_rows: int, shape: AttentionShape, device: torch.device) -> "Partials":
-        out_PQD = torch.empty((max(1, num_rows), shape.num_query_heads, shape.head_dim), device=device)
+        out_PQD = torch.empty((max(1, num_rows), shape.num_query_heads, shape.value_dim), device=device)
         return cls(out_PQD, torch.empty(out_PQD.shape[:2], device=device))
 
 

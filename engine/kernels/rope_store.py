@@ -146,8 +146,8 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
                 row = kv_ptr + (slot // BLOCK_SIZE).to(tl.int64) * kv_block_stride
                 rows = row + (heads * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
                 pool_ptrs = rows[:, None] + columns[None, :]
-                _store(pool_ptrs, first * cos - second * sin, mask, IS_FLOAT8, MAX_FLOAT8)
-                _store(pool_ptrs + HALF, second * cos + first * sin, mask, IS_FLOAT8, MAX_FLOAT8)
+                store_saturated(pool_ptrs, first * cos - second * sin, mask, IS_FLOAT8, MAX_FLOAT8)
+                store_saturated(pool_ptrs + HALF, second * cos + first * sin, mask, IS_FLOAT8, MAX_FLOAT8)
         else:
             heads += (group - Q_GROUPS - KV_GROUPS) * HEADS
             mask = (heads < NUM_KV_HEADS)[:, None] & (columns < HALF)[None, :]
@@ -156,8 +156,8 @@ def _rope_store_kernel(  # type: ignore[no-untyped-def]
             row = kv_ptr + (slot // BLOCK_SIZE).to(tl.int64) * kv_block_stride
             rows = row + ((NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
             pool_ptrs = rows[:, None] + columns[None, :]
-            _store(pool_ptrs, first, mask, IS_FLOAT8, MAX_FLOAT8)
-            _store(pool_ptrs + HALF, second, mask, IS_FLOAT8, MAX_FLOAT8)
+            store_saturated(pool_ptrs, first, mask, IS_FLOAT8, MAX_FLOAT8)
+            store_saturated(pool_ptrs + HALF, second, mask, IS_FLOAT8, MAX_FLOAT8)
 
 
 @triton.jit
@@ -175,7 +175,8 @@ def _load_normed(pointers, mask, norm_ptr, columns, eps, HALF: tl.constexpr):  #
 
 
 @triton.jit
-def _store(pointers, x, mask, IS_FLOAT8: tl.constexpr, MAX_FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_saturated(pointers, x, mask, IS_FLOAT8: tl.constexpr, MAX_FLOAT8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores float32 as the pool's dtype; numbers beyond the largest float8 become it."""
     if IS_FLOAT8:
         x = tl.clamp(x, -MAX_FLOAT8, MAX_FLOAT8)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask)

@@ -46,7 +46,7 @@ class Attention(Protocol):
         keys, values) and may be overwritten. Query heads are grouped: head i reads kv head i // (Q / H).
         `sinks_Q` (float32): a logit of each query head beside its scores, which takes weight and has no value.
 
-        With a latent, the last row of a token is it, key and value of all heads; results of its rotated part mean
-        nothing.
+        With a latent, the last row of a token is it, key and value of all heads. Each head's result begins with that of
+        the latent; it may end there, or have numbers behind it that mean nothing.
         """
         ...

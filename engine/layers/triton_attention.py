@@ -2,9 +2,10 @@
 
 A layer takes two or three launches: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, if
 contexts are split in a step with chunks, the merge (`merge_partials`). The host cuts the work once per step and window.
+Over latents these are `latent_store` and `latent_attention`, and the merge in steps of decodes, too.
 
 Shape suffixes: T tokens of a step, B its requests, Q query heads, P query, key and value heads or positions, D head
-dimension, I items of work, R merged rows, F their fields, X block ids of all requests.
+dimension, C latent, I items of work, R merged rows, F their fields, X block ids of all requests.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
@@ -32,8 +33,11 @@ from engine.kernels.attention_tuning import (
     AttentionShape,
     AttentionTuning,
     decode_tuning,
+    latent_tuning,
     prefill_tuning,
 )
+from engine.kernels.latent_attention import LatentKV, latent_attention
+from engine.kernels.latent_store import latent_store
 from engine.kernels.merge_partials import merge_partials
 from engine.kernels.paged_attention import LayerKV, Merging, Partials, Softmax, paged_attention
 from engine.kernels.rope_store import rope_store
@@ -83,16 +87,18 @@ class TritonAttention:
             shape.dtype.itemsize,
             has_copy_engine=gpu is None or torch.cuda.get_device_capability(gpu) >= (9, 0),
             shared_bytes=_shared_bytes(gpu),
+            latent_rank=None if architecture.latent is None else architecture.latent.rank,
         )
-        merges = kernel_switches().fused_merge
-        decode, prefill = decode_tuning(self._shape), prefill_tuning(self._shape)
+        # The rows of a tile of latents are too many for one program to merge.
+        merges = kernel_switches().fused_merge and architecture.latent is None
+        decode, prefill = _tunings(self._shape)
         self._decode = Launch(decode, decode.grid(self._shape, num_multiprocessors), merges)
         self._prefill = Launch(prefill, prefill.grid(self._shape, num_multiprocessors), merges=False)
         a = architecture
-        tables = rope_tables(a.ropes, a.head_dim, limits.max_model_len, device)
+        tables = rope_tables(a.ropes, a.head_dim - a.rotated_from, limits.max_model_len, device)
         self._layers = [
             Layer(
-                LayerKV(pool.blocks_NLKHTD[:, index], self._shape),
+                _layer_kv(pool, index, self._shape),
                 Softmax(a.attention_scale, window, a.attention_cap),
                 self.windows.index(window),
                 tables[index],
@@ -200,7 +206,7 @@ class Launch:
 class Layer:
     """One layer's share of the pool, and how it attends."""
 
-    kv: LayerKV
+    kv: LayerKV | LatentKV
     softmax: Softmax
     plan: int
     """The index of its window's plan among the step's plans."""
@@ -241,6 +247,9 @@ class TritonStepAttention:
         sinks_Q: torch.Tensor | None = None,
     ) -> torch.Tensor:
         at = self._layers[layer]
+        if isinstance(at.kv, LatentKV):
+            latent_store(qkv_TPD, self._positions_T, self._slots_T, at.cos_sin_PD, at.kv.latents_NSD)
+            return self.attend(layer, qkv_TPD[:, :-1])
         rope_store(
             qkv_TPD,
             self._positions_T,
@@ -254,24 +263,30 @@ class TritonStepAttention:
         return self.attend(layer, qkv_TPD[:, : self._shape.num_query_heads], sinks_Q)
 
     def attend(self, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None) -> torch.Tensor:
-        """T x (Q x D): only attention, of rotated queries, over the pool."""
+        """T x (Q x D), or T x (Q x C) over latents: only attention, of rotated queries, over the pool."""
         at, launch = self._layers[layer], self._launch
         plan = self._plans[at.plan]
-        out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
-        paged_attention(
-            q_TQD,
-            at.kv,
-            self._block_ids_X1,
-            plan.items_IF,
-            plan.counts_2[:1],
-            self._partials,
-            out_TQD,
-            at.softmax,
-            launch.tuning,
-            launch.grid.num_programs,
-            Merging(plan.merges_RF, self._num_arrived_RH) if launch.merges else None,
-            sinks_Q,
-        )
+        out_TQD = q_TQD.new_empty(*q_TQD.shape[:2], self._shape.value_dim)
+        tables = self._block_ids_X1, plan.items_IF, plan.counts_2[:1]
+        if isinstance(at.kv, LatentKV):
+            assert sinks_Q is None
+            scale, num_programs = at.softmax.scale, launch.grid.num_programs
+            latent_attention(
+                q_TQD, at.kv, *tables, self._partials, out_TQD, scale, launch.tuning, num_programs
+            )
+        else:
+            paged_attention(
+                q_TQD,
+                at.kv,
+                *tables,
+                self._partials,
+                out_TQD,
+                at.softmax,
+                launch.tuning,
+                launch.grid.num_programs,
+                Merging(plan.merges_RF, self._num_arrived_RH) if launch.merges else None,
+                sinks_Q,
+            )
         if len(plan.merges_RF) and not launch.merges:
             merge_partials(
                 self._partials.out_PQD,
@@ -283,6 +298,19 @@ class TritonStepAttention:
                 sinks_Q,
             )
         return out_TQD.view(len(out_TQD), -1)
+
+
+def _tunings(shape: AttentionShape) -> tuple[AttentionTuning, AttentionTuning]:
+    """For steps of decodes, and for steps with chunks."""
+    if shape.latent_rank is None:
+        return decode_tuning(shape), prefill_tuning(shape)
+    return latent_tuning(shape, has_chunks=False), latent_tuning(shape, has_chunks=True)
+
+
+def _layer_kv(pool: KVPool, index: int, shape: AttentionShape) -> LayerKV | LatentKV:
+    if pool.shape.is_latent:
+        return LatentKV(pool.blocks_NLKHTD[:, index, 0, 0], shape)
+    return LayerKV(pool.blocks_NLKHTD[:, index], shape)
 
 
 def _shared_bytes(gpu: torch.device | None) -> int:

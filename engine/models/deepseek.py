@@ -71,8 +71,8 @@ class LatentHeads:
             latents_TC, self._latent_norm_C, LATENT_EPS
         )
         rows_TPD[:, -1, latent.rank :] = kv_TD[:, latent.rank :]
-        out_TQD = attention(self._index, rows_TPD, None).unflatten(-1, (self._num_heads, -1))
-        out_QTC = out_TQD[..., : latent.rank].transpose(0, 1)
+        out_TQX = attention(self._index, rows_TPD, None).unflatten(-1, (self._num_heads, -1))
+        out_QTC = out_TQX[..., : latent.rank].transpose(0, 1)
         return torch.bmm(out_QTC, self._value_QCV).transpose(0, 1).flatten(1)
 
 

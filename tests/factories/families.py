@@ -243,8 +243,7 @@ def families_table() -> str:
         name, special = NAMES[family]
         kind = "llama" if family is Family.MISTRAL else in_gguf.get(architecture)
         gguf = "no" if kind is None else f"`{kind}`"
-        on_gpu = "no" if family.is_deepseek else "yes"
-        rows.append(f"| {name} | `{architecture}` | {special} | yes | {on_gpu} | yes | {gguf} |")
+        rows.append(f"| {name} | `{architecture}` | {special} | yes | yes | yes | {gguf} |")
     return "\n".join(rows)
 
 

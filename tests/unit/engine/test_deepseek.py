@@ -174,9 +174,14 @@ def test_ranks_divide_heads_and_share_the_latent(folder: Path) -> None:
         load_model(FLOAT32, folder, CPU, collectives=SilentRank(0, 3))
 
 
-def test_a_gpu_is_refused_before_anything_is_loaded(folder: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("kv_lora_rank", 520), ("qk_rope_head_dim", 72)])
+def test_latents_too_long_for_a_gpu_are_refused_before_anything_is_loaded(
+    folder: Path, key: str, value: int
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="'deepseek_v3' is only computed on CPUs"):
+    with pytest.raises(ModelError, match=f"up to 512 numbers with up to 64 rotated ones, but .*{key} .*{value}"):
         load_model(FLOAT32, folder, torch.device("cuda", 0))
 
 
