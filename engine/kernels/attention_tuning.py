@@ -155,8 +155,9 @@ def latent_tuning(shape: AttentionShape, *, has_chunks: bool) -> AttentionTuning
     is_small = rows == 16 and shape.kv_dtype_bytes == 2
     num_programs = 2 if is_small else 1
     num_warps = 4 if is_small else 8
-    # Converted 8-bit tiles and float32 take more registers a key.
-    block_n = _block_n(shape, 64 if rows > 16 and shape.kv_dtype_bytes == 2 else 32)
+    # Converted 8-bit tiles take more registers a key; those for the matrix units of Hopper also take shared memory.
+    is_wide = rows == 32 or (rows == 64 and shape.kv_dtype_bytes == 2)
+    block_n = _block_n(shape, 64 if is_wide else 32)
     size = shape.padded_rank + shape.padded_rotary_dim
 
     def needed_bytes(block_n: int, num_buffers: int) -> int:
@@ -169,8 +170,8 @@ def latent_tuning(shape: AttentionShape, *, has_chunks: bool) -> AttentionTuning
     while block_n > MIN_BLOCK_N and needed_bytes(block_n, 2) > room:
         block_n //= 2
     num_buffers = max(n for n in (1, 2, 3) if n == 1 or needed_bytes(block_n, n) <= room)
-    # Operands of Hopper's products stay in their buffers; others are read into registers first.
-    num_stages = num_buffers if rows == 64 else num_buffers + 1
+    # Operands of the matrix units but Hopper's are read into registers first, which frees a stage.
+    num_stages = num_buffers if rows == 64 or shape.dtype_bytes > 2 else num_buffers + 1
     return AttentionTuning(rows, block_n, num_warps, num_stages, num_programs)
 
 

@@ -137,7 +137,8 @@ def latent_attention(
         FIELDS=ITEM_FIELDS,
         USES_TMA=shape.uses_tma,
         TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,  # as in `paged_attention`
-        PRECISION="tf32x3" if q_TQD.dtype == torch.float32 else "tf32",
+        # Three products in TF32 would spill: their operands are in registers, thrice.
+        PRECISION="ieee" if q_TQD.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         maxnreg=tuning.max_registers,

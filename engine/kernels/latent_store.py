@@ -114,17 +114,17 @@ def _latent_store_kernel(  # type: ignore[no-untyped-def]
             latent = tl.load(latent_ptr + dims, dims < C, other=0.0).to(tl.float32)
             store_saturated(slot_ptr + dims, latent, dims < C, IS_FLOAT8, MAX_FLOAT8)
             is_rotated = columns < HALF
-            first = tl.load(latent_ptr + C + columns, is_rotated, other=0.0).to(tl.float32)
-            second = tl.load(latent_ptr + C + HALF + columns, is_rotated, other=0.0).to(tl.float32)
+            real = tl.load(latent_ptr + C + columns, is_rotated, other=0.0).to(tl.float32)
+            imaginary = tl.load(latent_ptr + C + HALF + columns, is_rotated, other=0.0).to(tl.float32)
             target_ptrs = slot_ptr + C + columns
-            store_saturated(target_ptrs, first * cos - second * sin, is_rotated, IS_FLOAT8, MAX_FLOAT8)
-            store_saturated(target_ptrs + HALF, second * cos + first * sin, is_rotated, IS_FLOAT8, MAX_FLOAT8)
+            store_saturated(target_ptrs, real * cos - imaginary * sin, is_rotated, IS_FLOAT8, MAX_FLOAT8)
+            store_saturated(target_ptrs + HALF, imaginary * cos + real * sin, is_rotated, IS_FLOAT8, MAX_FLOAT8)
         else:
             heads = (group - 1) * HEADS + tl.arange(0, HEADS)
             mask = (heads < NUM_HEADS)[:, None] & (columns < HALF)[None, :]
-            pointers = row_ptr + C + heads[:, None] * D + columns[None, :]
-            first = tl.load(pointers, mask, other=0.0).to(tl.float32)
-            second = tl.load(pointers + HALF, mask, other=0.0).to(tl.float32)
+            query_ptrs = row_ptr + C + heads[:, None] * D + columns[None, :]
+            first = tl.load(query_ptrs, mask, other=0.0).to(tl.float32)
+            second = tl.load(query_ptrs + HALF, mask, other=0.0).to(tl.float32)
             dtype = rows_ptr.dtype.element_ty
-            tl.store(pointers, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask)
-            tl.store(pointers + HALF, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask)
+            tl.store(query_ptrs, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask)
+            tl.store(query_ptrs + HALF, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask)

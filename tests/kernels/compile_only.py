@@ -51,6 +51,8 @@ class Compiled:
     """A thread's."""
     stack_bytes: int
     """A thread's local memory: registers that were spilled, or arrays that are indexed at run time."""
+    spills_in_loop: int
+    """Loads and stores of local memory between the first and the last instruction of the matrix units."""
     shared_bytes: int
     """A program's."""
     num_warps: int
@@ -134,6 +136,7 @@ def _describe(launch: str, kernel: Any, arch: int, seconds: float) -> Compiled:
         seconds=round(seconds, 2),
         registers=usage["REG"],
         stack_bytes=usage["STACK"],
+        spills_in_loop=_spills_in_loop(kernel.asm["cubin"]) if usage["STACK"] else 0,
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         has_wgmma="wgmma.mma_async" in ptx,
@@ -148,10 +151,22 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
-def _before_wait(cubin: bytes) -> list[str]:
-    names = re.findall(
+def _instructions(cubin: bytes) -> list[str]:
+    """The assembler's names, in order."""
+    return re.findall(
         r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w+)", _dumped(cubin, "-sass"), re.MULTILINE
     )
+
+
+def _spills_in_loop(cubin: bytes) -> int:
+    names = _instructions(cubin)
+    products = [index for index, name in enumerate(names) if name.endswith("MMA")]
+    loop = names[products[0] : products[-1]] if products else names
+    return sum(name in ("LDL", "STL") for name in loop)
+
+
+def _before_wait(cubin: bytes) -> list[str]:
+    names = _instructions(cubin)
     assert "ACQBULK" in names, "griddepcontrol.wait has another name"
     is_access = re.compile("LDG|STG|UTMA|UBLK|ATOM|RED|CCTL|EXIT")
     return [name for name in names[: names.index("ACQBULK")] if is_access.match(name)]
@@ -205,6 +220,7 @@ def main() -> int:
                 units = "wgmma" if compiled.has_wgmma else "mma" if compiled.has_mma else "-"
                 print(
                     f"{name:44} sm_{arch:<4} {compiled.registers:4} registers {compiled.stack_bytes:5} B stack "
+                    f"{compiled.spills_in_loop:3} in loop "
                     f"{compiled.shared_bytes / 1024:6.1f} KiB shared  {units:5} "
                     f"{'tma' if compiled.has_tma else '-':3} {compiled.seconds:5.1f} s",
                     flush=True,

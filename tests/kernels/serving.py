@@ -31,6 +31,7 @@ from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.families import DEEPSEEK_V3
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.device_parts import make_parts
 from worker.core import EngineCore
@@ -56,6 +57,9 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.5, "seed": 1, "logprobs": 3},
     {"temperature": 0.5, "seed": 1, "frequency_penalty": 0.4},
 )
+
+
+HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 32}
 
 
 @contextmanager
@@ -126,9 +130,8 @@ def main() -> int:
             hidden_size=64,
             intermediate_size=128,
             num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
             vocab_size=300,
+            **(DEEPSEEK_V3 if options.architecture == "deepseek_v3" else HEADS),
         )
         parts.rehearse()
         num_rehearsed = len(wanted)

@@ -38,6 +38,7 @@ WORKER: dict[str, Any] = {"num_hidden_layers": 2, "block_size": 32, "num_blocks"
         {"dtype": "float32", "fp8_cache": True, "block_size": 16},
         {"architecture": "qwen3", "head_dim": 32},
         {"architecture": "mistral", "sliding_window": 70},
+        {"architecture": "deepseek_v3", "num_key_value_heads": 2, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
         {"architecture": "gpt_oss", "sliding_window": 70, "num_local_experts": 4, "head_dim": 16},
     ],
     ids=str,
