@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from baton.clock import SystemClock
 from baton.config import SchedulerConfig
+from baton.kv_groups import KVGroups
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.batch import StepLimits
@@ -77,10 +78,10 @@ def noting_what_is_wanted() -> Iterator[list[str]]:
         JITFunction._do_compile = do_compile
 
 
-def serve(runner: ModelRunner) -> None:
+def serve(runner: ModelRunner, kv_groups: KVGroups) -> None:
     """Requests of all lengths, one by one and many at once, more than there are blocks for."""
     core = EngineCore(
-        Scheduler(CONFIG, KVConnectorScheduler(CONFIG.block_size)),
+        Scheduler(CONFIG, KVConnectorScheduler(CONFIG.block_size, kv_groups), kv_groups=kv_groups),
         StreamPipeline(runner),
         FakeConnectorWorker(),
         make_grammars(),
@@ -139,7 +140,7 @@ def main() -> int:
             parts.record(Repeats())
         runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
         num_rehearsed = len(wanted)
-        serve(runner)
+        serve(runner, parts.kv_groups)
     print(json.dumps({"rehearsed": num_rehearsed, "late": [*by_check, *wanted[num_rehearsed:]]}))
     return 0
 

@@ -73,7 +73,7 @@ def answers_of(
     core = EngineCore(
         Scheduler(
             config,
-            KVConnectorScheduler(config.block_size),
+            KVConnectorScheduler(config.block_size, kv_groups),
             num_speculative_tokens=num_drafts,
             kv_groups=kv_groups,
         ),
@@ -137,7 +137,8 @@ def on_device(
         parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
     runner = parts.runner(pool, config.num_swap_blocks or 0)
     is_async = config.async_scheduling
-    return answers_of(StreamPipeline(runner) if is_async else InlinePipeline(runner), config, given)
+    pipeline = StreamPipeline(runner) if is_async else InlinePipeline(runner)
+    return answers_of(pipeline, config, given, kv_groups=parts.kv_groups)
 
 
 class HalfRight(NGramProposer):
@@ -172,7 +173,7 @@ def with_drafts(
     drafter = Drafter(HalfRight(expected), num_drafts, 32, num_equal_rows=200.0)
     runner = parts.runner(pool, config.num_swap_blocks or 0, drafter=drafter)
     pipeline = StreamPipeline(runner) if config.async_scheduling else InlinePipeline(runner)
-    return answers_of(pipeline, config, num_drafts=num_drafts)
+    return answers_of(pipeline, config, num_drafts=num_drafts, kv_groups=parts.kv_groups)
 
 
 def assert_same(device: Answers, cpu: Answers) -> None:
