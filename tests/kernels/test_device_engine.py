@@ -4,6 +4,7 @@ Without a GPU the kernels are interpreted; steps that would be recorded as graph
 as on a GPU: staging, padding, tokens that only the device knows, steps launched before their predecessors end.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -143,6 +144,7 @@ def on_device(
     parts = make_device_parts(model, pool, limits, num_multiprocessors=2)
     if uses_graphs:
         parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
+    pool.blocks_NLKHTD[1:] = math.nan  # as a former owner may have left them
     runner = parts.runner(pool, config.num_swap_blocks or 0)
     is_async = config.async_scheduling
     pipeline = StreamPipeline(runner) if is_async else InlinePipeline(runner)
@@ -234,9 +236,9 @@ def test_c27_kv_groups_change_no_token(tmp_path: Path, device: torch.device, blo
     """Windows begin several tiles of keys behind their contexts' beginning, and the chunks of a prompt give blocks
     back. Blocks of 32 tokens are read by the copy engine."""
     path = make_model_dir(tmp_path / "model", "qwen2", **(SMALL | IN_GROUPS))
-    lengths, settings = (5, 70, 150), {"max_model_len": 160, "max_num_batched_tokens": 48}
+    lengths, settings = (5, 40, 105), {"max_model_len": 112, "max_num_batched_tokens": 48}
     prompts = [[(7 * i + length) % VOCAB for i in range(length)] for length in lengths]
-    config = make_config(block_size, 3 * 240 // block_size, **settings)
+    config = make_config(block_size, 3 * 192 // block_size, **settings)
     found = on_device(path, device, config, uses_graphs=True, prompts=prompts)
     assert_same(found, on_cpu(path, config, prompts))
 
