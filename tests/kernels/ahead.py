@@ -28,7 +28,7 @@ from engine.gpu.graphs import Repeats
 from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
-from tests.factories.models import make_model_dir
+from tests.factories.models import WINDOWED, make_model_dir
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.serving import noting_what_is_wanted
 
@@ -56,9 +56,9 @@ def main() -> int:
     parser.add_argument("--num-ranks", type=int, default=1)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    window = {"sliding_window": 100} if options.architecture == "mistral" else {}
+    groups = WINDOWED | {"sliding_window": 100} if options.architecture == "qwen2" else {}
     with tempfile.TemporaryDirectory() as folder:
-        path = make_model_dir(Path(folder) / "model", options.architecture, head_dim=32, **window)
+        path = make_model_dir(Path(folder) / "model", options.architecture, **{"head_dim": 32, **groups})
         config = ModelConfig.model_validate(
             {"dtype": "bfloat16", "quantization": "fp8" if options.fp8 else "auto"}
         )

@@ -32,6 +32,7 @@ from engine.pipeline import StreamPipeline
 from engine.runner import ModelRunner
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
+from tests.factories.models import WINDOWED
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.device_parts import make_parts
 from worker.core import EngineCore
@@ -57,6 +58,17 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.5, "seed": 1, "logprobs": 3},
     {"temperature": 0.5, "seed": 1, "frequency_penalty": 0.4},
 )
+
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 300,
+}
+"""Of a config.json. A `qwen2` also has windows, in several KV groups."""
 
 
 @contextmanager
@@ -123,13 +135,7 @@ def main() -> int:
             block_size=CONFIG.block_size,
             num_multiprocessors=132,
             architecture=options.architecture,
-            num_hidden_layers=2,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            vocab_size=300,
+            **(SHAPE | (WINDOWED if options.architecture == "qwen2" else {})),
         )
         parts.rehearse()
         num_rehearsed = len(wanted)
