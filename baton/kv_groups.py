@@ -68,6 +68,12 @@ class KVGroups:
         num_left = self.num_left_rows(num_tokens - 1, block_size)
         return -(-num_tokens // block_size) * self.num_groups - num_left * self.num_windowed
 
+    def num_blocks_for_one(self, num_tokens: int, block_size: int, most_per_step: int) -> int:
+        """Blocks with which one request can get so long if a step computes up to `most_per_step` of its tokens."""
+        num_rows = -(-num_tokens // block_size)
+        of_windows = min(num_rows, self._num_rows_in_step(block_size, most_per_step))
+        return self.num_full * num_rows + self.num_windowed * of_windows
+
     def most_rows(self, num_blocks: int, block_size: int, most_per_step: int) -> int | None:
         """Rows that one request can get of `num_blocks` blocks if a step computes up to `most_per_step` of its tokens.
 
@@ -76,13 +82,17 @@ class KVGroups:
         num_rows = num_blocks // self.num_groups
         if not self.num_windowed:
             return num_rows
-        # A step's tokens get their rows before those that they push out of the window are given back.
-        num_rows_in_step = -(-(self.window - 1 + most_per_step) // block_size) + 1
+        num_rows_in_step = self._num_rows_in_step(block_size, most_per_step)
         if num_rows_in_step > num_rows:
             return num_rows
         if not self.num_full:
             return None
         return (num_blocks - self.num_windowed * num_rows_in_step) // self.num_full
+
+    def _num_rows_in_step(self, block_size: int, most_per_step: int) -> int:
+        """The most rows that a windowed group holds: a step's tokens get theirs before those that they push out of the
+        window are given back."""
+        return -(-(self.window - 1 + most_per_step) // block_size) + 1
 
 
 ONE_GROUP = KVGroups()

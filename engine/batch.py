@@ -202,6 +202,11 @@ class StepBatch:
     of_others: tuple[GroupBlocks, ...] = ()
     """`slots_T`, `block_ids_BM` and `new_tails` are of the first KV group; these are of the others."""
 
+    @property
+    def blocks(self) -> tuple[GroupBlocks, ...]:
+        """Of each KV group."""
+        return (GroupBlocks(self.slots_T, self.block_ids_BM, self.new_tails), *self.of_others)
+
     def of_group(self, group: int) -> "StepBatch":
         """The same step with the blocks of another KV group."""
         if group == 0:

@@ -15,6 +15,7 @@ from engine.loading.loader import LoadedModel
 
 if TYPE_CHECKING:
     from engine.gpu.measure import Measured
+    from engine.gpu.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +71,9 @@ def reckon(
             )
             values["max_num_batched_tokens"] = chosen
         if wants_memory:
-            size_bytes = model.kv_block_shape(asked.block_size).size_bytes
             logger.info("GPU memory: %s", measured.memory.arithmetic())
-            values["num_blocks"] = measured.memory.num_blocks(size_bytes, max_model_len, asked.block_size)
+            chosen = asked.with_values("scheduler", **values)
+            values["num_blocks"] = _num_gpu_blocks(measured.memory, chosen, model)
     if not values["num_blocks"]:
         default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
         memory_mib = engine.kv_cache_memory_mib or default_mib
@@ -159,6 +160,14 @@ def _num_blocks(memory_mib: int, asked: SchedulerConfig, model: LoadedModel, dra
             f"engine.kv_cache_memory_mib: got {memory_mib}, which is too little for two blocks of this model{beside}"
         )
     return num_blocks
+
+
+def _num_gpu_blocks(memory: "DeviceMemory", asked: SchedulerConfig, model: LoadedModel) -> int:
+    """Enough for one request of `max_model_len` tokens, or OutOfGpuMemory."""
+    max_model_len, groups = asked.max_model_len, model.layer_groups.groups
+    assert max_model_len is not None
+    needed = groups.num_blocks_for_one(max_model_len, asked.block_size, asked.max_num_batched_tokens)
+    return memory.num_blocks(model.kv_block_shape(asked.block_size).size_bytes, needed, max_model_len)
 
 
 def _num_swap_blocks(

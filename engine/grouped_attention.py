@@ -22,11 +22,7 @@ class GroupedAttention:
     ) -> None:
         """`make`: attention of a model whose layers are those of one group."""
         self._attentions = [make(architecture.of_layers(layers)) for layers in groups.layers]
-        self._places = {
-            layer: (group, index)
-            for group, layers in enumerate(groups.layers)
-            for index, layer in enumerate(layers)
-        }
+        self._places = groups.places
 
     def prepare(self, batch: StepBatch) -> Attention:
         steps = [attention.prepare(batch.of_group(group)) for group, attention in enumerate(self._attentions)]

@@ -18,6 +18,15 @@ class LayerGroups:
         """Layers of a block."""
         return max(map(len, self.layers))
 
+    @property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Of each layer: its group, and its index in the group's blocks."""
+        return {
+            layer: (group, index)
+            for group, layers in enumerate(self.layers)
+            for index, layer in enumerate(layers)
+        }
+
 
 def one_group(num_layers: int) -> LayerGroups:
     return LayerGroups(ONE_GROUP, (tuple(range(num_layers)),))

@@ -15,6 +15,7 @@ from engine.device import mark
 from engine.forward import Forward, TorchForward
 from engine.gpu.device_parts import DeviceParts, make_device_parts
 from engine.gpu.graphs import Recorder, Replay
+from engine.grouped_attention import GroupedAttention
 from engine.kernels.skinny_linear import MAX_TOKENS
 from engine.kv_cache import HostBlocks, KVPool
 from engine.layers.paged_attention import PagedAttention
@@ -121,6 +122,7 @@ def engine_over(
         parts.sampler,
         HostBlocks(0, pool),
         pool.shape.block_size,
+        kv_groups=parts.kv_groups,
         mark=lambda: mark(setting.device),
     )
     return CheckedEngine(model, pool, runner, forward)
@@ -129,9 +131,12 @@ def engine_over(
 def torch_engine(model: LoadedModel, num_blocks: int, block_size: int) -> CheckedEngine:
     """A CPU worker's parts, on the model's device: the reference for tokens and logits."""
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
-    attention = PagedAttention(pool, model.architecture, model.num_heads, model.dtype)
+    groups = model.layer_groups
+    attention = GroupedAttention(
+        groups, model.architecture, lambda layers: PagedAttention(pool, layers, model.num_heads, model.dtype)
+    )
     forward = NotingForward(TorchForward(model.decoder, attention, model.device))
-    runner = ModelRunner(forward, TorchSampler(), HostBlocks(0, pool), block_size)
+    runner = ModelRunner(forward, TorchSampler(), HostBlocks(0, pool), block_size, kv_groups=groups.groups)
     return CheckedEngine(model, pool, runner, forward)
 
 

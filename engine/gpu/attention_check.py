@@ -79,18 +79,18 @@ def attention_cases(model: LoadedModel, parts: DeviceParts, pool: KVPool) -> Ite
 
     While a case runs, the pool's blocks hold random numbers in that layer; they are zeros again before the next one.
     """
-    windows = model.architecture.sliding_windows
+    windows, places = model.architecture.sliding_windows, model.layer_groups.places
     room = min(CONTEXT, parts.limits.max_model_len, (pool.num_blocks - 1) * pool.shape.block_size)
     generator = torch.Generator(model.device).manual_seed(0)
     for window in dict.fromkeys(windows):
         layer = windows.index(window)
         seen = "" if window is None else f", window of {window}"
         for name, batch in (
-            (f"prefill{seen}", _chunk(room, parts, pool)),
-            (f"decode{seen}", _decodes(room, parts, pool)),
+            (f"prefill{seen}", _chunk(room, parts)),
+            (f"decode{seen}", _decodes(room, parts)),
         ):
             num_blocks = int(batch.block_ids_BM.max())
-            blocks_NKHSD = pool.blocks_NLKHTD[1 : num_blocks + 1, layer]
+            blocks_NKHSD = pool.blocks_NLKHTD[1 : num_blocks + 1, places[layer][1]]
             random = torch.randn(blocks_NKHSD.shape, generator=generator, device=model.device)
             blocks_NKHSD.copy_(random.to(pool.shape.dtype))
             try:
@@ -119,10 +119,10 @@ def _trial(
     sinks_Q = None
     if model.architecture.has_sinks:
         sinks_Q = torch.randn(num_heads, generator=generator, device=model.device).mul_(QUERY_SCALE)
-    num_blocks = int(batch.block_ids_BM.max())
+    num_blocks, (_, index) = int(batch.block_ids_BM.max()), model.layer_groups.places[layer]
 
     def expect() -> tuple[torch.Tensor, torch.Tensor]:
-        kv_NKHSD = pool.blocks_NLKHTD[: num_blocks + 1, layer].to(torch.float32, copy=True)
+        kv_NKHSD = pool.blocks_NLKHTD[: num_blocks + 1, index].to(torch.float32, copy=True)
         if pool.shape.is_latent:  # keys that are values, too
             kv_NKHSD = kv_NKHSD.repeat(1, 2, 1, 1, 1)
         block_ids_BM = torch.from_numpy(batch.block_ids_BM).to(model.device)
@@ -136,25 +136,26 @@ def _trial(
     return AttentionCase(name, lambda: parts.forward.attend(batch, layer, q_TQD, sinks_Q), expect)
 
 
-def _chunk(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:
+def _chunk(room: int, parts: DeviceParts) -> StepBatch:
     """The last tokens of one prompt of `room` tokens."""
     num_tokens = min(CHUNK, room, parts.limits.max_num_batched_tokens)
-    return _step([num_tokens], [room], pool.shape.block_size)
+    return _step([num_tokens], [room], parts)
 
 
-def _decodes(room: int, parts: DeviceParts, pool: KVPool) -> StepBatch:
+def _decodes(room: int, parts: DeviceParts) -> StepBatch:
     """A few decodes, with contexts of `room` tokens and fewer."""
     limits = parts.limits
     count = min(NUM_DECODES, room, limits.max_num_seqs, limits.max_num_batched_tokens)
-    return _step([1] * count, [room - room * row // count for row in range(count)], pool.shape.block_size)
+    return _step([1] * count, [room - room * row // count for row in range(count)], parts)
 
 
-def _step(num_tokens: list[int], context_lens: list[int], block_size: int) -> StepBatch:
+def _step(num_tokens: list[int], context_lens: list[int], parts: DeviceParts) -> StepBatch:
     """Requests that share blocks 1, 2, ..., each in its own order."""
     num_tokens_B, context_lens_B = np.array(num_tokens), np.array(context_lens)
+    block_size = parts.forward.block_size
     num_blocks_B = -(-context_lens_B // block_size)
     block_ids_BM = np.zeros((len(num_tokens), int(num_blocks_B.max())), np.int64)
     generator = np.random.default_rng(0)
     for ids_M, count in zip(block_ids_BM, num_blocks_B, strict=True):
         ids_M[:count] = generator.permutation(count) + 1
-    return unstored_step(num_tokens_B, context_lens_B, block_ids_BM, block_size)
+    return unstored_step(num_tokens_B, context_lens_B, block_ids_BM, block_size, parts.kv_groups)

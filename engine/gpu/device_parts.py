@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from baton.kv_groups import KVGroups
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from baton.step import NewRequestData
 from engine.batch import RunnerRequest, StepLimits
@@ -55,6 +56,7 @@ class DeviceParts:
     sampler: DeviceSampler
     timed_products: TimedProducts
     limits: StepLimits
+    kv_groups: KVGroups
 
     def rehearse(self) -> None:
         """Runs the largest possible step and each kind of step, so that kernels are compiled and memory is allocated.
@@ -122,6 +124,7 @@ class DeviceParts:
             grammars,
             drafter=drafter,
             samples=samples,
+            kv_groups=self.kv_groups,
             mark=lambda: mark(device),
         )
 
@@ -135,15 +138,16 @@ def make_device_parts(
     """`num_multiprocessors`: how many programs run side by side; None: as many as the model's GPU has."""
     if num_multiprocessors is None:
         num_multiprocessors = torch.cuda.get_device_properties(model.device).multi_processor_count
+    groups = model.layer_groups
     attention = TritonAttention(
-        pool, model.architecture, model.num_heads, model.dtype, limits, num_multiprocessors
+        pool, model.architecture, groups, model.num_heads, model.dtype, limits, num_multiprocessors
     )
     sampler = DeviceSampler(
         model.vocab_size, limits.max_num_seqs, model.device, collectives=model.collectives
     )
     forward = StagedForward(model.decoder, attention, limits, sampler.sampled_R, model.device)
     assert isinstance(model.backend, TritonBackend), "loaded to be computed by torch alone"
-    return DeviceParts(forward, sampler, model.backend.timed_products, limits)
+    return DeviceParts(forward, sampler, model.backend.timed_products, limits, groups.groups)
 
 
 def copy_by_kernel(

@@ -31,10 +31,10 @@ class DeviceMemory:
         budget = int(self.total * self.utilization)
         return budget - self.used_by_others - self.weights - self.activations - self.graphs
 
-    def num_blocks(self, block_bytes: int, min_tokens: int, block_size: int) -> int:
-        """Blocks that fit, the null block included. OutOfGpuMemory if they cannot hold `min_tokens` tokens."""
-        num_blocks = max(0, self.for_kv) // block_bytes
-        needed = -(-min_tokens // block_size) + 1
+    def num_blocks(self, block_bytes: int, num_needed: int, min_tokens: int) -> int:
+        """Blocks that fit, the null block included. OutOfGpuMemory if they are fewer than `num_needed`, which a request
+        of `min_tokens` tokens needs beside the null block."""
+        num_blocks, needed = max(0, self.for_kv) // block_bytes, num_needed + 1
         if num_blocks < needed:
             raise OutOfGpuMemory(
                 f"out of GPU memory: {self.arithmetic()}, but one request of {min_tokens:,} tokens needs {needed:,} "

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from baton.kv_groups import KVGroups
 from engine.batch import StepBatch, StepLimits
 from engine.gpu.graphs import Recorder, Replay
 from engine.gpu.staging import ALIGNMENT, StagedArray, StepStaging
+from engine.group_blocks import GroupBlocks
 from engine.kv_cache import NULL_BLOCK
 from engine.layers.attention import Attention
 from engine.layers.backend import InputTokens
@@ -40,9 +42,11 @@ class StagedForward:
         """`sampled_R` (int32) holds the previous step's tokens when the device begins a step."""
         self._decoder = decoder
         self._attention = attention
+        self.block_size, self.groups = attention.block_size, attention.groups
         self._sampled_R = sampled_R
         most = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        self._staging = StepStaging(5 * (most + ALIGNMENT) + attention.max_staged, device)
+        num_groups = self.groups.num_groups
+        self._staging = StepStaging((4 + num_groups) * (most + ALIGNMENT) + attention.max_staged, device)
         self._max_num_seqs = limits.max_num_seqs
         self._recorded: dict[bool, list[_Recorded]] = {False: [], True: []}
         """For steps without and with chunks, by size."""
@@ -63,7 +67,7 @@ class StagedForward:
         """
         recorded = []
         none_BM = _NO_REQUESTS.reshape(0, 0)
-        idle_step = unstored_step(_NO_REQUESTS, _NO_REQUESTS, none_BM, self._attention.block_size)
+        idle_step = unstored_step(_NO_REQUESTS, _NO_REQUESTS, none_BM, self.block_size, self.groups)
         for count, size in enumerate(sorted(sizes, reverse=True), start=1):
             tokens, attention, _ = self._stage(idle_step, size, has_chunks=has_chunks)
 
@@ -82,10 +86,11 @@ class StagedForward:
         The tokens end contexts of `context_len` tokens; None: they are the whole contexts. The step leaves only
         compiled kernels and allocated memory behind.
         """
-        block_size, context_len = self._attention.block_size, context_len or num_tokens
-        null_blocks_BM = np.full((num_requests, -(-context_len // block_size)), NULL_BLOCK)
+        context_len = context_len or num_tokens
+        null_blocks_BM = np.full((num_requests, -(-context_len // self.block_size)), NULL_BLOCK)
         num_tokens_B, context_lens_B = np.full(num_requests, num_tokens), np.full(num_requests, context_len)
-        logits_RV = self(unstored_step(num_tokens_B, context_lens_B, null_blocks_BM, block_size))
+        step = unstored_step(num_tokens_B, context_lens_B, null_blocks_BM, self.block_size, self.groups)
+        logits_RV = self(step)
         assert logits_RV is not None
         return logits_RV
 
@@ -124,12 +129,14 @@ class StagedForward:
             StagedArray(_padded(batch.input_ids_T, num_tokens, 0), num_tokens),
             StagedArray(_padded(batch.sources_T, num_tokens, NO_SOURCE), num_tokens),
             StagedArray(_padded(batch.positions_T, num_tokens, 0), num_tokens),
-            StagedArray(_padded(batch.slots_T, num_tokens, NO_SLOT), num_tokens),
             StagedArray(batch.sampling_rows_R, num_rows),
+            *[StagedArray(_padded(each.slots_T, num_tokens, NO_SLOT), num_tokens) for each in batch.blocks],
             *self._attention.sections(batch, has_chunks=has_chunks, room=size),
         ]
-        ids_T, sources_T, positions_T, slots_T, rows_R, *rest = self._staging.stage(sections)
-        attention = self._attention.bind(positions_T, slots_T, rest, has_chunks=has_chunks)
+        ids_T, sources_T, positions_T, rows_R, *rest = self._staging.stage(sections)
+        num_groups = len(batch.blocks)
+        slots_GT, rest = rest[:num_groups], rest[num_groups:]
+        attention = self._attention.bind(positions_T, slots_GT, rest, has_chunks=has_chunks)
         tokens = InputTokens(ids_T, sources_T, self._sampled_R)
         return tokens, attention, rows_R[: len(batch.sampling_rows_R)]
 
@@ -158,16 +165,24 @@ def _padded(values_T: IntArray, size: int, filler: int) -> IntArray:
 
 
 def unstored_step(
-    num_tokens_B: IntArray, context_lens_B: IntArray, block_ids_BM: IntArray, block_size: int
+    num_tokens_B: IntArray,
+    context_lens_B: IntArray,
+    block_ids_BM: IntArray,
+    block_size: int,
+    groups: KVGroups,
 ) -> StepBatch:
-    """A step of token 0 throughout that stores nothing. The last token of each request samples."""
+    """A step of token 0 throughout that stores nothing. The last token of each request samples.
+
+    All KV groups read the same blocks.
+    """
     ends_B = num_tokens_B.cumsum()
     starts_B, num_rows = ends_B - num_tokens_B, int(num_tokens_B.sum())
+    blocks = GroupBlocks(np.full(num_rows, NO_SLOT), block_ids_BM, ())
     return StepBatch(
         input_ids_T=np.zeros(num_rows, np.int64),
         sources_T=np.full(num_rows, NO_SOURCE),
         positions_T=np.arange(num_rows) + (context_lens_B - ends_B).repeat(num_tokens_B),
-        slots_T=np.full(num_rows, NO_SLOT),
+        slots_T=blocks.slots_T,
         num_decodes=len(num_tokens_B) if (num_tokens_B == 1).all() else 0,
         starts_B=starts_B,
         num_tokens_B=num_tokens_B,
@@ -176,7 +191,8 @@ def unstored_step(
         num_blocks_B=-(-context_lens_B // block_size),
         sampling_rows_R=ends_B - 1,
         sampling_requests=(),
-        new_tails=(),
+        new_tails=blocks.new_tails,
+        of_others=(blocks,) * (groups.num_groups - 1),
     )
 
 

@@ -8,7 +8,7 @@ Axis letters: B requests of the launch, I items, R merged rows, X tiles before t
 """
 # ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,9 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 ITEM_FIELDS = 8
-"""Fields of an item: row in the block table, first query's row in the step, number of queries, first query's position,
-first key, end of the keys, first partial row (DIRECT: none, the result is final), and the merge of its first query (if
-it has partial rows). 32 bytes: one sector of memory."""
+"""Fields of an item: its request's first entry in the block tables, first query's row in the step, number of queries,
+first query's position, first key, end of the keys, first partial row (DIRECT: none, the result is final), and the merge
+of its first query (if it has partial rows). 32 bytes: one sector of memory."""
 MERGE_FIELDS = 4
 """Fields of a merge: output row, first partial row, number of parts, and rows from one part to the next."""
 DIRECT = -1
@@ -54,6 +54,12 @@ class AttentionPlan:
     merges_RF: Int32s
     """Merges of a tile's queries follow one another."""
     num_partial_rows: int
+
+    def over_tables(self, distance: int) -> "AttentionPlan":
+        """The same work over tables that lie `distance` entries behind."""
+        items_IF = self.items_IF.copy()
+        items_IF[:, 0] += distance
+        return replace(self, items_IF=items_IF)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ def _latent_attention_kernel(  # type: ignore[no-untyped-def]
                 slot = block_ids.to(tl.int64) * block_stride + (key + offsets) % BLOCK_SIZE * D
                 latent_ptrs = latents + slot[:, None] + dims[None, :]
                 rotated_ptrs = latents + C + slot[:, None] + rotated_dims[None, :]
-                if C == BLOCK_C:
+                if C == BLOCK_C:  # noqa: SIM108 - the compiler would see both
                     latent = tl.load(latent_ptrs)
                 else:
                     latent = tl.load(latent_ptrs, (dims < C)[None, :], other=0.0)

@@ -46,7 +46,9 @@ def latent_store(
     assert positions_T.is_contiguous()
     assert slots_T.is_contiguous()
     is_float8 = latents_NSD.dtype is torch.float8_e4m3fn
-    assert is_float8 or latents_NSD.dtype is rows_TPD.dtype, f"{rows_TPD.dtype} does not go into {latents_NSD.dtype}"
+    assert is_float8 or latents_NSD.dtype is rows_TPD.dtype, (
+        f"{rows_TPD.dtype} does not go into {latents_NSD.dtype}"
+    )
     if num_tokens == 0:
         return
     _latent_store_kernel[(num_tokens, 1 + triton.cdiv(num_rows - 1, HEADS_PER_PROGRAM))](
@@ -118,7 +120,9 @@ def _latent_store_kernel(  # type: ignore[no-untyped-def]
             imaginary = tl.load(latent_ptr + C + HALF + columns, is_rotated, other=0.0).to(tl.float32)
             target_ptrs = slot_ptr + C + columns
             store_saturated(target_ptrs, real * cos - imaginary * sin, is_rotated, IS_FLOAT8, MAX_FLOAT8)
-            store_saturated(target_ptrs + HALF, imaginary * cos + real * sin, is_rotated, IS_FLOAT8, MAX_FLOAT8)
+            store_saturated(
+                target_ptrs + HALF, imaginary * cos + real * sin, is_rotated, IS_FLOAT8, MAX_FLOAT8
+            )
         else:
             heads = (group - 1) * HEADS + tl.arange(0, HEADS)
             mask = (heads < NUM_HEADS)[:, None] & (columns < HALF)[None, :]

@@ -2,14 +2,16 @@
 
 A layer takes two or three launches: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, if
 contexts are split in a step with chunks, the merge (`merge_partials`). The host cuts the work once per step and window.
-Over latents these are `latent_store` and `latent_attention`, and the merge in steps of decodes, too.
+Over latents these are `latent_store` and `latent_attention`, and the merge in steps of decodes, too. All KV groups of a
+step share these cuts, each over tables of its own.
 
-Shape suffixes: T tokens of a step, B its requests, Q query heads, P query, key and value heads or positions, D head
-dimension, C latent, I items of work, R merged rows, F their fields, X block ids of all requests.
+Shape suffixes: T tokens of a step, B its requests, G KV groups, Q query heads, P query, key and value heads or
+positions, D head dimension, C latent, I items of work, R merged rows, F their fields, X block ids of all requests and
+groups.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +20,12 @@ from triton.runtime import driver
 
 from engine.batch import StepBatch, StepLimits
 from engine.device import gpu_of
+from engine.gpu.block_tables import PackedTables, most_entries, pack_tables
 from engine.gpu.staging import ALIGNMENT, StagedArray
 from engine.kernels.attention_plan import (
     ITEM_FIELDS,
     MERGE_FIELDS,
+    AttentionPlan,
     PlanBounds,
     TileGrid,
     plan_attention,
@@ -43,16 +47,18 @@ from engine.kernels.paged_attention import LayerKV, Merging, Partials, Softmax, 
 from engine.kernels.rope_store import rope_store
 from engine.kernels.switches import kernel_switches
 from engine.kv_cache import KVPool
+from engine.layer_groups import LayerGroups
 from engine.layers.attention import HeadNorm
 from engine.layers.rope import rope_tables
 from engine.model_config import ModelArchitecture
+from engine.request_table import IntArray
 
 Window = int | None
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """The work of one window, on the device."""
+    """The work of one window in one KV group, on the device."""
 
     items_IF: torch.Tensor
     merges_RF: torch.Tensor
@@ -67,6 +73,7 @@ class TritonAttention:
         self,
         pool: KVPool,
         architecture: ModelArchitecture,
+        layer_groups: LayerGroups,
         num_heads: int,
         dtype: torch.dtype,
         limits: StepLimits,
@@ -75,7 +82,7 @@ class TritonAttention:
         """`num_heads`: this rank's query heads; `dtype`: of queries and output. The pool's dtype may differ."""
         shape, device = pool.shape, pool.blocks_NLKHTD.device
         gpu = gpu_of(device)
-        self.windows = tuple(dict.fromkeys(architecture.sliding_windows))
+        self.groups = layer_groups.groups
         self._pool = pool
         self._limits = limits
         self._shape = AttentionShape(
@@ -96,14 +103,20 @@ class TritonAttention:
         self._prefill = Launch(prefill, prefill.grid(self._shape, num_multiprocessors), merges=False)
         a = architecture
         tables = rope_tables(a.ropes, a.head_dim - a.rotated_from, limits.max_model_len, device)
+        kv = [_layer_kv(pool, index, self._shape) for index in range(shape.num_layers)]
+        places = [layer_groups.places[layer] for layer in range(a.num_layers)]
+        planned = [(group, window) for (group, _), window in zip(places, a.sliding_windows, strict=True)]
+        self._planned = tuple(dict.fromkeys(planned))
+        """The groups and windows for which a step's attention is cut."""
         self._layers = [
             Layer(
-                _layer_kv(pool, index, self._shape),
+                kv[index],
                 Softmax(a.attention_scale, window, a.attention_cap),
-                self.windows.index(window),
-                tables[index],
+                group,
+                self._planned.index((group, window)),
+                table,
             )
-            for index, window in enumerate(a.sliding_windows)
+            for (group, index), window, table in zip(places, a.sliding_windows, tables, strict=True)
         ]
         num_rows = max(self._bounds(launch).num_partial_rows for launch in (self._decode, self._prefill))
         self._partials = Partials.empty(num_rows, self._shape, device)
@@ -117,11 +130,11 @@ class TritonAttention:
     @property
     def max_staged(self) -> int:
         """The most int32s that the sections of a step take."""
-        plans = [self._bounds(launch) for launch in (self._decode, self._prefill)]
-        per_window = max(
-            p.num_items * ITEM_FIELDS + p.num_merges * MERGE_FIELDS + 3 * ALIGNMENT for p in plans
+        bounds = [self._bounds(launch) for launch in (self._decode, self._prefill)]
+        per_plan = max(
+            b.num_items * ITEM_FIELDS + b.num_merges * MERGE_FIELDS + 3 * ALIGNMENT for b in bounds
         )
-        return len(self.windows) * per_window + self._max_block_ids + ALIGNMENT
+        return len(self._planned) * per_plan + self._max_block_ids + ALIGNMENT
 
     def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None = None) -> list[StagedArray]:
         """The arrays that `bind` needs on the device. `room`: reserve space for a step of that many tokens.
@@ -132,30 +145,27 @@ class TritonAttention:
         bounds = (
             None if room is None else plan_bounds(min(room, self._limits.max_num_seqs), room, launch.grid)
         )
-        first_blocks_B = np.cumsum(batch.num_blocks_B) - batch.num_blocks_B
+        tables = pack_tables(batch, self.groups, self.block_size, launch.grid.keys)
         sections = []
-        for window in self.windows:
-            plan = plan_attention(
-                first_blocks_B, batch.starts_B, batch.num_tokens_B, batch.context_lens_B, launch.grid, window
-            )
+        for plan in self._plans(batch, tables, launch.grid):
             most = bounds or PlanBounds(len(plan.items_IF), len(plan.merges_RF), plan.num_partial_rows)
             sections += [
                 StagedArray(np.array([len(plan.items_IF), len(plan.merges_RF)]), 2),
                 StagedArray(plan.items_IF, most.num_items * ITEM_FIELDS),
                 StagedArray(plan.merges_RF, most.num_merges * MERGE_FIELDS),
             ]
-        table_X = batch.block_ids_BM[np.arange(batch.block_ids_BM.shape[1]) < batch.num_blocks_B[:, None]]
-        return [*sections, StagedArray(table_X, len(table_X) if room is None else self._max_block_ids)]
+        capacity = len(tables.block_ids_X) if room is None else self._max_block_ids
+        return [*sections, StagedArray(tables.block_ids_X, capacity)]
 
     def bind(
         self,
         positions_T: torch.Tensor,
-        slots_T: torch.Tensor,
+        slots_GT: Sequence[torch.Tensor],
         sections: Sequence[torch.Tensor],
         *,
         has_chunks: bool,
     ) -> "TritonStepAttention":
-        """Attention of the step with these staged `sections`."""
+        """Attention of the step with these staged `sections`. `slots_GT`: of each KV group."""
         plans = [
             WindowPlan(items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), counts)
             for counts, items, merges in zip(sections[:-1:3], sections[1:-1:3], sections[2:-1:3], strict=True)
@@ -167,19 +177,36 @@ class TritonAttention:
             self._partials,
             self._num_arrived_RH,
             positions_T,
-            slots_T,
+            slots_GT,
             plans,
             sections[-1].unsqueeze(1),
         )
 
     def clear_tails(self, batch: StepBatch) -> None:
         """Kernels multiply whole blocks, with 0 for masked keys; see `StepBatch.new_tails`."""
-        for block_id, offset in batch.new_tails:
-            self._pool.clear_from(block_id, offset)
+        for blocks in batch.blocks:
+            for block_id, offset in blocks.new_tails:
+                self._pool.clear_from(block_id, offset)
 
     @property
     def _max_block_ids(self) -> int:
-        return self._limits.max_num_seqs * -(-self._limits.max_model_len // self._shape.block_size)
+        num_keys = max(launch.grid.keys for launch in (self._decode, self._prefill))
+        return most_entries(self._limits, self.groups, self.block_size, num_keys)
+
+    def _plans(self, batch: StepBatch, tables: PackedTables, grid: TileGrid) -> Iterator[AttentionPlan]:
+        """One for each of `_planned`. Groups with the same window have the same items, over tables of their own."""
+        made: dict[Window, tuple[AttentionPlan, IntArray]] = {}
+        for group, window in self._planned:
+            entries_B = tables.first_entries_GB[group]
+            if window not in made:
+                plan = plan_attention(
+                    entries_B, batch.starts_B, batch.num_tokens_B, batch.context_lens_B, grid, window
+                )
+                made[window] = plan, entries_B
+                yield plan
+            else:
+                plan, of_first_B = made[window]
+                yield plan.over_tables(int((entries_B - of_first_B).max(initial=0)))
 
     def _launch(self, has_chunks: bool) -> "Launch":
         return self._prefill if has_chunks else self._decode
@@ -208,8 +235,10 @@ class Layer:
 
     kv: LayerKV | LatentKV
     softmax: Softmax
+    group: int
+    """Its KV group, in whose slots it stores."""
     plan: int
-    """The index of its window's plan among the step's plans."""
+    """The index of its group's and window's plan among the step's plans."""
     cos_sin_PD: torch.Tensor
     """How it rotates; layers that rotate alike share the tensor."""
 
@@ -225,17 +254,17 @@ class TritonStepAttention:
         partials: Partials,
         num_arrived_RH: torch.Tensor,
         positions_T: torch.Tensor,
-        slots_T: torch.Tensor,
+        slots_GT: Sequence[torch.Tensor],
         plans: Sequence[WindowPlan],
         block_ids_X1: torch.Tensor,
     ) -> None:
-        """`block_ids_X1`: the tables of all requests, concatenated; an item's row is the start of its table."""
+        """`block_ids_X1`: the tables of all groups, packed; an item's row is the entry of its request's first block."""
         self._layers = layers
         self._launch = launch
         self._shape = shape
         self._partials = partials
         self._num_arrived_RH = num_arrived_RH
-        self._positions_T, self._slots_T = positions_T, slots_T
+        self._positions_T, self._slots_GT = positions_T, slots_GT
         self._plans = plans
         self._block_ids_X1 = block_ids_X1
 
@@ -248,12 +277,14 @@ class TritonStepAttention:
     ) -> torch.Tensor:
         at = self._layers[layer]
         if isinstance(at.kv, LatentKV):
-            latent_store(qkv_TPD, self._positions_T, self._slots_T, at.cos_sin_PD, at.kv.latents_NSD)
+            latent_store(
+                qkv_TPD, self._positions_T, self._slots_GT[at.group], at.cos_sin_PD, at.kv.latents_NSD
+            )
             return self.attend(layer, qkv_TPD[:, :-1])
         rope_store(
             qkv_TPD,
             self._positions_T,
-            self._slots_T,
+            self._slots_GT[at.group],
             at.cos_sin_PD,
             at.kv.kv_NKHSD,
             q_norm_D=None if head_norm is None else head_norm.q_weight_D,

@@ -10,7 +10,7 @@ from baton.config import BatonConfig
 from baton.errors import ModelError
 from baton.worker import WorkerRole
 from engine.allocator import available_memory
-from engine.layer_groups import group_layers, one_group
+from engine.layer_groups import group_layers
 from engine.loading.demands import check_demands, check_experts
 from engine.loading.gguf import GgufType, read_gguf
 from engine.loading.gguf_folder import gguf_of
@@ -106,9 +106,8 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     kept = 0 if weights is None else _kept_bytes(config, weights)
     per_layer = _kv_bytes_per_layer(config, architecture, max(map(config.num_ranks, WorkerRole)))
     per_token = architecture.num_layers * per_layer
-    block_size, groups = _block_size(config), one_group(architecture.num_layers)
-    if config.engine.device == "cpu":
-        groups = group_layers(architecture.sliding_windows, architecture.max_position_embeddings)
+    block_size = _block_size(config)
+    groups = group_layers(architecture.sliding_windows, architecture.max_position_embeddings)
     block_bytes = groups.num_layers * per_layer * block_size
     draft_kept = 0
     if draft_folder is not None:

@@ -11,7 +11,7 @@ from baton.config import ModelConfig
 from baton.errors import ConfigError
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.kv_cache import KVBlockShape
-from engine.layer_groups import LayerGroups, group_layers, one_group
+from engine.layer_groups import LayerGroups, group_layers
 from engine.layers.backend import Backend
 from engine.layers.fp8 import FP8
 from engine.layers.fp8_linear import has_fp8_units
@@ -96,13 +96,8 @@ class LoadedModel:
 
     @property
     def layer_groups(self) -> LayerGroups:
-        """With a GPU's kernels one group, whose blocks stay: their attention has one block table for all layers, and
-        masks.
-        """
-        a = self.architecture
-        if self.device.type != "cpu" or not isinstance(self.backend, NativeBackend | TorchBackend):
-            return one_group(a.num_layers)
-        return group_layers(a.sliding_windows, a.max_position_embeddings)
+        """Which layers share the blocks of the pool."""
+        return group_layers(self.architecture.sliding_windows, self.architecture.max_position_embeddings)
 
     def kv_block_shape(self, block_size: int) -> KVBlockShape:
         """The shape of `block_size` tokens of a KV group in this rank's KV pool."""

@@ -271,13 +271,9 @@ def play(
             overrides = SMALLER | overrides
         folder = make_model_dir(Path(name) / "model", architecture, **overrides)
         requests = make_requests(num_prompts)
-        plain = Scene(
-            folder,
-            [*map(shortened, requests)] if is_interpreted else requests,
-            PLAIN,
-            engine,
-            1 if is_interpreted else NUM_GROUPS[model],
-        )
+        if is_interpreted:
+            requests = [*map(shortened, requests)]
+        plain = Scene(folder, requests, PLAIN, engine, NUM_GROUPS[model])
         expected = at_once(plain).token_ids
         for method, way in product(methods, ways):
             if _is_refused(METHODS[method], model, is_interpreted=is_interpreted):

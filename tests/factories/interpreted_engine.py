@@ -22,9 +22,9 @@ from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline
 
 
-def interpret_kernels() -> None:
-    """Engines made from now on compute by Triton's kernels."""
-    patch = pytest.MonkeyPatch()
+def interpret_kernels(patch: pytest.MonkeyPatch | None = None) -> None:
+    """Engines made from now on compute by Triton's kernels, as long as `patch` holds; None: for good."""
+    patch = patch or pytest.MonkeyPatch()
     patch.setattr(engine.build, "load_model", _load_model)
     patch.setattr(DeviceEngine, "make_pipeline", _make_pipeline)
 

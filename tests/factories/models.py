@@ -28,7 +28,7 @@ WINDOWED: dict[str, Any] = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
 }
-"""Of a `qwen2`: on a CPU three KV groups, two of them with a window."""
+"""Of a `qwen2`: three KV groups, two of them with a window."""
 
 
 def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) -> Path:

@@ -29,7 +29,7 @@ from engine.kv_cache import KVPool
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
 from tests.factories.families import DEEPSEEK_V3
-from tests.factories.models import make_model_dir
+from tests.factories.models import WINDOWED, make_model_dir
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.serving import noting_what_is_wanted
 
@@ -58,8 +58,8 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     shape: dict[str, Any] = {"head_dim": 32}
-    if options.architecture == "mistral":
-        shape["sliding_window"] = 100
+    if options.architecture == "qwen2":
+        shape |= WINDOWED | {"sliding_window": 100}
     elif options.architecture == "deepseek_v3":
         shape = DEEPSEEK_V3
     with tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from baton.clock import SystemClock
 from baton.config import SchedulerConfig
+from baton.kv_groups import KVGroups
 from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from engine.batch import StepLimits
@@ -32,6 +33,7 @@ from engine.runner import ModelRunner
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.families import DEEPSEEK_V3
+from tests.factories.models import WINDOWED
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.device_parts import make_parts
 from worker.core import EngineCore
@@ -58,8 +60,18 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.5, "seed": 1, "frequency_penalty": 0.4},
 )
 
-
-HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 32}
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 300,
+}
+"""Of a config.json."""
+SPECIAL = {"qwen2": WINDOWED, "deepseek_v3": DEEPSEEK_V3}
+"""A `qwen2` has windows, in several KV groups."""
 
 
 @contextmanager
@@ -81,10 +93,10 @@ def noting_what_is_wanted() -> Iterator[list[str]]:
         JITFunction._do_compile = do_compile
 
 
-def serve(runner: ModelRunner) -> None:
+def serve(runner: ModelRunner, kv_groups: KVGroups) -> None:
     """Requests of all lengths, one by one and many at once, more than there are blocks for."""
     core = EngineCore(
-        Scheduler(CONFIG, KVConnectorScheduler(CONFIG.block_size)),
+        Scheduler(CONFIG, KVConnectorScheduler(CONFIG.block_size, kv_groups), kv_groups=kv_groups),
         StreamPipeline(runner),
         FakeConnectorWorker(),
         make_grammars(),
@@ -126,12 +138,7 @@ def main() -> int:
             block_size=CONFIG.block_size,
             num_multiprocessors=132,
             architecture=options.architecture,
-            num_hidden_layers=2,
-            hidden_size=64,
-            intermediate_size=128,
-            num_attention_heads=4,
-            vocab_size=300,
-            **(DEEPSEEK_V3 if options.architecture == "deepseek_v3" else HEADS),
+            **(SHAPE | SPECIAL.get(options.architecture, {})),
         )
         parts.rehearse()
         num_rehearsed = len(wanted)
@@ -142,7 +149,7 @@ def main() -> int:
             parts.record(Repeats())
         runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
         num_rehearsed = len(wanted)
-        serve(runner)
+        serve(runner, parts.kv_groups)
     print(json.dumps({"rehearsed": num_rehearsed, "late": [*by_check, *wanted[num_rehearsed:]]}))
     return 0
 

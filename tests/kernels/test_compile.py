@@ -132,6 +132,7 @@ def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compile
         pytest.param(("--no-graphs", "--architecture=mixtral"), marks=pytest.mark.by_hand),
         pytest.param(("--no-graphs", "--architecture=gpt_oss"), marks=pytest.mark.by_hand),
         pytest.param(("--no-graphs", "--architecture=deepseek_v3"), marks=pytest.mark.by_hand),
+        pytest.param(("--no-graphs", "--architecture=qwen2"), marks=pytest.mark.by_hand),
     ],
     ids=str,
 )

@@ -36,7 +36,7 @@ def run_ahead(*options: str, **environment: str) -> dict[str, Any]:
     "options",
     [
         ("--fp8", "--architecture=qwen3"),
-        ("--fp8-cache", "--architecture=mistral", "--num-ranks=2"),
+        ("--fp8-cache", "--architecture=qwen2", "--num-ranks=2"),
         ("--fp8", "--architecture=mixtral"),
         ("--fp8-cache", "--architecture=deepseek_v3", "--num-ranks=2"),
     ],

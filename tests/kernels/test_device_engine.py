@@ -4,6 +4,8 @@ Without a GPU the kernels are interpreted; steps that would be recorded as graph
 as on a GPU: staging, padding, tokens that only the device knows, steps launched before their predecessors end.
 """
 
+import math
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from engine.request_table import IntArray
 from engine.runner_parts import make_runner
 from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
-from tests.factories.models import make_model_dir
+from tests.factories.models import WINDOWED, make_model_dir
 from tests.kernels.device_parts import SMALL, make_parts
 from worker.core import EngineCore
 from worker.kv_connector import KVConnectorScheduler
@@ -52,6 +54,11 @@ PARAMS = [
         temperature=0.7, seed=6, repetition_penalty=1.3, min_tokens=NUM_TOKENS, max_tokens=NUM_TOKENS
     ),
 ]
+IN_GROUPS = WINDOWED | {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+"""One KV group has full attention, two have windows."""
 FLOAT32 = ModelConfig(dtype="float32")
 
 Answers = dict[str, tuple[list[int], list[Any]]]
@@ -68,12 +75,13 @@ def answers_of(
     given: Answers | None = None,
     num_drafts: int = 0,
     kv_groups: KVGroups = ONE_GROUP,
+    prompts: Sequence[list[int]] = PROMPTS,
 ) -> Answers:
     """`given`: the output that every request already has, which is part of the answer."""
     core = EngineCore(
         Scheduler(
             config,
-            KVConnectorScheduler(config.block_size),
+            KVConnectorScheduler(config.block_size, kv_groups),
             num_speculative_tokens=num_drafts,
             kv_groups=kv_groups,
         ),
@@ -84,7 +92,7 @@ def answers_of(
         SystemClock(),
     )
     answers: Answers = {}
-    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+    for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
         outputs, logprobs = given[str(number)] if given else ([], [])
         answers[str(number)] = ([*outputs], [*logprobs])
         request = EngineRequest(
@@ -111,12 +119,12 @@ def answers_of(
     return answers
 
 
-def on_cpu(path: Path, config: SchedulerConfig) -> Answers:
+def on_cpu(path: Path, config: SchedulerConfig, prompts: Sequence[list[int]] = PROMPTS) -> Answers:
     model = load_model(FLOAT32, path, CPU)
     pool = KVPool(64, model.kv_block_shape(config.block_size), CPU)
-    roomy = make_config(config.block_size, 64)
+    roomy = make_config(config.block_size, 64, max_model_len=config.max_model_len)
     pipeline = make_pipeline(make_runner(model, pool), async_scheduling=False)
-    return answers_of(pipeline, roomy, kv_groups=model.layer_groups.groups)
+    return answers_of(pipeline, roomy, kv_groups=model.layer_groups.groups, prompts=prompts)
 
 
 def on_device(
@@ -126,6 +134,7 @@ def on_device(
     *,
     uses_graphs: bool,
     given: Answers | None = None,
+    prompts: Sequence[list[int]] = PROMPTS,
 ) -> Answers:
     model: LoadedModel = load_model(FLOAT32, path, device, TritonBackend())
     assert config.num_blocks is not None
@@ -135,9 +144,11 @@ def on_device(
     parts = make_device_parts(model, pool, limits, num_multiprocessors=2)
     if uses_graphs:
         parts.record(CudaGraphs() if device.type == "cuda" else Repeats())
+    pool.blocks_NLKHTD[1:] = math.nan  # as a former owner may have left them
     runner = parts.runner(pool, config.num_swap_blocks or 0)
     is_async = config.async_scheduling
-    return answers_of(StreamPipeline(runner) if is_async else InlinePipeline(runner), config, given)
+    pipeline = StreamPipeline(runner) if is_async else InlinePipeline(runner)
+    return answers_of(pipeline, config, given, kv_groups=parts.kv_groups, prompts=prompts)
 
 
 class HalfRight(NGramProposer):
@@ -172,7 +183,7 @@ def with_drafts(
     drafter = Drafter(HalfRight(expected), num_drafts, 32, num_equal_rows=200.0)
     runner = parts.runner(pool, config.num_swap_blocks or 0, drafter=drafter)
     pipeline = StreamPipeline(runner) if config.async_scheduling else InlinePipeline(runner)
-    return answers_of(pipeline, config, num_drafts=num_drafts)
+    return answers_of(pipeline, config, num_drafts=num_drafts, kv_groups=parts.kv_groups)
 
 
 def assert_same(device: Answers, cpu: Answers) -> None:
@@ -220,12 +231,28 @@ def test_the_same_tokens_with_and_without_fusions(
         assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_c27_kv_groups_change_no_token(tmp_path: Path, device: torch.device, block_size: int) -> None:
+    """Windows begin several tiles of keys behind their contexts' beginning, and the chunks of a prompt give blocks
+    back. Blocks of 32 tokens are read by the copy engine."""
+    path = make_model_dir(tmp_path / "model", "qwen2", **(SMALL | IN_GROUPS))
+    lengths, settings = (5, 40, 105), {"max_model_len": 112, "max_num_batched_tokens": 48}
+    prompts = [[(7 * i + length) % VOCAB for i in range(length)] for length in lengths]
+    config = make_config(block_size, 3 * 192 // block_size, **settings)
+    found = on_device(path, device, config, uses_graphs=True, prompts=prompts)
+    assert_same(found, on_cpu(path, config, prompts))
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_preemption_changes_no_token(tmp_path: Path, device: torch.device, preemption: str) -> None:
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_preemption_changes_no_token(
+    tmp_path: Path, device: torch.device, preemption: str, num_groups: int
+) -> None:
     """Blocks for one request and a half."""
-    path = make_model_dir(tmp_path / "model", **SMALL)
-    swap = {"num_swap_blocks": 8} if preemption == "swap" else {}
-    config = make_config(4, 6, preemption=preemption, **swap)
+    groups = {"architecture": "qwen2", **IN_GROUPS, "sliding_window": 6} if num_groups > 1 else {}
+    path = make_model_dir(tmp_path / "model", **(SMALL | groups))
+    swap = {"num_swap_blocks": 8 * num_groups} if preemption == "swap" else {}
+    config = make_config(4, 5 * num_groups + 1, preemption=preemption, **swap)
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 

@@ -26,10 +26,7 @@ IN_CI = ("olmo2", "gemma2", "gemma3, scaled, capped", "gpt oss", "deepseek v3", 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.by_hand])
-        for name in CASES
-    ],
+    [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.by_hand]) for name in CASES],
 )
 def test_the_same_tokens_as_on_a_cpu(tmp_path: Path, device: torch.device, name: str) -> None:
     case = CASES[name]

@@ -27,9 +27,7 @@ def _launch(
 ) -> Callable[[], None]:
     """DeepSeek's latents: 512 numbers and 64 rotated ones. Queries lie beside the latent, as in a model."""
     kv_dtype = kv_dtype or dtype
-    shape = AttentionShape(
-        num_heads, 1, 576, block_size, dtype.itemsize, kv_dtype.itemsize, latent_rank=512
-    )
+    shape = AttentionShape(num_heads, 1, 576, block_size, dtype.itemsize, kv_dtype.itemsize, latent_rank=512)
 
     def launch() -> None:
         blocks_NLKHSD = torch.empty(2, 2, 1, 1, block_size, 576, dtype=kv_dtype)

@@ -57,6 +57,16 @@ def test_the_longest_request_of_a_pool(
     assert groups.most_rows(num_blocks, 4, most_per_step) == num_rows
 
 
+@pytest.mark.parametrize("groups", [ONE_GROUP, TWO, KVGroups(2, 3, 9), KVGroups(0, 1, 8)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 15, 16, 17, 100])
+def test_the_fewest_blocks_for_one_request(groups: KVGroups, num_tokens: int) -> None:
+    fewest = groups.num_blocks_for_one(num_tokens, 4, 6)
+    num_rows, one_less = groups.most_rows(fewest, 4, 6), groups.most_rows(fewest - 1, 4, 6)
+    assert num_rows is None or num_rows * 4 >= num_tokens
+    assert one_less is not None
+    assert one_less * 4 < num_tokens
+
+
 def test_a_request_of_gemma_3_holds_less_than_half_of_what_one_group_would() -> None:
     """18 layers in groups of three, of which five groups attend to 512 tokens; blocks of 16 tokens."""
     groups, num_tokens = KVGroups(1, 5, 512), 3_000

@@ -19,7 +19,7 @@ from engine.capacity import largest_steps, reckon, with_defaults_of
 from engine.gpu.memory import GIB, DeviceMemory
 from engine.layers.torch_backend import TorchBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
-from tests.factories.models import make_model_dir
+from tests.factories.models import WINDOWED, make_model_dir
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -187,6 +187,26 @@ def test_a_chunk_that_is_pinned_or_means_nothing_is_not_chosen(
     config = reckoned(replace(model, device=CUDA), scheduler=settings | {"max_num_seqs": 8})
     assert wanted == [False]
     assert config.max_num_batched_tokens == settings.get("max_num_batched_tokens", 8192)
+
+
+def test_a_gpu_counts_the_blocks_of_groups_as_a_cpu_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of 224 tokens needs a row of every group for its step of 32 and its window, and full rows before."""
+    settings: dict[str, Any] = {"max_num_batched_tokens": 32, "max_model_len": 224, "block_size": 8}
+    folder = make_model_dir(tmp_path / "model", "qwen2", **WINDOWED)
+    windowed = load_model(ModelConfig(dtype="float32"), folder, CPU)
+    size_bytes, needed = windowed.kv_block_shape(8).size_bytes, 224 // 8 + 2 * (-(-(23 + 32) // 8) + 1) + 1
+
+    def measured(num_blocks: int) -> SimpleNamespace:
+        return SimpleNamespace(memory=DeviceMemory(num_blocks * size_bytes, 0, 0, 0, 0, 1.0), chunk=None)
+
+    monkeypatch.setattr(capacity, "_measure", lambda *_, wants_chunk: measured(needed))  # noqa: ARG005
+    on_gpu = replace(windowed, device=CUDA)
+    assert reckoned(on_gpu, scheduler=settings).num_blocks == needed < 3 * 224 // 8
+    monkeypatch.setattr(capacity, "_measure", lambda *_, wants_chunk: measured(needed - 1))  # noqa: ARG005
+    with pytest.raises(ConfigError, match=rf"one request of 224 tokens needs {needed} blocks"):
+        reckoned(on_gpu, scheduler=settings)
 
 
 @pytest.mark.parametrize(

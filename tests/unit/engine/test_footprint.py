@@ -72,6 +72,12 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path: Path, sections:
     assert takes.kv_bytes_per_token * scheduler.block_size == 3 * block.size_bytes
     assert takes.num_kv_tokens == (scheduler.num_blocks - 1) // 3 * scheduler.block_size
     assert f"hold at least {takes.num_kv_tokens:,} tokens" in str(takes)
+    with_blocks = {"scheduler": {"block_size": 16}} | sections
+    on_cpu, on_gpu = (
+        footprint(config_of(**with_blocks, engine={"device": device, "kv_cache_memory_mib": 2}), folder)
+        for device in ("cpu", "cuda")
+    )
+    assert on_gpu == on_cpu
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

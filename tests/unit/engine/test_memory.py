@@ -13,12 +13,12 @@ def memory(**sizes: int) -> DeviceMemory:
 
 def test_what_is_left_becomes_blocks() -> None:
     assert memory().for_kv == 70 * GIB
-    assert memory().num_blocks(GIB, min_tokens=64 * 69, block_size=64) == 70
+    assert memory().num_blocks(GIB, num_needed=69, min_tokens=64 * 69) == 70
 
 
 def test_one_block_too_few_shows_the_calculation() -> None:
     with pytest.raises(ConfigError) as refused:
-        memory().num_blocks(GIB, min_tokens=64 * 69 + 1, block_size=64)
+        memory().num_blocks(GIB, num_needed=70, min_tokens=64 * 69 + 1)
     text = str(refused.value)
     assert "100.00 GiB x 0.9 - 1.00 (in use by others) - 16.00 (weights)" in text
     assert "leaves 70.00 GiB for KV" in text
@@ -28,4 +28,4 @@ def test_one_block_too_few_shows_the_calculation() -> None:
 
 def test_a_model_that_does_not_fit_shows_it_too() -> None:
     with pytest.raises(ConfigError, match=r"leaves -\d+.00 GiB"):
-        memory(weights=100).num_blocks(GIB, min_tokens=1, block_size=64)
+        memory(weights=100).num_blocks(GIB, num_needed=1, min_tokens=1)

@@ -1,0 +1,53 @@
+"""pack_tables: a step's block tables of all KV groups as one array; knows no kernel and no device.
+
+A windowed group's tables begin where its windows do. So the array hardly grows with the number of such groups.
+
+Shape suffixes as in engine/batch.py; X block ids of all groups, G groups.
+"""
+# ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.kv_groups import KVGroups
+from engine.batch import StepBatch, StepLimits
+from engine.request_table import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTables:
+    """Group by group, and within a group sequence by sequence."""
+
+    block_ids_X: IntArray
+    first_entries_GB: tuple[IntArray, ...]
+    """Where the block of a sequence's first token is, or would be: below zero if such blocks are left out."""
+
+
+def pack_tables(batch: StepBatch, groups: KVGroups, block_size: int, num_keys: int) -> PackedTables:
+    """`num_keys`: kernels read as many keys at a time, from multiples of this number on."""
+    columns_M = np.arange(batch.block_ids_BM.shape[1])
+    is_used_BM = columns_M < batch.num_blocks_B[:, None]
+    left_out_B = np.zeros_like(batch.num_blocks_B)
+    packed, first_entries, num_before = [], [], 0
+    for group, blocks in enumerate(batch.blocks):
+        if group == groups.num_full:  # the first with a window
+            first_positions_B = batch.context_lens_B - batch.num_tokens_B
+            first_keys_B = np.maximum(0, first_positions_B - groups.window + 1) // num_keys * num_keys
+            left_out_B = first_keys_B // block_size
+            is_used_BM = is_used_BM & (columns_M >= left_out_B[:, None])
+        packed.append(blocks.block_ids_BM[is_used_BM])
+        num_entries_B = batch.num_blocks_B - left_out_B
+        first_entries.append(num_before + np.cumsum(num_entries_B) - num_entries_B - left_out_B)
+        num_before += len(packed[-1])
+    return PackedTables(packed[0] if len(packed) == 1 else np.concatenate(packed), tuple(first_entries))
+
+
+def most_entries(limits: StepLimits, groups: KVGroups, block_size: int, num_keys: int) -> int:
+    """The most block ids of a step that is packed so."""
+    num_sequences, max_blocks = limits.max_num_seqs, -(-limits.max_model_len // block_size)
+    whole = num_sequences * max_blocks
+    num_tokens = max(limits.max_num_batched_tokens, num_sequences)
+    # Of n tokens that begin at p, blocks from key p - window + 1, down to a multiple of `num_keys`, to p + n - 1.
+    of_windows = num_sequences * ((groups.window + num_keys) // block_size + 2) + num_tokens // block_size
+    return groups.num_full * whole + groups.num_windowed * min(whole, of_windows)
