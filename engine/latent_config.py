@@ -10,7 +10,7 @@ from engine.families import Family
 from engine.rope_config import RopeConfig, RopeType, mscale
 
 MAX_GPU_RANK, MAX_GPU_ROTARY_DIM = 512, 64
-"""The longest latent and rotated part on a GPU, which are DeepSeek's. Sums over longer ones would not fit into registers."""
+"""The longest latent and rotated part on a GPU, which are DeepSeek's. Sums of longer ones would not fit registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu import smoke_attention, smoke_fused, smoke_rows, smoke_sampling
+from benchmarks.gpu import smoke_attention, smoke_fused, smoke_latents, smoke_rows, smoke_sampling
 from benchmarks.gpu.measure import make_recorder, relative_error, synchronize
 from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.report import Row
@@ -38,7 +38,7 @@ def run(setting: Setting, emit: Emit) -> None:
 
 
 def makers(shapes: Shapes) -> list[Maker]:
-    modules = (smoke_fused, smoke_rows, smoke_attention, smoke_sampling)
+    modules = (smoke_fused, smoke_rows, smoke_attention, smoke_latents, smoke_sampling)
     return [maker for module in modules for maker in module.makers(shapes)]
 
 

@@ -1,11 +1,12 @@
 """Attention of a whole step over paged latents, which all query heads share; knows items of work, not requests.
 
-As `paged_attention` in plan, programs and softmax, but a tile has the query heads of a few tokens, and one tile of latents
-is the keys of all of them, and their values too: it is loaded once for both products (absorbed multi-head latent
-attention, DeepSeek-V2: https://arxiv.org/abs/2405.04434). A key has a rotated part beside its latent, which no value has.
+As `paged_attention` in plan, programs and softmax, but a tile has the query heads of a few tokens, and one tile of
+latents is the keys of all of them, and their values too: it is loaded once for both products (absorbed multi-head
+latent attention, DeepSeek-V2: https://arxiv.org/abs/2405.04434). A key has a rotated part beside its latent, which no
+value has.
 
-Shape suffixes: T tokens of the step, Q query heads, C latent, R rotated part, D = C + R, N blocks, S tokens of a block, B
-rows of the block table, M its columns, I items, F their fields.
+Shape suffixes: T tokens of the step, Q query heads, C latent, R rotated part, D = C + R, N blocks, S tokens of a block,
+B rows of the block table, M its columns, I items, F their fields.
 """
 # ruff: noqa: N815 - fields that are tensors carry their shape, like local names do
 
@@ -30,8 +31,8 @@ _LOG2_E = math.log2(math.e)
 class LatentKV:
     """One layer's latents of all blocks, as launches take them; made once, since the pool never moves.
 
-    `latents_NSD` is blocks_NLKHTD[:, layer, 0, 0] of `engine.kv_cache`. Slots after a request's last token are multiplied
-    by zero, so they may hold any finite number.
+    `latents_NSD` is blocks_NLKHTD[:, layer, 0, 0] of `engine.kv_cache`. Slots after a request's last token are
+    multiplied by zero, so they may hold any finite number.
     """
 
     latents_NSD: torch.Tensor

@@ -37,7 +37,7 @@ def latent_store_reference(
     """`latent_store` in torch."""
     rotary_dim = cos_sin_XR.shape[1]
     is_used_T = slots_T >= 0
-    rows_TPD, rotated_TPD = rows_TPD[:], rows_TPD.to(torch.float32)
+    rotated_TPD = rows_TPD.to(torch.float32, copy=True)
     cos_T1H, sin_T1H = cos_sin_XR[positions_T.long()].unsqueeze(1).chunk(2, -1)
     first_TPH, second_TPH = rotated_TPD[..., -rotary_dim:].chunk(2, -1)
     rotated_TPD[..., -rotary_dim:] = torch.cat(
