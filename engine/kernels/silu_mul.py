@@ -31,7 +31,7 @@ def silu_mul(
     _silu_mul_kernel[grid](
         gate_up_TM,
         out_TI,
-        is_wanted_T,
+        None if is_wanted_T is None else is_wanted_T.view(torch.uint8),
         gate_up_TM.stride(0),
         width // 2,
         **_constants(activation),
@@ -92,9 +92,10 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     wait_for_former(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    mask = columns < num_columns
+    num_wanted = num_columns
     if is_wanted_ptr is not None:
-        mask = mask & (tl.load(is_wanted_ptr + row) != 0)
+        num_wanted *= tl.load(is_wanted_ptr + row).to(tl.int32)
+    mask = columns < num_wanted
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
     out = _gated(gate, up, KIND, ALPHA, LIMIT)
