@@ -98,7 +98,7 @@ def check_tokens(path: Path, num_ranks: int = 2, **config: str) -> None:
     def on_rank(collectives: Collectives) -> dict[str, list[int]]:
         return tokens(load(path, collectives, **config))
 
-    assert on_ranks(num_ranks, on_rank) == [tokens(load(path, **config))] * num_ranks
+    assert on_ranks(num_ranks, on_rank) == [tokens(load(path, None, **config))] * num_ranks
 
 
 @pytest.mark.parametrize("num_experts", range(1, 12))

@@ -103,6 +103,7 @@ def test_the_fullest_rank_has_the_most_experts(
     architecture = read_architecture(folder)
     ranks = [takes_of(architecture, SilentRank(rank, 2), expert_parallel=True) for rank in range(2)]
     sizes = [4 * sum(prod(take.part_shape) for take in each) for each in ranks]
+    assert takes.fullest_rank_bytes is not None
     assert takes.fullest_rank_bytes == pytest.approx(max(sizes), rel=0.01)
     assert f"MiB of weights, at most {takes.fullest_rank_bytes / 2**20:,.0f} MiB on a rank" in str(takes)
     assert footprint(config_of(engine={"tensor_parallel": 2}), folder).fullest_rank_bytes is None
