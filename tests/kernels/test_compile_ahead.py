@@ -39,6 +39,7 @@ def run_ahead(*options: str, **environment: str) -> dict[str, Any]:
         ("--fp8-cache", "--architecture=qwen2", "--num-ranks=2"),
         ("--fp8", "--architecture=mixtral"),
         ("--fp8-cache", "--architecture=deepseek_v3", "--num-ranks=2"),
+        ("--architecture=mixtral", "--num-ranks=2", "--expert-parallel"),
     ],
     ids=str,
 )
