@@ -72,8 +72,8 @@ def reckon(
             values["max_num_batched_tokens"] = chosen
         if wants_memory:
             logger.info("GPU memory: %s", measured.memory.arithmetic())
-            chosen = asked.with_values("scheduler", **values)
-            values["num_blocks"] = _num_gpu_blocks(measured.memory, chosen, model)
+            complete = asked.with_values("scheduler", **values)
+            values["num_blocks"] = _num_gpu_blocks(measured.memory, complete, model)
     if not values["num_blocks"]:
         default_mib = CPU_KV_CACHE_MIB * (2 if model.kv_dtype == torch.float32 else 1)
         memory_mib = engine.kv_cache_memory_mib or default_mib
