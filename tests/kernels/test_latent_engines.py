@@ -74,7 +74,12 @@ def test_a_hand_over_brings_each_rank_the_latents_once(
 
 
 def test_latents_that_were_swapped_out_come_back(engines: EnginesOf, expected: dict[int, list[int]]) -> None:
-    tight = {"num_blocks": 9, "preemption": "swap", "max_num_batched_tokens": 16, "num_swap_blocks": 12}
+    tight: dict[str, Any] = {
+        "num_blocks": 9,
+        "preemption": "swap",
+        "max_num_batched_tokens": 16,
+        "num_swap_blocks": 12,
+    }
     engine = start(engines, "d", **tight)
     for length in LENGTHS:
         engine.add(greedy_request(length, NUM_TOKENS))

@@ -7,6 +7,7 @@ from engine.kernels.attention_tuning import (
     AttentionShape,
     AttentionTuning,
     decode_tuning,
+    latent_tuning,
     prefill_tuning,
 )
 
@@ -35,3 +36,37 @@ def test_two_decodes_or_one_prefill_fit_a_multiprocessor(
         decode, prefill = decode_tuning(shape), prefill_tuning(shape)
         assert 2 * wanted_bytes(shape, decode, decode.num_stages - 1) <= shared_bytes
         assert wanted_bytes(shape, prefill, prefill.num_stages) <= shared_bytes
+
+
+@pytest.mark.parametrize("has_chunks", [False, True])
+@pytest.mark.parametrize("has_copy_engine", [True, False])
+@pytest.mark.parametrize("num_heads", [1, 6, 16, 32, 40, 97, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_tiles_of_latents_fit_a_multiprocessor_and_hold_a_group(
+    num_heads: int, block_size: int, has_copy_engine: bool, has_chunks: bool
+) -> None:
+    for dtype_bytes, kv_dtype_bytes in ((2, 2), (2, 1), (4, 4)):
+        shared_bytes = SHARED_BYTES if has_copy_engine or dtype_bytes == 4 else 160 * KIB
+        shape = AttentionShape(
+            num_heads,
+            1,
+            576,
+            block_size,
+            dtype_bytes,
+            kv_dtype_bytes,
+            has_copy_engine,
+            shared_bytes,
+            latent_rank=512,
+        )
+        tuning = latent_tuning(shape, has_chunks=has_chunks)
+        size = shape.padded_rank + shape.padded_rotary_dim
+        is_kept = tuning.block_m == 64 or dtype_bytes == 4
+        num_buffers = tuning.num_stages if is_kept else tuning.num_stages - 1
+        tiles = num_buffers * tuning.block_n * size * kv_dtype_bytes
+        queries = tuning.block_m * size * dtype_bytes
+        assert tuning.programs_per_multiprocessor * (queries + tiles) <= shared_bytes
+        assert num_buffers >= 2
+        assert shape.num_groups * shape.group_size == num_heads
+        assert shape.group_size <= tuning.block_m
+        assert tuning.block_m <= (64 if has_copy_engine else 32)
+        assert not shape.uses_tma or block_size % tuning.block_n == 0
