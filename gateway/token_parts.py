@@ -1,4 +1,4 @@
-"""TokenParts: which part of an answer each of its tokens belongs to, for usage and log-probabilities.
+"""TokenParts: which part of an answer each of its tokens belongs to; ReasoningCount: how many of them are reasoning.
 
 Events say this of text, which comes later than its tokens and is cut otherwise. So each token's own text goes through a
 parser of its own here.
@@ -10,19 +10,15 @@ from itertools import zip_longest
 from baton.request import TokenLogprobs
 from gateway.conversation import AnswerEvent, AnswerPart, Reasoning, Text
 from gateway.requests.request import GatewayRequest
-from gateway.text import Detokenizer, Tokenizer
 
 
 class TokenParts:
     """For one answer's tokens, in order. A tag counts as what it encloses, and so do spaces beside it; a token across
     two parts counts for the first, unless that is text. Answers that are text alone cost nothing."""
 
-    def __init__(self, request: GatewayRequest, tokenizer: Tokenizer) -> None:
-        """`request` is a conversation without `keep_special_tokens`."""
+    def __init__(self, request: GatewayRequest) -> None:
         self._parser = request.new_parser()
-        self._detokenizer = Detokenizer(
-            tokenizer.backend, True, request.prompt_token_ids, tokenizer.kept_tokens
-        )
+        self._detokenizer = None if self._parser is None else request.text.new_detokenizer()
         self._waiting: list[TokenLogprobs | None] = []
         """Tokens that may be a tag or text."""
         self._has_call = False
@@ -32,7 +28,7 @@ class TokenParts:
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[TokenLogprobs]:
         """The log-probabilities of those tokens that turned out to be text. `logprobs`: none, or one for each."""
-        if self._parser is None:
+        if self._parser is None or self._detokenizer is None:
             return list(logprobs)
         texts: list[TokenLogprobs] = []
         for token_id, logprob in zip_longest(token_ids, logprobs):
@@ -43,6 +39,11 @@ class TokenParts:
             if part is not None:
                 texts += self._resolved(part)
         return texts
+
+    @property
+    def may_reason(self) -> bool:
+        """More reasoning may come."""
+        return self._parser is not None and self._parser.may_reason
 
     def flush(self) -> list[TokenLogprobs]:
         """The rest, when no more tokens come."""
@@ -70,3 +71,20 @@ class TokenParts:
         texts = [each for each in self._waiting if each is not None] if part is AnswerPart.TEXT else []
         self._waiting.clear()
         return texts
+
+
+class ReasoningCount:
+    """For one answer's tokens, in order. They are parsed a second time only while reasoning may come, so plain answers
+    cost nothing."""
+
+    def __init__(self, request: GatewayRequest) -> None:
+        self._parts = TokenParts(request)
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        if self._parts.may_reason:
+            self._parts.take(token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """So far."""
+        return self._parts.num_reasoning_tokens

@@ -38,6 +38,7 @@ class TurnParser(Stepwise):
         self._tags = tags
         self._has_begun_to_reason = has_begun_to_reason
         self._part = AnswerPart.TEXT
+        self._may_reason = tags is not None
         super().__init__()
         self._calls = CallWriter(tools, self._events.append)
 
@@ -46,9 +47,15 @@ class TurnParser(Stepwise):
         """What seems to be a call counts as one until it is none."""
         return self._part
 
+    @property
+    def may_reason(self) -> bool:
+        """An answer begins with its reasoning, or has none."""
+        return self._may_reason
+
     def _run(self) -> Steps[None]:
         if self._tags is not None:
             yield from self._reason(self._tags)
+            self._may_reason = False
         if self._syntax is None:
             yield from self._reader.until(Markers(()), self._text)
         else:

@@ -55,6 +55,11 @@ class HarmonyParser(Stepwise):
         """Heads count as text."""
         return self._part
 
+    @property
+    def may_reason(self) -> bool:
+        """Any message may be a thought."""
+        return True
+
     def _run(self) -> Steps[None]:
         while (yield from self._reader.peek()):
             self._reader.begin_attempt()
