@@ -21,6 +21,8 @@ class TokenParts:
         self._detokenizer = None if self._parser is None else request.text.new_detokenizer()
         self._waiting: list[TokenLogprobs | None] = []
         """Tokens that may be a tag or text."""
+        self._has_waiting_text = False
+        """They are not all empty."""
         self._has_call = False
         """A call began since the last text."""
         self.num_reasoning_tokens = 0
@@ -33,8 +35,10 @@ class TokenParts:
         texts: list[TokenLogprobs] = []
         for token_id, logprob in zip_longest(token_ids, logprobs):
             before = self._parser.part
-            events = self._parser.push(self._detokenizer.push(token_id))
+            text = self._detokenizer.push(token_id)
+            events = self._parser.push(text)
             self._waiting.append(logprob)
+            self._has_waiting_text |= bool(text)
             part = self._certain_part(before, events, self._parser.part)
             if part is not None:
                 texts += self._resolved(part)
@@ -47,7 +51,14 @@ class TokenParts:
 
     def flush(self) -> list[TokenLogprobs]:
         """The rest, when no more tokens come."""
-        return self._resolved(AnswerPart.TEXT)
+        if self._parser is None or self._detokenizer is None:
+            return []
+        events = [*self._parser.push(self._detokenizer.flush()), *self._parser.flush()]
+        is_dropped = (
+            self._has_call or self._has_waiting_text
+        )  # an end of sequence belongs to the text, and is none
+        is_text = any(isinstance(event, Text) for event in events) or not is_dropped
+        return self._resolved(AnswerPart.TEXT if is_text else AnswerPart.CALL)
 
     def _certain_part(
         self, before: AnswerPart, events: Sequence[AnswerEvent], after: AnswerPart
@@ -70,6 +81,7 @@ class TokenParts:
             self.num_reasoning_tokens += len(self._waiting)
         texts = [each for each in self._waiting if each is not None] if part is AnswerPart.TEXT else []
         self._waiting.clear()
+        self._has_waiting_text = False
         return texts
 
 

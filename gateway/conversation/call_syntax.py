@@ -28,6 +28,11 @@ class CallWriter:
         self._emit = emit
         self._index = -1
 
+    @property
+    def has_begun(self) -> bool:
+        """There was a call."""
+        return self._index >= 0
+
     def begin(self, name: str) -> None:
         self._index += 1
         self._emit(CallBegins(self._index, name))

@@ -68,6 +68,8 @@ def taken(parts: TokenParts, token_ids: tuple[int, ...], at_once: int) -> list[i
         ("", "Look: ", CALL),
         ("", "", CALL + CALL),
         ("", "An attempt: <tool_call> that is none", ""),
+        ("", "", CALL + "\n<tool_call>\n{"),
+        ("", "Look: ", f"{CALL}\n<tool_"),
     ],
 )
 def test_tags_count_as_what_they_enclose(
