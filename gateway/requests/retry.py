@@ -165,6 +165,7 @@ class RetryState:
             token_ids=request.prompt_token_ids + output_token_ids,
             max_new_tokens=request.sampling_params.max_tokens - len(output_token_ids),
             cache_salt=request.cache_salt,
+            block_hashes=request.block_hashes,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             affinity_key=request.affinity_key,
             mode=request.mode,
