@@ -1,7 +1,7 @@
 """TokenParts: which part of an answer each of its tokens belongs to; ReasoningCount: how many of them are reasoning.
 
-Events say this of text, which comes later than its tokens and is cut otherwise. So each token's own text goes through a
-parser of its own here.
+Events tell this for text. But text arrives later than its tokens, and is divided at other places. So each token's own
+text goes through a parser of its own here.
 """
 
 from collections.abc import Sequence

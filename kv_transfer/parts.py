@@ -1,7 +1,7 @@
 """Parts of a request's hand-over: the rank transfers that it is made of, and what their outcomes add up to.
 
 This rank's end has one rank transfer for each peer rank that has, or needs, our heads; a worker's end has its ranks.
-Where heads share a latent, a rank of a producer may have none.
+Where heads share a latent, a rank of a producer may have no rank transfer.
 A load has arrived when all parts have, and has failed when one has. Then the others are given up, and the load ends
 when the last of them is quiet. Of a failed load, only what every part has is kept. Blocks are free when all parts
 are.

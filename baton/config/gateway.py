@@ -181,7 +181,7 @@ class GatewayConfig(Section):
             raise ValueError("require_disaggregated contradicts routing_mode 'local'")
         if self.require_disaggregated and self.local_prefill_tokens is not None:
             raise ValueError(
-                f"require_disaggregated contradicts local_prefill_tokens ({self.local_prefill_tokens}): every prompt "
-                "is handed over, however short; remove one of the two"
+                "require_disaggregated hands over every prompt, even a short one, so local_prefill_tokens "
+                f"({self.local_prefill_tokens}) has no effect; remove one of the two"
             )
         return self

@@ -1,4 +1,4 @@
-"""The control API's messages: what operators and gateways ask of a fleet's controller, and a controller of a worker.
+"""The control API's messages: what operators and gateways ask a controller, and what a controller asks a worker.
 
 A request names the type of its answer, so a call has types over any carrier: `await control.call(DrainWorker("w1"))`.
 Messages cross as baton/messages/control_codec.py writes them.

@@ -1,4 +1,7 @@
-"""exclusive: one process at a time, on this host or on a volume that hosts share; a dead one holds nothing."""
+"""exclusive: one process at a time, on this host or on a volume that hosts share.
+
+A process that dies releases its lock.
+"""
 
 import errno
 import fcntl

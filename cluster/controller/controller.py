@@ -183,7 +183,9 @@ class Controller:
         if supervisor.replica.role is role:
             return
         if replica.is_draining or worker in self._changing_role:
-            raise FleetError(f"worker {worker} is draining, or already changes its role; wait for that")
+            raise FleetError(
+                f"worker {worker} is draining or is changing its role; try again when that has ended"
+            )
         if not self._has_equal_ranks:
             raise FleetError(
                 f"worker {worker} cannot become a {role.value} worker: these have {self._ranks[role]} ranks, this one "

@@ -1,4 +1,4 @@
-"""cached_models: the models of the Hub's cache and of Baton's own, and whether each would load on this machine."""
+"""cached_models: the models in the Hub's cache and in Baton's cache, and whether each would load on this machine."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -47,7 +47,7 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 READ = {"gemma3": ("final_logit_softcapping",)}
 """Which of them an architecture has, with any value."""
 GEMMA3_PATTERN = 6
-"""Every so manieth layer has no window; files do not say so, and llama.cpp knows it."""
+"""Every sixth layer has no window. Files do not say so; llama.cpp knows it, too."""
 GEMMA3_27B_LAYERS = 62
 
 

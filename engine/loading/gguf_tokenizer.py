@@ -223,7 +223,9 @@ def _added_tokens(file: GgufFile, tokens: list[str]) -> list[Json]:
     """Tokens that are found in a text before anything else; a decoder may leave out the special ones."""
     types = file.numbers("tokenizer.ggml.token_type")
     if types and len(types) != len(tokens):
-        raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(types)} tokenizer.ggml.token_type")
+        raise ModelError(
+            f"{file.path} has {len(tokens)} tokens, but {len(types)} entries in tokenizer.ggml.token_type"
+        )
     return [
         {
             "id": token_id,

@@ -1,7 +1,7 @@
 """Layers of DeepSeek-V2 and -V3: all heads attend to one latent of a token; some experts are shared by all tokens.
 
-The checkpoint projects each latent to keys and values of all heads. Here queries are projected into the latent space
-instead, and what attention returns out of it: the scores and results are the same, and the cache holds latents only.
+The checkpoint projects each latent to keys and values of all heads. Here queries are projected into the latent space,
+and the output of attention is projected back. The results are the same, but the cache holds only latents.
 
 Suffixes: T tokens of a step, Q query heads of this rank, C latent, R rotated part of a query or key, D = C + R, N the
 rest of a query or key, V value, P = Q + 1 rows of attention, E hidden size, X other outputs of a projection.

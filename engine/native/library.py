@@ -59,7 +59,9 @@ def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
     if prebuilt := environment.get(VARIABLE):
         library = Path(prebuilt) / _file_name(instructions)
         if not library.is_file():
-            raise _NotAvailableError(f"{VARIABLE} is {prebuilt!r}, and {library.name} is not there")
+            raise _NotAvailableError(
+                f"{VARIABLE} names the folder {prebuilt!r}, but it has no {library.name}"
+            )
         return _loaded(library)
     folder = default_cache_dir(environment) / "native"
     try:

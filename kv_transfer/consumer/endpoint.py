@@ -312,6 +312,10 @@ class ConsumerEndpoint:
             case FailedKV(is_postponed=True):
                 self.output += KVConnectorOutput(failed_recving=(outcome,))
             case FailedKV():
+                if not outcome.is_cancelled:
+                    logger.warning(
+                        "the KV cache of request %s did not arrive: %s", request_id, outcome.reason
+                    )
                 self._close(request_id)
                 self.output += KVConnectorOutput(
                     failed_recving=(outcome,), transfers=self._record(request_id)

@@ -117,7 +117,9 @@ class NixlReader:
             )
         theirs.check_reachable(self._host, self._has_rdma)
         if self._connected.get(theirs.agent, theirs) != theirs:
-            raise TransportError("two NIXL descriptions of pools differ, but name the same agent")
+            raise TransportError(
+                f"the peer describes its pool by agent {theirs.agent}, which is already known with another description"
+            )
         pool = NixlPool(self, theirs)
         self._connect(pool)
         self._pools.add(pool)

@@ -86,7 +86,10 @@ def nixl_is_available() -> bool:
 
 
 def has_rdma() -> bool:
-    """Whether this machine has an active port on an RDMA network. AWS EFA counts as one; UCX must then support it."""
+    """Whether this machine has an active port on an RDMA network.
+
+    AWS EFA counts as one, and nothing here tells the two apart; UCX must support it.
+    """
     return any("ACTIVE" in file.read_text() for file in Path("/").glob(RDMA_PORT_STATES.lstrip("/")))
 
 

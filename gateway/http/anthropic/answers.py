@@ -1,6 +1,6 @@
 """The shapes of Anthropic's answers and events; /openapi.json describes them from here.
 
-`whole` and `events` write the JSON of answers in pieces; tests compare it with these shapes.
+`whole` and `events` write the JSON of answers in pieces. Tests compare that JSON with the classes below.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""CreateResponse: from the body of POST /v1/responses to a valid request, and to the response for it."""
+"""CreateResponse turns the body of POST /v1/responses into a request, and its answer into the response."""
 
 import asyncio
 import time

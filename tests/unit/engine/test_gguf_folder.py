@@ -244,7 +244,10 @@ SIZES = {
         ({"tokenizer__ggml__eom_token_id": 4096}, r"tokenizer\.ggml\.eom_token_id is 4096, of 300 tokens"),
         ({"tokenizer__ggml__merges": ["a b c"]}, r"merges has 'a b c', which makes no token of two"),
         ({"tokenizer__ggml__merges": ["a qqqq"]}, r"merges has 'a qqqq', which makes no token of two"),
-        ({"tokenizer__ggml__token_type": [1, 3]}, r"300 tokens, but 2 tokenizer\.ggml\.token_type"),
+        (
+            {"tokenizer__ggml__token_type": [1, 3]},
+            r"300 tokens, but 2 entries in tokenizer\.ggml\.token_type",
+        ),
         (
             {"tokenizer__ggml__tokens": [str(i) for i in range(301)]},
             r"301 tokens, but token_embd\.weight has 300 rows",

@@ -277,7 +277,7 @@ def test_c53_whoever_only_requires_disaggregation_gets_hand_overs_alone(policy: 
         ),
         (
             {"require_disaggregated": True, "local_prefill_tokens": 9},
-            r"require_disaggregated contradicts local_prefill_tokens \(9\)",
+            r"so local_prefill_tokens \(9\) has no effect",
         ),
     ],
 )
