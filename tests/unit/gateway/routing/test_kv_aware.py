@@ -11,9 +11,9 @@ from baton.messages.request_plane import KVEvents
 from baton.request import StageTimes
 from baton.worker import WorkerRole, WorkerStatus
 from gateway.routing.cost import Need
-from gateway.routing.placement import BlockHashes, Mode, Placement, RouteQuery
+from gateway.routing.placement import Mode, Placement, RouteQuery
 from gateway.routing.policies import NUM_JOINT
-from gateway.routing.router import HASHED_AT_ONCE, Router
+from gateway.routing.router import Router
 from tests.unit.gateway.routing.test_router import KEY, ask, end, router_of, send, status
 
 LONG = RouteQuery(token_ids=tuple(range(2000)), max_new_tokens=100)
@@ -204,41 +204,6 @@ def test_another_salt_hits_nothing_and_a_whole_prompt_leaves_a_token_to_compute(
     assert router.route(asked).num_prefill_tokens == 16
     assert router.route(ask(160, cache_salt="b")).num_prefill_tokens == 160
     assert router.route(ask(160)).num_prefill_tokens == 160
-
-
-@pytest.mark.parametrize("num_cached", [0, 160, 20_000, 40_000])
-def test_hashes_made_ahead_in_portions_lead_to_the_same_choice(num_cached: int) -> None:
-    """However much is cached; no more is hashed than workers have, but for one portion. The memo may grow further."""
-    asked = replace(LONG, token_ids=tuple(range(40_001)))
-    router = pair_of()
-    report_blocks(router, "p1", asked, num_cached)
-    hashes: BlockHashes = {}
-    num_before = 0
-    for _ in router.hashing(asked.token_ids, None, hashes):
-        (known,) = hashes.values()
-        assert 0 < len(known) - num_before <= HASHED_AT_ONCE
-        num_before = len(known)
-    assert num_before <= min(40_000, num_cached) // 16 + HASHED_AT_ONCE
-    lacking = router.lacking(asked)
-    assert lacking == {"p0": 40_001, "p1": 40_001 - num_cached}
-    assert router.lacking(replace(asked, block_hashes=hashes)) == lacking
-    longer = (*asked.token_ids, *range(40))
-    report_blocks(router, "p0", replace(asked, token_ids=longer), 40_032)
-    again = replace(asked, token_ids=longer, block_hashes=hashes)
-    assert router.lacking(again)["p0"] == len(longer) - 40_032
-    assert router.lacking(replace(asked, block_hashes=hashes))["p0"] == 1, "fewer tokens than are hashed"
-
-
-def test_a_worker_with_other_blocks_may_come_between_two_portions() -> None:
-    router, hashes = pair_of(), BlockHashes()
-    asked = replace(LONG, token_ids=tuple(range(40_001)))
-    report_blocks(router, "p1", asked, 40_000)
-    portions = router.hashing(asked.token_ids, None, hashes)
-    next(portions)
-    router.on_status(measured("p2", block_size=32))
-    assert len([*portions]) > 0
-    report_blocks(router, "p2", asked, 20_000, block_size=32)
-    assert router.lacking(replace(asked, block_hashes=hashes))["p2"] == 20_001
 
 
 def test_c63_a_request_that_skips_the_cache_has_no_hits_for_a_router() -> None:
