@@ -42,7 +42,9 @@ TOOL = function_tool(length_of)
 
 async def ask(model: Model, question: str, is_stream: bool) -> None:
     # A small model may not think of calling, so its first answer must be a call. The SDK then lets it choose by itself.
-    settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=64)
+    settings = ModelSettings(
+        tool_choice="required", parallel_tool_calls=False, temperature=0.0, max_tokens=256
+    )
     agent = Agent(
         name="surveyor", instructions="Be brief.", model=model, tools=[TOOL], model_settings=settings
     )
