@@ -36,7 +36,7 @@ class GatewayRequest:
     priority: int = 0
     cache_salt: str | None = None
     block_hashes: BlockHashes = field(default_factory=dict)
-    """Of its prompt, as far as the router has needed them; answers to the same prompt share them."""
+    """Of its prompt alone, as far as the router has needed them; answers to the same prompt share them."""
     skip_reading_prefix_cache: bool = False
     """No worker takes any of it from its prefix cache."""
     affinity_key: str | None = None

@@ -4,8 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.routing.placement import BlockHashes
+from baton.sampling import SamplingParams
+from gateway.requests.request import GatewayRequest
+from gateway.requests.retry import RetryState
+from gateway.routing.placement import BlockHashes, Placement
 from gateway.routing.router import HASHED_AT_ONCE
+from gateway.workers.worker_list import WorkerList
+from simulator.driver import SilentText
 from tests.unit.gateway.routing.test_kv_aware import LONG, measured, pair_of, report_blocks
 
 
@@ -42,3 +47,26 @@ def test_a_worker_with_other_blocks_may_come_between_two_portions() -> None:
     assert len([*portions]) > 0
     report_blocks(router, "p2", asked, 20_000, block_size=32)
     assert router.lacking(replace(asked, block_hashes=hashes))["p2"] == 20_001
+
+
+def test_a_retried_answers_tokens_are_not_taken_for_another_answers() -> None:
+    """The answers share the hashes of their prompt."""
+    router, shared = pair_of(), BlockHashes()
+    prompt, mine, others = tuple(range(160)), (7,) * 33, (8,) * 33
+    for name, output in (("p0", mine), ("p1", others)):
+        report_blocks(router, name, replace(LONG, token_ids=prompt + output), 192)
+    assert len([*router.hashing(prompt, None, shared)]) == 1
+    places = []
+    for output in (mine, others):
+        request = GatewayRequest(
+            request_id="r",
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=99),
+            text=SilentText(),
+            block_hashes=shared,
+        )
+        placement = RetryState(request, WorkerList(), "retry", 0.0).route(router, output)
+        assert isinstance(placement, Placement)
+        places.append((placement.prefill, placement.num_prefill_tokens))
+    assert places == [("p0", 1), ("p1", 1)]
+    assert [len(of_size) for of_size in shared.values()] == [9]
