@@ -27,10 +27,18 @@ def block_hashes(
 
 
 def extend_block_hashes(
-    hashes: list[bytes], token_ids: Sequence[int], block_size: int, key: bytes, cache_salt: str | None
+    hashes: list[bytes],
+    token_ids: Sequence[int],
+    block_size: int,
+    key: bytes,
+    cache_salt: str | None,
+    max_blocks: int | None = None,
 ) -> None:
-    """Appends the hashes of full blocks that are missing from `hashes`; costs nothing when none is missing."""
-    content = array("I", token_ids[len(hashes) * block_size : len(token_ids) // block_size * block_size])
+    """Appends the hashes of full blocks that are missing from `hashes`, up to `max_blocks` in all; costs nothing when
+    none is missing."""
+    num_blocks = len(token_ids) // block_size
+    end = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
+    content = array("I", token_ids[len(hashes) * block_size : end * block_size])
     data, size = content.tobytes(), content.itemsize * block_size
     parent = hashes[-1] if hashes else _root(cache_salt)
     for start in range(0, len(data), size):

@@ -25,6 +25,9 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--tensor-parallel": ("engine", "tensor_parallel"),
     "--prefill-tensor-parallel": ("cluster", "prefill_tensor_parallel"),
     "--decode-tensor-parallel": ("cluster", "decode_tensor_parallel"),
+    "--enable-expert-parallel": ("engine", "enable_expert_parallel"),
+    "--prefill-enable-expert-parallel": ("cluster", "prefill_enable_expert_parallel"),
+    "--decode-enable-expert-parallel": ("cluster", "decode_enable_expert_parallel"),
     "--num-threads": ("engine", "num_threads"),
     "--prefill-num-threads": ("cluster", "prefill_num_threads"),
     "--decode-num-threads": ("cluster", "decode_num_threads"),
@@ -66,6 +69,7 @@ _OF_A_WORKERS_ROOM = (
     "--kv-cache-memory-mib",
     "--gpu-memory-utilization",
     "--tensor-parallel",
+    "--enable-expert-parallel",
 )
 
 MODELS_FLAGS = {flag: SERVE_FLAGS[flag] for flag in _OF_A_WORKERS_ROOM}

@@ -167,6 +167,7 @@ def build_device_engine(
                 device,
                 kv_cache_dtype=config.kv_cache_dtype,
                 collectives=collectives,
+                expert_parallel=config.enable_expert_parallel,
                 on_progress=lambda done, count: on_progress("loading weights", done, count),
                 max_model_len=scheduler.max_model_len,
             )
@@ -262,6 +263,7 @@ def _compiling_ahead(
             TritonBackend(),
             kv_cache_dtype=config.kv_cache_dtype,
             collectives=SilentRank(collectives.rank, collectives.size),
+            expert_parallel=config.enable_expert_parallel,
         )
         rehearse_outline(
             outline,

@@ -38,6 +38,12 @@ class Mixture:
     shared_size: int = 0
     """Intermediate size of the MLP that all tokens take beside their experts; 0: there is none."""
 
+    def experts_on(self, rank: int, num_ranks: int) -> range:
+        """Neighbours, if each expert is whole on one of the ranks: one more on some of them if the ranks do not divide
+        the experts."""
+        first, last = (each * self.num_experts // num_ranks for each in (rank, rank + 1))
+        return range(first, last)
+
 
 def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[Mixture | None, ...]:
     """Of every layer; None for one MLP. ModelError names the key that is not supported."""

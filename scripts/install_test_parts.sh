@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # usage: install_test_parts.sh PYTHON
-# Installs the packages that some tests need and Baton does not: NIXL and LangChain, 80 MB. Exit code 1, with a line that says
-# so, if pip cannot: pytest then names the tests that it skips.
+# Installs the packages that some tests need and Baton does not: NIXL, LangChain and OpenAI's Agents SDK, 90 MB. Exit code 1,
+# with a line that says so, if pip cannot: pytest then names the tests that it skips.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
-echo "Installing NIXL and LangChain, so that no test is skipped for want of them: 80 MB, once."
+echo "Installing NIXL, LangChain and the Agents SDK, so that no test is skipped for want of them: 90 MB, once."
 if ! PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install --quiet --no-compile --no-deps --requirement requirements/test_all.lock; then
-    echo "install_test_parts.sh: pip cannot install requirements/test_all.lock; tests of NIXL and LangChain are skipped" >&2
+    echo "install_test_parts.sh: pip cannot install requirements/test_all.lock; tests of NIXL, LangChain and the Agents SDK are skipped" >&2
     exit 1
 fi

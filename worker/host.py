@@ -113,7 +113,7 @@ class EngineHost:
         commands = CommandQueue()
         with ExitStack() as on_failure:
             executor = compose_executor(
-                self._config,
+                self._config.for_worker(self._role.kind),
                 self._config.num_ranks(self._role.kind),
                 self._keys.kv,
                 self._model_path,

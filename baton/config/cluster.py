@@ -28,6 +28,11 @@ class ClusterConfig(Section):
     a multiple of it."""
     decode_tensor_parallel: int | None = Field(None, ge=1)
     """Ranks of each decode worker; None: `engine.tensor_parallel`."""
+    prefill_enable_expert_parallel: bool | None = None
+    """Whether each rank of a prefill worker holds whole experts; None: `engine.enable_expert_parallel`. Prefill and
+    decode workers may differ."""
+    decode_enable_expert_parallel: bool | None = None
+    """Whether each rank of a decode worker holds whole experts; None: `engine.enable_expert_parallel`."""
     prefill_num_threads: int | None = Field(None, ge=1)
     """Threads of each rank of a prefill worker on a CPU; None: `engine.num_threads`. The cores of a machine are divided
     among its workers in proportion to their threads, and each worker is pinned to its own, unless there are more

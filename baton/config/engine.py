@@ -40,6 +40,10 @@ class EngineConfig(Section):
     """Number of ranks that share one worker's model. Each is a process with a device of its own, all on one host. It
     must divide the model's KV heads. `cluster.prefill_tensor_parallel` and `cluster.decode_tensor_parallel` override
     it."""
+    enable_expert_parallel: bool = False
+    """Each rank holds whole experts of a mixture, instead of its share of every expert's columns, so that the number of
+    ranks need not divide an expert's intermediate size. Attention and shared experts are divided as without it.
+    `cluster.prefill_enable_expert_parallel` and `cluster.decode_enable_expert_parallel` override it."""
     rank_timeout_s: float = Field(60.0, gt=0.0)
     """A worker fails if one of its ranks waits this long for another."""
     progress_timeout_s: float = Field(120.0, gt=0.0)

@@ -60,10 +60,23 @@ class BatonConfig(Section):
             raise ValueError(
                 "speculation.forced_tokens (true) needs engine.device 'cpu', got 'cuda'; remove one of the two keys"
             )
+        self._check_expert_parallel()
         self._check_draft_model()
         if self.autoscaling.mode != "off":
             self._check_bounds()
         return self
+
+    def _check_expert_parallel(self) -> None:
+        keys = {"engine.enable_expert_parallel": (self.engine.enable_expert_parallel, tuple(WorkerRole))}
+        for role in WorkerRole:
+            key = f"{role.value}_enable_expert_parallel"
+            keys[f"cluster.{key}"] = (bool(getattr(self.cluster, key)), (role,))
+        for key, (is_enabled, roles) in keys.items():
+            if is_enabled and all(self.num_ranks(role) == 1 for role in roles):
+                raise ValueError(
+                    f"{key} (true) divides experts among a worker's ranks, and each of these workers has one; raise "
+                    "engine.tensor_parallel, or remove the key"
+                )
 
     def _check_draft_model(self) -> None:
         speculation = self.speculation
@@ -99,6 +112,23 @@ class BatonConfig(Section):
             cluster.prefill_tensor_parallel if role is WorkerRole.PREFILL else cluster.decode_tensor_parallel
         )
         return own or self.engine.tensor_parallel
+
+    def has_expert_parallel(self, role: WorkerRole) -> bool:
+        """Whether each rank of a worker started in this role holds whole experts."""
+        cluster = self.cluster
+        own = (
+            cluster.prefill_enable_expert_parallel
+            if role is WorkerRole.PREFILL
+            else cluster.decode_enable_expert_parallel
+        )
+        is_enabled = self.engine.enable_expert_parallel if own is None else own
+        return is_enabled and self.num_ranks(role) > 1
+
+    def for_worker(self, role: WorkerRole) -> Self:
+        """The same with what `engine` says of a worker started in this role, whose ranks know no role."""
+        is_enabled = self.has_expert_parallel(role)
+        engine = self.engine.with_values("engine", enable_expert_parallel=is_enabled)
+        return self.model_copy(update={"engine": engine})
 
     def num_threads(self, role: WorkerRole) -> int | None:
         """Threads of each rank of a worker started in this role; None: an equal part of the machine's cores."""

@@ -3,7 +3,8 @@
 A row and one of its experts are a pair. Pairs are sorted by expert, and a program multiplies up to a tile's rows of one
 expert. Which expert, it finds by the experts' numbers of pairs, which only the device knows: the host launches as many
 programs as there can be, and those without a tile end at once. So nothing waits for the device, and a graph serves any
-routing. An expert without pairs is not read.
+routing. An expert without pairs is not read. With expert parallelism, pairs with experts of other ranks are sorted
+behind all others, and no tile has them.
 
 Shape suffixes: T tokens, K experts of a token, N pairs (T x K), X experts, I input features, O output features.
 """
@@ -39,14 +40,20 @@ class SortedPairs:
     counts_X: torch.Tensor
     """int32: pairs of each expert."""
     num_tokens: int
+    is_here_N: torch.Tensor | None = None
+    """Whether a pair's expert is on this rank; None: all are."""
 
     @classmethod
-    def of(cls, experts_TK: torch.Tensor, num_experts: int) -> "SortedPairs":
-        """Asks nothing of the device that the host would have to wait for."""
+    def of(cls, experts_TK: torch.Tensor, num_experts: int, *, has_others: bool = False) -> "SortedPairs":
+        """Asks nothing of the device that the host would have to wait for.
+
+        `has_others`: number `num_experts` stands for any expert of another rank.
+        """
         experts_N = experts_TK.flatten()
-        counts_X = torch.zeros(num_experts, dtype=torch.int32, device=experts_N.device)
+        counts_X = torch.zeros(num_experts + has_others, dtype=torch.int32, device=experts_N.device)
         counts_X.scatter_add_(0, experts_N, torch.ones_like(experts_N, dtype=torch.int32))
-        return cls(experts_N.argsort(stable=True), counts_X, len(experts_TK))
+        is_here_N = experts_N < num_experts if has_others else None
+        return cls(experts_N.argsort(stable=True), counts_X[:num_experts], len(experts_TK), is_here_N)
 
 
 def expert_linear(
@@ -55,6 +62,7 @@ def expert_linear(
     """`x @ weight[expert].T + bias[expert]` for each pair, N x O in x's dtype; sums in float32, rounded once.
 
     `x` has a row for each token, which all its pairs take, or for each pair. `factors_N` (float32) multiply the sums.
+    Rows of pairs with experts of other ranks are 0 with `factors_N`, and undefined without.
     """
     weight_XOI, scales_XO = matrices.weight_XOI, matrices.scales_XO
     num_experts, num_outputs, num_inputs = weight_XOI.shape
@@ -65,7 +73,9 @@ def expert_linear(
     assert weight_XOI.is_contiguous()
     assert (scales_XO is not None) == (weight_XOI.dtype is torch.float8_e4m3fn)
     assert scales_XO is not None or weight_XOI.dtype is x.dtype, f"{x.dtype} x {weight_XOI.dtype}"
-    y_NO = torch.empty((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
+    is_filled = pairs.is_here_N is not None and factors_N is not None
+    make = torch.zeros if is_filled else torch.empty
+    y_NO = make((num_pairs, num_outputs), dtype=x.dtype, device=x.device)
     if num_pairs == 0:
         return y_NO
     is_few = pairs.num_tokens <= MAX_FEW_TOKENS

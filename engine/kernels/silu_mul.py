@@ -15,10 +15,13 @@ from engine.kernels.row_launch import row_launch
 BLOCK_I = 1024
 
 
-def silu_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> torch.Tensor:
+def silu_mul(
+    gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU, is_wanted_T: torch.Tensor | None = None
+) -> torch.Tensor:
     """T x I in the input's dtype, computed in float32. Rows may be strided; their elements are contiguous.
 
-    `activation`: which one takes the place of SiLU.
+    `activation`: which one takes the place of SiLU. `is_wanted_T`: rows that are not wanted are neither read nor
+    written.
     """
     num_tokens, width = gate_up_TM.shape
     assert gate_up_TM.stride(1) == 1, "a row is one span"
@@ -28,6 +31,7 @@ def silu_mul(gate_up_TM: torch.Tensor, activation: Activation = Gate.SILU) -> to
     _silu_mul_kernel[grid](
         gate_up_TM,
         out_TI,
+        None if is_wanted_T is None else is_wanted_T.view(torch.uint8),
         gate_up_TM.stride(0),
         width // 2,
         **_constants(activation),
@@ -76,6 +80,7 @@ def _constants(activation: Activation) -> dict[str, object]:
 def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up_ptr,
     out_ptr,
+    is_wanted_ptr,
     row_stride,
     num_columns,
     KIND: tl.constexpr,
@@ -87,7 +92,10 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     wait_for_former(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    mask = columns < num_columns
+    num_wanted = num_columns
+    if is_wanted_ptr is not None:
+        num_wanted *= tl.load(is_wanted_ptr + row).to(tl.int32)
+    mask = columns < num_wanted
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * row_stride + num_columns + columns, mask, other=0.0).to(tl.float32)
     out = _gated(gate, up, KIND, ALPHA, LIMIT)

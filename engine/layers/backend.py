@@ -86,7 +86,7 @@ class Expert:
     biases_I: tuple[torch.Tensor, torch.Tensor] | None = None
     """Of gates and of what they multiply."""
     down_bias_E: torch.Tensor | None = None
-    """On one rank only."""
+    """On one rank only, if several have a share of this expert."""
 
 
 class MixtureLayer(Protocol):
@@ -109,9 +109,18 @@ class Backend(Protocol):
         ...
 
     def mixture(
-        self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
+        self,
+        mixture: Mixture,
+        router: Router,
+        experts: Iterable[Expert],
+        linear: MakeLinear,
+        here: range | None = None,
     ) -> MixtureLayer:
-        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections."""
+        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections.
+
+        `here`: the numbers of `experts`, if other ranks have the others (None: these are all). The result is then the
+        sum of a row's experts that are here, or zeros.
+        """
         ...
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ size.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,9 +27,12 @@ class LoopedMixture:
         choice: "ExpertChoice",
         experts: Sequence[tuple[LinearLayer, LinearLayer]],
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
+        here: range | None = None,
     ) -> None:
-        """`experts`: for each expert, the projection to gate and up, and the projection back (down)."""
-        assert len(experts) == choice.num_experts
+        """`experts`: for each expert, the projection to gate and up, and the projection back (down). `here`: their
+        numbers; None: these are all."""
+        self._here = range(choice.num_experts) if here is None else here
+        assert len(experts) == len(self._here)
         self._choice = choice
         self._experts = experts
         self._gated = gated
@@ -38,10 +41,12 @@ class LoopedMixture:
         experts_TK, weights_TK = self._choice(x_TE)
         # A row's experts are added in the order of their numbers, whatever the other rows take.
         sums_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
-        for expert, rows_R, weights_R in _rows_by_expert(experts_TK, weights_TK, len(self._experts)):
-            gate_up, down = self._experts[expert]
-            y_RE = down(self._gated(gate_up, x_TE[rows_R]))
-            sums_TE.index_add_(0, rows_R, y_RE * weights_R.unsqueeze(1))
+        rows_by_expert = _rows_by_expert(experts_TK, weights_TK, self._choice.num_experts)
+        for expert, (gate_up, down) in zip(self._here, self._experts, strict=True):
+            rows_R, weights_R = rows_by_expert[expert]
+            if len(rows_R):
+                y_RE = down(self._gated(gate_up, x_TE[rows_R]))
+                sums_TE.index_add_(0, rows_R, y_RE * weights_R.unsqueeze(1))
         return sums_TE.to(x_TE.dtype)
 
 
@@ -97,12 +102,9 @@ def _within_best_groups(ranked_TX: torch.Tensor, mixture: Mixture) -> torch.Tens
 
 def _rows_by_expert(
     experts_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Each expert that any row takes, those rows, and their weights."""
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each expert the rows that take it, and their weights."""
     order = experts_TK.flatten().argsort(stable=True)
     counts = torch.bincount(experts_TK.flatten(), minlength=num_experts).tolist()
     rows, weights = order // experts_TK.shape[1], weights_TK.flatten()[order]
-    parts = zip(rows.split(counts), weights.split(counts), strict=True)
-    for expert, (rows_R, weights_R) in enumerate(parts):
-        if len(rows_R):
-            yield expert, rows_R, weights_R
+    return list(zip(rows.split(counts), weights.split(counts), strict=True))

@@ -45,7 +45,12 @@ class TorchBackend:
         return Fp8Linear(weight_OI, bias_O)
 
     def mixture(
-        self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
+        self,
+        mixture: Mixture,
+        router: Router,
+        experts: Iterable[Expert],
+        linear: MakeLinear,
+        here: range | None = None,
     ) -> MixtureLayer:
         choice = ExpertChoice(mixture, router, self.linear(router.weight_XE, router.bias_X))
         layers = [
@@ -55,7 +60,7 @@ class TorchBackend:
             )
             for expert in experts
         ]
-        return LoopedMixture(choice, layers, partial(self.gated, gate=mixture.activation))
+        return LoopedMixture(choice, layers, partial(self.gated, gate=mixture.activation), here)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert tokens.sources_T is None, "without a device sampler the host knows all tokens"

@@ -61,11 +61,16 @@ class TritonBackend:
         return TritonFp8Linear(weight_OI, bias_O)
 
     def mixture(
-        self, mixture: Mixture, router: Router, experts: Iterable[Expert], linear: MakeLinear
+        self,
+        mixture: Mixture,
+        router: Router,
+        experts: Iterable[Expert],
+        linear: MakeLinear,
+        here: range | None = None,
     ) -> TritonMixture:
         """Each rank routes for itself, so all must multiply alike: their timed products may differ."""
         choice = ExpertChoice(mixture, router, Linear(router.weight_XE, router.bias_X))
-        return TritonMixture(choice, experts, is_fp8=linear == self.fp8_linear)
+        return TritonMixture(choice, experts, here, is_fp8=linear == self.fp8_linear)
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
         assert isinstance(weight_VE, torch.Tensor), "4 and 8 bits in groups are for CPUs"

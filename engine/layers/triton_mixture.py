@@ -22,22 +22,40 @@ class TritonMixture:
     `is_fp8`: the experts' matrices become 8-bit floats, here; activations keep their dtype.
     """
 
-    def __init__(self, choice: ExpertChoice, experts: Iterable[Expert], *, is_fp8: bool) -> None:
+    def __init__(
+        self, choice: ExpertChoice, experts: Iterable[Expert], here: range | None = None, *, is_fp8: bool
+    ) -> None:
+        """`here`: the numbers of `experts`; None: these are all."""
         self._choice = choice
-        gate_up = _Stack(choice.num_experts, is_fp8=is_fp8)
-        down = _Stack(choice.num_experts, is_fp8=is_fp8)
-        for number, expert in enumerate(experts):
-            gate_up.put(number, (expert.gate_IE, expert.up_IE), expert.biases_I)
-            down.put(number, (expert.down_EI,), None if expert.down_bias_E is None else (expert.down_bias_E,))
+        here = range(choice.num_experts) if here is None else here
+        gate_up = _Stack(len(here), is_fp8=is_fp8)
+        down = _Stack(len(here), is_fp8=is_fp8)
+        for place, expert in enumerate(experts):
+            gate_up.put(place, (expert.gate_IE, expert.up_IE), expert.biases_I)
+            down.put(place, (expert.down_EI,), None if expert.down_bias_E is None else (expert.down_bias_E,))
         self._gate_up, self._down = gate_up.matrices(), down.matrices()
+        self._places_X = None
+        if len(here) < choice.num_experts:
+            self._places_X = _places(here, choice.num_experts, self._down.weight_XOI.device)
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         experts_TK, weights_TK = self._choice(x_TE)
-        pairs = SortedPairs.of(experts_TK, self._choice.num_experts)
-        x_NI = silu_mul(expert_linear(x_TE, self._gate_up, pairs), self._choice.mixture.activation)
+        if self._places_X is not None:
+            experts_TK = self._places_X[experts_TK]
+        pairs = SortedPairs.of(experts_TK, len(self._down.weight_XOI), has_others=self._places_X is not None)
+        x_NI = silu_mul(
+            expert_linear(x_TE, self._gate_up, pairs), self._choice.mixture.activation, pairs.is_here_N
+        )
         y_NE = expert_linear(x_NI, self._down, pairs, weights_TK.flatten())
         y_TE: torch.Tensor = y_NE.view(*experts_TK.shape, -1).sum(1, dtype=torch.float32)
         return y_TE.to(x_TE.dtype)
+
+
+def _places(here: range, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Each expert's number among those here; for an expert of another rank, the next number after them."""
+    places_X = torch.full((num_experts,), len(here), device=device)
+    places_X[here.start : here.stop] = torch.arange(len(here), device=device)
+    return places_X
 
 
 class _Stack:

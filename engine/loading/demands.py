@@ -7,6 +7,7 @@ from baton.config import BatonConfig, ModelConfig
 from baton.errors import ConfigError, ModelError
 from baton.worker import WorkerRole
 from engine.families import Family
+from engine.mixture_config import Mixture
 from engine.model_config import ModelArchitecture, check_device
 
 GROUPED = ("int8", "int4")
@@ -20,7 +21,7 @@ def check_demands(config: BatonConfig, architecture: ModelArchitecture) -> None:
     check_device(architecture, config.engine.device)
     check_quantization(config.model, config.engine.device)
     for role in WorkerRole:
-        check_shares(architecture, config.num_ranks(role))
+        check_shares(architecture, config.num_ranks(role), expert_parallel=config.has_expert_parallel(role))
 
 
 def check_quantization(config: ModelConfig, device: str) -> None:
@@ -32,8 +33,8 @@ def check_quantization(config: ModelConfig, device: str) -> None:
         )
 
 
-def check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
-    """ConfigError if heads cannot be shared equally; see Shard for the other dimensions."""
+def check_shares(architecture: ModelArchitecture, num_ranks: int, *, expert_parallel: bool = False) -> None:
+    """ConfigError if ranks cannot share heads equally, or experts; see Shard for the other dimensions."""
     kv_heads = [] if architecture.latent is not None else [("KV", architecture.num_kv_heads)]
     for what, count in (("attention", architecture.num_heads), *kv_heads):
         if count % num_ranks:
@@ -41,6 +42,29 @@ def check_shares(architecture: ModelArchitecture, num_ranks: int) -> None:
                 f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}, which does not "
                 f"divide this model's {count} {what} heads"
             )
+    mixture = next((each for each in architecture.mixtures if each is not None), None)
+    if expert_parallel:
+        _check_expert_parallel(architecture, mixture, num_ranks)
+    elif mixture is not None and mixture.intermediate_size % num_ranks:
+        raise ConfigError(
+            f"engine.tensor_parallel or cluster.*_tensor_parallel: got {num_ranks}, which does not divide the "
+            f"intermediate size of this model's experts, {mixture.intermediate_size}; use another number, or "
+            "engine.enable_expert_parallel"
+        )
+
+
+def _check_expert_parallel(architecture: ModelArchitecture, mixture: Mixture | None, num_ranks: int) -> None:
+    keys = "engine.enable_expert_parallel or cluster.*_enable_expert_parallel"
+    if mixture is None:
+        raise ConfigError(
+            f"{keys}: got true, but this model has no experts (model_type {architecture.family.value!r}); remove "
+            "the key"
+        )
+    if num_ranks > mixture.num_experts:
+        raise ConfigError(
+            f"{keys}: got true, but {num_ranks} ranks are more than this model's {mixture.num_experts} experts, and "
+            "each needs one; use fewer ranks, or remove the key"
+        )
 
 
 def check_experts(architecture: ModelArchitecture, names: Iterable[str]) -> None:

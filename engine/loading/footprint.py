@@ -39,6 +39,8 @@ GGUF_BITS_KEPT = {
 }
 """Likewise, on a CPU: 5 and 6 bits are kept in 8, and groups of Q6_K have 16 numbers."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+EXPERTS = ".experts."
+"""In the names of tensors of a mixture's experts."""
 FIRST_WITH_FP8 = 8.9
 """Compute capability of Ada, the first with matrix units for 8-bit floats."""
 GPU_BLOCK_SIZE = 64
@@ -54,6 +56,8 @@ class StoredWeights:
     num_bytes: int
     """In the files; of a GGUF file's tensors, as a CPU keeps them."""
     is_gguf: bool
+    num_expert_bytes: int = 0
+    """Of these, those of a mixture's experts, without shared ones."""
     quantization: Quantization | None = None
     """Of a checkpoint that is quantized already."""
 
@@ -76,6 +80,9 @@ class Footprint:
     """Layers with a window give back KV that left it."""
     draft_weight_bytes: int = 0
     """Of another model that guesses; its KV is in the pool's bytes, and in those of a token."""
+    fullest_rank_bytes: int | None = None
+    """Weights of the rank that has most, of workers of either role; None without expert parallelism, where all ranks
+    have as many."""
 
     def __str__(self) -> str:
         parts = []
@@ -83,6 +90,8 @@ class Footprint:
             parts.append(
                 f"{_count(self.weights.num_parameters)} parameters, {_mib(self.weight_bytes)} of weights"
             )
+        if self.weights is not None and self.fullest_rank_bytes is not None:
+            parts[-1] += f", at most {_mib(self.fullest_rank_bytes)} on a rank"
         if self.draft_weight_bytes:
             parts.append(f"{_mib(self.draft_weight_bytes)} of a draft model's weights")
         kib = f"{self.kv_bytes_per_token / 1024:,.2f}".rstrip("0").rstrip(".")
@@ -104,6 +113,7 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
     is_read = config.model.load_format == "auto"
     weights = stored_weights(folder, architecture.unread_tensors) if is_read else None
     kept = 0 if weights is None else _kept_bytes(config, weights)
+    fullest = None if weights is None else _fullest_rank(config, architecture, weights, kept)
     per_layer = _kv_bytes_per_layer(config, architecture, max(map(config.num_ranks, WorkerRole)))
     per_token = architecture.num_layers * per_layer
     block_size = _block_size(config)
@@ -117,13 +127,13 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
         per_token += draft_per_token
         block_bytes += draft_per_token * block_size
     num_spare = config.speculation.num_spare_blocks(block_size, config.scheduler.max_num_seqs)
-    pool = _pool_bytes(config, kept, block_bytes, num_spare)
+    pool = _pool_bytes(config, kept, fullest, block_bytes, num_spare)
     num_tokens = None
     if pool is not None:  # one block is the null block
         num_blocks = pool // block_bytes - num_spare
         num_tokens = max(num_blocks - 1, 0) // groups.groups.num_groups * block_size
     gives_back = groups.groups.num_windowed > 0
-    return Footprint(weights, kept, per_token, pool, num_tokens, gives_back, draft_kept)
+    return Footprint(weights, kept, per_token, pool, num_tokens, gives_back, draft_kept, fullest)
 
 
 def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -> None:
@@ -137,6 +147,9 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
         if (total := gpu_memory()) is None:
             return
         ranks = min(map(config.num_ranks, WorkerRole))
+        if takes.fullest_rank_bytes is not None:
+            needed, needs = takes.fullest_rank_bytes, f"{_mib(takes.fullest_rank_bytes)} of weights on a rank"
+            ranks = 1
         room = int(total * config.engine.gpu_memory_utilization) * ranks
         where = f"{ranks} GPU{'s' if ranks > 1 else ''} of {_mib(total)}"
         remedies = "use more GPUs (--tensor-parallel)"
@@ -168,13 +181,15 @@ def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights 
     tensors = [entry for file in files for entry in read_safetensors_header(file).tensors.items()]
     entries = [(name, entry) for name, entry in tensors if not name.startswith(unread)]
     check_experts(read_architecture(folder), (name for name, _ in entries))
-    num_bytes = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in entries)
+    bytes_of = [(name, entry["data_offsets"][1] - entry["data_offsets"][0]) for name, entry in entries]
+    num_expert_bytes = sum(size for name, size in bytes_of if EXPERTS in name)
     quantization = read_quantization(read_json(folder / "config.json"))
     sizes = [(name, prod(entry["shape"])) for name, entry in entries]
     counts = [
         size if quantization is None else quantization.num_parameters(name, size) for name, size in sizes
     ]
-    return StoredWeights(sum(counts), num_bytes, False, quantization)
+    num_bytes = sum(size for _, size in bytes_of)
+    return StoredWeights(sum(counts), num_bytes, False, num_expert_bytes, quantization)
 
 
 def gpu_memory() -> int | None:
@@ -229,6 +244,25 @@ def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
     return in_dtype
 
 
+def _fullest_rank(
+    config: BatonConfig, architecture: ModelArchitecture, weights: StoredWeights, kept: int
+) -> int | None:
+    """Of `kept` bytes. Experts have the same share of them as in the files; ranks divide everything else equally."""
+    if not any(map(config.has_expert_parallel, WorkerRole)):
+        return None
+    num_experts = max(mixture.num_experts for mixture in architecture.mixtures if mixture is not None)
+    of_experts = kept * weights.num_expert_bytes // max(weights.num_bytes, 1)
+    sizes = []
+    for role in WorkerRole:
+        num_ranks = config.num_ranks(role)
+        if config.has_expert_parallel(role):
+            most_experts = -(-num_experts // num_ranks)
+            sizes.append((kept - of_experts) // num_ranks + of_experts * most_experts // num_experts)
+        else:
+            sizes.append(kept // num_ranks)
+    return max(sizes)
+
+
 def _draft_bytes(config: BatonConfig, folder: Path) -> int:
     """As the worker keeps the draft model's weights."""
     if config.model.load_format != "auto" or (weights := stored_weights(folder)) is None:
@@ -250,7 +284,9 @@ def _block_size(config: BatonConfig) -> int:
     return GPU_BLOCK_SIZE if is_default else scheduler.block_size
 
 
-def _pool_bytes(config: BatonConfig, weight_bytes: int, block_bytes: int, num_spare: int) -> int | None:
+def _pool_bytes(
+    config: BatonConfig, weight_bytes: int, fullest_rank: int | None, block_bytes: int, num_spare: int
+) -> int | None:
     """As engine/capacity.py reckons it; on a GPU about so much, since the largest step's memory is measured later."""
     engine, ranks = config.engine, max(map(config.num_ranks, WorkerRole))
     if config.scheduler.num_blocks is not None:
@@ -261,11 +297,11 @@ def _pool_bytes(config: BatonConfig, weight_bytes: int, block_bytes: int, num_sp
         is_wide = config.model.dtype == "float32" and engine.kv_cache_dtype == "auto"
         return CPU_KV_CACHE_MIB * 2**20 * ranks * (2 if is_wide else 1)
     total = gpu_memory()
-    return (
-        None
-        if total is None or not weight_bytes
-        else max(int(total * engine.gpu_memory_utilization) * ranks - weight_bytes, 0)
-    )
+    if total is None or not weight_bytes:
+        return None
+    if fullest_rank is not None:  # all ranks have as many blocks as the one that has fewest
+        weight_bytes = fullest_rank * ranks
+    return max(int(total * engine.gpu_memory_utilization) * ranks - weight_bytes, 0)
 
 
 def _mib(num_bytes: int) -> str:

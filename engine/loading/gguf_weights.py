@@ -5,7 +5,7 @@ converter reorders the outputs of q and k in models of the architecture `llama`;
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -113,7 +113,13 @@ class GgufWeights(WeightSource):
             return matrix
         return _floats(matrix).to(self._device, self._dtype)
 
-    def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:  # noqa: ARG002
+    def check_all_taken(
+        self,
+        *,
+        allowed: tuple[str, ...] = (),  # noqa: ARG002
+        unread: tuple[str, ...] = (),  # noqa: ARG002
+        elsewhere: Iterable[Take] = (),  # noqa: ARG002 - no such file has experts
+    ) -> None:
         """A GGUF file has nothing else. ModelError if the file holds tensors that were not asked for."""
         unexpected = sorted(name for name in self._file.tensors if name not in {*self._taken, *_NO_WEIGHT})
         if unexpected:

@@ -115,6 +115,7 @@ def load_model(
     *,
     kv_cache_dtype: KVCacheDtype = "auto",
     collectives: Collectives = SINGLE_RANK,
+    expert_parallel: bool = False,
     on_progress: OnProgress | None = None,
     max_model_len: int | None = None,
 ) -> LoadedModel:
@@ -122,7 +123,8 @@ def load_model(
 
     `config` gives dtype, quantization and load format; its own `path` may be a mere name, which the caller has
     resolved. `backend` provides the kernels; None takes those of the device. `on_progress` is called for each tensor
-    of a checkpoint. If ranks share the model, this loads this rank's part. `max_model_len`: see `read_architecture`.
+    of a checkpoint. If ranks share the model, this loads this rank's part: with `expert_parallel` whole experts, not a
+    share of each. `max_model_len`: see `read_architecture`.
 
     Weights reach the device in the order in which the model is built: through memory-mapped files on CPU, and read
     ahead on a GPU. So only the current layer, and what was read ahead, is held twice.
@@ -131,15 +133,16 @@ def load_model(
     architecture = read_architecture(path, max_model_len)
     check_device(architecture, device.type)
     check_quantization(config, device.type)
-    check_shares(architecture, collectives.size)
+    check_shares(architecture, collectives.size, expert_parallel=expert_parallel)
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
     quantization = _kept_as(config, path, device)
     kv_scales = _kv_scales(config, path, kv_dtype)
+    parts = _DecoderParts(config, architecture, backend, collectives, kv_scales, expert_parallel)
     decoder = (
-        _decoder(config, architecture, DummyWeights(dtype, device), backend, collectives, kv_scales)
+        parts.decoder(DummyWeights(dtype, device))
         if is_dummy
-        else _load_decoder(config, path, architecture, device, backend, collectives, kv_scales, on_progress)
+        else _load_decoder(parts, path, device, on_progress)
     )
     return LoadedModel(
         architecture=architecture,
@@ -175,6 +178,7 @@ def outline_model(
     *,
     kv_cache_dtype: KVCacheDtype = "auto",
     collectives: Collectives = SINGLE_RANK,
+    expert_parallel: bool = False,
 ) -> LoadedModel:
     """The model as `load_model` makes it, of tensors that have no memory (on torch's meta device) and no digest.
 
@@ -188,11 +192,11 @@ def outline_model(
     source: WeightSource = TakeRecorder(dtype)
     if quantization is not None and _kept_as(config, path, torch.device("meta")) is not None:
         source = OutlinedCheckpoint(path, quantization, dtype)
+    kv_scales = _kv_scales(config, path, kv_dtype)
+    parts = _DecoderParts(config, architecture, backend, collectives, kv_scales, expert_parallel)
     return LoadedModel(
         architecture=architecture,
-        decoder=_decoder(
-            config, architecture, source, backend, collectives, _kv_scales(config, path, kv_dtype)
-        ),
+        decoder=parts.decoder(source),
         backend=backend,
         collectives=collectives,
         device=torch.device("meta"),
@@ -213,10 +217,12 @@ def _make_backend(device: torch.device) -> Backend:
     return TritonBackend()
 
 
-def takes_of(architecture: ModelArchitecture, collectives: Collectives = SINGLE_RANK) -> list[Take]:
+def takes_of(
+    architecture: ModelArchitecture, collectives: Collectives = SINGLE_RANK, *, expert_parallel: bool = False
+) -> list[Take]:
     """The tensors that a rank's model of this architecture takes from its weight source, in order."""
     recorder = TakeRecorder()
-    Decoder(architecture, recorder, TorchBackend(), collectives=collectives)
+    Decoder(architecture, recorder, TorchBackend(), collectives=collectives, expert_parallel=expert_parallel)
     return recorder.takes
 
 
@@ -227,38 +233,44 @@ def _kv_scales(config: ModelConfig, path: Path, kv_dtype: torch.dtype) -> dict[s
     return read_kv_scales(path)
 
 
-def _decoder(
-    config: ModelConfig,
-    architecture: ModelArchitecture,
-    weights: WeightSource,
-    backend: Backend,
-    collectives: Collectives,
-    kv_scales: Mapping[str, KVScale],
-) -> Decoder:
-    bits = BITS.get(config.quantization)
-    source = weights if bits is None else QuantizedWeights(weights, bits)
-    linear = backend.fp8_linear if config.quantization == "fp8" else backend.linear
-    return Decoder(architecture, source, backend, linear, collectives, kv_scales)
+@dataclass(frozen=True, slots=True)
+class _DecoderParts:
+    """What a rank's decoder is made of, besides weights."""
+
+    config: ModelConfig
+    architecture: ModelArchitecture
+    backend: Backend
+    collectives: Collectives
+    kv_scales: Mapping[str, KVScale]
+    expert_parallel: bool
+
+    def decoder(self, weights: WeightSource) -> Decoder:
+        quantization, backend = self.config.quantization, self.backend
+        bits = BITS.get(quantization)
+        return Decoder(
+            self.architecture,
+            weights if bits is None else QuantizedWeights(weights, bits),
+            backend,
+            backend.fp8_linear if quantization == "fp8" else backend.linear,
+            self.collectives,
+            self.kv_scales,
+            expert_parallel=self.expert_parallel,
+        )
 
 
 def _load_decoder(
-    config: ModelConfig,
-    path: Path,
-    architecture: ModelArchitecture,
-    device: torch.device,
-    backend: Backend,
-    collectives: Collectives,
-    kv_scales: Mapping[str, KVScale],
-    on_progress: OnProgress | None,
+    parts: _DecoderParts, path: Path, device: torch.device, on_progress: OnProgress | None
 ) -> Decoder:
-    takes = takes_of(architecture, collectives)
-    with _open_weights(config, path, architecture, device, takes, on_progress) as weights:
-        decoder = _decoder(config, architecture, weights, backend, collectives, kv_scales)
+    architecture, expert_parallel = parts.architecture, parts.expert_parallel
+    takes = takes_of(architecture, parts.collectives, expert_parallel=expert_parallel)
+    with _open_weights(parts.config, path, architecture, device, takes, on_progress) as weights:
+        decoder = parts.decoder(weights)
         # Buffers of older checkpoints, a copy of the embeddings that a tied model does not use, and scales of KV, which
         # are read apart if they matter.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
         allowed = (".rotary_emb.inv_freq", *ENDINGS, *tied)
-        weights.check_all_taken(allowed=allowed, unread=architecture.unread_tensors)
+        elsewhere = takes_of(architecture) if expert_parallel else ()
+        weights.check_all_taken(allowed=allowed, unread=architecture.unread_tensors, elsewhere=elsewhere)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
     return decoder

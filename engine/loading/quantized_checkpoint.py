@@ -1,7 +1,7 @@
 """QuantizedCheckpoint: a published checkpoint's quantized matrices, in their bits or as numbers; knows no layout."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -92,10 +92,16 @@ class QuantizedCheckpoint(WeightSource):
         self._num_kept += 1
         return kept
 
-    def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:
+    def check_all_taken(
+        self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
+    ) -> None:
         """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`, or
-        beginning with one of `unread`."""
-        self._stored.check_all_taken(allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()), unread=unread)
+        beginning with one of `unread`, and those of `elsewhere`, which other ranks ask for."""
+        self._stored.check_all_taken(
+            allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()),
+            unread=unread,
+            elsewhere=(part for take in elsewhere for part in self._parts_of(take)),
+        )
         logger.info(
             "quantization_config %s: %d matrices stay in their bits, %d were dequantised to %s",
             self._quantization.method,

@@ -1,7 +1,7 @@
 """StreamedWeights: a checkpoint's tensors on a GPU, read ahead in the order in which the model asks for them."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -68,11 +68,14 @@ class StreamedWeights(WeightSource):
         tensor = flat.view(stored.dtype).view(take.as_stored(stored).part_shape)
         return tensor.t() if stored.is_transposed else tensor
 
-    def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:
+    def check_all_taken(
+        self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
+    ) -> None:
         """ModelError if the files hold a tensor that was not asked for, unless its name ends in one of `allowed`, or
-        begins with one of `unread`."""
+        begins with one of `unread`, or it is one of `elsewhere`, which other ranks ask for."""
         assert not self._takes, f"the model did not ask for {self._takes[0][0].name}"
-        self._index.check_all_taken(self._names, allowed=allowed, unread=unread)
+        names = self._names.union(take.name for take in elsewhere)
+        self._index.check_all_taken(names, allowed=allowed, unread=unread)
 
 
 def part_of(take: Take, stored: StoredTensor) -> FilePart:

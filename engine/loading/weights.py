@@ -6,7 +6,7 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -181,10 +181,13 @@ class CheckpointWeights(WeightSource):
             self._on_progress(self._loaded_bytes, self._total_bytes)
         return tensor
 
-    def check_all_taken(self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()) -> None:
+    def check_all_taken(
+        self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
+    ) -> None:
         """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`, or
-        beginning with one of `unread`."""
-        self._index.check_all_taken(self._taken, allowed=allowed, unread=unread)
+        beginning with one of `unread`, and those of `elsewhere`, which other ranks ask for."""
+        names = self._taken.union(take.name for take in elsewhere)
+        self._index.check_all_taken(names, allowed=allowed, unread=unread)
 
 
 def _read(handle: safe_open, take: Take, stored: StoredTensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Decoder: token ids to logits, by layers of any family; knows no request and no block table.
 
 With tensor parallelism (Megatron-LM, 2019) every rank has its share of the heads, of the MLP's columns and of the
-vocabulary; the residual stream is whole on each, and summed up twice a layer.
+vocabulary; the residual stream is whole on each, and summed up twice a layer. With expert parallelism a rank has whole
+experts, and the sums stay the same.
 
 Shape suffixes: T tokens of a step, R rows that sample, V vocabulary (a rank's share), E hidden size.
 """
@@ -89,18 +90,27 @@ class Decoder:
         linear: MakeLinear | None = None,
         collectives: Collectives = SINGLE_RANK,
         kv_scales: Mapping[str, KVScale] = NO_SCALES,
+        *,
+        expert_parallel: bool = False,
     ) -> None:
         """`linear` makes the layers' projections; None: `backend.linear`, which always makes the projection to logits.
 
-        `kv_scales`: by what keys and values are divided in the cache, by the name of their attention. ModelError if the
-        ranks cannot share the weights equally.
+        `kv_scales`: by what keys and values are divided in the cache, by the name of their attention.
+        `expert_parallel`: each rank has whole experts. ModelError if the ranks cannot share other weights equally.
         """
         a = architecture
         self._architecture = a
         self._backend = backend
         self._collectives = collectives
         rows = shard_of(0, collectives)
-        parts = Projections(weights, backend, linear or backend.linear, collectives, kv_scales)
+        parts = Projections(
+            weights,
+            backend,
+            linear or backend.linear,
+            collectives,
+            kv_scales,
+            expert_parallel=expert_parallel,
+        )
         self._embed_tokens_VE = weights.take_matrix(
             "model.embed_tokens.weight", a.vocab_size, a.hidden_size, shard=rows
         )

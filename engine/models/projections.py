@@ -57,13 +57,17 @@ class Projections:
         linear: MakeLinear,
         collectives: Collectives,
         kv_scales: Mapping[str, KVScale] = NO_SCALES,
+        *,
+        expert_parallel: bool = False,
     ) -> None:
-        """`kv_scales`: by what keys and values are divided, by the name of their attention."""
+        """`kv_scales`: by what keys and values are divided, by the name of their attention. `expert_parallel`: a rank
+        has whole experts of a mixture, not its share of each."""
         self.weights = weights
         self.backend = backend
         self.collectives = collectives
         self._linear = linear
         self._kv_scales = kv_scales
+        self._expert_parallel = expert_parallel
 
     def columns(self, parts: Sequence[Columns], num_inputs: int, *, has_bias: bool = False) -> LinearLayer:
         """Projections of one input, as one product. Every rank computes its share of each."""
@@ -94,7 +98,7 @@ class Projections:
         *,
         has_bias: bool = False,
     ) -> MixtureLayer:
-        """A mixture of `experts`. Every rank has its share of each expert: the caller sums the ranks' results.
+        """A mixture of `experts`, which `experts` or `interleaved_experts` takes: the caller sums the ranks' results.
 
         The router is whole on each rank, and keeps its bits however few the matrices have. `has_bias`: of the router.
         """
@@ -106,32 +110,35 @@ class Projections:
         if mixture.has_choice_bias:
             choice_bias_X = self.weights.take_float32(f"{router}.e_score_correction_bias", size)
         found = Router(weight_XE, bias_X, choice_bias_X)
-        return self.backend.mixture(mixture, found, experts, self._linear)
+        return self.backend.mixture(mixture, found, experts, self._linear, self._experts_here(mixture))
 
     def experts(
         self, mixture: Mixture, experts: str, names: ExpertNames, num_inputs: int
     ) -> Iterator[Expert]:
-        """A mixture's experts, taken one after another."""
-        size, shard = mixture.intermediate_size, shard_of(1, self.collectives)
-        for number in range(mixture.num_experts):
-            gate_IE, up_IE = (
-                self._matrix(Columns(name=f"{experts}.{number}.{name}", size=size), num_inputs)
-                for name in (names.gate, names.up)
+        """This rank's share of a mixture's experts, taken one after another."""
+        size, take = mixture.intermediate_size, self.weights.take_matrix
+        columns, inputs = self._expert_shard(0), self._expert_shard(1)
+        for number in self._experts_here(mixture):
+            gate, up, down = (f"{experts}.{number}.{name}.weight" for name in names)
+            yield Expert(
+                take(gate, size, num_inputs, shard=columns),
+                take(up, size, num_inputs, shard=columns),
+                take(down, num_inputs, size, shard=inputs),
             )
-            down = f"{experts}.{number}.{names.down}.weight"
-            yield Expert(gate_IE, up_IE, self.weights.take_matrix(down, num_inputs, size, shard=shard))
 
     def interleaved_experts(self, mixture: Mixture, experts: str, num_inputs: int) -> Iterator[Expert]:
         """The same of a checkpoint with biases that has gates and what they multiply as one projection, in turns."""
-        size, rank, num_ranks = mixture.intermediate_size, self.collectives.rank, self.collectives.size
-        pairs = Shard(0, rank, num_ranks).slice_of(experts, (size, num_inputs))
-        columns = Shard(0, 0, 1, 2 * pairs.start, 2 * (pairs.stop - pairs.start)) if num_ranks > 1 else None
-        for number in range(mixture.num_experts):
+        size, columns = mixture.intermediate_size, self._expert_shard(0)
+        if columns is not None:
+            pairs = columns.slice_of(experts, (size, num_inputs))
+            columns = Shard(0, 0, 1, 2 * pairs.start, 2 * (pairs.stop - pairs.start))
+        has_down_bias = self._expert_parallel or self.collectives.rank == 0
+        for number in self._experts_here(mixture):
             gate_up, down = f"{experts}.{number}.gate_up_proj", f"{experts}.{number}.down_proj"
             gate_up_ME = self.weights.take_matrix(f"{gate_up}.weight", 2 * size, num_inputs, shard=columns)
             bias_M = self.weights.take(f"{gate_up}.bias", 2 * size, shard=columns)
             down_EI = self.weights.take_matrix(
-                f"{down}.weight", num_inputs, size, shard=shard_of(1, self.collectives)
+                f"{down}.weight", num_inputs, size, shard=self._expert_shard(1)
             )
             down_bias_E = self.weights.take(f"{down}.bias", num_inputs)
             yield Expert(
@@ -139,7 +146,7 @@ class Projections:
                 _every_other(gate_up_ME, 1),
                 down_EI,
                 (bias_M[0::2], bias_M[1::2]),
-                down_bias_E if rank == 0 else None,
+                down_bias_E if has_down_bias else None,
             )
 
     def sinks(self, a: ModelArchitecture, heads: str) -> torch.Tensor:
@@ -165,6 +172,16 @@ class Projections:
         return HeadNorm(
             q_weight_D, k_weight_D, a.num_heads // num_ranks, a.num_kv_heads // num_ranks, a.rms_norm_eps
         )
+
+    def _experts_here(self, mixture: Mixture) -> range:
+        """Of which this rank has something."""
+        if not self._expert_parallel:
+            return range(mixture.num_experts)
+        return mixture.experts_on(self.collectives.rank, self.collectives.size)
+
+    def _expert_shard(self, dim: int) -> Shard | None:
+        """What this rank has of an expert's matrix."""
+        return None if self._expert_parallel else shard_of(dim, self.collectives)
 
     def _matrix(self, part: Columns, num_inputs: int) -> Matrix:
         num_outputs = part.num_outputs or part.size

@@ -20,6 +20,10 @@ class AnswerParser(Protocol):
         """What the next character belongs to, as far as the text so far tells. It does not wait: it changes with the
         character that completes a tag."""
 
+    @property
+    def may_reason(self) -> bool:
+        """Reasoning is under way, or may still come."""
+
     def push(self, text: str) -> Sequence[AnswerEvent]:
         """The events that are certain by now; what could still become something else waits."""
 

@@ -28,6 +28,11 @@ class CallWriter:
         self._emit = emit
         self._index = -1
 
+    @property
+    def has_begun(self) -> bool:
+        """There was a call."""
+        return self._index >= 0
+
     def begin(self, name: str) -> None:
         self._index += 1
         self._emit(CallBegins(self._index, name))
@@ -50,6 +55,9 @@ class GuidedTool:
     """JSON, ready for Lark's `%json`."""
     tool: Tool | None
     """The tool whose schema this is; None: its arguments may be any object."""
+    is_beside_json: bool = False
+    """JSON that is no call may stand in a call's place, without a mark. Literals of both must end alike, since a lexer
+    does not go back from a longer one."""
 
 
 class CallSyntax(Protocol):

@@ -30,11 +30,13 @@ REMARKS = frozenset(
 )
 """They guide nothing, and are most of many schemas."""
 
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACING_KEY = "x-guidance"
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python's `json.dumps` and chat templates' `tojson` write: earlier calls are found again in the prefix cache, and a
 small model cannot lose itself in spaces."""
 
-ANY_ARGUMENTS = json.dumps({"type": "object", "x-guidance": _SPACING})
+ANY_ARGUMENTS = json.dumps({"type": "object", SPACING_KEY: SPACING})
+DEFINITIONS = ("$defs", "definitions")
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
@@ -43,7 +45,7 @@ _OPENING = frozenset(
 
 _SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 
 
 def guided_schema(tool: Tool) -> str:
@@ -54,7 +56,16 @@ def guided_schema(tool: Tool) -> str:
     check_parameters(tool)
     is_closing = '"allOf"' not in json.dumps(tool.parameters)  # whose parts see each other's properties
     schema = _guided(tool.parameters, is_closing)
-    return json.dumps({"type": "object", **schema, "x-guidance": _SPACING}, ensure_ascii=False)
+    return json.dumps({"type": "object", **schema, SPACING_KEY: SPACING}, ensure_ascii=False)
+
+
+def spaced(source: str) -> str:
+    """A schema of any kind with the spacing of arguments; what is no schema stays as it is."""
+    try:
+        schema = json.loads(source)
+    except ValueError:
+        return source
+    return json.dumps(schema | {SPACING_KEY: SPACING}) if isinstance(schema, dict) else source
 
 
 def check_parameters(tool: Tool) -> None:

@@ -1,8 +1,10 @@
 """A call as one JSON object: `{"name": "f", "arguments": {...}}`; most families write it so."""
 
+import json
 from collections.abc import Sequence
 
 from gateway.conversation.call_syntax import CallWriter, GuidedTool, is_tool_name
+from gateway.conversation.guided_schema import DEFINITIONS, SPACING_KEY
 from gateway.conversation.lark import quoted
 from gateway.conversation.reader import Reader, Steps
 
@@ -50,8 +52,19 @@ def read_json_call(reader: Reader, calls: CallWriter, *, is_known: bool = False)
 
 def json_call(tool: GuidedTool, arguments_key: str = "arguments") -> str:
     """Such an object in a grammar."""
+    if tool.is_beside_json:
+        return f"%json {_whole_schema(tool, arguments_key)}"
     head = f'{{"name": {quoted(tool.name)}, "{arguments_key}": '
     return f'{quoted(head)} %json {tool.schema} "}}"'
+
+
+def _whole_schema(tool: GuidedTool, arguments_key: str) -> str:
+    """Of the object around the arguments. Definitions that they refer to stay at the top."""
+    arguments = json.loads(tool.schema)
+    shared = {key: arguments.pop(key) for key in (*DEFINITIONS, SPACING_KEY) if key in arguments}
+    properties = {"name": {"const": tool.name}, arguments_key: arguments}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    return json.dumps(schema | {"additionalProperties": False} | shared, ensure_ascii=False)
 
 
 def one_of(alternatives: Sequence[str]) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from gateway.conversation.call_syntax import GuidedTool
+from gateway.conversation.guided_schema import DEFINITIONS, SPACING_KEY
 from gateway.conversation.messages import Tool
 
-_DEFINITIONS = ("$defs", "definitions")
 _SHAPING = frozenset(
     {
         *("patternProperties", "unevaluatedProperties", "propertyNames", "minProperties", "maxProperties"),
@@ -40,7 +40,7 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
             f"this model writes arguments one by one, so the parameters of '{guided.name}' can only be guided if they "
             f"list their properties; got {', '.join(shaping)} beside them",
         )
-    shared = {key: schema[key] for key in (*_DEFINITIONS, "x-guidance") if key in schema}
+    shared = {key: schema[key] for key in (*DEFINITIONS, SPACING_KEY) if key in schema}
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise InvalidRequest("tools", f"the parameters of '{guided.name}' are no valid schema")

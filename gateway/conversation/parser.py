@@ -2,7 +2,8 @@
 
     [reasoning] ( text | section of calls )*
 
-What seems to be a call and is none is text. Spaces around reasoning and calls belong to neither and are dropped.
+What seems to be a call and is none is text, unless the answer ends within it and has a call already: then it was to be
+another one, and is dropped. Spaces around reasoning and calls belong to neither and are dropped.
 """
 
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ class TurnParser(Stepwise):
         self._tags = tags
         self._has_begun_to_reason = has_begun_to_reason
         self._part = AnswerPart.TEXT
+        self._may_reason = tags is not None
         super().__init__()
         self._calls = CallWriter(tools, self._events.append)
 
@@ -46,9 +48,15 @@ class TurnParser(Stepwise):
         """What seems to be a call counts as one until it is none."""
         return self._part
 
+    @property
+    def may_reason(self) -> bool:
+        """An answer begins with its reasoning, or has none."""
+        return self._may_reason
+
     def _run(self) -> Steps[None]:
         if self._tags is not None:
             yield from self._reason(self._tags)
+            self._may_reason = False
         if self._syntax is None:
             yield from self._reader.until(Markers(()), self._text)
         else:
@@ -70,31 +78,35 @@ class TurnParser(Stepwise):
         yield from self._reader.skip_spaces()
 
     def _text_and_calls(self, syntax: CallSyntax) -> Steps[None]:
+        markers = Markers(syntax.markers)
         if syntax.bare_beginning is not None:
             self._reader.begin_attempt()
             yield from self._reader.skip_spaces()
-            yield from self._section(syntax)
-        markers = Markers(syntax.markers)
+            yield from self._section(syntax, markers)
         while True:
             num_spaces, length = yield from self._reader.until(markers, self._text)
             if not length:
                 return
             self._reader.begin_attempt()
             self._reader.take(num_spaces + length)
-            if not (yield from self._section(syntax)):
+            if not (yield from self._section(syntax, markers)):
                 self._text(self._reader.take(num_spaces + 1))
 
-    def _section(self, syntax: CallSyntax) -> Steps[bool]:
+    def _section(self, syntax: CallSyntax, markers: Markers) -> Steps[bool]:
         """Whether there is a call; if not, the attempt is over, and all of it is to be read again."""
         self._part = AnswerPart.CALL
         is_call = yield from syntax.read(self._reader, self._calls)
         self._part = AnswerPart.TEXT
         if is_call:
             self._reader.commit()
+        else:
+            self._reader.rewind()
+        if self._calls.has_begun:
+            self._reader.drop_unfinished()
+        if is_call:
             yield from self._reader.skip_spaces()
-            return True
-        self._reader.rewind()
-        return False
+            yield from self._reader.drop_beginning(markers)
+        return is_call
 
     def _text(self, text: str) -> None:
         if text:

@@ -37,6 +37,10 @@ class Markers:
     def find(self, text: str, begin: int) -> re.Match[str] | None:
         return self._pattern.search(text, begin)
 
+    def is_beginning(self, text: str) -> bool:
+        """Whether it is the beginning of a marker, and not all of it."""
+        return text in self._beginnings
+
     def num_pending(self, text: str, begin: int) -> int:
         """Characters at the end of `text` that may be the beginning of a marker."""
         for length in range(min(self._longest, len(text) - begin), 0, -1):
@@ -55,6 +59,10 @@ class Reader:
         """Where an attempt began, to which `rewind` returns."""
         self._limit = MAX_ATTEMPT_CHARACTERS
         self._is_ended = False
+        self._cut_at: int | None = None
+        """Where an attempt began that the text's end cut off."""
+        self.has_met_end = False
+        """The attempt came to where the text ends."""
 
     def push(self, text: str) -> None:
         keep = self._at if self._mark is None else self._mark
@@ -66,15 +74,11 @@ class Reader:
         """No more text comes."""
         self._is_ended = True
 
-    @property
-    def is_at_end(self) -> bool:
-        """All text is read, and no more comes."""
-        return self._is_ended and self._at == len(self._text)
-
     def begin_attempt(self, limit: int = MAX_ATTEMPT_CHARACTERS) -> None:
         """From here on, or from where an attempt has begun already; `limit`: its most characters."""
         self._mark = self._at if self._mark is None else self._mark
         self._limit = limit
+        self.has_met_end = False
 
     def commit(self) -> None:
         """What was read since `begin_attempt` is what it seemed."""
@@ -84,11 +88,27 @@ class Reader:
         """It is not: it will be read again."""
         assert self._mark is not None, "no attempt has begun"
         self._at, self._mark = self._mark, None
+        if self.has_met_end:
+            self._cut_at = self._at
+
+    def drop_unfinished(self) -> None:
+        """Drops all that is left, if an attempt that began here has met its end."""
+        if self._cut_at == self._at:
+            self._at = len(self._text)
+
+    def drop_beginning(self, markers: Markers) -> Steps[None]:
+        """Drops all that is left, if it is the beginning of a marker."""
+        while not (rest := self._text[self._at :]) or markers.is_beginning(rest):
+            if self._is_ended:
+                self._at = len(self._text)
+                return
+            yield
 
     def peek(self) -> Steps[str]:
         """The next character; empty at the end, and where an attempt is too long."""
         while self._at >= len(self._text):
             if self._is_ended:
+                self.has_met_end = True
                 return ""
             yield
         if self._mark is not None and self._at - self._mark >= self._limit:

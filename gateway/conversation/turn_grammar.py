@@ -8,11 +8,15 @@
 Arguments match their schema where calls are required and where a tool is strict; else they are any JSON object.
 """
 
+import re
+from dataclasses import replace
+
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
 from gateway.conversation.call_syntax import CallSyntax, GuidedTool
-from gateway.conversation.guided_schema import ANY_ARGUMENTS, check_parameters, guided_schema
+from gateway.conversation.guided_schema import ANY_ARGUMENTS, check_parameters, guided_schema, spaced
 from gateway.conversation.lark import Lark, Vocabulary, escaped_slashes, quoted
+from gateway.conversation.lookalikes import may_be_json_call
 from gateway.conversation.messages import Conversation, Tool, ToolUse
 from gateway.conversation.parser import ReasoningTags
 
@@ -75,17 +79,11 @@ def _body(
         return lark.text_without("TEXT", *shunned) if answer is None else answer_expression(lark, answer)
     if use is ToolUse.NONE:
         return _plain(lark, syntax, shunned) if answer is None else answer_expression(lark, answer)
-    calls = _calls(lark, syntax, conversation)
+    calls = _calls(lark, syntax, conversation, None if use is ToolUse.REQUIRED else answer)
     if use is ToolUse.REQUIRED:
         return calls
     if answer is not None:
-        if syntax.bare_beginning is not None:
-            raise InvalidRequest(
-                "structured_output",
-                "this model's calls have no mark of their own, so it cannot choose between calls and an answer in a "
-                "given form; set tool_choice to required or none, or leave out tools",
-            )
-        return f"( {calls} | {answer_expression(lark, answer)} )"
+        return f"( {calls} | {_no_call(lark, syntax, conversation, answer)} )"
     text = _plain(lark, syntax, shunned)
     if syntax.bare_beginning is not None:
         return f"( {calls} | {text} )"
@@ -95,11 +93,15 @@ def _body(
     return f"( {opening} section | {text} )"
 
 
-def _calls(lark: Lark, syntax: CallSyntax, conversation: Conversation) -> str:
-    """All calls of the turn, and no text."""
+def _calls(
+    lark: Lark, syntax: CallSyntax, conversation: Conversation, answer: StructuredOutput | None
+) -> str:
+    """All calls of the turn, and no text. `answer`: what may stand in their place."""
     is_parallel = conversation.parallel_tool_calls
     is_required = conversation.tool_choice.use is ToolUse.REQUIRED
     tools = [guided_tool(tool, is_required or tool.strict) for tool in conversation.callable_tools]
+    if syntax.bare_beginning is not None and answer is not None and answer.kind is GrammarKind.JSON_SCHEMA:
+        tools = [replace(tool, is_beside_json=True) for tool in tools]
     lark.rule("section", syntax.section(lark, tools, is_parallel))
     begin = "" if syntax.bare_beginning is not None else lark.marker(syntax.markers[0])
     if is_parallel and syntax.repeats is not None:
@@ -114,20 +116,44 @@ def guided_tool(tool: Tool, fits: bool) -> GuidedTool:
     return GuidedTool(tool.name, guided_schema(tool) if fits else ANY_ARGUMENTS, tool if fits else None)
 
 
+def _no_call(lark: Lark, syntax: CallSyntax, conversation: Conversation, answer: StructuredOutput) -> str:
+    """An answer that no parser takes for a call. InvalidRequest if its schema cannot promise that."""
+    beginning = syntax.bare_beginning
+    if beginning is None:
+        return answer_expression(lark, answer)
+    names = {tool.name for tool in conversation.tools}
+    if (
+        answer.kind is GrammarKind.JSON_SCHEMA
+        and re.match(beginning, '{"name": "')
+        and may_be_json_call(answer.source, names)
+    ):
+        raise InvalidRequest(
+            "structured_output",
+            "this model's calls are JSON objects without a mark of their own, and an answer of this schema may look "
+            "like one. Put a required property other than name, arguments and parameters first, or set tool_choice to "
+            "required or none",
+        )
+    return answer_expression(lark, answer, beside_calls=beginning)
+
+
+def _but(beginning: str | None) -> str:
+    """For a terminal that must not begin so."""
+    return "" if beginning is None else rf" & ~/\s*{beginning}(?s:.*)/"
+
+
 def _plain(lark: Lark, syntax: CallSyntax, shunned: tuple[str, ...]) -> str:
     """Text that no parser takes for a call."""
-    beginning = syntax.bare_beginning
-    excluded = "" if beginning is None else rf" & ~/\s*{beginning}(?s:.*)/"
-    return lark.text_without("TEXT", *syntax.markers, *shunned, also=excluded)
+    return lark.text_without("TEXT", *syntax.markers, *shunned, also=_but(syntax.bare_beginning))
 
 
-def answer_expression(lark: Lark, answer: StructuredOutput) -> str:
-    """Text that a client asked for, as an expression of Lark. InvalidRequest if it is a whole grammar."""
+def answer_expression(lark: Lark, answer: StructuredOutput, beside_calls: str | None = None) -> str:
+    """Text that a client asked for, as an expression of Lark. InvalidRequest if it is a whole grammar. `beside_calls`:
+    how calls begin that may stand in its place without a mark; JSON cannot begin so."""
     match answer.kind:
         case GrammarKind.JSON_SCHEMA:
-            return f"%json {answer.source}"
+            return f"%json {answer.source if beside_calls is None else spaced(answer.source)}"
         case GrammarKind.REGEX:
-            return lark.rule("ANSWER", f"/{escaped_slashes(answer.source)}/")
+            return lark.rule("ANSWER", f"/{escaped_slashes(answer.source)}/{_but(beside_calls)}")
         case GrammarKind.LARK:
             raise InvalidRequest(
                 "structured_output",

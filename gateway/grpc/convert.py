@@ -127,22 +127,22 @@ def _structured_output_from(message: sampling_pb.SamplingParams) -> StructuredOu
 
 
 def delta_to_response(
-    request_id: str, delta: Delta, events: Sequence[AnswerEvent] = ()
+    request_id: str, delta: Delta, events: Sequence[AnswerEvent] = (), num_reasoning_tokens: int = 0
 ) -> generation_pb.GenerateResponse:
-    """`events`: what the delta's text says, if the client wants to know."""
+    """`events`: what the delta's text says, if the client wants to know. `num_reasoning_tokens`: so far."""
     response = generation_pb.GenerateResponse(
         request_id=request_id,
         token_ids=delta.token_ids,
         text=delta.text,
         logprobs=[_logprobs_to_message(logprobs) for logprobs in delta.logprobs],
-        finish=_finish_to_message(delta.finish) if delta.finish else None,
+        finish=_finish_to_message(delta.finish, num_reasoning_tokens) if delta.finish else None,
     )
     if events:  # most answers have none, and there is a response for each token
         response.events.extend(event_to_message(request_id, event) for event in events)
     return response
 
 
-def _finish_to_message(finish: Finish) -> generation_pb.Finish:
+def _finish_to_message(finish: Finish, num_reasoning_tokens: int) -> generation_pb.Finish:
     timing, placement = finish.timing, finish.placement
     message = generation_pb.Finish(
         reason=FINISH_REASONS[finish.reason],
@@ -152,6 +152,7 @@ def _finish_to_message(finish: Finish) -> generation_pb.Finish:
             cached_tokens=finish.num_cached_tokens,
             draft_tokens=finish.num_draft_tokens,
             accepted_draft_tokens=finish.num_accepted_draft_tokens,
+            reasoning_tokens=num_reasoning_tokens,
         ),
         timing=filled(
             generation_pb.Timing,

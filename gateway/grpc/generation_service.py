@@ -18,6 +18,7 @@ from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
+from gateway.token_parts import ReasoningCount
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,10 +37,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         gateway_request = await self._preprocess(request, context)
         request_id = gateway_request.request_id
         parsers = AnswerParsers([gateway_request]) if wants_events(request) else None
+        reasoning = ReasoningCount(gateway_request)
         async with aclosing(self._driver.generate(gateway_request)) as deltas:
             async for delta in deltas:
                 events = parsers.events(0, delta) if parsers else ()
-                yield convert.delta_to_response(request_id, delta, events)
+                reasoning.take(delta.token_ids)
+                yield convert.delta_to_response(request_id, delta, events, reasoning.num_tokens)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         caller = current_caller.get()

@@ -41,7 +41,11 @@ from gateway.requests.request import Delta, Finish, GatewayRequest
 from gateway.requests.retry import LoadFailurePolicy
 from gateway.routing.cost import DEFAULT_SCHEDULER
 from gateway.routing.router import Router
+from gateway.turn_budget import TurnBudget
 from gateway.workers.connections import WorkerConnections
+
+LONG_PROMPT = 16_384
+"""Tokens. Blocks of a shorter one are hashed where they are needed, in about a millisecond."""
 
 
 class RequestDriver:
@@ -91,6 +95,7 @@ class RequestDriver:
         Closing the generator ends the request everywhere.
         """
         request = _with_seed(request)
+        await self._hash_prompt(request)
         answer = self._answers[request] = UnreadAnswer(self._max_unread_tokens)
         try:
             self._handle(Submitted(request))
@@ -104,6 +109,14 @@ class RequestDriver:
         except BaseException as error:
             self._end(request, error)
             raise
+
+    async def _hash_prompt(self, request: GatewayRequest) -> None:
+        """For the router, in turns: a long prompt would hold up everything else."""
+        if len(request.prompt_token_ids) < LONG_PROMPT or request.skip_reading_prefix_cache:
+            return
+        budget = TurnBudget(asyncio.get_running_loop().time)
+        for _ in self.router.hashing(request.prompt_token_ids, request.cache_salt, request.block_hashes):
+            await budget.pause_if_spent()
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends this caller's request of that id, with all its answers; False if there is none."""

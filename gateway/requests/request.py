@@ -1,7 +1,7 @@
 """One client's request and its answer as values: GatewayRequest, Delta and Finish."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.request import FinishReason, TokenLogprobs
 from baton.sampling import SamplingParams
@@ -9,7 +9,7 @@ from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import TraceContext
 from gateway.conversation import AnswerParser
 from gateway.requests.timing import Timing
-from gateway.routing.placement import Mode, Placement
+from gateway.routing.placement import BlockHashes, Mode, Placement
 from gateway.text import TextStream
 
 
@@ -35,6 +35,8 @@ class GatewayRequest:
     """Makes what turns the answer's text into its events; None: all of it is text."""
     priority: int = 0
     cache_salt: str | None = None
+    block_hashes: BlockHashes = field(default_factory=dict)
+    """Of its prompt alone, as far as the router has needed them; answers to the same prompt share them."""
     skip_reading_prefix_cache: bool = False
     """No worker takes any of it from its prefix cache."""
     affinity_key: str | None = None

@@ -161,10 +161,14 @@ class RetryState:
         self, output_token_ids: tuple[int, ...], excluded: Set[str], avoided: Set[Pair] = frozenset()
     ) -> RouteQuery:
         request = self._request
+        hashes = request.block_hashes
+        if output_token_ids:  # another answer to the same prompt goes on with other tokens
+            hashes = {size: [*of_prompt] for size, of_prompt in hashes.items()}
         return RouteQuery(
             token_ids=request.prompt_token_ids + output_token_ids,
             max_new_tokens=request.sampling_params.max_tokens - len(output_token_ids),
             cache_salt=request.cache_salt,
+            block_hashes=hashes,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             affinity_key=request.affinity_key,
             mode=request.mode,

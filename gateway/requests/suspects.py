@@ -212,7 +212,8 @@ def identity_of(request: GatewayRequest) -> Identity:
     for part in (
         request.caller.name.encode(),
         grammar.encode(),
-        array("Q", request.prompt_token_ids).tobytes(),
+        array("I", request.prompt_token_ids).tobytes(),
     ):
-        digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
     return digest.digest()

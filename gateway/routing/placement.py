@@ -6,6 +6,9 @@ from enum import Enum
 
 from baton.errors import RequestError
 
+BlockHashes = dict[int, list[bytes]]
+"""The hashes of a prompt's first blocks, by block size."""
+
 Pair = tuple[str, str]
 """The names of a prefill and a decode worker."""
 
@@ -26,6 +29,8 @@ class RouteQuery:
     max_new_tokens: int
     """Most tokens that can follow."""
     cache_salt: str | None = None
+    block_hashes: BlockHashes | None = None
+    """Of its first tokens, as far as they are known; the router adds to them. None: they are forgotten at once."""
     skip_reading_prefix_cache: bool = False
     """Workers compute or load all of it, whatever they have cached."""
     affinity_key: str | None = None

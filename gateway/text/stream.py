@@ -2,7 +2,8 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -183,7 +184,11 @@ class TextStream:
         kept_tokens: Mapping[int, str] = NO_TOKENS,
     ) -> None:
         """`kept_tokens`: see Detokenizer."""
-        self._detokenizer = Detokenizer(backend, skip_special_tokens, prompt_token_ids, kept_tokens)
+        self.new_detokenizer: Callable[[], Detokenizer] = partial(
+            Detokenizer, backend, skip_special_tokens, prompt_token_ids, kept_tokens
+        )
+        """Makes another one that gives the same text, from the first token on."""
+        self._detokenizer = self.new_detokenizer()
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._num_tokens = 0

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,13 @@ def test_tokens_and_logits_equal_transformers(
     assert alone == {longest: batched[longest]}
     assert generate_from_copied_blocks(model, prompt, NUM_TOKENS) == batched[longest]
 
-    def on_rank(collectives: Collectives) -> dict[str, list[int]]:
-        share = load_model(FLOAT32, path, CPU, collectives=collectives)
+    def on_rank(collectives: Collectives, *, expert_parallel: bool = False) -> dict[str, list[int]]:
+        share = load_model(FLOAT32, path, CPU, collectives=collectives, expert_parallel=expert_parallel)
         return StepDriver(share).generate(PROMPTS, NUM_TOKENS, chunk=CHUNK)
 
     assert on_ranks(2, on_rank) == [batched, batched]
+    if any(model.architecture.mixtures):
+        assert on_ranks(2, partial(on_rank, expert_parallel=True)) == [batched, batched]
 
     monkeypatch.setattr(runner_parts, "native_library", lambda: None)
     assert check_batch(load_model(FLOAT32, path, CPU, TorchBackend()), theirs) == batched

@@ -9,6 +9,7 @@ import pytest
 
 from baton.config import BatonConfig
 from tests.factories.local_cluster import LocalCluster, local_cluster
+from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +70,21 @@ async def check_same_answers(cluster: LocalCluster) -> None:
     assert await answers(cluster, "disaggregated") == await answers(cluster, "local")
     counters = await cluster.counters("w1")
     assert counters["kv_prompt_loads_done"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ranks_with_whole_experts_hand_over_to_a_worker_without(tmp_path: Path, role: str) -> None:
+    """Two ranks could not divide an expert's columns, so these have whole ones. The other worker has all."""
+    path = make_model_dir(tmp_path, "mixtral", num_local_experts=5, intermediate_size=33)
+    num_ranks = {"prefill": 1, "decode": 1} | {role: 2}
+    config = make_config(num_ranks["prefill"], num_ranks["decode"])
+    cluster_config = config.cluster.with_values("test", **{f"{role}_enable_expert_parallel": True})
+
+    async def run() -> None:
+        async with local_cluster(config.model_copy(update={"cluster": cluster_config}), path) as cluster:
+            await check_same_answers(cluster)
+
+    asyncio.run(run())
 
 
 def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(

@@ -42,6 +42,10 @@ class MarkedParser:
     def part(self) -> AnswerPart:
         return PARTS[self._part]
 
+    @property
+    def may_reason(self) -> bool:
+        return True
+
     def push(self, text: str) -> Sequence[AnswerEvent]:
         self._rest += text
         events: list[AnswerEvent] = []

@@ -108,7 +108,12 @@ def test_generate_prints_one_object_with_everything_in_it(target: str) -> None:
     assert answer["finish_reason"] == "length"
     usage = answer["usage"]
     assert usage.pop("prompt_tokens") > usage.pop("cached_tokens") >= 0
-    assert usage == {"completion_tokens": 9, "draft_tokens": 0, "accepted_draft_tokens": 0}
+    assert usage == {
+        "completion_tokens": 9,
+        "draft_tokens": 0,
+        "accepted_draft_tokens": 0,
+        "reasoning_tokens": 0,
+    }
     timing = answer["timing"]
     assert {
         "ttft_s",

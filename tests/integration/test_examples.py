@@ -147,6 +147,17 @@ def test_tools_through_langchain(model: Path) -> None:
     assert out == f"length_of({{'thing': 'tower'}}) = 330.0 m\n{ANSWER}\n"
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("agents") is None, reason="OpenAI's Agents SDK is not installed here"
+)
+@pytest.mark.parametrize("api", ["responses", "chat"])
+@pytest.mark.parametrize("options", [(), ("--stream",)], ids=["whole", "streamed"])
+def test_an_agent_of_the_agents_sdk(model: Path, api: str, options: tuple[str, ...]) -> None:
+    command = ("PYTHON", "examples/agents_sdk.py", "--base-url", "HTTP", "--model", "tiny", "--api", api)
+    out = printed_by(model, *command, *options, answers=[call("length_of", thing="tower"), ANSWER])
+    assert out == f"length_of(tower) = 330.0 m\n{ANSWER}\n"
+
+
 @needs_langchain
 def test_langchain(model: Path) -> None:
     command = ("examples/langchain_stream.py", "--base-url", "HTTP", "--model", "tiny")

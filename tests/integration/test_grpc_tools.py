@@ -56,6 +56,12 @@ def parts_of(events: Sequence[Event]) -> AnswerParts:
     return parts
 
 
+def num_reasoning_tokens(events: Sequence[Event]) -> int:
+    completion = events[-1].completion
+    assert completion is not None
+    return completion.usage["reasoning_tokens"]
+
+
 async def test_events_say_what_the_raw_text_means(folder: Path) -> None:
     async with model_says(folder, RAW) as under_test:
         events = await events_of(under_test, Conversation((HELLO,), (TOOL,)), request_id="r")
@@ -66,6 +72,7 @@ async def test_events_say_what_the_raw_text_means(folder: Path) -> None:
         assert parts.ends_with_calls
         ids = [id_ for event in events for id_ in event.call_ids]
         assert ids == [call_id("r", 0), call_id("r", 1)]
+        assert num_reasoning_tokens(events) in range(1, len(TOKENIZER.encode("<think>hm</think>").ids) + 1)
 
 
 async def test_a_plain_chat_has_no_events(folder: Path) -> None:
@@ -73,6 +80,9 @@ async def test_a_plain_chat_has_no_events(folder: Path) -> None:
         events = [event async for event in under_test.client.generate(messages=[("user", "Hello")])]
         assert "".join(event.text for event in events) == RAW
         assert not any(event.parts for event in events)
+        assert num_reasoning_tokens(events) > 0, "counted whether events are asked for or not"
+        events = [event async for event in under_test.client.generate(text="Hello")]
+        assert num_reasoning_tokens(events) == 0, "a text is no conversation"
 
 
 async def test_results_of_calls_and_reasoning_reach_the_template(folder: Path) -> None:

@@ -102,6 +102,9 @@ async def test_a_stream_adds_up_to_the_same_message(folder: Path, thinking: obje
         streamed = await accumulated(client, **fields)
     assert content_of(streamed) == content_of(whole)
     assert streamed.to_dict()["usage"] == whole.to_dict()["usage"]
+    details = whole.usage.output_tokens_details
+    assert details is not None
+    assert 0 < details.thinking_tokens < whole.usage.output_tokens
     assert streamed.stop_reason == whole.stop_reason == "tool_use"
 
 

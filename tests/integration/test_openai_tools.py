@@ -173,6 +173,33 @@ async def test_reasoning_can_be_left_out(folder: Path) -> None:
         events = await raw_events(under_test, HELLO, include_reasoning=False)
         assert not any("reasoning" in event for event in events)
         assert answer.usage.completion_tokens == len(TOKENIZER.encode(TALKATIVE).ids)
+        assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+@pytest.mark.parametrize("extra", [{}, {"skip_special_tokens": False}, {"include_reasoning": False}])
+async def test_usage_counts_the_tokens_of_reasoning(folder: Path, extra: dict[str, Any]) -> None:
+    """Of all answers together, whole and streamed, and 0 where the model only answers."""
+    expected = len(TOKENIZER.encode("<think>hm, é</think>").ids)
+    async with model_says(folder, TALKATIVE) as (under_test, client):
+        for n in (1, 3):
+            whole_usage = (await whole(client, n=n, extra_body=extra)).usage
+            details = whole_usage.completion_tokens_details
+            assert n * (expected - 1) <= details.reasoning_tokens <= n * expected
+            asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+            *events, last, _ = await raw_events(under_test, HELLO, n=n, **asked, **extra)
+            counts = [
+                json.loads(event)["usage"]["completion_tokens_details"]["reasoning_tokens"]
+                for event in events
+                if json.loads(event)["usage"] is not None
+            ]
+            assert counts == sorted(counts)
+            assert counts[-1] == details.reasoning_tokens
+            assert json.loads(last)["usage"]["completion_tokens_details"] == details.to_dict()
+    async with model_says(folder, "No idea.") as (_, client):
+        assert (await whole(client)).usage.completion_tokens_details.reasoning_tokens == 0
+        completion = await client.completions.create(model="tiny", prompt="Hello")
+        assert completion.usage is not None
+        assert "completion_tokens_details" not in completion.usage.to_dict()
 
 
 async def test_reasoning_without_tools_streams_beside_text(folder: Path) -> None:

@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--fp8-cache", action="store_true")
     parser.add_argument("--num-ranks", type=int, default=1)
+    parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     groups = WINDOWED | {"sliding_window": 100} if options.architecture == "qwen2" else {}
@@ -65,10 +66,21 @@ def main() -> int:
         kv_cache_dtype: Literal["auto", "fp8"] = "fp8" if options.fp8_cache else "auto"
         ranks = SilentRank(0, options.num_ranks)
         outline = outline_model(
-            config, path, TritonBackend(), kv_cache_dtype=kv_cache_dtype, collectives=ranks
+            config,
+            path,
+            TritonBackend(),
+            kv_cache_dtype=kv_cache_dtype,
+            collectives=ranks,
+            expert_parallel=options.expert_parallel,
         )
         model = load_model(
-            config, path, CPU, TritonBackend(), kv_cache_dtype=kv_cache_dtype, collectives=ranks
+            config,
+            path,
+            CPU,
+            TritonBackend(),
+            kv_cache_dtype=kv_cache_dtype,
+            collectives=ranks,
+            expert_parallel=options.expert_parallel,
         )
     ahead = partial(rehearse_outline, outline, BLOCK_SIZE, LIMITS, NUM_MULTIPROCESSORS, uses_graphs=True)
     loaded: list[str] = []

@@ -38,6 +38,7 @@ def run_ahead(*options: str, **environment: str) -> dict[str, Any]:
         ("--fp8", "--architecture=qwen3"),
         ("--fp8-cache", "--architecture=qwen2", "--num-ranks=2"),
         ("--fp8", "--architecture=mixtral"),
+        ("--architecture=mixtral", "--num-ranks=2", "--expert-parallel"),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 Shape suffixes: T tokens, K experts of a token, N pairs, X experts, I input features, O output features, E hidden size.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -123,11 +124,37 @@ def test_all_rows_of_one_expert(device: torch.device, generator: torch.Generator
     torch.testing.assert_close(found, x_TI @ weight_XOI[4].T)
 
 
-def test_sorting_asks_nothing_of_the_device() -> None:
+@pytest.mark.parametrize("has_others", [False, True])
+def test_sorting_asks_nothing_of_the_device(has_others: bool) -> None:
     """A meta tensor has no values, so whatever would wait for one raises."""
     experts_TK = torch.empty(5, 2, dtype=torch.int64, device="meta")
-    pairs = SortedPairs.of(experts_TK, 7)
+    pairs = SortedPairs.of(experts_TK, 7, has_others=has_others)
     assert (pairs.order_N.shape, pairs.counts_X.shape, pairs.num_tokens) == ((10,), (7,), 5)
+    assert (pairs.is_here_N is not None) == has_others
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20, 70])
+def test_pairs_with_experts_of_other_ranks_are_not_computed(
+    num_tokens: int, device: torch.device, generator: torch.Generator
+) -> None:
+    """Tiles of 16 and of 64 pairs. What the first product leaves undefined does not reach the second."""
+    num_here = 3
+    experts_TK = random_experts(generator, num_tokens, 2, 6).clamp_(max=num_here).to(device)
+    pairs = SortedPairs.of(experts_TK, num_here, has_others=True)
+    is_here_N = experts_TK.flatten() < num_here
+    assert pairs.is_here_N is not None
+    assert torch.equal(pairs.is_here_N, is_here_N)
+    assert 0 < int(is_here_N.sum()) == int(pairs.counts_X.sum()) < len(is_here_N)
+    matrices = ExpertMatrices(torch.randn(num_here, 40, 32, generator=generator).to(device))
+    factors_N = torch.rand(2 * num_tokens, generator=generator).to(device)
+    x_NI = torch.randn(2 * num_tokens, 32, generator=generator).to(device)
+    x_NI[~is_here_N] = math.nan
+    found_NO = expert_linear(x_NI, matrices, pairs, factors_N)
+    own_N1 = experts_TK.flatten().masked_fill(~is_here_N, 0).unsqueeze(1)
+    expected_NO = expert_linear_reference(x_NI, matrices, own_N1, factors_N)
+    torch.testing.assert_close(found_NO, expected_NO.masked_fill(~is_here_N.unsqueeze(1), 0.0))
+    first_NO = expert_linear(x_NI, matrices, pairs)
+    assert torch.isfinite(first_NO[is_here_N]).all()
 
 
 @pytest.mark.parametrize(
@@ -167,6 +194,12 @@ def test_the_mixture_is_that_of_the_cpu(
     router = Router(router_XE.to(device), None if router_bias_X is None else router_bias_X.to(device))
     found = gpu.mixture(mixture, router, there, gpu.linear)(x_TE.to(device))
     torch.testing.assert_close(found.cpu(), expected)
+    parts = []
+    for rank in range(2):
+        here = mixture.experts_on(rank, 2)
+        part = gpu.mixture(mixture, router, there[here.start : here.stop], gpu.linear, here)
+        parts.append(part(x_TE.to(device)).cpu())
+    torch.testing.assert_close(parts[0] + parts[1], expected)
 
 
 def test_weights_are_asked_for_in_the_order_in_which_they_are_read_ahead(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """HarmonyParser: one turn's messages as events, while they are written; see harmony.py for what they look like.
 
 What follows no head, and what stands on an unknown channel, is text. The format's tokens are dropped wherever they
-stand. Two messages of one kind have a line's end between them.
+stand, and so is a head, or a token behind a message, that the answer's end cut off. Two messages of one kind have a
+line's end between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +56,11 @@ class HarmonyParser(Stepwise):
         """Heads count as text."""
         return self._part
 
+    @property
+    def may_reason(self) -> bool:
+        """Any message may be a thought."""
+        return True
+
     def _run(self) -> Steps[None]:
         while (yield from self._reader.peek()):
             self._reader.begin_attempt()
@@ -62,7 +68,7 @@ class HarmonyParser(Stepwise):
             if head is not None:
                 self._reader.commit()
                 yield from self._message(head)
-            elif self._reader.is_at_end and (yield from self._is_marked()):
+            elif self._reader.has_met_end and (yield from self._is_marked()):
                 return  # the answer ended within a head, of which nothing is to be read
             else:
                 self._reader.rewind()
@@ -96,11 +102,11 @@ class HarmonyParser(Stepwise):
                 return None
 
     def _is_marked(self) -> Steps[bool]:
-        """Whether a token begins the attempt, which is over."""
+        """Whether the attempt, which is over, begins as only a head does."""
         self._reader.rewind()
         self._reader.begin_attempt()
         yield from self._reader.skip_spaces()
-        for token in HEADS:
+        for token in (*HEADS, RECIPIENT + FUNCTIONS):
             if (yield from self._reader.next_is(token)):
                 return True
         return False
@@ -113,6 +119,7 @@ class HarmonyParser(Stepwise):
             self._part = AnswerPart.TEXT
             if is_call:
                 yield from self._reader.skip_spaces()
+                yield from self._reader.drop_beginning(_TOKENS)
             yield from self._content(self._text)
         elif head.channel == ANALYSIS and not head.recipient:
             self._part = AnswerPart.REASONING
@@ -120,6 +127,7 @@ class HarmonyParser(Stepwise):
             self._part = AnswerPart.TEXT
         else:
             yield from self._content(self._text)
+        yield from self._reader.drop_beginning(_TOKENS)
 
     def _function(self, recipient: str) -> str | None:
         """The function that a message is for."""

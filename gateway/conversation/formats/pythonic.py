@@ -47,7 +47,12 @@ class PythonicCalls:
 
         def calls_behind(before: str) -> str:
             """As one literal with the name, so that no text that begins alike hides it."""
-            heads = [quoted(f"{before}{tool.name}(") for tool in tools]
+            heads = [
+                f"{quoted(before)} {quoted(f'{tool.name}(')}"
+                if tool.is_beside_json
+                else quoted(f"{before}{tool.name}(")
+                for tool in tools
+            ]
             return one_of([f'{head} {arguments} ")"' for head, arguments in zip(heads, written, strict=True)])
 
         more = f"{calls_behind(', ')}*" if is_parallel else ""

@@ -10,6 +10,14 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 @dataclass(frozen=True, slots=True)
+class OutputTokensDetails:
+    """Details of the answer's tokens."""
+
+    thinking_tokens: int
+    """Tokens of thinking and of the tags around it, whether the client gets to see them or not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """The tokens of an answer. The prompt's are in `input_tokens` or in `cache_read_input_tokens`, never in both."""
 
@@ -20,6 +28,7 @@ class Usage:
     cache_read_input_tokens: int
     """Found in a prefix cache."""
     output_tokens: int
+    output_tokens_details: OutputTokensDetails
     service_tier: Literal["standard"] = "standard"
 
 

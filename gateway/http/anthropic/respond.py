@@ -11,7 +11,7 @@ from baton.request import FinishReason
 from gateway.choices import AnswerParsers, in_turns
 from gateway.error_codes import codes_of
 from gateway.http.answering import answering
-from gateway.http.anthropic.answers import Stop, Usage
+from gateway.http.anthropic.answers import OutputTokensDetails, Stop, Usage
 from gateway.http.anthropic.content import ContentBlocks
 from gateway.http.anthropic.events import EventWriter, error_event
 from gateway.http.anthropic.whole import CollectedMessage, Head
@@ -23,6 +23,7 @@ from gateway.http.request_ids import shown_id
 from gateway.http.whole_json import send_json
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import Delta, Finish, GatewayRequest
+from gateway.token_parts import ReasoningCount
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,13 @@ class AnswerCount:
     """The usage of one answer. How much of the prompt was cached is known at its end."""
 
     num_prompt_tokens: int
+    reasoning: ReasoningCount
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
 
     def take(self, delta: Delta) -> None:
         self.num_output_tokens += len(delta.token_ids)
+        self.reasoning.take(delta.token_ids)
         if delta.finish is not None:
             self.num_cached_tokens = delta.finish.num_cached_tokens
 
@@ -48,6 +51,7 @@ class AnswerCount:
             cache_creation_input_tokens=0,
             cache_read_input_tokens=self.num_cached_tokens,
             output_tokens=self.num_output_tokens,
+            output_tokens_details=OutputTokensDetails(self.reasoning.num_tokens),
         )
 
 
@@ -80,7 +84,7 @@ class MessageResponse(Response):
         self._is_capped = request.sampling_params.max_tokens < max_tokens
         self._blocks = ContentBlocks(shows_thinking)
         self._parsers = AnswerParsers([request])
-        self._count = AnswerCount(len(request.prompt_token_ids))
+        self._count = AnswerCount(len(request.prompt_token_ids), ReasoningCount(request))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._is_stream:

@@ -34,6 +34,14 @@ class PromptTokensDetails:
 
 
 @dataclass(frozen=True, slots=True)
+class CompletionTokensDetails:
+    """Details of the answers' tokens."""
+
+    reasoning_tokens: int
+    """Tokens of reasoning and of the tags around it, whether the client gets to see them or not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """The tokens of an answer. A prompt counts once, however many answers it got."""
 
@@ -41,6 +49,8 @@ class Usage:
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Optional[CompletionTokensDetails] = None
+    """Of chats."""
 
 
 @dataclass(frozen=True, slots=True)

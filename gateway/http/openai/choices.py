@@ -1,6 +1,6 @@
 """The results of all answers to one client request: their texts, their usage, and the whole as JSON in pieces."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 
@@ -8,11 +8,17 @@ from pydantic_core import to_json
 
 from baton.request import FinishReason as Reason
 from gateway.conversation import AnswerEvent, AnswerParts
-from gateway.http.openai.answers import FinishReason, PromptTokensDetails, Usage
+from gateway.http.openai.answers import (
+    CompletionTokensDetails,
+    FinishReason,
+    PromptTokensDetails,
+    Usage,
+)
 from gateway.http.openai.events import Head, usage_json
 from gateway.http.openai.logprobs import LogprobColumns
 from gateway.http.whole_json import string_pieces
 from gateway.requests.request import Delta, Finish
+from gateway.token_parts import ReasoningCount
 
 
 @dataclass(slots=True)
@@ -22,11 +28,15 @@ class UsageCount:
     num_prompt_tokens: int
     num_samples: int
     """Answers to each prompt."""
+    reasoning: Sequence[ReasoningCount] | None = None
+    """Of each answer to a chat."""
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
 
     def take(self, index: int, delta: Delta) -> None:
         self.num_completion_tokens += len(delta.token_ids)
+        if self.reasoning is not None:
+            self.reasoning[index].take(delta.token_ids)
         if delta.finish is not None and index % self.num_samples == 0:
             self.num_cached_tokens += delta.finish.num_cached_tokens
 
@@ -38,7 +48,14 @@ class UsageCount:
             completion_tokens=self.num_completion_tokens,
             total_tokens=self.num_prompt_tokens + self.num_completion_tokens,
             prompt_tokens_details=PromptTokensDetails(self.num_cached_tokens),
+            completion_tokens_details=self._completion_details,
         )
+
+    @property
+    def _completion_details(self) -> CompletionTokensDetails | None:
+        if self.reasoning is None:
+            return None
+        return CompletionTokensDetails(sum(count.num_tokens for count in self.reasoning))
 
 
 EventsOf = Callable[[Delta], Iterable[AnswerEvent]]

@@ -21,6 +21,7 @@ from gateway.http.openai.fields import StreamOptions
 from gateway.http.whole_json import send_json
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
+from gateway.token_parts import ReasoningCount
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class Generated(Response):
         answer: OpenAIAnswer,
         stream_options: StreamOptions | None,
         names: Mapping[str, str],
+        *,
+        is_chat: bool,
     ) -> None:
         """`requests`: `num_samples` of each prompt. `stream_options`: None for a whole answer. `names`: the
         client's names of fields that we name differently."""
@@ -66,7 +69,10 @@ class Generated(Response):
         self._stream_options = stream_options
         self._names = names
         prompts = requests[::num_samples]
-        self._usage = UsageCount(sum(len(prompt.prompt_token_ids) for prompt in prompts), num_samples)
+        num_prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
+        says_usage = stream_options is None or stream_options.include_usage
+        reasoning = [ReasoningCount(request) for request in requests] if is_chat and says_usage else None
+        self._usage = UsageCount(num_prompt_tokens, num_samples, reasoning)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream_options is None:

@@ -145,7 +145,10 @@ class OpenAIRoutes:
         names: dict[str, str],
     ) -> Generated:
         options = (body.stream_options or StreamOptions()) if body.stream else None
-        return Generated(self._driver, gateway_requests, body.num_samples, answer, options, names)
+        is_chat = isinstance(body, ChatCompletionRequest)
+        return Generated(
+            self._driver, gateway_requests, body.num_samples, answer, options, names, is_chat=is_chat
+        )
 
 
 def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:

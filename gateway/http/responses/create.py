@@ -80,7 +80,7 @@ class CreateResponse:
         return Responding(
             self._driver,
             generation,
-            TokenParts(request, self._preprocessor.pool.tokenizer),
+            TokenParts(request),
             self._tokens if body.has_logprobs else None,
             is_stream=bool(body.stream),
         )

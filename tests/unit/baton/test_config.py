@@ -331,6 +331,39 @@ def test_what_only_ray_can_do_is_refused_without_it(values: dict[str, Any], comp
         BatonConfig.from_mapping({**values, "cluster": cluster})
 
 
+def test_each_role_may_have_whole_experts_on_its_ranks() -> None:
+    def of_roles(engine: dict[str, Any], **cluster: Any) -> list[bool]:
+        config = BatonConfig.from_mapping({"engine": engine, "cluster": cluster})
+        found = [config.has_expert_parallel(role) for role in WorkerRole]
+        assert [config.for_worker(role).engine.enable_expert_parallel for role in WorkerRole] == found
+        return found
+
+    both, ranks = {"tensor_parallel": 2, "enable_expert_parallel": True}, {"tensor_parallel": 2}
+    assert of_roles(ranks) == [False, False]
+    assert of_roles(both) == [True, True]
+    assert of_roles(both, prefill_enable_expert_parallel=False) == [False, True]
+    assert of_roles(both, decode_tensor_parallel=1) == [True, False]  # one rank has all experts
+    assert of_roles(ranks, decode_enable_expert_parallel=True) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"engine": {"enable_expert_parallel": True}}, "engine.enable_expert_parallel"),
+        (
+            {"cluster": {"prefill_enable_expert_parallel": True, "decode_tensor_parallel": 2}},
+            "cluster.prefill_enable_expert_parallel",
+        ),
+    ],
+    ids=str,
+)
+def test_experts_are_not_divided_among_one_rank(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{key} \(true\) divides experts .* raise engine\.tensor_parallel"
+    ):
+        BatonConfig.from_mapping(values)
+
+
 @pytest.mark.parametrize("key", ["prefill_num_threads", "decode_num_threads"])
 def test_threads_of_a_role_are_for_cpus_only(key: str) -> None:
     values: dict[str, Any] = {"cluster": {key: 2}}

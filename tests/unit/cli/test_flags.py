@@ -34,12 +34,14 @@ def test_every_flag_sets_its_key(flag: str, place: tuple[str, str]) -> None:
         if c in str(field.annotation)
     ]
     text = samples.get(key) or (choices[0] if choices else "7")
-    is_switch = field.annotation is bool
+    is_switch = field.annotation in (bool, bool | None)
     overrides = overrides_from(parse(flag) if is_switch else parse(flag, text))
     value = True if is_switch else {"7": 7, "0.5": 0.5}.get(text, text)
     assert overrides == {section: {key: value}}
     if key == "gpu_memory_utilization":
         overrides["engine"]["device"] = "cuda"
+    if "expert_parallel" in key:
+        overrides["engine"] = {**overrides.get("engine", {}), "tensor_parallel": 2}
     if key == "host":
         overrides["gateway"]["allow_anonymous"] = True
     if place == ("autoscaling", "mode"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from engine.draft_parts import load_draft
 from engine.loading import footprint as module
 from engine.loading.footprint import check_room, footprint
 from engine.loading.gguf_folder import describe
-from engine.loading.loader import load_model
+from engine.loading.loader import load_model, takes_of
+from engine.model_config import read_architecture
 from engine.native.compilers import may_have_kernels
 from engine.native.instructions import machine_instructions
 from tests.factories.families import CASES, GPT_OSS
@@ -94,6 +96,31 @@ def test_every_rank_has_all_latents(tmp_path: Path, num_ranks: int) -> None:
     assert takes.kv_bytes_per_token * scheduler.block_size == num_ranks * block_bytes
     assert takes.kv_bytes_per_token == num_ranks * 3 * (24 + 8) * 4
     assert takes.num_kv_tokens == (scheduler.num_blocks - 1) * scheduler.block_size
+
+
+@pytest.mark.parametrize("num_experts", [4, 5])
+def test_the_fullest_rank_has_the_most_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_experts: int
+) -> None:
+    """As much as that rank takes, but for routers and norms, which are on every rank."""
+    folder = make_model_dir(tmp_path / "m", "mixtral", num_local_experts=num_experts, intermediate_size=512)
+    values = {"tensor_parallel": 2, "enable_expert_parallel": True}
+    takes = footprint(config_of(engine=values), folder)
+    architecture = read_architecture(folder)
+    ranks = [takes_of(architecture, SilentRank(rank, 2), expert_parallel=True) for rank in range(2)]
+    sizes = [4 * sum(prod(take.part_shape) for take in each) for each in ranks]
+    assert takes.fullest_rank_bytes is not None
+    assert takes.fullest_rank_bytes == pytest.approx(max(sizes), rel=0.01)
+    assert f"MiB of weights, at most {takes.fullest_rank_bytes / 2**20:,.0f} MiB on a rank" in str(takes)
+    assert footprint(config_of(engine={"tensor_parallel": 2}), folder).fullest_rank_bytes is None
+
+    on_gpus = config_of(engine=values | {"device": "cuda"})
+    monkeypatch.setattr(module, "gpu_memory", lambda: int(takes.weight_bytes * 0.5 / 0.9) + 2**17)
+    if num_experts == 4:
+        check_room(footprint(on_gpus, folder), on_gpus)
+    else:  # half of the weights fit, and three of five experts do not
+        with pytest.raises(ModelError, match=r"MiB of weights on a rank, and 1 GPU of .* has room for"):
+            check_room(footprint(on_gpus, folder), on_gpus)
 
 
 def test_layers_that_guess_do_not_count_and_gpus_are_refused(tmp_path: Path) -> None:

@@ -181,6 +181,28 @@ def test_a_mixture_with_biases_and_a_clamped_gate(make_backend: Any) -> None:
         torch.testing.assert_close(found_E, expected_E, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("kept", ["numbers", "groups", "fp8"])
+@pytest.mark.parametrize("make_backend", [TorchBackend, native])
+def test_ranks_with_whole_experts_sum_up_to_the_mixture(make_backend: Any, kept: str, num_ranks: int) -> None:
+    """Of 7 experts; rows that take none of a rank's experts are 0 there."""
+    backend = make_backend()
+    router_XE, experts = random_experts(torch.float32, 8 if kept == "groups" else None)
+    linear = backend.fp8_linear if kept == "fp8" else backend.linear
+    x_TE = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(4))
+    whole_TE = backend.mixture(MIXTURE, Router(router_XE), experts, linear)(x_TE).clone()
+    experts_TK, _ = route(x_TE @ router_XE.T, MIXTURE)
+    sum_TE = torch.zeros_like(whole_TE)
+    for rank in range(num_ranks):
+        here = MIXTURE.experts_on(rank, num_ranks)
+        own = experts[here.start : here.stop]
+        part_TE = backend.mixture(MIXTURE, Router(router_XE), own, linear, here)(x_TE)
+        is_elsewhere_T = ((experts_TK < here.start) | (experts_TK >= here.stop)).all(1)
+        assert torch.equal((part_TE == 0).all(1), is_elsewhere_T)
+        sum_TE += part_TE
+    torch.testing.assert_close(sum_TE, whole_TE)
+
+
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_alone_is_the_row_among_others_to_the_bit(dtype: torch.dtype, bits: Any) -> None:

@@ -1,5 +1,7 @@
 """Each token's part of an answer, exactly, however late events tell of its text."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.request import TokenLogprobs
@@ -15,8 +17,8 @@ from gateway.conversation import (
 from gateway.conversation.answer_format import PlainFormat
 from gateway.requests.request import GatewayRequest
 from gateway.text import TextStream, Tokenizer
-from gateway.token_parts import TokenParts
-from tests.factories.conversations import THINKING
+from gateway.token_parts import ReasoningCount, TokenParts
+from tests.factories.conversations import HARMONY, THINKING
 from tests.factories.models import make_tokenizer_dir
 
 ASKED = Conversation((ChatMessage("user", "Hi"),), (Tool("look"),))
@@ -28,15 +30,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
 
 
-def parts_of(tokenizer: Tokenizer, answer_format: AnswerFormat, prompt_end: str = "") -> TokenParts:
-    request = GatewayRequest(
+def request_of(tokenizer: Tokenizer, answer_format: AnswerFormat, prompt_end: str = "") -> GatewayRequest:
+    return GatewayRequest(
         request_id="r",
         prompt_token_ids=tokenizer.encode("Hello"),
         sampling_params=SamplingParams(),
-        text=TextStream(tokenizer.backend, (), 0, True),
+        text=TextStream(tokenizer.backend, (), 0, True, tokenizer.encode("Hello")),
         new_parser=lambda: answer_format.new_parser(ASKED, prompt_end),
     )
-    return TokenParts(request, tokenizer)
+
+
+def parts_of(tokenizer: Tokenizer, answer_format: AnswerFormat, prompt_end: str = "") -> TokenParts:
+    return TokenParts(request_of(tokenizer, answer_format, prompt_end))
 
 
 def thinking() -> AnswerFormat:
@@ -63,6 +68,8 @@ def taken(parts: TokenParts, token_ids: tuple[int, ...], at_once: int) -> list[i
         ("", "Look: ", CALL),
         ("", "", CALL + CALL),
         ("", "An attempt: <tool_call> that is none", ""),
+        ("", "", CALL + "\n<tool_call>\n{"),
+        ("", "Look: ", f"{CALL}\n<tool_"),
     ],
 )
 def test_tags_count_as_what_they_enclose(
@@ -93,8 +100,65 @@ def test_a_plain_answer_is_text(tokenizer: Tokenizer) -> None:
             sampling_params=SamplingParams(),
             text=TextStream(tokenizer.backend, (), 0, True),
             new_parser=lambda: PlainFormat().new_parser(plain, ""),
-        ),
-        tokenizer,
+        )
     )
     assert taken(request_parts, (5, 6), 1) == [5, 6]
     assert request_parts.num_reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [
+        ("<think>\nI th\u20acnk</think>\n\nThe answer", "<think>\nI th\u20acnk</think>"),
+        ("<think>\nI think", "<think>\nI think"),
+        ("The <think>answer</think>", ""),
+        (f"<think>Look</think>{CALL}", "<think>Look</think>"),
+        (CALL, ""),
+    ],
+)
+def test_reasoning_is_counted(tokenizer: Tokenizer, text: str, reasoning: str, at_once: int) -> None:
+    """Tags are cut into many tokens, and one of them may join two parts."""
+    request = request_of(tokenizer, thinking())
+    count, token_ids = ReasoningCount(request), tokenizer.encode(text)
+    for begin in range(0, len(token_ids), at_once):
+        count.take(token_ids[begin : begin + at_once])
+    parts = TokenParts(request)
+    taken(parts, token_ids, at_once)
+    assert count.num_tokens == parts.num_reasoning_tokens
+    assert abs(count.num_tokens - len(tokenizer.encode(reasoning))) <= 1
+
+
+def test_reasoning_in_several_messages_is_counted(tokenizer: Tokenizer) -> None:
+    thought, head = "<|channel|>analysis<|message|>I think<|end|>", "<|start|>assistant"
+    reasoning, final = f"{thought}{head}{thought}", f"{head}<|channel|>final<|message|>Yes"
+    count = ReasoningCount(request_of(tokenizer, answer_format_of(HARMONY, Vocabulary())))
+    count.take(tokenizer.encode(reasoning) + tokenizer.encode(final))
+    assert count.num_tokens == len(tokenizer.encode(reasoning))
+
+
+@pytest.mark.parametrize("answer", ["<think>I think</think>", ""])
+def test_behind_its_reasoning_an_answer_is_not_read_again(tokenizer: Tokenizer, answer: str) -> None:
+    request = request_of(tokenizer, thinking())
+    reads = 0
+
+    class Counted:
+        """The request's own parser, whose pushes are counted."""
+
+        def __init__(self) -> None:
+            parser = answer_format.new_parser(ASKED, "")
+            assert parser is not None
+            self._parser = parser
+
+        def __getattr__(self, name: str) -> object:
+            nonlocal reads
+            reads += name == "push"
+            return getattr(self._parser, name)
+
+    answer_format = thinking()
+    count = ReasoningCount(replace(request, new_parser=Counted))  # type: ignore[arg-type]
+    count.take(tokenizer.encode(f"{answer}Yes"))
+    num_first = reads
+    for _ in range(9):
+        count.take(tokenizer.encode("and more"))
+    assert (num_first, reads) == (len(tokenizer.encode(f"{answer}Yes")), num_first)

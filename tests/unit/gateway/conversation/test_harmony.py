@@ -112,6 +112,18 @@ def test_a_call_without_content_has_no_arguments_and_a_cut_one_those_so_far() ->
     assert calls_in(parts_of(FORMAT, [known])) == [("search", "{}", True)]
 
 
+def test_an_answer_that_ends_anywhere_shows_no_part_of_a_head() -> None:
+    """However many messages it has, and in any pieces."""
+    answer = f"{THOUGHT}{CALL}<|end|>{AGAIN}{SEARCH_CALL}"
+    for end in range(len("<|channel|>"), len(answer) + 1):
+        parts = parts_of(FORMAT, [answer[:end]])
+        assert parts.text == ""
+        assert parts.reasoning in THOUGHT
+        assert merged_events(FORMAT, [*answer[:end]]) == merged_events(FORMAT, [answer[:end]])
+    for end in range(len(HEADS[0])):
+        assert parts_of(FORMAT, [HEADS[0][:end]]).text in HEADS[0][:end][: len(" to=functions")]
+
+
 def test_without_tools_a_call_is_text_and_reasoning_is_still_read() -> None:
     for conversation in (NONE, replace(ASKED, tools=())):
         parts = parts_of(FORMAT, [THOUGHT + CALL], conversation)

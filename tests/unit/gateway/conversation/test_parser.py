@@ -149,3 +149,52 @@ def test_what_does_not_become_a_call_is_not_held_back_for_ever(family: str, begi
     )
 
     assert num_shown >= limit
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_behind_a_call_no_part_of_another_one_is_text(family: str) -> None:
+    """The answer ends anywhere (`max_tokens`), and comes in any pieces: calls and nothing else."""
+    answer_format = format_of(family)
+    one, three = (
+        written_answer(answer_format, TEMPLATES[family], called(*CALLS[:number])) for number in (1, 3)
+    )
+    num_ends = 0
+    for end in range(len(three) + 1):
+        answer = three[:end]
+        parts = parts_of(answer_format, [answer])
+        if not parts.calls or not parts.calls[0].is_whole:
+            continue
+        num_ends += 1
+        assert parts.text == "", answer
+        assert all(call.is_whole for call in parts.calls[:-1])
+        whole = merged_events(answer_format, [answer])
+        assert merged_events(answer_format, [*answer]) == whole
+        for cut in range(max(0, end - 40), end):
+            assert merged_events(answer_format, [answer[:cut], answer[cut:]]) == whole
+    assert num_ends > 50
+    assert parts_of(answer_format, [f"{one} Done <tool"]).text.strip().endswith("Done <tool")
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_what_never_became_a_first_call_is_text(family: str) -> None:
+    answer_format = format_of(family)
+    call = written_answer(answer_format, TEMPLATES[family], called(CALLS[0]))
+    for end in range(len(call)):
+        parts = parts_of(answer_format, [*call[:end]])
+        assert parts.calls or parts.text == call[:end]
+
+
+@pytest.mark.parametrize(
+    ("family", "answer", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call> a <tool_call>{"na', "a"),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call> a <tool', "a <tool"),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f f"', '<tool_call>{"name": "f f"'),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>\n<p', "<p"),
+        ("llama", '{"name": "search", "parameters": {}}; and', "; and"),
+        ("pythonic", "[search(query='x'), no_tool", ""),
+        ("pythonic", "[search(query='x'), no_tool()", ", no_tool()"),
+    ],
+)  # fmt: skip
+def test_behind_a_call_only_what_can_be_no_call_is_text(family: str, answer: str, text: str) -> None:
+    assert parts_of(format_of(family), [*answer]).text == text

@@ -46,6 +46,7 @@ JSON_ANSWER = StructuredOutput(
     GrammarKind.JSON_SCHEMA,
     json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
 )
+"""Further properties may follow."""
 
 
 def grammar_of(
@@ -133,23 +134,90 @@ def test_only_the_named_tool_is_called(family: str, guide: Guide) -> None:
 
 
 @both
-@pytest.mark.parametrize("family", sorted({*TEMPLATES} - {*UNMARKED}))
+@families
 def test_a_response_format_holds_for_text_beside_calls(family: str, guide: Guide) -> None:
     grammar = grammar_of(guide, family, ASKED, JSON_ANSWER)
 
+    assert parts_of(format_of(family), ['{"a": 1}']).text == '{"a": 1}'
     assert guide.accepts(grammar, '{"a": 1}')
     assert guide.accepts(grammar, written(family, ONE))
     assert not guide.accepts(grammar, "Hello.")
     assert not guide.accepts(grammar, '{"a": "x"}')
 
 
+STRING, NUMBER = {"type": "string"}, {"type": "integer"}
+
+
+def answer_of(properties: dict[str, object], **others: object) -> StructuredOutput:
+    """Of a closed object whose properties are all required."""
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema | others))
+
+
+APART = {
+    "another key first": answer_of({"city": STRING, "name": STRING, "parameters": {"type": "object"}}),
+    "another key behind the name": answer_of({"name": STRING, "days": NUMBER}),
+    "names that are no tools": answer_of({"name": {"enum": ["a", "b"]}, "parameters": {"type": "object"}}),
+    "a name that is no text": answer_of({"name": NUMBER}),
+    "no object": StructuredOutput(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {}}'),
+    "alternatives": StructuredOutput(
+        GrammarKind.JSON_SCHEMA,
+        json.dumps({"anyOf": [{"type": "null"}, json.loads(answer_of({"a": STRING}).source)]}),
+    ),
+    "a regular expression": StructuredOutput(GrammarKind.REGEX, r'(\{"name": "\w+"\}|\[\w+\(\)\]|yes)'),
+}
+ALIKE = {
+    "any object": StructuredOutput(GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+    "anything": StructuredOutput(GrammarKind.JSON_SCHEMA, "{}"),
+    "a call": answer_of({"name": STRING, "parameters": {"type": "object"}}),
+    "a name alone": answer_of({"name": STRING}),
+    "a name and what may be missing": answer_of({"name": STRING, "days": NUMBER}, required=["name"]),
+    "names of tools": answer_of({"type": STRING, "name": {"enum": ["search", "b"]}}),
+    "a reference": StructuredOutput(GrammarKind.JSON_SCHEMA, '{"$ref": "#/$defs/a", "$defs": {"a": {}}}'),
+    "alternatives": StructuredOutput(
+        GrammarKind.JSON_SCHEMA, json.dumps({"anyOf": [json.loads(answer_of({"name": STRING}).source), {}]})
+    ),
+}
+
+
 @pytest.mark.parametrize("family", UNMARKED)
-def test_calls_without_a_mark_and_a_response_format_exclude_each_other(family: str) -> None:
+@pytest.mark.parametrize("form", APART)
+def test_an_answer_in_a_given_form_is_never_read_as_a_call(family: str, form: str) -> None:
+    guide = GUIDES["markers are text"]
+    answer_format, rng = format_of(family, guide.vocabulary), random.Random(f"{family} {form}")
+    conversation = replace(ASKED, tools=tuple(replace(tool, strict=True) for tool in TOOLS))
+    grammar = grammar_of(guide, family, conversation, APART[form])
+    assert guide.accepts(grammar, written(family, *TWO))
+    alone = grammar_of(guide, family, replace(ASKED, tool_choice=ToolChoice(ToolUse.NONE)), APART[form])
+    num_whole = 0
+    for _ in range(10):
+        answer, has_ended = guide.random_answer(grammar, rng)
+        parts = parts_of(answer_format, [answer])
+        if has_ended and not parts.calls:
+            num_whole += 1
+            assert guide.accepts(alone, answer)
+        elif has_ended:
+            assert parts.text == ""
+    assert num_whole >= 1
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_json_that_may_look_like_a_bare_call_is_refused(name: str) -> None:
     guide = GUIDES["markers are text"]
 
     with pytest.raises(InvalidRequest, match=r"structured_output: .* tool_choice"):
-        grammar_of(guide, family, ASKED, JSON_ANSWER)
+        grammar_of(guide, "llama", ASKED, ALIKE[name])
+    assert guide.accepts(grammar_of(guide, "pythonic", ASKED, ALIKE[name]), written("pythonic", ONE))
 
+
+@pytest.mark.parametrize("family", UNMARKED)
+def test_where_nothing_is_to_be_told_apart_any_form_will_do(family: str) -> None:
+    guide = GUIDES["markers are text"]
     none = replace(ASKED, tool_choice=ToolChoice(ToolUse.NONE))
     assert guide.accepts(grammar_of(guide, family, none, JSON_ANSWER), '{"a": 1}')
     assert guide.accepts(grammar_of(guide, family, REQUIRED, JSON_ANSWER), written(family, ONE))

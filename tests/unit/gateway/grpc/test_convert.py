@@ -172,11 +172,13 @@ def timing_of(ttft: TtftParts | None, handover: HandoverParts | None) -> pb.Timi
 
 def test_usage_counts_tokens_and_drafts() -> None:
     finish = finish_of(num_completion_tokens=9, num_draft_tokens=8, num_accepted_draft_tokens=6)
-    usage = convert.delta_to_response("a", Delta(finish=finish)).finish.usage
+    response = convert.delta_to_response("a", Delta(finish=finish), num_reasoning_tokens=4)
+    usage = response.finish.usage
     assert {field.name: value for field, value in usage.ListFields()} == {
         "prompt_tokens": 5,
         "completion_tokens": 9,
         "cached_tokens": 3,
         "draft_tokens": 8,
         "accepted_draft_tokens": 6,
+        "reasoning_tokens": 4,
     }

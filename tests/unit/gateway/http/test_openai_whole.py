@@ -20,6 +20,7 @@ from gateway.http.openai.answers import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    CompletionTokensDetails,
     ContentLogprob,
     PromptTokensDetails,
     TokenLogprob,
@@ -208,7 +209,7 @@ def test_no_turn_of_the_event_loop_collects_or_writes_much(
     answer: Any = Watched(ChatAnswer(HEAD, 2, ChatTokens(tokenizer)), clock)
     generations = [generation_of(tokenizer) for _ in range(2)]
     driver: Any = Answering(deltas)
-    response = Generated(driver, generations, 2, answer, None, {})
+    response = Generated(driver, generations, 2, answer, None, {}, is_chat=True)
     bodies: list[bytes] = []
 
     async def send(message: Message) -> None:
@@ -218,7 +219,8 @@ def test_no_turn_of_the_event_loop_collects_or_writes_much(
         return await asyncio.Event().wait() and {}
 
     clock.run(response({"type": "http"}, receive, send))
-    usage = Usage(len(PROMPT), 6000, 6000 + len(PROMPT), PromptTokensDetails(3))
+    details = (PromptTokensDetails(3), CompletionTokensDetails(0))
+    usage = Usage(len(PROMPT), 6000, 6000 + len(PROMPT), *details)
     assert b"".join(bodies) == one_go_chat(tokenizer, [deltas, deltas], usage)
     assert (sum(portions), max(portions)) == (6000, PORTION_TOKENS)
     assert clock.longest_turn_s < 1.5 * TURN_S

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from gateway.conversation import AnswerEvent, ArgumentsDelta, CallBegins, CallEnds, Reasoning, Text
-from gateway.http.anthropic.answers import Message, Stop, StreamEvent, Usage
+from gateway.http.anthropic.answers import Message, OutputTokensDetails, Stop, StreamEvent, Usage
 from gateway.http.anthropic.content import ContentBlocks
 from gateway.http.anthropic.events import EventWriter
 from gateway.http.anthropic.whole import CollectedMessage, Head
@@ -22,8 +22,8 @@ PACKAGE_EVENT = TypeAdapter[Any](RawMessageStreamEvent)
 OUR_EVENT = TypeAdapter[Any](StreamEvent)
 
 HEAD = Head("r-1", "tiny")
-AT_FIRST = Usage(25, 0, 0, 0)
-AT_THE_END = Usage(5, 0, 20, 15)
+AT_FIRST = Usage(25, 0, 0, 0, OutputTokensDetails(0))
+AT_THE_END = Usage(5, 0, 20, 15, OutputTokensDetails(6))
 END_TURN = Stop("end_turn", None)
 
 DELTA = "content_block_delta"

@@ -1,0 +1,77 @@
+"""Whether JSON of a response format may look like a call that is a JSON object and has no mark of its own."""
+
+import json
+from collections.abc import Mapping, Set
+from typing import Any
+
+from gateway.conversation.json_call import ARGUMENTS, OTHER_KEYS
+
+_SHAPING = frozenset(
+    {
+        "$ref",
+        "allOf",
+        "not",
+        "if",
+        "patternProperties",
+        "dependentSchemas",
+        "dependentRequired",
+        "propertyNames",
+    }
+)
+"""They shape an object in ways that are not followed here."""
+
+
+def may_be_json_call(source: str, tool_names: Set[str]) -> bool:
+    """Whether a value of this schema may be what `read_json_call` takes for a call of one of these tools, as far as
+    names and types tell. Guided models write an object's properties in the schema's order, and others behind them."""
+    try:
+        schema = json.loads(source)
+    except ValueError:
+        return False  # no grammar can be made of it, which is told where that is tried
+    return _may_be_call(schema, tool_names)
+
+
+def _may_be_call(schema: Any, tool_names: Set[str]) -> bool:
+    if not isinstance(schema, Mapping):
+        return schema is not False
+    if not _may_be(schema, "object"):
+        return False
+    if not _SHAPING.isdisjoint(schema):
+        return True
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return "properties" in schema or any(_may_be_call(part, tool_names) for part in schema[key])
+    if values := _listed(schema):
+        return any(isinstance(value, Mapping) for value in values)
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    has_name = False
+    for key, part in properties.items():
+        if key in ARGUMENTS and has_name and _may_be(part, "object"):
+            return True
+        if key == "name" and _may_be_name(part, tool_names):
+            has_name = True
+        elif key in required and key not in OTHER_KEYS:
+            return False
+    return has_name or schema.get("additionalProperties") is not False
+
+
+def _may_be(schema: Any, kind: str) -> bool:
+    if not isinstance(schema, Mapping) or "type" not in schema:
+        return schema is not False
+    kinds = schema["type"]
+    return kind in (kinds if isinstance(kinds, list) else [kinds])
+
+
+def _may_be_name(schema: Any, tool_names: Set[str]) -> bool:
+    if not _may_be(schema, "string"):
+        return False
+    values = _listed(schema) if isinstance(schema, Mapping) else []
+    return not values or any(isinstance(value, str) and value in tool_names for value in values)
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    """The only values that there are; empty: any."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum", [])
+    return values if isinstance(values, list) else []
