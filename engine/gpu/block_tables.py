@@ -28,7 +28,7 @@ def pack_tables(batch: StepBatch, groups: KVGroups, block_size: int, num_keys: i
     """`num_keys`: kernels read as many keys at a time, from multiples of this number on."""
     columns_M = np.arange(batch.block_ids_BM.shape[1])
     is_used_BM = columns_M < batch.num_blocks_B[:, None]
-    left_out_B = np.zeros_like(batch.num_blocks_B)
+    num_entries_B, first_entries_B = batch.num_blocks_B, np.cumsum(batch.num_blocks_B) - batch.num_blocks_B
     packed, first_entries, num_before = [], [], 0
     for group, blocks in enumerate(batch.blocks):
         if group == groups.num_full:  # the first with a window
@@ -36,9 +36,10 @@ def pack_tables(batch: StepBatch, groups: KVGroups, block_size: int, num_keys: i
             first_keys_B = np.maximum(0, first_positions_B - groups.window + 1) // num_keys * num_keys
             left_out_B = first_keys_B // block_size
             is_used_BM = is_used_BM & (columns_M >= left_out_B[:, None])
+            num_entries_B = batch.num_blocks_B - left_out_B
+            first_entries_B = np.cumsum(num_entries_B) - batch.num_blocks_B
         packed.append(blocks.block_ids_BM[is_used_BM])
-        num_entries_B = batch.num_blocks_B - left_out_B
-        first_entries.append(num_before + np.cumsum(num_entries_B) - num_entries_B - left_out_B)
+        first_entries.append(first_entries_B + num_before if num_before else first_entries_B)
         num_before += len(packed[-1])
     return PackedTables(packed[0] if len(packed) == 1 else np.concatenate(packed), tuple(first_entries))
 
