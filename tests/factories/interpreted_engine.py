@@ -1,6 +1,6 @@
 """A GPU's engine without a GPU: the Triton kernels of workers in this process are interpreted, from here on.
 
-Import it before any kernel. Graphs, compilers and memory of a GPU are left out.
+Import it before any kernel, and not where kernels are compiled. Graphs, compilers and memory of a GPU are left out.
 """
 
 import os

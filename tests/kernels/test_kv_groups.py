@@ -16,7 +16,6 @@ if torch.cuda.is_available():
 
 from baton.kv_groups import KVGroups
 from tests.factories.greedy_answers import answers_of, greedy_by_transformers, greedy_request
-from tests.factories.interpreted_engine import interpret_kernels
 from tests.factories.models import make_model_dir
 from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
 from tests.kernels.device_parts import SMALL
@@ -47,6 +46,8 @@ def expected(folder: Path) -> dict[int, list[int]]:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
+    from tests.factories.interpreted_engine import interpret_kernels  # who compiles kernels imports this file, too
+
     with pytest.MonkeyPatch.context() as patch:
         interpret_kernels(patch)
         yield

@@ -14,7 +14,6 @@ if torch.cuda.is_available():
 
 from tests.factories.families import DEEPSEEK_V3
 from tests.factories.greedy_answers import answers_of, greedy_by_transformers, greedy_request
-from tests.factories.interpreted_engine import interpret_kernels
 from tests.factories.models import make_model_dir
 from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
 from tests.kernels.device_parts import SMALL
@@ -48,6 +47,8 @@ def start(
     engines: EnginesOf, name: str, num_ranks: int = 1, *, on_gpu: bool = True, **settings: Any
 ) -> WholeEngine:
     """An engine as on a GPU, or one on a CPU."""
+    from tests.factories.interpreted_engine import interpret_kernels  # who compiles kernels imports this file, too
+
     with pytest.MonkeyPatch.context() as patch:
         if on_gpu:
             interpret_kernels(patch)
