@@ -46,7 +46,9 @@ def expected(folder: Path) -> dict[int, list[int]]:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    from tests.factories.interpreted_engine import interpret_kernels  # who compiles kernels imports this file, too
+    from tests.factories.interpreted_engine import (
+        interpret_kernels,
+    )  # who compiles kernels imports this file, too
 
     with pytest.MonkeyPatch.context() as patch:
         interpret_kernels(patch)

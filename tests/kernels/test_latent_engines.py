@@ -47,7 +47,9 @@ def start(
     engines: EnginesOf, name: str, num_ranks: int = 1, *, on_gpu: bool = True, **settings: Any
 ) -> WholeEngine:
     """An engine as on a GPU, or one on a CPU."""
-    from tests.factories.interpreted_engine import interpret_kernels  # who compiles kernels imports this file, too
+    from tests.factories.interpreted_engine import (
+        interpret_kernels,
+    )  # who compiles kernels imports this file, too
 
     with pytest.MonkeyPatch.context() as patch:
         if on_gpu:
