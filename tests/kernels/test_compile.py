@@ -79,7 +79,7 @@ def test_tiles_of_latents_spill_outside_their_loop(compiled: Compiled) -> None:
     kernels = of_arch(compiled, 90, "latent_attention")
     for kernel in kernels:
         is_plain = not any(part in kernel["launch"] for part in ("float8", "blocks of"))
-        assert kernel["spills_in_loop"] <= (2 if is_plain else 40), kernel
+        assert kernel["spills_in_loop"] <= (2 if is_plain else 50), kernel
     assert any(kernel["has_wgmma"] and kernel["has_tma"] for kernel in kernels)
 
 
