@@ -231,7 +231,7 @@ def test_the_same_tokens_with_and_without_fusions(
         assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
 
 
-@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("block_size", [pytest.param(8, marks=pytest.mark.by_hand), 32])
 def test_c27_kv_groups_change_no_token(tmp_path: Path, device: torch.device, block_size: int) -> None:
     """Windows begin several tiles of keys behind their contexts' beginning, and the chunks of a prompt give blocks
     back. Blocks of 32 tokens are read by the copy engine."""

@@ -21,9 +21,10 @@ from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
 from tests.kernels.device_parts import SMALL
 from tests.kernels.test_device_engine import IN_GROUPS
 
-WINDOW, NUM_TOKENS, BLOCK_SIZE = 24, 4, 8
+WINDOW, NUM_TOKENS, BLOCK_SIZE = 24, 3, 8
 GROUPS = KVGroups(1, 2, WINDOW)
-LENGTHS = (3, 24, 90)
+LONGEST = 56
+LENGTHS = (3, 24, LONGEST)
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "block_size": BLOCK_SIZE, "num_blocks": 100}
 
 # Rows that pad a step hold whatever was in memory; nothing comes of them.
@@ -68,15 +69,15 @@ def test_c27_blocks_that_left_the_window_serve_again(
 ) -> None:
     """A pool that holds the longest request only because its own windowed blocks come back. Then its prefix hits."""
     most_of_window = -(-(WINDOW - 1 + 16) // BLOCK_SIZE) + 1
-    num_blocks = -(-(90 + NUM_TOKENS) // BLOCK_SIZE) + 2 * most_of_window
+    num_blocks = -(-(LONGEST + NUM_TOKENS) // BLOCK_SIZE) + 2 * most_of_window
     tight = {"num_blocks": num_blocks + 1, "max_num_batched_tokens": 16}
     engine = start(engines, "d", on_gpu=True, **tight)
     assert engine.model.layer_groups.groups == GROUPS
-    assert num_blocks < 3 * -(-90 // BLOCK_SIZE)
-    for num_hits in (0, 88):
-        engine.add(greedy_request(90, NUM_TOKENS))
+    assert num_blocks < 3 * -(-LONGEST // BLOCK_SIZE)
+    for num_hits in (0, 48):
+        engine.add(greedy_request(LONGEST, NUM_TOKENS))
         engines.run()
-        assert answers_of(engine) == {90: expected[90]}
+        assert answers_of(engine) == {LONGEST: expected[LONGEST]}
         assert engine.core.counters()["prefix_cache_hits"] == num_hits
         engine.answers.clear()
     assert engine.core.counters().get("preemptions", 0) == 0
