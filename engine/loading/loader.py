@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from baton.config import ModelConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelError
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.kv_cache import KVBlockShape
 from engine.layer_groups import LayerGroups, group_layers
@@ -137,7 +137,7 @@ def load_model(
     backend = backend or _make_backend(device)
     is_dummy = config.load_format == "dummy"
     quantization = _kept_as(config, path, device)
-    kv_scales = _kv_scales(config, path, kv_dtype)
+    kv_scales = _kv_scales(config, path, architecture, kv_dtype)
     parts = _DecoderParts(config, architecture, backend, collectives, kv_scales, expert_parallel)
     decoder = (
         parts.decoder(DummyWeights(dtype, device))
@@ -192,7 +192,7 @@ def outline_model(
     source: WeightSource = TakeRecorder(dtype)
     if quantization is not None and _kept_as(config, path, torch.device("meta")) is not None:
         source = OutlinedCheckpoint(path, quantization, dtype)
-    kv_scales = _kv_scales(config, path, kv_dtype)
+    kv_scales = _kv_scales(config, path, architecture, kv_dtype)
     parts = _DecoderParts(config, architecture, backend, collectives, kv_scales, expert_parallel)
     return LoadedModel(
         architecture=architecture,
@@ -226,11 +226,19 @@ def takes_of(
     return recorder.takes
 
 
-def _kv_scales(config: ModelConfig, path: Path, kv_dtype: torch.dtype) -> dict[str, KVScale]:
+def _kv_scales(
+    config: ModelConfig, path: Path, architecture: ModelArchitecture, kv_dtype: torch.dtype
+) -> dict[str, KVScale]:
     """Of a checkpoint, if KV has so few bits that they matter."""
     if kv_dtype is not FP8 or config.load_format == "dummy" or gguf_of(path) is not None:
         return {}
-    return read_kv_scales(path)
+    scales = read_kv_scales(path)
+    if scales and architecture.latent is not None:
+        raise ModelError(
+            f"{path}: {min(scales)} has scales, which are not supported where heads share a latent; "
+            "set engine.kv_cache_dtype to 'auto', which needs no scales"
+        )
+    return scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,16 @@ def test_other_scales_are_refused_by_name_unless_kv_has_more_bits(
     load(folder, "auto")
 
 
+def test_scales_of_latents_are_refused_by_name_unless_kv_has_more_bits(tmp_path: Path) -> None:
+    folder = make_model_dir(tmp_path, "deepseek_v3", num_key_value_heads=4)
+    add_scales(folder)
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.self_attn has scales, .* heads share a latent; set engine\.kv"
+    ):
+        load(folder)
+    load(folder, "auto")
+
+
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
