@@ -60,12 +60,12 @@ def guided_schema(tool: Tool) -> str:
 
 
 def spaced(source: str) -> str:
-    """A schema of any kind with the spacing of arguments; what is no schema stays as it is."""
+    """A schema of any kind with the spacing of arguments; what is no schema, or too deep, stays as it is."""
     try:
         schema = json.loads(source)
-    except ValueError:
+        return json.dumps(schema | {SPACING_KEY: SPACING}) if isinstance(schema, dict) else source
+    except (ValueError, RecursionError):
         return source
-    return json.dumps(schema | {SPACING_KEY: SPACING}) if isinstance(schema, dict) else source
 
 
 def check_parameters(tool: Tool) -> None:

@@ -23,12 +23,16 @@ _SHAPING = frozenset(
 
 def may_be_json_call(source: str, tool_names: Set[str]) -> bool:
     """Whether a value of this schema may be what `read_json_call` takes for a call of one of these tools, as far as
-    names and types tell. Guided models write an object's properties in the schema's order, and others behind them."""
+    names and types tell. Guided models write an object's properties in the schema's order, and others behind them.
+
+    A schema with keywords of wrong types, or too deep to be followed, may be anything.
+    """
     try:
-        schema = json.loads(source)
+        return _may_be_call(json.loads(source), tool_names)
+    except RecursionError:
+        return True
     except ValueError:
         return False  # no grammar can be made of it, which is told where that is tried
-    return _may_be_call(schema, tool_names)
 
 
 def _may_be_call(schema: Any, tool_names: Set[str]) -> bool:
@@ -40,10 +44,15 @@ def _may_be_call(schema: Any, tool_names: Set[str]) -> bool:
         return True
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return "properties" in schema or any(_may_be_call(part, tool_names) for part in schema[key])
+            parts = schema[key]
+            if not isinstance(parts, list) or "properties" in schema:
+                return True
+            return any(_may_be_call(part, tool_names) for part in parts)
     if values := _listed(schema):
         return any(isinstance(value, Mapping) for value in values)
-    properties, required = schema.get("properties", {}), schema.get("required", ())
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return True
     has_name = False
     for key, part in properties.items():
         if key in ARGUMENTS and has_name and _may_be(part, "object"):

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import jsonschema
@@ -213,6 +214,26 @@ def test_json_that_may_look_like_a_bare_call_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"structured_output: .* tool_choice"):
         grammar_of(guide, "llama", ASKED, ALIKE[name])
     assert guide.accepts(grammar_of(guide, "pythonic", ASKED, ALIKE[name]), written("pythonic", ONE))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '{"anyOf": 5}',
+        '{"properties": 5}',
+        '{"properties": {"a": {}}, "required": 5}',
+        '{"anyOf": [' * 400 + "{}" + "]}" * 400,
+        '{"anyOf": [' * 5_000 + "{}" + "]}" * 5_000,
+    ],
+    ids=["anyOf", "properties", "required", "deep", "too deep to be read"],
+)
+def test_schemas_that_are_none_or_too_deep_break_nothing_beside_calls(source: str) -> None:
+    """Those that remain are told to be wrong when they are compiled, or by how large they are."""
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, source)
+    with pytest.raises(InvalidRequest):
+        format_of("llama").grammar(ASKED, "", answer)
+    with suppress(InvalidRequest):
+        assert format_of("pythonic").grammar(ASKED, "", answer) is not None
 
 
 @pytest.mark.parametrize("family", UNMARKED)
