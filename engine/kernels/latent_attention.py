@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels.attention_plan import ITEM_FIELDS
 from engine.kernels.attention_tuning import AttentionShape, AttentionTuning
 from engine.kernels.dependent_launch import launch_options, wait_for_former
-from engine.kernels.paged_attention import Partials
+from engine.kernels.paged_attention import Partials, num_turns_of, unit_of
 
 _LOG2_E = math.log2(math.e)
 
@@ -162,16 +162,11 @@ def _latent_attention_kernel(  # type: ignore[no-untyped-def]
     query, head_in_group = rows // G, rows % G
     dims, rotated_dims = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
 
-    # Programs take units in turns, as in `paged_attention`. Groups of one item follow one another: most of them find
-    # its latents in the L2 cache.
+    # Groups of one item follow one another: most of them find its latents in the L2 cache.
     num_units = tl.load(num_items_ptr) * H  # the step's plan is on the device already
     wait_for_former(PDL)
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    num_turns = num_units // num_programs
-    last_place = tl.where(num_turns % 2 == 0, program, num_programs - 1 - program)
-    num_turns += (last_place < num_units % num_programs).to(tl.int32)
-    for turn in range(num_turns):
-        unit = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
+    for turn in range(num_turns_of(num_units)):
+        unit = unit_of(turn)
         item_ptr = items_ptr + unit // H * FIELDS
         table_ptr = block_ids_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
         first_row = tl.load(item_ptr + 1)

@@ -240,6 +240,23 @@ def paged_attention_reference(
 
 
 @triton.jit
+def num_turns_of(num_units):  # type: ignore[no-untyped-def]
+    """How many units this program takes. Programs take them in turns, and every second turn in reverse order: after a
+    long unit, each gets a short one."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_turns = num_units // num_programs
+    last_place = tl.where(num_turns % 2 == 0, program, num_programs - 1 - program)
+    return num_turns + (last_place < num_units % num_programs).to(tl.int32)
+
+
+@triton.jit
+def unit_of(turn):  # type: ignore[no-untyped-def]
+    """The unit that this program takes in this turn."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    return turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
+
+
+@triton.jit
 def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     q_ptr, kv, block_ids_ptr, items_ptr, num_items_ptr, partial_ptr, weight_ptr, out_ptr, sinks_ptr,
     merges_ptr, num_arrived_ptr,
@@ -254,15 +271,10 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     query, head_in_group = rows // G, rows % G
     dims = tl.arange(0, BLOCK_D)
 
-    # Programs take units in turns, and every second turn in reverse order: after a long unit, each gets a short one.
     num_units = tl.load(num_items_ptr) * H  # the step's plan is on the device already
     wait_for_former(PDL)
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    num_turns = num_units // num_programs
-    last_place = tl.where(num_turns % 2 == 0, program, num_programs - 1 - program)
-    num_turns += (last_place < num_units % num_programs).to(tl.int32)
-    for turn in range(num_turns):
-        unit = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
+    for turn in range(num_turns_of(num_units)):
+        unit = unit_of(turn)
         head = unit % H
         item_ptr = items_ptr + unit // H * FIELDS
         table_ptr = block_ids_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
