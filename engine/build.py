@@ -111,13 +111,15 @@ class DeviceEngine:
     def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepRunner:
         # Without a GPU, Triton may be missing.
         from engine.gpu.attention_check import check_attention
+        from engine.gpu.compiler import naming_assembler
         from engine.gpu.device_parts import make_device_parts
         from engine.gpu.graphs import CudaGraphs
 
         assert self.compiler is not None
         parts = make_device_parts(self.model, self.pool, self.capacity.limits)
-        parts.rehearse()
-        check_attention(self.model, parts, self.pool, self.compiler)
+        with naming_assembler(self.compiler, self.model.device):
+            parts.rehearse()
+            check_attention(self.model, parts, self.pool, self.compiler)
         if self.uses_graphs:
             parts.record(
                 CudaGraphs(), lambda done, count: self.on_progress("recording CUDA graphs", done, count)

@@ -69,8 +69,7 @@ def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compil
             raise ConfigError(
                 f"attention, {case.name}: the Triton kernels differ from torch by {off:.3g} in run {run + 1} of "
                 f"{NUM_RUNS}, where rounding explains at most {allowed:.3g}, so this worker would give wrong tokens. "
-                f"They were assembled by ptxas {compiler.version} ({compiler.ptxas}); set TRITON_PTXAS_PATH to a "
-                f"ptxas of CUDA 13.3 or later (docs/gpu.md)"
+                f"{compiler.advice}"
             )
 
 

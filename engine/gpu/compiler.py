@@ -4,9 +4,12 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
@@ -33,6 +36,31 @@ class Compiler:
     """Where compiled kernels are kept."""
     is_suspect: bool
     """The assembler is known to make wrong code of some kernels for this GPU."""
+
+    @property
+    def advice(self) -> str:
+        """What a message about wrong kernels ends with."""
+        return (
+            f"They were assembled by ptxas {self.version} ({self.ptxas}); set TRITON_PTXAS_PATH to a ptxas of CUDA "
+            f"13.3 or later (docs/gpu.md)"
+        )
+
+
+@contextmanager
+def naming_assembler(compiler: Compiler, device: torch.device) -> Iterator[None]:
+    """For the first launches of all kernels: ConfigError, which names the assembler, if one of them faults.
+
+    With ptxas 12.8, float32 prefill ended with an illegal memory access on an H200.
+    """
+    try:
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        if not str(error).startswith("CUDA error"):
+            raise
+        what = str(error).splitlines()[0]
+        raise ConfigError(f"a Triton kernel failed on this GPU: {what}. {compiler.advice}") from error
 
 
 def find_compiler(capability: tuple[int, int]) -> Compiler:

@@ -13,6 +13,8 @@ RESERVED_BYTES = 3 * 1024
 """Shared memory of a multiprocessor that launches take for themselves."""
 SHARED_BYTES = 227 * 1024 - RESERVED_BYTES
 """Shared memory that programs on an H100's or H200's multiprocessor can have together."""
+DECODE_BYTES = 64 * 1024
+"""Of keys and values that a program of decodes loads ahead. More is no faster, and leaves less to the L1 cache."""
 MIN_BLOCK_N = 16
 MIN_PRODUCT = 16
 """The matrix units multiply at least so many numbers of a row."""
@@ -134,7 +136,9 @@ def decode_tuning(shape: AttentionShape, num_queries: int = 1) -> AttentionTunin
     tile_bytes = block_m * (shape.padded_head_dim + preferred) * shape.dtype_bytes
     shared_bytes = shape.shared_bytes // 2 - tile_bytes
     block_n = _fitting(shape, preferred, shared_bytes)
-    num_buffers = _num_buffers(shape, block_n, shared_bytes, 4)
+    num_buffers = _num_buffers(
+        shape, block_n, shared_bytes, max(2, DECODE_BYTES // _buffer_bytes(shape, block_n))
+    )
     # The limit gives two programs all registers, so that the assembler does not spill to make room for a third.
     return AttentionTuning(block_m, block_n, 4, num_buffers + 1, 2, max_registers=248)
 

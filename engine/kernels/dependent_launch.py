@@ -9,6 +9,13 @@ it loads anything that an earlier kernel may have written. A kernel lets the nex
 waited for the previous one. So when a kernel starts, all earlier kernels but the previous one have ended, and it may
 load what the previous one does not write. Kernels that are launched normally, such as torch's, begin when all earlier
 kernels have ended.
+
+An early start can cost more than it saves, as measured on an H200 (benchmarks/results/gpu-nvidia-h200.json):
+
+* Programs that start early go where there is room at that time. If a kernel has one large program for each
+  multiprocessor or fewer, several of them share one while others have none. Such kernels start normally.
+* A multiprocessor divides its memory into L1 cache and shared memory, and changes that only while it is idle. Attention
+  takes most of it as shared memory. A product that starts early after it would read weights through a tiny L1.
 """
 
 from functools import cache
@@ -23,12 +30,12 @@ from engine.kernels.switches import kernel_switches
 FIRST_ARCHITECTURE = 90
 
 
-def launch_options() -> dict[str, bool]:
-    """For a launch of a kernel that calls `wait_for_former(PDL)`."""
+def launch_options(*, starts_early: bool = True) -> dict[str, bool]:
+    """For a launch of a kernel that calls `wait_for_former(PDL)`. `starts_early`: before the previous one has ended."""
     if not kernel_switches().pdl or knobs.runtime.interpret:
         return {"PDL": False}
     return (
-        {"PDL": True, "launch_pdl": True}
+        {"PDL": True, "launch_pdl": starts_early}
         if _is_supported(driver.active.get_current_device())
         else {"PDL": False}
     )
@@ -42,8 +49,12 @@ def _is_supported(_device: int) -> bool:
 
 
 @triton.jit
-def wait_for_former(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Waits until the previous kernel has ended and its writes are visible; then the next kernel may start."""
+def wait_for_former(PDL: tl.constexpr, NEXT_STARTS_EARLY: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """Waits until the previous kernel has ended and its writes are visible; then the next kernel may start.
+
+    With NEXT_STARTS_EARLY False the next one starts when this one has ended.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if NEXT_STARTS_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()

@@ -272,7 +272,7 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, BLOCK_D)
 
     num_units = tl.load(num_items_ptr) * H  # the step's plan is on the device already
-    wait_for_former(PDL)
+    wait_for_former(PDL, NEXT_STARTS_EARLY=False)
     for turn in range(num_turns_of(num_units)):
         unit = unit_of(turn)
         head = unit % H

@@ -1,4 +1,4 @@
-"""The product of up to 4 rows with a weight: x stays in registers while rows of weights stream past.
+"""The product of up to 2 rows with a weight: x stays in registers while rows of weights stream past.
 
 Shape suffixes: T tokens, I input features, O output features.
 """

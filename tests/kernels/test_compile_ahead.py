@@ -19,8 +19,9 @@ TIMEOUT_S = 300.0
 
 
 def run_ahead(*options: str, **environment: str) -> dict[str, Any]:
-    """In a process of its own: kernels that are interpreted here cannot be compiled here."""
+    """In a process of its own that sees no GPU: kernels that are interpreted or run here cannot only be compiled."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kept["CUDA_VISIBLE_DEVICES"] = ""
     output = subprocess.run(
         [sys.executable, "-m", "tests.kernels.ahead", *options],
         env=kept | environment,

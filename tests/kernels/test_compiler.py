@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 from baton.errors import ConfigError
-from engine.gpu.compiler import PTXAS_VARIABLES, find_compiler
+from engine.gpu.compiler import PTXAS_VARIABLES, Compiler, find_compiler, naming_assembler
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
@@ -110,3 +111,23 @@ def test_a_folder_that_takes_no_kernels_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(ConfigError, match=r"cannot be kept in .*file/cache.*TRITON_CACHE_DIR"):
         find_compiler(HOPPER)
+
+
+def test_a_fault_of_a_kernel_names_the_assembler_and_a_remedy() -> None:
+    compiler, cpu = Compiler("/bundled/ptxas", "12.8.93", "/cache", is_suspect=True), torch.device("cpu")
+    text = "CUDA error: an illegal memory access was encountered\nFor debugging consider"
+    with pytest.raises(ConfigError) as refused, naming_assembler(compiler, cpu):
+        raise RuntimeError(text)
+    assert str(refused.value).startswith(
+        "a Triton kernel failed on this GPU: CUDA error: an illegal memory access"
+    )
+    for word in ("12.8.93", "/bundled/ptxas", "TRITON_PTXAS_PATH", "docs/gpu.md"):
+        assert word in str(refused.value)
+    assert "debugging" not in str(refused.value)
+
+
+def test_other_errors_of_a_start_stay_as_they_are() -> None:
+    compiler, cpu = Compiler("/bundled/ptxas", "12.8.93", "/cache", is_suspect=True), torch.device("cpu")
+    with pytest.raises(RuntimeError, match="CUDA out of memory") as raised, naming_assembler(compiler, cpu):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert not isinstance(raised.value, ConfigError)

@@ -68,7 +68,7 @@ LAUNCHES = {
 } | {f"float32, {num_tokens}": partial(empty_launch, num_tokens, 4096, 4096, F32) for num_tokens in (4, 8)}
 USUAL = re.compile(r"(fused )?Llama-3\.1-8B \w+, (1|16)\b.*|float32.*")
 RARE = [name for name in LAUNCHES if not USUAL.fullmatch(name)]
-FEW = [(1, 10, 48), (2, 6, 1030), (3, 40, 300)]
+FEW = [(1, 10, 48), (2, 6, 1030), (2, 40, 300)]
 MORE = [(5, 70, 300), (16, 34, 512)]
 """Tokens, outputs, inputs."""
 EITHER_KERNEL = pytest.mark.parametrize(
@@ -79,7 +79,7 @@ DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16])
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @DTYPES
-@pytest.mark.parametrize("shape", [(1, 5, 48), (2, 3, 1030), (3, 40, 300)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 5, 48), (2, 3, 1030), (2, 40, 300)], ids=str)
 def test_few_rows_are_what_torch_computes(
     has_bias: bool,
     dtype: torch.dtype,
@@ -197,9 +197,9 @@ def test_any_launch_fuses_the_same(
 
 
 def test_norms_where_all_of_x_is_in_registers() -> None:
-    assert norms_input(4, 4096, 2)
-    assert not norms_input(5, 4096, 2)
-    assert not norms_input(4, 8192, 2)
+    assert norms_input(2, 4096, 2)
+    assert not norms_input(3, 4096, 2)
+    assert not norms_input(2, 16384, 2)
     assert norms_input(2, 4096, 1)
     assert not norms_input(3, 4096, 1)
 
@@ -221,7 +221,7 @@ def test_launches_are_chosen_by_shape() -> None:
     normed = choose_launch(2, 4096, 4096, 2, is_normed=True)
     assert normed == FmaLaunch(rows=2, num_warps=8, max_programs=2 * 132), "89 registers"
     assert isinstance(choose_launch(2, 14336, 4096, 2), DotLaunch), "x would not fit the registers"
-    assert isinstance(choose_launch(5, 4096, 4096, 2), DotLaunch)
+    assert isinstance(choose_launch(3, 4096, 4096, 2), DotLaunch), "sums would take longer"
     assert choose_launch(2, 4096, 4096, 1) == FmaLaunch(rows=4, num_warps=8, max_programs=2 * 132)
     assert isinstance(choose_launch(3, 4096, 4096, 1), DotLaunch), "too many registers"
     assert isinstance(choose_launch(1, 14336, 4096, 1), DotLaunch), "too many registers"
