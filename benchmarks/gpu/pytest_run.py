@@ -24,7 +24,7 @@ ENDS = (0, 1)
 """Of pytest: all passed, some did not (they are counted)."""
 NUM_SHOWN = 12
 """Failures that get a row of their own."""
-EXCUSES = re.compile(r"needs (two|\d+) GPUs|compute capability")
+EXCUSES = re.compile(r"needs (two|\d+) GPUs|compute capability|on a GPU here|interpret their kernels")
 """Valid reasons on a GPU. A test that is skipped for another reason counts as left out."""
 DRY_EXCUSES = re.compile(r"interpreter|needs a GPU|no CUDA device")
 
@@ -59,11 +59,12 @@ def run_pytest(setting: Setting, part: str, title: str, arguments: Sequence[str]
         is_failed=bool(counts["failed"]) or code not in (*ENDS, None) or not counts["passed"],
         figures=dict(counts),
     )
+    excuses = DRY_EXCUSES if setting.is_dry else EXCUSES
     for row in tests:
         if row.outcome == "uncollected":
-            yield Row(part, row.test, "not collected", row.message, is_skipped=True)
+            is_skipped = not excuses.search(row.message)
+            yield Row(part, row.test, "not collected", row.message, is_skipped=is_skipped)
     reasons = Counter(row.message for row in tests if row.outcome == "skipped")
-    excuses = DRY_EXCUSES if setting.is_dry else EXCUSES
     for reason, number in reasons.most_common():
         yield Row(
             part, f"{title}: skipped", f"{number} left out", reason, is_skipped=not excuses.search(reason)

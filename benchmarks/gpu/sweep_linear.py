@@ -27,7 +27,7 @@ TOKENS = (1, 2, 4, 16)
 LIBRARY = "torch's"
 ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "rows": (1, 2, 4, 8),
-    "max_programs": (132, 264, 396, 528),
+    "max_programs": (132, 264, 396, 528, 1056, 2112, 4224, 2**20),
     "block_outputs": (16, 32, 64, 128),
     "block_inputs": (64, 128, 256),
     "num_stages": (2, 3, 4, 5),

@@ -5,6 +5,7 @@ Every test runs on a pretended device as well, whose processes are threads, unle
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -60,7 +61,8 @@ def own(device: Device, pipe: Connection) -> None:
 def owner(device: Device) -> Iterator[tuple[Process, bytes]]:
     process = device.start(own)
     yield process, process.answer()
-    process.pipe.send(None)
+    with suppress(BrokenPipeError):  # the test has killed it
+        process.pipe.send(None)
     process.kill()
 
 
