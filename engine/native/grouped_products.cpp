@@ -35,7 +35,8 @@ alignas(16) constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11
 // Bytes of a vector register, and their products with the 4 bytes of a row that all outputs share. A dot's sums of a
 // group stay below 2^31, and with values of 4 bits, which stand for 24 at most, below 2^15.
 #if defined(__AVX512BW__)
-constexpr int MAX_ROWS = 16;
+constexpr int MAX_ROWS = 16, MAX_ROWS_OF_8_BITS = 16;
+constexpr bool FEW_REGISTERS = false;
 using Bytes = __m512i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
 inline Bytes low_nibbles(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
@@ -59,13 +60,14 @@ template <int BITS> struct Dot {
 struct Dot4 {
     Bytes sums = _mm512_setzero_si512();
     void add(Bytes u, Bytes x) { sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(u, x)); }
-    Ints total() const { return (Ints)(_mm512_madd_epi16(sums, _mm512_set1_epi16(1))); }
+    Ints total(int16_t factor = 1) const { return (Ints)(_mm512_madd_epi16(sums, _mm512_set1_epi16(factor))); }
 };
 #define DOT_OF_NIBBLES
 #endif
 
 #elif defined(__AVX2__)
-constexpr int MAX_ROWS = 4;
+constexpr int MAX_ROWS = 6, MAX_ROWS_OF_8_BITS = 3;  // whose sums, and those of 8 bits are two, stay in 16 registers
+constexpr bool FEW_REGISTERS = true;
 using Bytes = __m256i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes)); }
 inline Bytes low_nibbles(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
@@ -81,12 +83,13 @@ inline Bytes four(const int8_t *x) {
 struct Dot4 {
     Bytes sums = _mm256_setzero_si256();
     void add(Bytes u, Bytes x) { sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(u, x)); }
-    Ints total() const { return (Ints)(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
+    Ints total(int16_t factor = 1) const { return (Ints)(_mm256_madd_epi16(sums, _mm256_set1_epi16(factor))); }
 };
 #define DOT_OF_NIBBLES
 
 #elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int MAX_ROWS = 8;
+constexpr int MAX_ROWS = 8, MAX_ROWS_OF_8_BITS = 8;
+constexpr bool FEW_REGISTERS = false;
 using Bytes = uint8x16_t;
 inline Bytes load_bytes(const uint8_t *bytes) { return vld1q_u8(bytes); }
 inline Bytes low_nibbles(Bytes v) { return vandq_u8(v, vdupq_n_u8(15)); }
@@ -113,7 +116,8 @@ template <int BITS> struct Dot {
 };
 
 #else
-constexpr int MAX_ROWS = 4;
+constexpr int MAX_ROWS = 4, MAX_ROWS_OF_8_BITS = 4;
+constexpr bool FEW_REGISTERS = true;
 struct Bytes {
     uint8_t values[4 * LANES];
 };
@@ -153,15 +157,52 @@ struct Dot8 {
         low.add(low_nibbles(u), x);
         high.add(high_nibbles(u), x);
     }
-    Ints total() const { return low.total() + high.total() * 16; }
+    Ints total() const { return low.total() + high.total(16); }
 };
 template <int BITS> using Dot = std::conditional_t<BITS == 4, Dot4, Dot8>;
 #endif
 
+// The weights of a group, for the outputs of one vector, times those of each row: calls `then(row, products' sums)`.
+template <int BITS, int GROUP, bool IS_E2M1, int ROWS, typename Then>
+inline void multiply_group(const uint8_t *bytes, const int8_t *q, const Then &then) {
+    constexpr int STEPS = GROUP / 4, LOADS = STEPS * BITS / 8;
+    const auto unpacked = [](Bytes nibbles) { return IS_E2M1 ? from_e2m1(nibbles) : nibbles; };
+    const auto x = [q](int row, int step) { return four(q + row * GROUP + 4 * step); };
+    if constexpr (FEW_REGISTERS) {  // they hold the sums of all rows, and the weights of one load
+        Dot<BITS> dots[ROWS];
+#pragma GCC unroll 2  // unrolled further, GCC 12 stores all products before it adds them
+        for (int i = 0; i < LOADS; ++i) {
+            const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
+            const Bytes u = BITS == 8 ? loaded : unpacked(low_nibbles(loaded));
+            for (int row = 0; row < ROWS; ++row) dots[row].add(u, x(row, i));
+            if constexpr (BITS == 4) {
+                const Bytes high = unpacked(high_nibbles(loaded));
+                for (int row = 0; row < ROWS; ++row) dots[row].add(high, x(row, i + LOADS));
+            }
+        }
+        for (int row = 0; row < ROWS; ++row) then(row, dots[row].total());
+        return;
+    }
+    Bytes u[STEPS];
+    for (int i = 0; i < LOADS; ++i) {
+        const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
+        u[i] = BITS == 8 ? loaded : unpacked(low_nibbles(loaded));
+        if constexpr (BITS == 4) u[i + LOADS] = unpacked(high_nibbles(loaded));
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row) {
+        Dot<BITS> even, odd;  // two, so that neither waits for its own last product
+        for (int i = 0; i < STEPS; i += 2) {
+            even.add(u[i], x(row, i));
+            odd.add(u[i + 1], x(row, i + 1));
+        }
+        then(row, even.total() + odd.total());
+    }
+}
+
 // Sums of one block of outputs for the rows of one tile: sums[row][BLOCK], before `factor`.
 template <int BITS, int GROUP, bool IS_E2M1, int ROWS>
 void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float *sums, Prefetch prefetch) {
-    constexpr int STEPS = GROUP / 4, LOADS = STEPS * BITS / 8;
     constexpr int64_t GROUP_BYTES = SCALE_BYTES + BLOCK * GROUP * BITS / 8;
     for (int part = 0; part < BLOCK; part += LANES) {
         Floats totals[ROWS] = {};
@@ -170,27 +211,13 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
         for (int64_t g = 0; g < num_groups; ++g) {
             const Float16 *halves = reinterpret_cast<const Float16 *>(group);
             const Floats scales = ::load(halves + part), mins = ::load(halves + BLOCK + part);
-            const uint8_t *bytes = group + SCALE_BYTES + 4 * part;
-            if (part == 0) prefetch.step();
-            Bytes u[STEPS];
-            for (int i = 0; i < LOADS; ++i) {
-                const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
-                u[i] = BITS == 8 ? loaded : low_nibbles(loaded);
-                if constexpr (BITS == 4) u[i + LOADS] = high_nibbles(loaded);
-                if constexpr (IS_E2M1) u[i] = from_e2m1(u[i]), u[i + LOADS] = from_e2m1(u[i + LOADS]);
-            }
             const float *x_scales = reinterpret_cast<const float *>(q + ROWS * GROUP), *x_sums = x_scales + ROWS;
-#pragma GCC unroll 16
-            for (int row = 0; row < ROWS; ++row) {
-                Dot<BITS> even, odd;  // two, so that neither waits for its own last product
-                for (int i = 0; i < STEPS; i += 2) {
-                    even.add(u[i], four(q + row * GROUP + 4 * i));
-                    odd.add(u[i + 1], four(q + row * GROUP + 4 * (i + 1)));
-                }
-                const Floats dot = __builtin_convertvector(even.total() + odd.total(), Floats);
+            if (part == 0) prefetch.step();
+            const auto add = [&](int row, Ints dot) {
                 totals[row] = mins * x_sums[row] + totals[row];
-                totals[row] = dot * (scales * x_scales[row]) + totals[row];
-            }
+                totals[row] = __builtin_convertvector(dot, Floats) * (scales * x_scales[row]) + totals[row];
+            };
+            multiply_group<BITS, GROUP, IS_E2M1, ROWS>(group + SCALE_BYTES + 4 * part, q, add);
             group += GROUP_BYTES;
             q += ROWS * (GROUP + 8);
         }
@@ -295,7 +322,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
     const Tiles row_blocks(num_rows, ROW_BLOCK);
     for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
         const int64_t first = row_blocks.begin(row_block);
-        const Tiles tiles(row_blocks.size(row_block), MAX_ROWS);
+        const Tiles tiles(row_blocks.size(row_block), layer->bits == 8 ? MAX_ROWS_OF_8_BITS : MAX_ROWS);
         const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
         int8_t *quantised = reinterpret_cast<int8_t *>(scratch<0>(tiles.num_rows * row_bytes));
         // Waking threads takes longer than quantising few rows.
