@@ -97,6 +97,10 @@ STARTS_RAY = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(STARTS_RAY))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device"))
 
 
 @pytest.hookimpl(optionalhook=True)

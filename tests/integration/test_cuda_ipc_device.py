@@ -22,7 +22,6 @@ from engine.kv_cache import KVBlockShape, KVPool
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.connector.worker import KVConnectorWorker
-from kv_transfer.cuda.driver import cuda_is_available
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.cuda.staging import Staged, Stager
 from kv_transfer.pool import DeviceBlocks, DeviceKVBytes
@@ -32,10 +31,6 @@ from kv_transfer.transport.cuda_ipc import CudaIpcReader
 from tests.factories.devices import PATIENCE_S, Device, PretendedDevice, Process, RealDevice
 from tests.factories.pool_readers import finish, make_runs, pattern
 
-NEEDS_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not cuda_is_available(), reason="this machine has no CUDA device"),
-]
 NUM_BLOCKS = 24
 FINGERPRINT = KVFingerprint(2, "model", "float16", "LKHTD", 4, 8, 16, 16, 1)
 BLOCK_NBYTES = 4 * 2 * 8 * 16 * 16 * 2
@@ -44,7 +39,7 @@ NUM_TOKENS = 10 * 16 + 5
 TOKEN = FirstToken(7, None)
 
 
-@pytest.fixture(params=["pretended", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.fixture(params=["pretended", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Device:
     return RealDevice() if request.param == "cuda" else PretendedDevice()
 
@@ -279,7 +274,6 @@ def test_a_whole_prompt_is_handed_over(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not cuda_is_available(), reason="this machine has no CUDA device")
 def test_a_pool_lives_in_memory_that_others_may_read() -> None:
     shape = KVBlockShape(4, 8, 16, 16, torch.float16)
     memory = CudaMemory(NBYTES, 0)
@@ -294,7 +288,6 @@ def test_a_pool_lives_in_memory_that_others_may_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not cuda_is_available(), reason="this machine has no CUDA device")
 def test_a_graph_can_be_captured_while_another_thread_moves_kv() -> None:
     """The driver ends a capture when another thread makes certain calls, unless that thread says that it may."""
     memory = CudaMemory(NBYTES, 0)
