@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_COMPILERS = 8
-"""Threads. A worker needs some 30 kernels, each of which compiles for half a second or more; weights load meanwhile."""
+"""Most threads that compile kernels. A worker needs about 30 kernels, and each takes half a second or more to
+compile. Weights load meanwhile."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the present activity, how much of it is done, and how much there is in all."""
+"""Called with the name of the present activity, the amount that is done, and the total amount."""
 
 Connect = Callable[..., KVConnectorWorker]
-"""Makes the rank's connector from its blocks, their fingerprint and, as `memory`, the memory that others may map."""
+"""Makes the rank's connector from its blocks, their fingerprint, and `memory`, which other processes may
+map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +65,17 @@ class DeviceEngine:
     on_progress: OnProgress
     uses_graphs: bool
     num_threads: int
-    """Threads with which a CPU computes; 0 on a GPU."""
+    """How many threads compute on a CPU; 0 on a GPU."""
     compiler: "Compiler | None" = None
     """The compiler of a GPU's kernels; None on a CPU."""
     drafter: Drafter | None = None
-    """Guesses tokens ahead, if it is configured."""
+    """Guesses the next tokens, if speculation is configured."""
     takes_forced: bool = False
-    """Tokens that a grammar forces need no step to sample them."""
+    """Whether tokens that a grammar forces are added without a step that samples them."""
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        """Complete for this rank."""
+        """The scheduler's configuration, completed with the capacity of this rank."""
         return self.capacity.scheduler_config
 
     @property
@@ -85,7 +87,7 @@ class DeviceEngine:
     def make_pipeline(self, grammars: GrammarCompiler | None = None) -> Pipeline:
         """Makes the rank's pipeline. The collectives must be connected, and all ranks call this at the same time.
 
-        `grammars`: for rank 0, which samples.
+        `grammars`: only for rank 0, which samples.
         """
         is_async = self.scheduler_config.async_scheduling
         if self.model.device.type == "cpu":
@@ -97,27 +99,27 @@ class DeviceEngine:
             return make_pipeline(steps, async_scheduling=is_async)
         device_runner: StepRunner = self._make_device_runner(grammars)
         device = self.model.device
-        # With several ranks a failure ends all of them, and waiting for the device might mean waiting for another rank.
+        # With several ranks, a failure ends all ranks, and waiting for the device could mean waiting for
+        # another rank.
         if self.model.collectives.size == 1:
             device_runner = FailSettled(device_runner, lambda: torch.cuda.synchronize(device))
         steps = self._fail_stop(device_runner)
         return StreamPipeline(steps) if is_async else InlinePipeline(steps)
 
     def free(self) -> None:
-        """Frees the pool's memory; no step and no connector may use it any more."""
+        """Frees the pool's memory. No step and no connector may use this memory any more."""
         if isinstance(self.memory, CudaMemory):
             self.memory.free()
 
     def _make_device_runner(self, grammars: GrammarCompiler | None) -> StepRunner:
         # Without a GPU, Triton may be missing.
         from engine.gpu.attention_check import check_attention
-        from engine.gpu.compiler import naming_assembler
         from engine.gpu.device_parts import make_device_parts
         from engine.gpu.graphs import CudaGraphs
 
         assert self.compiler is not None
         parts = make_device_parts(self.model, self.pool, self.capacity.limits)
-        with naming_assembler(self.compiler, self.model.device):
+        with _naming_assembler(self.compiler, self.model.device):
             parts.rehearse()
             check_attention(self.model, parts, self.pool, self.compiler)
         if self.uses_graphs:
@@ -147,9 +149,9 @@ def build_device_engine(
     connect: Connect,
     on_progress: OnProgress,
 ) -> DeviceEngine:
-    """Loads the rank's part of the model and binds its KV plane. ConfigError or ModelError if it cannot be served.
+    """Loads the rank's part of the model and binds its KV plane; the collectives need not be connected yet.
 
-    The collectives need not be connected.
+    ConfigError or ModelError if this rank cannot serve the model.
     """
     keep_freed_memory()
     torch.set_num_threads(config.num_threads or max(1, find_machine().num_cores // collectives.size))
@@ -183,7 +185,8 @@ def build_device_engine(
         lambda done, count: on_progress("loading the draft model", done, count),
         scheduler.max_model_len,
     )
-    capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts, draft))
+    with _naming_assembler(compiler, device):  # the first launches of all kernels measure the memory of a step
+        capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts, draft))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None
     shape, draft_bytes = model.kv_block_shape(capacity.scheduler_config.block_size), 0
@@ -213,12 +216,21 @@ def build_device_engine(
     )
 
 
+def _naming_assembler(compiler: "Compiler | None", device: torch.device) -> AbstractContextManager[None]:
+    """`naming_assembler` of engine/gpu/compiler.py; nothing on a CPU."""
+    if compiler is None:
+        return nullcontext()
+    from engine.gpu.compiler import naming_assembler  # without a GPU, Triton may be missing
+
+    return naming_assembler(compiler, device)
+
+
 def _begin_with(device: torch.device) -> None:
     """If `device` is a GPU, selects it for this process, and reads the kernels' switches from the environment."""
     if device.type == "cuda":
         set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
         torch.cuda.set_device(device)
-        torch.cuda.synchronize()  # creates the context, so that it does not count as activations
+        torch.cuda.synchronize()  # creates the CUDA context, which must not count as memory of activations
 
 
 def _compiler_of(device: torch.device) -> "Compiler":
@@ -250,7 +262,7 @@ def _compiling_ahead(
     device: torch.device,
     collectives: Collectives,
 ) -> AbstractContextManager[object]:
-    """A context in which threads compile a GPU's kernels; at its end all are compiled."""
+    """A context during which threads compile a GPU's kernels; when it ends, all kernels are compiled."""
     if device.type == "cpu":
         return nullcontext()
     # Without a GPU, Triton may be missing.
@@ -280,10 +292,10 @@ def _compiling_ahead(
 
 
 def _take_memory(num_bytes: int, device: torch.device, draft_bytes: int) -> SharedMemory | CudaMemory:
-    """Allocates the pool's memory. It checks the available memory first: Linux would kill a process later instead.
-    `draft_bytes`: what a draft model's pool needs beside it.
+    """Allocates the pool's memory, after a check that enough memory is available.
 
-    ConfigError if memory does not suffice, on a GPU OutOfGpuMemory.
+    Without the check, Linux might kill a process later. `draft_bytes`: how much more memory a draft model's
+    pool needs. ConfigError if memory does not suffice; on a GPU its subclass OutOfGpuMemory.
     """
     is_on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_on_gpu else available_memory()
