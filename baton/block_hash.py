@@ -2,9 +2,10 @@
 
     hash_i = blake2b(hash_{i-1} + tokens_i [+ salt, in block 0], key)
 
-The hash is cryptographic and keyed because a hit serves one request's KV cache to another. With a cheap or
-predictable hash (Python's own included), a client could build a prompt that collides with another client's. 32 bytes
-put an accidental collision out of reach, so a hit needs no second look at the tokens.
+The hash is cryptographic and keyed because after a hit, one request uses the KV cache of another. With a
+cheap or predictable hash (Python's own included), a client could build a prompt that collides with another
+client's. With 32 bytes, an accidental collision is practically impossible, so a hit does not compare the
+tokens.
 """
 
 from array import array
@@ -13,14 +14,14 @@ from hashlib import blake2b
 
 DIGEST_BYTES = 32
 SHORT_HASH_BYTES = 8
-"""How much of a hash a router keeps. A collision there costs no more than a worse choice of worker."""
+"""How many bytes of a hash a router stores. A collision of these causes only a worse choice of worker."""
 MAX_TOKEN_ID = 2 ** (8 * array("I").itemsize) - 1
 
 
 def block_hashes(
     token_ids: Sequence[int], block_size: int, key: bytes, cache_salt: str | None = None
 ) -> list[bytes]:
-    """The hash of each full block of `token_ids`, as every process with this `key` (16 to 64 bytes) computes it."""
+    """The hash of each full block of `token_ids`; equal in all processes with this `key` (16 to 64 bytes)."""
     hashes: list[bytes] = []
     extend_block_hashes(hashes, token_ids, block_size, key, cache_salt)
     return hashes
@@ -34,8 +35,7 @@ def extend_block_hashes(
     cache_salt: str | None,
     max_blocks: int | None = None,
 ) -> None:
-    """Appends the hashes of full blocks that are missing from `hashes`, up to `max_blocks` in all; costs nothing when
-    none is missing."""
+    """Appends the missing hashes of full blocks, up to `max_blocks` in all; no cost if none is missing."""
     num_blocks = len(token_ids) // block_size
     end = num_blocks if max_blocks is None else min(num_blocks, max_blocks)
     content = array("I", token_ids[len(hashes) * block_size : end * block_size])

@@ -1,4 +1,4 @@
-"""Time as an argument: only a composition root reads the system clock."""
+"""Time as an argument: only the code that puts a process together reads the system clock."""
 
 import time
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Everything a caller can cause, as one tree; our own broken invariants are `assert`s and never appear here.
+"""All errors that a caller can cause, as one tree; Baton's own broken invariants are `assert`s instead.
 
 * BatonError
   x ConfigError             a configuration key: its value, and what is allowed
@@ -15,14 +15,14 @@
       + PromptTooLong       the prompt leaves no room for an answer
       + UnknownResponse     the caller has no stored response of that id
         + UnknownPreviousResponse   a request continues such a response
-    + HarmfulRequest        workers ended, or could not compute it, one after another; it is not tried again
+    + HarmfulRequest        one worker after another ended, or could not compute it; it is not tried again
     + Unauthenticated       no API key, or an unknown one
     + PermissionDenied      the key's owner may not do this
     + Unsupported           no request can have this feature here
-    + Overloaded            no room now; says when to come back
-      + RateLimited         this caller's own limit is reached, whatever room there is
+    + Overloaded            no room now; says when to try again
+      + RateLimited         this caller's own limit is reached, even if there is room
     + DeadlineTooClose      the deadline cannot be met, so the request was not started
-    + WorkerUnavailable     no worker could take or finish the request
+    + WorkerUnavailable     no worker could accept or finish the request
     + StoreUnavailable      the store of responses cannot be reached
     + RequestAborted        an authorized caller ended the request
       + DeadlinePassed      the request's own deadline passed
@@ -51,7 +51,7 @@ class FleetEnded(ClusterError):
 
 
 class FleetError(BatonError):
-    """An operator's command was refused or failed; the fleet is unchanged."""
+    """An operator's command was refused or failed; the message says why."""
 
 
 class UnknownWorker(FleetError):
@@ -63,7 +63,7 @@ class WireError(BatonError):
 
 
 class TraceError(BatonError):
-    """A file cannot be read as a worker's step trace, or does not contain what was asked for."""
+    """A file cannot be read as a worker's step trace, or does not contain what was requested."""
 
 
 class RequestError(BatonError):
@@ -89,7 +89,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class UnknownResponse(InvalidRequest):
-    """Never stored, deleted, displaced or too old; or another caller's, which must look the same."""
+    """The response was never stored, is gone, or belongs to another caller: these must look the same."""
 
 
 class UnknownPreviousResponse(UnknownResponse):
@@ -101,11 +101,11 @@ class HarmfulRequest(RequestError):
 
 
 class Unauthenticated(RequestError):
-    """The caller is not authenticated. Never holds the credentials that were tried."""
+    """The caller is not authenticated. The error never contains the credentials."""
 
 
 class KeysUnavailable(RequestError):
-    """The gateway's key file is gone or can be changed by others, so no key in it is accepted."""
+    """The gateway's key file is gone, or other users can change it, so no key in it is accepted."""
 
 
 class PermissionDenied(RequestError):
@@ -133,11 +133,11 @@ class DeadlineTooClose(RequestError):
 
 
 class WorkerUnavailable(RequestError):
-    """No live worker could take the request, or the one that had it was lost."""
+    """No live worker could accept the request, or the request's worker was lost."""
 
 
 class StoreUnavailable(RequestError):
-    """What keeps responses did not respond, so nothing can be said about any of them."""
+    """The store of responses did not answer, so it is unknown which responses it has."""
 
 
 class RequestAborted(RequestError):

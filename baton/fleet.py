@@ -1,4 +1,4 @@
-"""The fleet as its controller sees it: its replicas, what became of them, and their nodes."""
+"""The fleet as its controller sees it: its replicas, their states, and their nodes."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
 
 
 class ReplicaState(Enum):
-    """Where a worker stands in the eyes of the controller; a replica outlives the processes that fill it.
+    """The state of a replica, as the controller sees it; a replica outlives the processes that fill it.
 
     PLACING -> STARTING -> SERVING -> DRAINING -> (gone)
        ^          |           |
@@ -36,13 +36,13 @@ class ReplicaDescription:
     """The worker's role; during a change of role, the new one."""
     state: ReplicaState
     node: str = ""
-    """The node it is placed on; empty if none."""
+    """The node that the worker is placed on; empty if there is none."""
     num_starts: int = 0
     """Processes started so far."""
     last_failure: str = ""
-    """What ended the incarnation before this one, if it did not end as asked."""
+    """Why the last incarnation that ended has failed; empty if it ended as requested."""
     next_start_in_s: float | None = None
-    """Set while it backs off."""
+    """Set in the states BACKING_OFF and CRASH_LOOP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class NodeDescription:
     is_alive: bool
     is_head: bool = False
     is_draining: bool = False
-    """Nothing is placed there any more."""
+    """No worker is placed on this node any more."""
     resources: tuple[tuple[str, float], ...] = ()
-    """Its resources by name, e.g. `("CPU", 8.0)`, `("GPU", 8.0)`, `("prefill", 1.0)`."""
+    """The node's resources by name, e.g. `("CPU", 8.0)`, `("GPU", 8.0)`, `("prefill", 1.0)`."""
     workers: tuple[str, ...] = ()
-    """Names of the workers placed on it."""
+    """Names of the workers on this node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,20 +68,20 @@ class FleetDescription:
     replicas: tuple[ReplicaDescription, ...]
     nodes: tuple[NodeDescription, ...]
     controller_incarnation: str
-    """The controller's own incarnation; another one means that it was restarted and adopted what it found."""
+    """The controller's incarnation. A new one means that the controller restarted and adopted the workers."""
     decisions: tuple[str, ...] = ()
     """The autoscaler's latest decisions, one sentence each, oldest first; in a dry run, what it would do."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """The workers that serve, as of `version`. Versions compare within one incarnation of the controller."""
+    """The workers that serve, as of `version`. Each controller incarnation counts versions on its own."""
 
     controller_incarnation: str
     version: int
     endpoints: tuple[WorkerEndpoint, ...]
     deaths: tuple[tuple[str, str], ...] = ()
-    """Incarnations that recently ended unasked, each with the reason."""
+    """Incarnations that recently failed, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,11 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class CacheFlush:
-    """What became of one worker's prefix cache when it should be forgotten."""
+    """The result of flushing one worker's prefix cache."""
 
     worker: str
     obstacle: str = ""
-    """Why the worker keeps it; empty if it was forgotten."""
+    """Why the cache was not flushed; empty if it was."""
 
     @property
     def is_flushed(self) -> bool:
@@ -112,7 +112,7 @@ class GatewayReport:
     """What a gateway observed lately, as input for autoscaling. Times are in seconds."""
 
     gateway: str
-    """Its own incarnation; another one knows nothing of what this one saw."""
+    """The gateway's incarnation. After a restart, it has a new one, and reports only what happened since."""
     window_s: float
     """The report covers requests that ended, and tokens that arrived, within this time."""
     num_queued: int
@@ -121,8 +121,8 @@ class GatewayReport:
     num_in_flight: int
     num_finished: int
     ttft_s: tuple[float, float]
-    """Median and 99th percentile; zeros if there was none."""
+    """Median and 99th percentile of the time to first token; zeros without a measurement."""
     itl_s: tuple[float, float]
     """The same, for the time between two tokens of a request."""
     workers: tuple[WorkerStatus, ...]
-    """As of their last heartbeats."""
+    """The status of each worker in its last heartbeat."""

@@ -11,7 +11,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository, at one of its revisions, and which of its GGUF files."""
+    """A repository, one of its revisions, and which of its GGUF files."""
 
     repo: str
     """ORG/NAME."""
@@ -22,7 +22,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """None if the text cannot be such a name; a path such as `models/tiny` can be one."""
+        """The name in `text`; None if `text` cannot be a name. A path such as `models/tiny` can be one."""
         match = None if text.endswith(".gguf") and ":" not in text else _NAME.fullmatch(text)
         return None if match is None else cls(**match.groupdict())
 
@@ -49,13 +49,13 @@ class HubName:
 
 
 def leaves_open(asked: str, served: str) -> bool:
-    """Whether `asked` is the Hub's name of `served` without a revision: the fleet's commit is the one that is meant."""
+    """Whether `asked` is `served` without its revision: then `asked` means the fleet's commit."""
     name, other = HubName.parse(asked), HubName.parse(served)
     return name is not None and other is not None and name == replace(other, revision=None)
 
 
 def is_same_repository(text: str | None, other_text: str | None) -> bool:
-    """Whether both name the same files of the Hub, at any two revisions."""
+    """Whether both texts name the same files of the Hub, whatever their revisions."""
     if text is None or other_text is None:
         return False
     name, other = HubName.parse(text), HubName.parse(other_text)
@@ -63,6 +63,6 @@ def is_same_repository(text: str | None, other_text: str | None) -> bool:
 
 
 def is_pinned(text: str) -> bool:
-    """Whether the text names a commit of the Hub, and so the same model on every machine, wherever its folder is."""
+    """Whether the text names a commit of the Hub. Then it means the same model on every machine."""
     name = HubName.parse(text)
     return name is not None and name.commit is not None

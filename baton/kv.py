@@ -10,9 +10,9 @@ PROTOCOL_VERSION = 4
 """Version of the KV plane; precedes every message, and increases whenever a message changes."""
 
 HEADS_LAYOUT = "LKHTD"
-"""Of a block with keys and values of heads: layers, keys and values, heads, tokens, numbers of a head."""
+"""Axes of a block with keys and values: layers, keys and values, heads, tokens, numbers of a head."""
 LATENT_LAYOUT = "LTD"
-"""Of a block with a latent of each token, which all heads share."""
+"""Axes of a block with one latent per token, which all heads share: layers, tokens, numbers of a latent."""
 
 MAX_NAME_CHARS = 512
 """Limit for every name and description, so that a message can quote a few of them."""
@@ -62,8 +62,8 @@ class OnLoadFailure(Enum):
 class KVTransferParams:
     """How one request takes part in a hand-over; minted by the gateway, never by a client.
 
-    (transfer_id, attempt) names the hand-over on both sides. With `peer.incarnation`, that is all that relates
-    the two sides: no address, and no id that only one engine knows.
+    (transfer_id, attempt) identifies the hand-over on both sides. Both sides need only these values and
+    `peer.incarnation`: no address, and no id that only one engine knows.
     """
 
     role: TransferRole
@@ -71,7 +71,7 @@ class KVTransferParams:
     attempt: int
     peer: WorkerRef
     on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
-    """For a consumer whose prompt does not arrive."""
+    """What a consumer does if its prompt does not arrive."""
 
     def __post_init__(self) -> None:
         check_names(self.transfer_id)
@@ -92,19 +92,19 @@ class KVFingerprint:
     """KV heads of all ranks together."""
     head_dim: int
     block_size: int
-    """This and the next may differ between the pools: see kv_transfer/protocol/geometry.py."""
+    """`block_size` and `num_ranks` may differ between the pools: see kv_transfer/protocol/geometry.py."""
     num_ranks: int
     groups: KVGroups = ONE_GROUP
-    """Of the layers."""
+    """The KV groups of the layers."""
 
     @property
     def num_planes(self) -> int:
-        """Keys, values or latents of a layer that a block holds, of all groups' layers together."""
+        """Planes in the blocks of all KV groups: two per layer with keys and values, one with latents."""
         return self.num_layers * (2 if "K" in self.layout else 1)
 
     @property
     def num_divided_heads(self) -> int | None:
-        """Heads that are divided among the ranks; None: every rank has everything."""
+        """The number of heads that are divided among the ranks; None: every rank stores all KV."""
         return self.num_kv_heads if "H" in self.layout else None
 
     def differences(self, other: "KVFingerprint") -> list[str]:
@@ -118,7 +118,7 @@ class KVFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks that can be hit from now on. A hash stands for everything up to its block's end, so it needs no parent."""
+    """Blocks that can be hit from now on. A hash covers all tokens up to its block's end."""
 
     block_hashes: tuple[bytes, ...]
 
@@ -136,11 +136,11 @@ class BlocksCleared:
 
 
 KVEvent = BlocksStored | BlocksRemoved | BlocksCleared
-"""A change of a worker's prefix cache. Replayed in order, events give exactly the set of hashes it holds."""
+"""A change of a worker's prefix cache. All events, in order, give exactly the set of hashes in the cache."""
 
 
 def check_names(*names: str) -> None:
-    """Raises WireError for a name so long that a reply quoting it might exceed the size limit."""
+    """Raises WireError for a long name: a reply that quotes the name might exceed the size limit."""
     longest = max(map(len, names))
     if longest > MAX_NAME_CHARS:
         raise WireError(f"a name has {longest} characters; at most {MAX_NAME_CHARS} are allowed")

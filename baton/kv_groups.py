@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton.errors import ConfigError
 
 NULL_BLOCK_ID = 0
-"""Never handed out: it stands in tables where a group has no block, or none any more."""
+"""The null block. No request owns it; it fills a table where a group has no block, or none any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class KVGroups:
         return self.num_full + self.num_windowed
 
     def num_left_rows(self, num_computed_tokens: int, block_size: int) -> int:
-        """Rows that no later token's window reaches, once so many tokens are computed; 0 without windows."""
+        """Rows that no later token's window reaches, after `num_computed_tokens`; 0 without windows."""
         if not self.num_windowed:
             return 0
         return max(0, num_computed_tokens - self.window + 1) // block_size
@@ -54,7 +54,7 @@ class KVGroups:
         return -(-(self.window - 1) // block_size)
 
     def needed_entries(self, num_tokens: int, block_size: int) -> list[int]:
-        """Indices into a request's block ids of the blocks that later tokens need of the first `num_tokens`."""
+        """Indices, in a request's block ids, of the first `num_tokens`' blocks that later tokens need."""
         num_rows, num_groups = -(-num_tokens // block_size), self.num_groups
         num_left = self.num_left_rows(num_tokens, block_size)
         return [
@@ -64,20 +64,21 @@ class KVGroups:
         ]
 
     def num_held_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Blocks of a request with room for so many tokens, of which all but the last are computed."""
+        """Blocks of a request with room for `num_tokens`, if all of these but the last are computed."""
         num_left = self.num_left_rows(num_tokens - 1, block_size)
         return -(-num_tokens // block_size) * self.num_groups - num_left * self.num_windowed
 
     def num_blocks_for_one(self, num_tokens: int, block_size: int, most_per_step: int) -> int:
-        """Blocks with which one request can get so long if a step computes up to `most_per_step` of its tokens."""
+        """Blocks that one request of `num_tokens` needs if a step computes up to `most_per_step` of these."""
         num_rows = -(-num_tokens // block_size)
         of_windows = min(num_rows, self._num_rows_in_step(block_size, most_per_step))
         return self.num_full * num_rows + self.num_windowed * of_windows
 
     def most_rows(self, num_blocks: int, block_size: int, most_per_step: int) -> int | None:
-        """Rows that one request can get of `num_blocks` blocks if a step computes up to `most_per_step` of its tokens.
+        """The most rows that one request can have with `num_blocks` blocks.
 
-        None: no number of blocks limits it, since all groups have a window.
+        A step computes up to `most_per_step` tokens of the request. None: the number of blocks sets no limit,
+        because all groups have a window.
         """
         num_rows = num_blocks // self.num_groups
         if not self.num_windowed:
@@ -90,8 +91,10 @@ class KVGroups:
         return (num_blocks - self.num_windowed * num_rows_in_step) // self.num_full
 
     def _num_rows_in_step(self, block_size: int, most_per_step: int) -> int:
-        """The most rows that a windowed group holds: a step's tokens get theirs before those that they push out of the
-        window are given back."""
+        """The most rows that a windowed group has during a step.
+
+        A step's tokens get their rows before the rows that leave the window are given back.
+        """
         return -(-(self.window - 1 + most_per_step) // block_size) + 1
 
 

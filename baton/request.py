@@ -19,7 +19,7 @@ class FinishReason(Enum):
 
 
 class ErrorKind(Enum):
-    """Whose fault an error is, and so what the gateway may do about it."""
+    """Whose fault an error is. The kind decides what the gateway may do."""
 
     INVALID_REQUEST = "invalid_request"
     """No worker could serve it; do not retry."""
@@ -28,8 +28,8 @@ class ErrorKind(Enum):
     INTERNAL = "internal"
     """This worker failed; another one may not."""
     STEP_FAILED = "step_failed"
-    """This worker cannot compute the request: its steps fail or its logits are not finite, while other requests' are
-    computed. If a second worker says so too, the request is at fault."""
+    """This worker can compute other requests, but not this one: its steps fail, or its logits are not finite.
+    If a second worker reports the same, the request is at fault."""
     KV_LOAD_FAILED = "kv_load_failed"
     """The prompt did not arrive from the prefill worker; this worker is healthy."""
     GIVEN_BACK = "given_back"
@@ -68,9 +68,9 @@ class EngineRequest:
     from position 0."""
     on_preemption: OnPreemption = OnPreemption.RESUME
     caller: int = 0
-    """Whose request it is, as a number that tells no name: callers take turns where work waits on a worker."""
+    """A number for the caller, which hides the name. Callers take turns if work waits on a worker."""
     skip_reading_prefix_cache: bool = False
-    """No token of it is taken from a worker's prefix cache. Its blocks are written there as always."""
+    """The request uses no blocks of a worker's prefix cache. Its own blocks are stored there as always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class TokenLogprobs:
 class FirstToken:
     """The first new token as the prefill worker sampled it: token 0 unless the request has moved.
 
-    It comes with the hand-over so that nothing is computed twice.
+    The token arrives with the hand-over, so that the decode worker need not compute it again.
     """
 
     token_id: int
@@ -102,7 +102,7 @@ class StageTimes:
     reserved, then `transfer_s` until the last block was verified or the transfer failed. `transfer_s` overlaps the
     prefill on the other side; `transfer_moving_s` is the part of it after the first block arrived. `prefill_s`
     follows if the prompt did not arrive and was computed here. `decode_s` lasts to the last token. It includes
-    `first_step_s`, up to the first token that this worker sampled behind a prompt computed elsewhere.
+    `first_step_s`, up to the first token that this worker sampled after a prompt computed elsewhere.
     """
 
     queue_s: float = 0.0
@@ -110,7 +110,7 @@ class StageTimes:
     transfer_s: float = 0.0
     transfer_moving_s: float = 0.0
     transfer_bytes: int = 0
-    """Bytes of a prompt that arrived whole; else 0."""
+    """Bytes of the prompt's KV if all of it arrived; else 0."""
     transport: str = ""
     """The transport that carried the blocks."""
     decode_s: float = 0.0
@@ -121,10 +121,10 @@ class StageTimes:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What one step brought for one request; treated as frozen like every message.
+    """What one step produced for one request; treated as frozen like every message.
 
-    It is not actually frozen, because there is one for every token and creating a frozen dataclass takes seven times
-    as long: a third of a scheduler step with 256 running requests.
+    The class is not actually frozen: there is one object for every token, and a frozen dataclass takes seven
+    times as long to create. With 256 running requests, that is a third of a scheduler step.
 
     `first_position` is the output position of `token_ids[0]`. Positions make delivery idempotent: both workers of a
     hand-over report the first new token, and the reader keeps whichever arrives first.
@@ -138,14 +138,14 @@ class RequestOutput:
     stop_token_id: int | None = None
     """The stop token that ended the request, if one did (EOS counts)."""
     error: str | None = None
-    """What happened; set with `FinishReason.ERROR`, and with ABORT where the client did not ask for it."""
+    """What happened; set with `FinishReason.ERROR`, and with ABORT if the client did not request it."""
     error_kind: ErrorKind = ErrorKind.INTERNAL
     num_cached_tokens: int = 0
     """Prompt tokens this worker took from its own prefix cache."""
     num_draft_tokens: int = 0
     """Drafts that the step verified for the request."""
     num_accepted_draft_tokens: int = 0
-    """Those of them that were right."""
+    """How many of these drafts were accepted."""
     stage_times: StageTimes | None = None
-    """Set with this worker's first token and with the finish, as of then. Sent once more, by itself, when the
-    handed-over blocks have been released."""
+    """Set in the output with this worker's first token, and in the output that ends the request. Sent once
+    more, without tokens, when the handed-over blocks have been released."""

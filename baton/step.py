@@ -1,6 +1,7 @@
 """The contract between scheduler and model runner: one frozen plan per step, and its results.
 
-A plan is complete: a runner needs nothing else, so it can be in another process, or a fake of twenty lines.
+A plan is complete: a runner needs nothing else, so a runner can be in another process, or be a fake of twenty
+lines.
 """
 
 from collections.abc import Mapping, Set
@@ -69,8 +70,8 @@ class SchedulerOutput:
     scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Drafts that this step verifies, by request: the last of the request's tokens in `num_scheduled_tokens`."""
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens that requests got behind the one that the last step sampled, without being sampled; see
-    ModelRunnerOutput. The runner appends them, whether the request is in this step or not."""
+    """Tokens that follow the last step's sampled token and were forced instead of sampled, by request; see
+    ModelRunnerOutput. The runner appends them even if the request is not in this step."""
 
     @property
     def is_empty(self) -> bool:
@@ -86,10 +87,10 @@ class ModelRunnerOutput:
     """Sampled tokens by request; a request whose prompt is incomplete sampled nothing and is absent."""
 
     sampled_token_ids: Mapping[str, list[int]]
-    """With drafts: those that equal what was sampled in their places, up to the first that does not, and one more."""
+    """With drafts: the accepted drafts, up to the first rejected one, and one more sampled token."""
     logprobs: Mapping[str, list[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Requests that can go no further, and why: their structured output can no longer be matched."""
+    """Requests that cannot continue, and why: their structured output can no longer be matched."""
     non_finite: Set[str] = frozenset()
     """Requests whose logits were not finite: none of their tokens, and nothing cached before, can be trusted."""
     draft_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -97,8 +98,9 @@ class ModelRunnerOutput:
     forced_token_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The tokens after those sampled, where the request's grammar leaves no choice."""
     unforeseeable: Set[str] = frozenset()
-    """Requests that sampled, and whose next step may bring more than one token, or new drafts. No step may be planned
-    past that one before its output is known. Requests with drafts need not be named."""
+    """Requests that sampled, and whose next step may yield more than one token, or new drafts. The step after
+    that next step is planned only when the output of the next step is known. Requests with drafts may be left
+    out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,9 @@ class ReceivedKV:
     first_token: FirstToken
     num_bytes: int
     elapsed_s: float
-    """From asking the producer to the last block's verification; overlaps the prefill."""
+    """Time from the request to the producer until the last block was verified; overlaps the prefill."""
     moving_s: float
-    """From the first block's arrival on."""
+    """The part of `elapsed_s` after the first block arrived."""
     transport: str = ""
 
 
@@ -128,7 +130,7 @@ class FailedKV:
     is_cancelled: bool = False
     """The producer ended the request itself (cancelled, or answered with its first token): do not recompute."""
     is_postponed: bool = False
-    """Not lost but postponed: `KVConnectorOutput.can_load` names the request once it may be loaded after all."""
+    """The load is postponed. `KVConnectorOutput.can_load` names the request once the load may begin again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,6 @@ class KVConnectorOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutputs:
-    """What one step brought for one client (a gateway)."""
+    """What one step produced for one client (a gateway)."""
 
     outputs: tuple[RequestOutput, ...]

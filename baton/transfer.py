@@ -24,7 +24,7 @@ class TransferEventKind(Enum):
     NOT_NEEDED = "not_needed"
     """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
     FAILED = "failed"
-    """The hand-over ended in another way, though the request went on."""
+    """The hand-over ended in any other way, and the request continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TransferEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferRecord:
-    """A hand-over that has ended; with tensor parallelism, that of all ranks of this end.
+    """A hand-over that has ended; with tensor parallelism, one record for all ranks of this end.
 
     The connector counts `at_s` from BEGUN, the worker from the request's arrival there, and the gateway from the
     request's arrival at the gateway. Each adds the time that passed on its own clock.
@@ -49,16 +49,16 @@ class TransferRecord:
     attempt: int
     """Numbers the attempts at one request from 0."""
     transport: str = ""
-    """The transport of the pieces, or of the last one if there were several; empty if none was agreed upon."""
+    """The transport of the pieces; if there were several, the last. Empty if the ends agreed on none."""
     num_bytes: int = 0
-    """Bytes sent, offered to be read, or received; pieces that went twice count twice."""
+    """Bytes sent, offered to be read, or received; pieces that were sent twice count twice."""
     events: tuple[TransferEvent, ...]
     """In the order of their times; the last one says how the hand-over ended."""
     reason: str = ""
     """Why it failed or was not needed."""
     is_link_failure: bool = False
-    """It failed because these two workers cannot exchange KV, though each may be healthy: no answer comes, no transport
-    works, pieces arrive damaged, or the two do not match."""
+    """The hand-over failed because these two workers cannot exchange KV, although each may be healthy: no
+    answer arrives, no transport works, pieces arrive damaged, or the two workers do not match."""
 
     def at(self, kind: TransferEventKind) -> float | None:
         """When this event happened; None if it did not."""
@@ -76,13 +76,13 @@ class TransferRecord:
 
     @property
     def moving_s(self) -> float:
-        """From the first piece to the end; 0 if there was none."""
+        """From the first piece to the end; 0 without a piece."""
         first_s = self.at(TransferEventKind.FIRST_PIECE)
         return 0.0 if first_s is None else self.ended_s - first_s
 
     @property
     def exposed_s(self) -> float:
-        """Producer: from the end of the prefill to the release, which no overlap hides; 0 if it was not released."""
+        """Producer: from the end of the prefill to the release (never overlapped); 0 without a release."""
         released_s, prefilled_s = self.at(TransferEventKind.RELEASED), self.at(TransferEventKind.PREFILLED)
         return 0.0 if released_s is None or prefilled_s is None else released_s - prefilled_s
 

@@ -3,11 +3,11 @@
 from importlib.metadata import PackageNotFoundError, version
 
 UNINSTALLED = "0+source"
-"""Where the tree runs without having been installed, as on a GPU machine that it was carried to."""
+"""The version of a source tree that is not installed, for example of a copy on a GPU machine."""
 
 
 def baton_version() -> str:
-    """As installed."""
+    """The version of the installed package, or UNINSTALLED."""
     try:
         return version("baton")
     except PackageNotFoundError:

@@ -17,7 +17,8 @@ class WorkerRole(Enum):
 class WorkerState(Enum):
     """STARTING -> READY -> DRAINING -> STOPPED; a change of role goes from DRAINING back to READY.
 
-    Others infer DEAD from silence. HUNG: a thread of the worker makes no progress, and its process is about to end.
+    Other processes infer DEAD from silence. HUNG: a thread of the worker makes no progress, and its process
+    is about to end.
     """
 
     STARTING = "starting"
@@ -35,7 +36,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerEndpoint:
-    """Where a worker can be reached; known once its ports are bound (always to port 0 first)."""
+    """Where a worker can be reached; known once its ports are bound, since the system picks free ports."""
 
     ref: WorkerRef
     role: WorkerRole
@@ -45,13 +46,13 @@ class WorkerEndpoint:
     metrics_address: str = ""
     """`HOST:PORT` where it serves Prometheus metrics over HTTP at /metrics; empty if it does not."""
     num_threads: int = 0
-    """Threads with which each of its ranks computes on a CPU; 0 on a GPU."""
+    """The number of threads with which each rank computes on a CPU; 0 on a GPU."""
     cpus: tuple[int, ...] = ()
-    """The logical CPUs of its machine that it is pinned to; empty: it is not pinned."""
+    """The logical CPUs that the worker is pinned to; empty: it is not pinned."""
     quantization: str = ""
-    """How it keeps the model's matrices: `int8`, `int4`, `fp8`, `gguf` (a GGUF file's own bits), or the method of a
-    checkpoint that is quantized already (`gptq`, `awq`, `compressed-tensors`); empty: in the model's data type. With
-    `model.quantization: auto` this depends on the worker's machine."""
+    """How the worker stores the model's matrices: `int8`, `int4`, `fp8`, `gguf` (a GGUF file's own bits), or
+    the method of a checkpoint that is quantized already (`gptq`, `awq`, `compressed-tensors`); empty: in the
+    model's data type. With `model.quantization: auto` this depends on the worker's machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +86,23 @@ class KVBlockCounts:
 
 @dataclass(frozen=True, slots=True)
 class KVPeerCounts:
-    """Hand-overs with one peer over one transport since the start, by rank transfer: one for each pair of ranks."""
+    """Rank transfers with one peer over one transport, since the start of the worker."""
 
     role: TransferRole
     """The end that this worker was on."""
     peer: str
-    """The peer's name; `(others)` sums up peers of long ago."""
+    """The peer's name; `(others)` is the sum over former peers."""
     transport: str
-    """Empty for those that ended before a transport was agreed upon."""
+    """Empty for rank transfers that ended before the two ends agreed on a transport."""
     done: int
     failed: int
-    """Ended in another way though the request went on: prefill failed, refused, expired, given up."""
+    """Rank transfers that ended in any other way, while the request continued: prefill failed, refused,
+    expired, given up."""
     not_needed: int
     """The request itself ended first: cancelled, past its deadline, or answered by the prefill worker alone."""
     num_bytes: int
     queued_s: float
-    """Consumer: seconds from asking to the first piece; overlaps the prefill."""
+    """Consumer: seconds from the request for pieces to the first piece; overlaps the prefill."""
     moving_s: float
     """Consumer: seconds from the first piece to the last."""
     exposed_s: float
@@ -137,7 +139,7 @@ class WorkerLoad:
     """How busy a worker is, measured by itself over its last steps; a rate of 0 has not been measured yet."""
 
     num_queued_prompt_tokens: int = 0
-    """Prompt tokens yet to compute, of requests that wait for their prompt's computation or are in the middle of it."""
+    """Prompt tokens that are not computed yet, of requests whose prompt waits or is being computed."""
     oldest_waiting_s: float = 0.0
     """Age of the request that has waited longest for its first step."""
     prefill_tokens_per_s: float = 0.0
@@ -166,7 +168,7 @@ class WorkerStatus:
     max_num_batched_tokens: int = 0
     """How many tokens a step can hold; 0: unknown."""
     kv_groups: KVGroups = ONE_GROUP
-    """Of the model's layers: each has blocks of its own for a request's tokens."""
+    """The KV groups of the model's layers. Each group has its own blocks for a request's tokens."""
 
     @property
     def num_decoding(self) -> int:

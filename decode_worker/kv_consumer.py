@@ -28,10 +28,11 @@ class KVConsumerScheduler:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """The whole rest of the prompt, once; 0 after a failed load or a preemption. None while a load is postponed.
+        """The rest of the prompt, once; 0 after a failed load or preemption; None while a load is postponed.
 
-        A producer always computes the whole prompt, so there is nothing to look up. Blocks are reserved before the
-        first of them exists. A producer that is lost, or never had the request, is reported as the end of the load.
+        A producer always computes the whole prompt, so no lookup is needed. Blocks are reserved before the
+        producer has computed any. If the producer is lost or never had the request, the load ends with that
+        report.
         """
         if request.request_id in self._postponed:
             return None, False
@@ -49,7 +50,7 @@ class KVConsumerScheduler:
         self._loads.append(LoadBlocks(request.request_id, first_row * self._num_groups, needed))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Loads that arrived or failed have ended; postponed ones wait again."""
+        """Removes loads that arrived or failed; postponed ones wait again."""
         postponed = {load.request_id for load in output.failed_recving if load.is_postponed} & self._loading
         self._waiting_to_load |= postponed
         self._postponed |= postponed
@@ -58,7 +59,7 @@ class KVConsumerScheduler:
         self._loading.difference_update(load.request_id for load in output.failed_recving)
 
     def request_finished(self, request: Request) -> bool:
-        """True: the blocks stay allocated until no transfer writes to them."""
+        """True if the blocks must stay allocated until no transfer writes to them."""
         request_id = request.request_id
         is_waiting, is_loading = request_id in self._waiting_to_load, request_id in self._loading
         for known in (self._waiting_to_load, self._postponed, self._loading):

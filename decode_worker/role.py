@@ -1,4 +1,4 @@
-"""DecodeWorker: the role that answers requests, with KV cache from others or its own; knows no engine."""
+"""DecodeWorker: the role that decodes, with KV from other workers or its own; knows no engine."""
 
 from baton.errors import Overloaded
 from baton.kv import TransferRole
@@ -7,7 +7,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
 class DecodeWorker:
-    """Takes the consuming request of a hand-over, or a whole request to compute by itself.
+    """Accepts the decode request of a hand-over, or a whole request to compute by itself.
 
     The request says what to load; the scheduler chooses when to load, once blocks are free.
     """

@@ -3,16 +3,17 @@
 import math
 
 WEIGHT = 0.2
-"""Of the latest draft in the moving average of a request's acceptance."""
+"""Weight of the latest draft in the moving average of a request's acceptance."""
 FIRST_LIKELIHOOD, MAX_LIKELIHOOD = 0.8, 0.98
 LEAST_LIKELIHOOD = 0.3
-"""A draft that is less likely to be right does not pay, however cheap it is to verify."""
+"""A draft that is less likely to be right than this does not pay, even if verifying costs nothing."""
 PROBE_COST = 0.01
-"""Share of a token's time that goes into drafts for a request that is rarely guessed, in case its text changes."""
+"""If a request's drafts are rarely right, this share of a token's time is still spent on drafts. So the
+request gets drafts again if its text becomes easier to guess."""
 
 
 class Acceptance:
-    """How likely a request's next draft is to be right, from those that were verified."""
+    """Estimates from a request's verified drafts how likely its next draft is right."""
 
     __slots__ = ("_likelihood", "_num_skipped", "is_probing")
 
@@ -21,10 +22,10 @@ class Acceptance:
         self._num_skipped = 0
         """Steps since a draft was verified."""
         self.is_probing = False
-        """The next draft is a probe: it is not likely to be right."""
+        """Whether the next draft is a probe: a draft that is unlikely to be right."""
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts the accepted drafts and the first wrong one; those behind it say nothing."""
+        """Counts the accepted drafts and the first wrong draft; the drafts after a wrong one are ignored."""
         if self.is_probing and num_accepted == num_drafts:
             self._likelihood = max(self._likelihood, FIRST_LIKELIHOOD)  # the text has changed
         likelihood = 1.0 - (1.0 - self._likelihood) * (1.0 - WEIGHT) ** num_accepted
@@ -35,7 +36,7 @@ class Acceptance:
     def num_useful(self, cost: float) -> int:
         """How many drafts in a row are likely enough to be right; call it once in a step.
 
-        `cost`: what guessing and verifying a draft takes, as a share of what a token takes without drafts.
+        `cost`: the time to guess and verify a draft, divided by the time of a token without drafts.
         """
         least = LEAST_LIKELIHOOD + (1.0 - LEAST_LIKELIHOOD) * cost
         self._num_skipped += 1

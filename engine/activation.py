@@ -1,4 +1,4 @@
-"""Activations of gated MLPs: how the two halves of their inner values become one; computes nothing."""
+"""Activations of gated MLPs: how the gates and ups of the inner layer are combined; computes nothing."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,16 +9,19 @@ class Gate(Enum):
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
-    """GELU (2016), by its approximation with a tanh."""
+    """GELU (2016), approximated with a tanh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiglu:
-    """gpt-oss's: (up + 1) x gate x sigmoid(alpha x gate); gates are at most `limit`, ups between -limit and limit."""
+    """The activation of gpt-oss: (up + 1) x gate x sigmoid(alpha x gate).
+
+    Before, gates are clamped to at most `limit`, and ups to -limit .. limit.
+    """
 
     alpha: float
     limit: float
 
 
 Activation = Gate | ClampedSwiglu
-"""How the two halves of a gated MLP's inner values become one."""
+"""How the two halves of a gated MLP's inner values are combined."""

@@ -1,4 +1,4 @@
-"""RequestBatch: the runner's state of requests, and a step flattened to arrays; knows no model and no device.
+"""RequestBatch: the runner's state of its requests, and a step as flat arrays; knows no model and no device.
 
 Shape suffixes: T tokens of a step, B its sequences, M blocks of the longest context, R rows that sample.
 """
@@ -21,7 +21,7 @@ from engine.token_counts import TokenCounts
 
 
 class RunnerRequest:
-    """One request between steps, with its tokens, whose array grows by doubling."""
+    """The state of one request between steps. The array of its tokens grows by doubling."""
 
     __slots__ = (
         "_tokens",
@@ -44,22 +44,22 @@ class RunnerRequest:
         self.stop_token_ids = data.stop_token_ids
         self.num_prompt_tokens = len(data.prompt_token_ids)
         self.row = row
-        """Its row in the batch's table; None once the request is gone."""
+        """The request's row in the batch's table; None once the request is removed."""
         self.matcher: Matcher | None = None
         """Guides sampling if the output is structured."""
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()
-        """Counts of all its tokens, and of its output alone, when penalties last needed them."""
+        """Counts of all tokens, and of output tokens only, as of the last time that penalties needed them."""
         self.acceptance = Acceptance()
-        """How often its drafts are right."""
+        """How often the request's drafts are right."""
         self.num_drafting_tokens = 0
-        """Its tokens whose KV the draft model's own pool holds, from the first on."""
+        """How many of the first tokens have their KV in the draft model's own pool."""
         self._tokens = GrowingArray((*data.prompt_token_ids, *data.output_token_ids))
         self.num_given_tokens = self.num_tokens
-        """Tokens that it came with."""
+        """How many tokens the request had when it arrived."""
 
     @property
     def token_ids(self) -> IntArray:
-        """Prompt and output so far; a view. 0 for a token that a step under way samples."""
+        """Prompt and output so far, as a view. A token that a step under way samples is 0."""
         return self._tokens.values
 
     @property
@@ -72,22 +72,22 @@ class RunnerRequest:
 
     @property
     def num_own_tokens(self) -> int:
-        """Tokens that this worker sampled."""
+        """How many tokens were added on this worker."""
         return self.num_tokens - self.num_given_tokens
 
     @property
     def num_tokens_left(self) -> int:
-        """Tokens that may be sampled yet; 0 if the last one ended the request."""
+        """How many more tokens may be sampled; 0 if the last token ended the request."""
         has_ended = int(self.token_ids[-1]) in self.stop_token_ids
         return 0 if has_ended else self.sampling_params.max_tokens - self.num_output_tokens
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """Never any; see DraftedRequest."""
+        """Always empty; DraftedRequest has drafts."""
         return ()
 
     def count_tokens(self) -> TokenCounts:
-        """Of prompt and output."""
+        """The counts of the tokens of prompt and output."""
         self.token_counts.follow(self.token_ids)
         return self.token_counts
 
@@ -99,7 +99,7 @@ class RunnerRequest:
         self._tokens.extend((token_id,))
 
     def truncate(self, num_tokens: int) -> None:
-        """Cuts the tokens to `num_tokens`, when the request is resumed after preemption."""
+        """Keeps only the first `num_tokens` tokens, when the request resumes after preemption."""
         self._tokens.truncate(num_tokens)
         self.num_drafting_tokens = 0
         self.token_counts, self.output_counts = TokenCounts(), TokenCounts()  # the counted tokens may be gone
@@ -108,9 +108,9 @@ class RunnerRequest:
 
 
 class DraftedRequest:
-    """A request as it would be if `drafts` were right. The token sampled after the last draft depends on all of them.
+    """A request as if `drafts` were right. The token sampled after the last draft depends on all drafts.
 
-    Its matcher is the request's, and does not know the drafts.
+    The matcher is that of the request without drafts.
     """
 
     __slots__ = ("_request", "drafts")
@@ -151,60 +151,61 @@ class DraftedRequest:
 
 
 SampledRequest = RunnerRequest | DraftedRequest
-"""A request as of a position that is sampled."""
+"""A request as it is at one sampled position."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """No step is larger."""
+    """The largest sizes of a step."""
 
     max_num_seqs: int
-    """Sequences: see StepBatch."""
+    """The most sequences; StepBatch explains what a sequence is."""
     max_num_batched_tokens: int
     max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step, flattened: decodes first, by falling length of their contexts, then prefill chunks.
+    """A step as flat arrays: first decodes, with the longest context first, then prefill chunks.
 
-    A decode is a sequence with one token in the step, so decode i is row i. The last known token of a request and each
-    of its drafts are decodes of their own, one after another: each attends to the request up to itself, so its results
-    are those of a step without drafts.
+    A decode is a sequence with one token in the step, so decode i is row i. If a request has drafts, its last
+    known token and each draft are separate decodes, one after another. Each of them attends to the request's
+    tokens up to its own position, so its results are the same as in a step without drafts.
     """
 
     input_ids_T: IntArray
-    """0 if the host does not know the token yet; see `sources_T`."""
+    """Token ids; 0 if the host does not know the token yet, see `sources_T`."""
     sources_T: IntArray
-    """For a token that the previous step sampled and only the device knows: its row among that step's sampled tokens;
-    else -1."""
+    """For a token that only the device knows, since the previous step sampled it: its row among the sampled
+    tokens of that step. For all other tokens -1."""
     positions_T: IntArray
     slots_T: IntArray
-    """Where each token's KV goes: block id x block size + offset."""
+    """Where each token's KV is stored: block id x block size + offset."""
     num_decodes: int
     starts_B: IntArray
-    """First row of each sequence, whose tokens are consecutive."""
+    """First row of each sequence; its tokens are in consecutive rows."""
     num_tokens_B: IntArray
     context_lens_B: IntArray
-    """How many tokens a sequence's last token of the step attends to, itself included."""
+    """How many tokens the last token of each sequence attends to, including itself."""
     block_ids_BM: IntArray
-    """The blocks that hold this context, padded with the null block."""
+    """The blocks with the KV of each context, padded with the null block."""
     num_blocks_B: IntArray
     sampling_rows_R: IntArray
-    """The last row of each request that samples its next token; with drafts, the rows after the last known token and
-    after each draft."""
+    """The rows from which a token is sampled. For a request: the row of its last token. For a request with
+    drafts: the rows of its last known token and of each draft."""
     sampling_requests: tuple[SampledRequest, ...]
-    """By row. A request's drafted rows follow its own."""
+    """The request of each of these rows. DraftedRequests follow their request."""
     new_tails: tuple[tuple[int, int], ...]
-    """(block, offset) from which on a request's last block may hold garbage. It must be zeroed before attention, since
-    kernels read whole blocks. Masking does not suffice, since 0 x NaN is NaN: the block's former owner, or a peer, may
-    have left a NaN."""
+    """(block, offset): from this offset on, a request's last block may contain garbage, which must be zeroed
+    before attention. Kernels read whole blocks, and the block's former owner or a peer may have left a NaN.
+    Masking is not enough, since 0 x NaN is NaN."""
     of_others: tuple[GroupBlocks, ...] = ()
-    """`slots_T`, `block_ids_BM` and `new_tails` are of the first KV group; these are of the others."""
+    """The blocks of the KV groups after the first; `slots_T`, `block_ids_BM` and `new_tails` are of the
+    first."""
 
     @property
     def blocks(self) -> tuple[GroupBlocks, ...]:
-        """Of each KV group."""
+        """The blocks of each KV group."""
         return (GroupBlocks(self.slots_T, self.block_ids_BM, self.new_tails), *self.of_others)
 
     def of_group(self, group: int) -> "StepBatch":
@@ -225,7 +226,7 @@ class StepBatch:
 
 
 class RequestBatch:
-    """Follows the plans step by step; every request in a plan is new in it or known from an earlier one."""
+    """Follows the plans step by step. A plan's requests are new in it, or known from an earlier plan."""
 
     def __init__(self, block_size: int, groups: KVGroups = ONE_GROUP) -> None:
         self._block_size = block_size
@@ -242,7 +243,7 @@ class RequestBatch:
     def update(self, plan: SchedulerOutput) -> None:
         """Applies the plan's finished, new and changed requests. Preempted requests keep their tokens."""
         for request_id in plan.finished_req_ids:
-            if (gone := self._requests.pop(request_id, None)) is not None:  # else it ended before it ever ran
+            if (gone := self._requests.pop(request_id, None)) is not None:  # None: the request never ran
                 assert gone.row is not None
                 self._table.remove(gone.row)
                 gone.row = None
@@ -263,19 +264,19 @@ class RequestBatch:
                 self._table.extend_blocks(row, block_ids)
 
     def block_ids(self, request: RunnerRequest) -> IntArray:
-        """The blocks that a request holds; a view."""
+        """The block ids of a request, as a view."""
         assert request.row is not None
         return self._table.block_ids_SM[request.row, : self._table.num_blocks_S[request.row]]
 
     def extend(self, request: RunnerRequest, token_ids: Sequence[int]) -> None:
-        """Adds tokens that no step samples: its grammar forces them."""
+        """Adds tokens that the request's grammar forces, so that no step samples them."""
         for token_id in token_ids:
             self.settle(request, self.append_unknown(request, NONE), token_id)
 
     def append_unknown(self, request: RunnerRequest, sampled_row: int) -> int:
-        """Adds the token that the step under way samples in its row `sampled_row`; returns its index for `settle`.
+        """Adds the token that the step under way samples in row `sampled_row`; returns its index.
 
-        NONE: `settle` follows before the next step.
+        `sampled_row` is NONE if the caller calls `settle` before the next step.
         """
         request.append_token(0)
         if request.row is not None:
@@ -292,12 +293,12 @@ class RequestBatch:
             self._table.sampled_rows_S[request.row] = NONE
 
     def known_token_ids(self, request: RunnerRequest) -> IntArray:
-        """Without the token that a step under way samples; a view."""
+        """The request's tokens without the one that a step under way samples, as a view."""
         is_under_way = request.row is not None and self._table.sampled_rows_S[request.row] != NONE
         return request.token_ids[: request.num_tokens - int(is_under_way)]
 
     def build(self, plan: SchedulerOutput) -> StepBatch:
-        """The step's arrays, after `update` with the same plan."""
+        """Returns the step's arrays. Call `update` with the same plan first."""
         t = self._table
         requests, num_tokens = self._sequences(plan)
         rows_B = np.array([request.row for request in requests], np.int64)
@@ -347,7 +348,7 @@ class RequestBatch:
         )
 
     def _sequences(self, plan: SchedulerOutput) -> tuple[Sequence[SampledRequest], Sequence[int]]:
-        """The step's requests and drafted requests, and how many tokens each has in the step."""
+        """The step's requests and drafted requests, and how many tokens each of them has in the step."""
         requests = [self._requests[request_id] for request_id in plan.num_scheduled_tokens]
         num_tokens = list(plan.num_scheduled_tokens.values())
         if not plan.scheduled_spec_decode_tokens:
@@ -370,7 +371,7 @@ class RequestBatch:
         self._table.set_blocks(row, new.block_ids)
 
     def _resume(self, request: RunnerRequest, block_ids: tuple[int, ...], num_tokens: int) -> None:
-        """After preemption: new blocks, which hold its KV only up to `num_computed_tokens`, and `num_tokens` tokens."""
+        """Resumes with `num_tokens` tokens; new blocks have the KV of the first `num_computed_tokens`."""
         row = request.row
         assert row is not None
         assert self._table.sampled_rows_S[row] == NONE, "a step that samples for it is under way"
@@ -389,7 +390,7 @@ class RequestBatch:
         t = self._table
         num_left_B = t.num_tokens_S[rows_B] - t.num_computed_tokens_S[rows_B]
         wrong_B = (num_tokens_B < 1) | (num_tokens_B > num_left_B)
-        # Drafts follow the last token, which must be known, and the only one to compute.
+        # Drafts follow the last token. This token must be known, and must be the only one left to compute.
         wrong_B |= (num_drafts_B > 0) & ((num_left_B > 1) | (t.sampled_rows_S[rows_B] != NONE))
         if wrong_B.any():
             first = int(wrong_B.argmax())

@@ -185,7 +185,8 @@ def build_device_engine(
         lambda done, count: on_progress("loading the draft model", done, count),
         scheduler.max_model_len,
     )
-    with _naming_assembler(compiler, device):  # the first launches of all kernels measure the memory of a step
+    # To measure the memory of a step, all kernels are launched for the first time here.
+    with _naming_assembler(compiler, device):
         capacity = wait.until_it_fits(lambda: reckon(config, scheduler, model, speculation.num_drafts, draft))
     num_blocks = capacity.scheduler_config.num_blocks
     assert num_blocks is not None

@@ -1,4 +1,4 @@
-"""What a rank has room for: completes the scheduler's configuration from the model and the device."""
+"""A rank's capacity: completes the scheduler's configuration by what the model and the device allow."""
 
 import logging
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHOLE_PROMPTS_BUDGET = 512
-"""Tokens of a step on a CPU where prompts are not split, unless `max_model_len` is more."""
+"""Largest step on a CPU if prompts are not split, in tokens; at least `max_model_len`, if that is set."""
 GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": GPU_BLOCK_SIZE}
-"""Replace the defaults for a CPU: less does not keep a GPU busy."""
+"""Values that replace the defaults on a GPU: the defaults are for a CPU, and too small to keep a GPU busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,10 @@ class Capacity:
     """One rank's capacity."""
 
     scheduler_config: SchedulerConfig
-    """Complete. A worker's scheduler uses rank 0's, with the blocks of the rank that has fewest."""
+    """The completed configuration. A worker's scheduler uses that of rank 0, with the smallest number of
+    blocks of all ranks."""
     limits: StepLimits
-    """The sizes of the rank's buffers; the scheduler may use less."""
+    """The sizes for which the rank makes buffers; the scheduler may use less."""
 
 
 def reckon(
@@ -42,10 +43,11 @@ def reckon(
     num_drafts: int = 0,
     draft: Draft | None = None,
 ) -> Capacity:
-    """ConfigError names the key that asks for more than there is. OutOfGpuMemory, one of these, may be temporary.
+    """Computes a rank's capacity. ConfigError names the key that asks for more than there is.
 
-    On a GPU the largest step is run to measure what it takes, unless the configuration says everything. `num_drafts`:
-    the most drafts of a request in a step. `draft`: the model that guesses them, whose KV takes a part of the memory.
+    Its subclass OutOfGpuMemory may be temporary. On a GPU, the largest step is run to measure its memory,
+    unless the configuration sets all values. `num_drafts`: the most drafts of a request in a step. `draft`:
+    the model that guesses the drafts; its KV uses a part of the memory.
     """
     asked = with_defaults_of(model.device, scheduler)
     max_model_len = _max_model_len(asked, model)
@@ -61,7 +63,7 @@ def reckon(
         limits = _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
         measured = _measure(engine, asked.block_size, model, limits, wants_chunk=wants_chunk)
         if measured.chunk is not None:
-            # A step of decodes alone must still fit.
+            # A step of `max_num_seqs` decodes must still fit.
             wanted = max(measured.chunk, asked.max_num_seqs)
             chosen = min(wanted, asked.max_num_batched_tokens)
             logger.info(
@@ -87,14 +89,14 @@ def reckon(
 
 
 def largest_steps(scheduler: SchedulerConfig, model: LoadedModel, num_drafts: int = 0) -> StepLimits:
-    """What the configuration allows of this model; a worker rehearses these steps when it starts."""
+    """The largest steps that configuration and model allow; a worker rehearses them when it starts."""
     asked = with_defaults_of(model.device, scheduler)
     max_model_len = _max_model_len(asked, model)
     return _limits(asked.max_num_seqs, asked.max_num_batched_tokens, max_model_len, num_drafts)
 
 
 def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerConfig:
-    """Fills unset keys with the defaults for the kind of device."""
+    """Replaces unset keys by the defaults of this kind of device."""
     if device.type == "cpu":
         return asked.with_values("scheduler", **_cpu_budget(asked))
     unset = {key: value for key, value in GPU_DEFAULTS.items() if key not in asked.model_fields_set}
@@ -102,12 +104,12 @@ def with_defaults_of(device: torch.device, asked: SchedulerConfig) -> SchedulerC
 
 
 def _has_no_budget(asked: SchedulerConfig) -> bool:
-    """A step of `batching: mixed` is limited by the pool alone. A GPU's buffers are made before, so it has a budget."""
+    """Whether only the pool's size limits a step: with `batching: mixed` and an unset budget, on a CPU."""
     return asked.batching == "mixed" and "max_num_batched_tokens" not in asked.model_fields_set
 
 
 def _cpu_budget(asked: SchedulerConfig) -> dict[str, object]:
-    """What replaces an unset budget if it has no room for a step of decodes, or for prompts that are never split."""
+    """A larger budget, if it is unset and too small for a step of decodes, or for prompts that stay whole."""
     if "max_num_batched_tokens" in asked.model_fields_set:
         return {}
     least = max(asked.max_num_batched_tokens, asked.max_num_seqs)
@@ -119,7 +121,7 @@ def _cpu_budget(asked: SchedulerConfig) -> dict[str, object]:
 def _limits(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int
 ) -> StepLimits:
-    """A request has a sequence in the step for its last token and for each of its drafts, if the budget allows."""
+    """A request may have one sequence in a step for its last token, and one for each of its drafts."""
     num_sequences = min(max_num_seqs * (1 + num_drafts), max_num_batched_tokens)
     return StepLimits(max(num_sequences, max_num_seqs), max_num_batched_tokens, max_model_len)
 
@@ -163,7 +165,7 @@ def _num_blocks(memory_mib: int, asked: SchedulerConfig, model: LoadedModel, dra
 
 
 def _num_gpu_blocks(memory: "DeviceMemory", asked: SchedulerConfig, model: LoadedModel) -> int:
-    """Enough for one request of `max_model_len` tokens, or OutOfGpuMemory."""
+    """The number of blocks that fit; OutOfGpuMemory if a request of `max_model_len` tokens does not fit."""
     max_model_len, groups = asked.max_model_len, model.layer_groups.groups
     assert max_model_len is not None
     needed = groups.num_blocks_for_one(max_model_len, asked.block_size, asked.max_num_batched_tokens)
@@ -173,7 +175,7 @@ def _num_gpu_blocks(memory: "DeviceMemory", asked: SchedulerConfig, model: Loade
 def _num_swap_blocks(
     memory_mib: int, scheduler: SchedulerConfig, block_size: int, model: LoadedModel
 ) -> int | None:
-    """Blocks of host memory for preempted requests; None if they would not be used."""
+    """Blocks of host memory for preempted requests; None if preempted requests are recomputed."""
     if scheduler.preemption == "recompute":
         return None
     num_blocks = scheduler.num_swap_blocks or model.kv_block_shape(block_size).num_blocks_for(

@@ -1,7 +1,8 @@
-"""Collectives: what a worker's tensor-parallel ranks compute together; knows no model and no process.
+"""Collectives: calls in which tensor-parallel ranks of a worker exchange tensors; knows no model or process.
 
-Every rank must make the same calls in the same order: if one rank skips a call, the others wait. CPUs use gloo on the
-loopback interface. GPUs use NCCL, where a call only queues work on the current stream, so CUDA graphs may contain it.
+Every rank must make the same calls in the same order: if one rank skips a call, the other ranks wait for it.
+CPUs use gloo on the loopback interface. GPUs use NCCL. An NCCL call only queues work on the current stream,
+so CUDA graphs may contain such calls.
 """
 
 import gc
@@ -21,14 +22,18 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "lo"
 CLOSE_TIMEOUT_S = 10.0
-"""For NCCL, which waits for other ranks, and for every CUDA graph that contains its calls."""
+"""How long `close` waits for NCCL, which itself waits for other ranks and for all CUDA graphs with its
+calls."""
 
-# torch 2.13 renamed the function, and warns of the old name.
+# torch 2.13 renamed the function, and warns about the old name.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Collectives(Protocol):
-    """One rank's end. A call raises RuntimeError, which names this rank, if another rank is gone or late."""
+    """One rank's end.
+
+    If another rank has ended or is late, a call raises RuntimeError, which names this rank.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -39,11 +44,14 @@ class Collectives(Protocol):
         ...
 
     def all_reduce_(self, x: torch.Tensor) -> None:
-        """Replaces `x` by the sum of every rank's, the same bits on each. `x` is contiguous."""
+        """Replaces `x` by the sum of all ranks' `x`, with the same bits on each rank. `x` is contiguous."""
         ...
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Every rank's `x` along `dim`, in the order of the ranks; the same shape on each."""
+        """The `x` of all ranks, concatenated along `dim` in rank order.
+
+        `x` has the same shape on each rank.
+        """
         ...
 
     def broadcast_(self, x: torch.Tensor, source: int = 0) -> None:
@@ -51,7 +59,7 @@ class Collectives(Protocol):
         ...
 
     def silent(self) -> AbstractContextManager[None]:
-        """A context in which every call returns at once, with results of the right shape: for one rank's rehearsal."""
+        """A context for one rank's rehearsal: calls return at once, with results of the right shape."""
         ...
 
 
@@ -72,7 +80,7 @@ class SingleRank:
         """`x` is the only one."""
 
     def silent(self) -> AbstractContextManager[None]:
-        """Calls never wait anyway."""
+        """A context without effect, since calls never wait."""
         return nullcontext()
 
 
@@ -92,17 +100,19 @@ class SilentRank(SingleRank):
 
 
 class TorchCollectives:
-    """torch.distributed's default group, of which a process has one.
+    """Collectives over torch.distributed's default group, which exists once in a process.
 
-    Sums are in the tensor's dtype: gloo and NCCL both take bfloat16, and round once for each rank that adds its part.
+    Sums are in the tensor's dtype. gloo and NCCL both support bfloat16, and round once for each rank that is
+    added.
     """
 
     def __init__(
         self, meeting_file: int, rank: int, size: int, device: torch.device, timeout_s: float
     ) -> None:
-        """`meeting_file`: a descriptor of a file that all ranks have open, through which they connect. So there is no
-        port that another process could take. It must stay open, since torch reopens it by name. Nothing is connected
-        before `connect`."""
+        """`meeting_file`: the descriptor of a file that all ranks have open, and through which they connect.
+
+        With a file, there is no port that another process could take. The descriptor must stay open, since
+        torch reopens the file by the descriptor's name. The ranks connect only in `connect`."""
         assert 0 <= rank < size > 1, f"rank {rank} of {size}"
         self.rank = rank
         self.size = size
@@ -112,13 +122,13 @@ class TorchCollectives:
         self._is_silent = False
 
     def connect(self) -> None:
-        """Returns when every rank has called it; RuntimeError if one does not in time."""
-        # All ranks are on this host, so they connect over its loopback interface. The libraries read the interface only
-        # from the environment; a value that is set already stays.
+        """Connects the ranks; returns when every rank has called this. RuntimeError if a rank is too late."""
+        # All ranks are on this host, so they connect over its loopback interface. The libraries read the name
+        # of the interface only from the environment. A value that is already set is kept.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, LOOPBACK)
         is_cuda = self._device.type == "cuda"
-        excepthook = sys.excepthook  # torch installs its own
+        excepthook = sys.excepthook  # torch replaces it, so it is restored below
         try:
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo",
@@ -171,18 +181,22 @@ class TorchCollectives:
             self._is_silent = False
 
     def abort(self) -> None:
-        """Ends waiting calls, from any thread; returns at once. Nothing can be called any more.
+        """Ends waiting calls; may be called from any thread, and returns at once. No call may follow.
 
-        On GPUs the calls return without an error, and their results mean nothing. gloo needs no abort: when a rank's
-        process ends, the others' calls raise.
+        On GPUs the waiting calls return without an error, and their results mean nothing. gloo needs no
+        abort: when a rank's process ends, the calls of the other ranks raise errors.
         """
         group = dist.group.WORLD
         if group is not None and self._device.type == "cuda":
-            # On a thread: after it has told the device, it waits until the engine lets go of its CUDA graphs.
+            # `abort` notifies the device, then waits until the engine has freed its CUDA graphs. So it runs
+            # on a thread.
             threading.Thread(target=group.abort, name="abort", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the group; no call may be under way, and CUDA graphs that contain calls should be gone."""
+        """Ends the group.
+
+        No call may be under way, and CUDA graphs that contain calls should be freed before.
+        """
         if not dist.is_initialized():
             return
         if self._device.type != "cuda":

@@ -1,4 +1,4 @@
-"""ConnectorWorker: the half of the KV connector that moves bytes, as an engine calls it around each step."""
+"""ConnectorWorker: the half of the KV connector that moves bytes; an engine calls it around each step."""
 
 from collections.abc import Set
 from typing import Any, Protocol
@@ -15,16 +15,19 @@ class ConnectorWorker(Protocol):
     def send_commands(self, metadata: Any) -> None:
         """Called as soon as a step is planned: announces, hands over, or gives up blocks.
 
-        Returns when withdrawn blocks are no longer read.
+        Returns once no transfer reads the blocks that were given up.
         """
         ...
 
     def start_load_kv(self, metadata: Any) -> None:
-        """Called when every step before the planned one is computed: nothing writes the blocks to load any more."""
+        """Called when all steps before the planned step are computed, so none writes the blocks to load."""
         ...
 
     def save_kv_blocks(self, metadata: Any, lost: Set[str]) -> None:
-        """Called when the step is computed: the blocks it filled may be sent, except those of `lost` requests."""
+        """Called when the step is computed.
+
+        The blocks that it filled may be sent, except those of `lost` requests.
+        """
         ...
 
     def counters(self) -> dict[str, int]: ...
@@ -32,5 +35,5 @@ class ConnectorWorker(Protocol):
     def peers(self) -> tuple[KVPeerCounts, ...]: ...
 
     def shutdown(self) -> None:
-        """Ends every hand-over, so that peers soon consider them lost. May be called again."""
+        """Ends all hand-overs, so that peers soon consider them lost. May be called more than once."""
         ...

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: noise as a pure function of (seed, position, token id), with no generator state.
+"""Counter-based random numbers: noise is a pure function of (seed, position, token id), without any state.
 
 Shape suffixes: R rows, V vocabulary.
 """
@@ -12,18 +12,18 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def row_keys(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit keys of one sampled token, from two rounds of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Two 32-bit keys for one sampled token, from two rounds of SplitMix64 (Steele, Lea, Flood 2014)."""
     key = _splitmix64(_splitmix64(seed) + position)
     return key >> 32, key & 0xFFFFFFFF
 
 
 def seed_states(seeds: list[int]) -> npt.NDArray[np.uint64]:
-    """The state of each row's seed for `keys_at`; the same for all tokens."""
+    """The state of each row's seed, for `keys_at`. It does not depend on the token's position."""
     return np.array([_splitmix64(seed) for seed in seeds], dtype=np.uint64)
 
 
 def keys_at(states_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
-    """R x 2: `row_keys` of all rows at once, as the int32 with the same bits."""
+    """R x 2: `row_keys` of all rows at once, as int32 values with the same bits."""
     z_R = states_R + positions_R + np.uint64(_GOLDEN)
     z_R = (z_R ^ (z_R >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z_R = (z_R ^ (z_R >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -37,10 +37,11 @@ def keys_at(states_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64
 def gumbel_noise(keys: list[tuple[int, int]], vocab_size: int, device: torch.device) -> torch.Tensor:
     """Standard Gumbel noise R x V (float32, finite); row r depends on keys[r] alone.
 
-    The arg max over `log p + noise` is a draw from p (Gumbel-max), so the same noise gives the same token whatever
-    else is in the batch. Per element: a 32-bit hash with two multiplications (the constants of Wellons' lowbias32,
-    2018), one key before the first and one between, then u = (23 bits + 1/2) / 2^23, which float32 holds exactly
-    and which never is 0 or 1.
+    The arg max over `log p + noise` is a draw from p (Gumbel-max). So the same noise gives the same token,
+    whatever else is in the batch. Each element is a 32-bit hash with two multiplications (constants of
+    Wellons' lowbias32, 2018). The first key is applied before the first multiplication, the second key
+    between both. From the hash follows u = (23 bits + 1/2) / 2^23, which float32 represents exactly, and
+    which is never 0 or 1.
     """
     first_R1, second_R1 = (
         torch.tensor([_signed(key[i]) for key in keys], dtype=torch.int32, device=device).unsqueeze(1)
@@ -65,7 +66,7 @@ def _splitmix64(state: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int32 with the same 32 bits: torch has no unsigned arithmetic, and products wrap alike."""
+    """The int32 with the same bits: torch has no unsigned arithmetic, but signed products have equal bits."""
     return value - 2**32 if value >= 2**31 else value
 
 

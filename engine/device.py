@@ -1,4 +1,4 @@
-"""Devices: which one a configuration names, which GPU computes, its memory, and its progress."""
+"""Devices: the device of a rank, its GPU, its memory, and its progress."""
 
 from importlib.util import find_spec
 
@@ -9,9 +9,9 @@ from baton.errors import ConfigError
 
 
 def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """The device of a rank: a worker's ranks take the GPUs that the process sees, in order.
+    """The device of a rank: rank i gets the i-th GPU that the process sees.
 
-    ConfigError if there is no such device, or Triton is missing.
+    ConfigError if there is no such device, or if Triton is missing.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -31,9 +31,10 @@ def rank_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def gpu_of(device: torch.device) -> torch.device | None:
-    """A GPU itself; for meta tensors, the GPU that this thread computes on, if there is one; None for a CPU.
+    """The GPU that `device` means: itself, or for meta tensors this thread's current GPU; None for a CPU.
 
-    So an outline of a model (`engine.loading.loader.outline_model`) launches the same kernels as the model.
+    With meta tensors, an outline of a model (`engine.loading.loader.outline_model`) launches the model's own
+    kernels.
     """
     if device.type == "cuda":
         return device
@@ -43,7 +44,7 @@ def gpu_of(device: torch.device) -> torch.device | None:
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """A GPU's bytes by kind; empty for a CPU, whose memory is that of its process. From any thread."""
+    """A GPU's memory in bytes, by kind; empty for a CPU. May be called from any thread."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -56,7 +57,7 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """Done when everything launched on the current stream so far is done; None on a CPU, where it is done already."""
+    """An event that is done when all work launched on the current stream so far is done; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -1,16 +1,17 @@
-"""DraftModel: guesses a request's next tokens with a smaller model; knows no plan, and not how the model was loaded.
+"""DraftModel: guesses a request's next tokens with a smaller model; knows no plan, and loads no model.
 
     known        ... the  quick             guessed   brown  fox
     computed               quick                      brown  fox        by the small model, one token a pass
     sampled                brown                      fox    jumps      three drafts
 
-A draft is sampled from the small model's logits as its request samples there: with its temperature, filters, penalties
-and grammar, and with the noise of the draft's own position. Equal logits give equal tokens, at any temperature, and
-similar logits mostly do.
+A draft is sampled from the small model's logits in the same way as the served model samples at that position:
+with the request's temperature, filters, penalties and grammar, and with the noise of the draft's position.
+Equal logits give equal tokens at any temperature, and similar logits mostly do.
 
-A request's blocks have the same ids in every pool. So a small model with a pool of its own needs no block tables, and
-the served model's first layers find their KV where the served model left it. Drafts for which a request has no slots go
-into spare blocks. What a pass computes of a draft does not count: it is computed again with the next known token.
+A request's blocks have the same ids in every pool. So a small model with its own pool needs no block tables
+of its own. If the small model consists of the served model's first layers, it uses the KV that the served
+model stored. KV of drafts for which a request has no slots is stored in spare blocks. The KV of drafts is
+only temporary: it is computed again when the tokens at these positions are known.
 
 Shape suffixes: T tokens of a pass, B its sequences, M blocks of the longest context, R rows that sample, V vocabulary.
 """
@@ -28,11 +29,12 @@ from engine.request_table import NONE, IntArray
 from engine.sampler import Sampler
 
 CATCH_UP = 64
-"""Tokens that a step computes for requests which lack more in the small model's own pool. On a CPU they take one or two
-decode steps' time."""
+"""How many tokens a step computes for requests that lack more tokens than this in the small model's own pool.
+On a CPU these tokens take as long as one or two decode steps."""
 
 MOST_CAUGHT_UP = 8
-"""Such tokens for each token that the request may still get: more of them take longer than drafts save."""
+"""A request is caught up only if it lacks at most this many tokens for each token that it may still get.
+Otherwise catching up would take longer than drafts save."""
 
 
 class DraftModel:
@@ -49,23 +51,24 @@ class DraftModel:
         *,
         shares_kv: bool,
     ) -> None:
-        """`spare_blocks`: of the pool of `forward`; see `SpeculationConfig.num_spare_blocks`. `num_drafts`: the most of
-        a request.
-        `cost`: one pass of the small model, as a share of one of the served model. `shares_kv`: the small model is the
-        served one's first layers, in its pool.
+        """`spare_blocks`: those of the pool of `forward`; see `SpeculationConfig.num_spare_blocks`.
+
+        `num_drafts`: the most drafts of a request. `cost`: the time of one pass of the small model, divided
+        by that of the served model. `shares_kv`: the small model consists of the served model's first layers,
+        and uses its pool.
         """
         self._forward = forward
         self._sampler = sampler
         self._block_size = block_size
         self._spare_blocks = spare_blocks
         self._num_spare_blocks = -(-num_drafts // block_size)
-        """Of each request."""
+        """Spare blocks of each request."""
         self._shares_kv = shares_kv
         self.cost = cost
 
     @torch.inference_mode()
     def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
-        """One pass for each place of a draft, of all requests together."""
+        """Guesses drafts with one pass for the first draft of all requests, one for the second, and so on."""
         assert len(wanted) * self._num_spare_blocks <= len(self._spare_blocks), f"{len(wanted)} requests"
         sequences = [self._begin(place, each) for place, each in enumerate(wanted)]
         under_way = sequences if self._shares_kv else self._catch_up(sequences)
@@ -82,15 +85,17 @@ class DraftModel:
         return [sequence.drafts for sequence in sequences]
 
     def _begin(self, place: int, wanted: Wanted) -> "_Sequence":
-        """The last known token is computed by the next step, so no pool has it."""
+        """The tokens of the first pass. No pool has KV of the last known token: the next step computes it."""
         spare = self._spare_blocks[place * self._num_spare_blocks :][: self._num_spare_blocks]
         start = wanted.request.num_tokens - 1 if self._shares_kv else wanted.request.num_drafting_tokens
         return _Sequence(wanted, np.concatenate((wanted.block_ids, np.array(spare))), start)
 
     def _catch_up(self, sequences: "list[_Sequence]") -> "list[_Sequence]":
-        """Those that this step computes in the small model's own pool. A request that lacks many tokens there gets
-        drafts once it has caught up, in parts that end with a block: full blocks may be other requests', too, and what
-        lies behind a part is cleared.
+        """Returns the sequences of which this step computes tokens in the small model's own pool.
+
+        A request that lacks many tokens in this pool catches up in several steps, and then gets drafts. Each
+        of these steps ends at the end of a block: slots after the computed tokens are cleared, and other
+        requests may share full blocks.
         """
         left, under_way = max(CATCH_UP, self._block_size), []
         for sequence in sequences:
@@ -117,9 +122,9 @@ class _Sequence:
         self.start = start
         """Position of the first of `token_ids`."""
         self.token_ids = wanted.request.token_ids[start:]
-        """To be computed by the next pass."""
+        """The tokens that the next pass computes."""
         self.samples = True
-        """The pass ends with the last token so far."""
+        """Whether the next pass reaches the last token so far, and so samples."""
         self.drafts: list[int] = []
         self.has_ended = False
 
@@ -141,7 +146,7 @@ class _Sequence:
         self.token_ids, self.samples = self.token_ids[: max(0, end - self.start)], False
 
     def add(self, token_id: int, *, is_finite: bool) -> None:
-        """The next draft."""
+        """Adds the next draft."""
         self.start, self.token_ids = self.end, np.array([token_id])
         if is_finite:
             self.drafts.append(token_id)
@@ -150,7 +155,7 @@ class _Sequence:
 
 
 def _order(sequence: _Sequence) -> tuple[bool, int]:
-    """See StepBatch."""
+    """Sorts sequences as StepBatch requires."""
     return sequence.num_tokens > 1, -sequence.end
 
 

@@ -1,4 +1,4 @@
-"""make_drafter: what guesses tokens, as the configuration asks; a draft model is loaded here."""
+"""make_drafter: makes the configured drafter; load_draft: loads its draft model."""
 
 import json
 import logging
@@ -23,32 +23,33 @@ from engine.sampler import TorchSampler
 logger = logging.getLogger(__name__)
 
 EQUAL_ROWS = {"cpu": 12.0, "cuda": 200.0}
-"""By device: rows of a step whose computation takes about as long as reading the model's weights."""
+"""By device: with this many rows, a step's arithmetic takes about as long as reading the model's weights."""
 STEP_TIME = {"int8": 0.7, "compressed-tensors": 0.7, "int4": 0.45, "gguf": 0.45, "gptq": 0.45, "awq": 0.45}
-"""Of a decode step with matrices that are kept so, against one with 16 bits (docs/cpu.md)."""
+"""Time of a decode step with matrices of this quantization, divided by the time with 16 bits
+(docs/cpu.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A model that guesses for the served one."""
+    """A draft model, which guesses tokens for the served model."""
 
     model: LoadedModel
     shares_kv: bool
-    """It is the served model's first layers: it needs no KV pool."""
+    """Whether it consists of the served model's first layers, and so needs no KV pool of its own."""
     speculation: SpeculationConfig
-    """How it guesses."""
+    """The configuration of the guesses."""
 
     @property
     def num_drafts(self) -> int:
-        """The most of one request in a step."""
+        """The most drafts of one request in a step."""
         return self.speculation.num_drafts
 
     def block_bytes(self, block_size: int) -> int:
-        """What its KV adds to a block of the served model."""
+        """How many bytes of the draft model's KV belong to each block of the served model."""
         return 0 if self.shares_kv else self.model.kv_block_shape(block_size).size_bytes
 
     def num_spare_blocks(self, config: SchedulerConfig) -> int:
-        """Blocks of each pool that the scheduler does not know."""
+        """How many spare blocks each pool has; the scheduler does not know these blocks."""
         return self.speculation.num_spare_blocks(config.block_size, config.max_num_seqs)
 
 
@@ -61,8 +62,9 @@ def load_draft(
     on_progress: OnProgress | None = None,
     max_model_len: int | None = None,
 ) -> Draft | None:
-    """The draft model that guesses for `model`, of the folder `model_path`; None if there is none, or on a rank that
-    does not sample. ConfigError or ModelError if it does not fit.
+    """The draft model for `model`; None if none is configured, or on a rank that does not sample.
+
+    `model_path`: the folder of `model`. ConfigError or ModelError if the draft model does not fit to `model`.
     """
     if speculation.method != "draft_model" or model.collectives.rank > 0:
         return None
@@ -103,7 +105,10 @@ def make_drafter(
     pool: KVPool,
     draft: Draft | None,
 ) -> Drafter | None:
-    """`config`: complete. `pool`: of the served model, with the spare blocks of `draft` behind the others."""
+    """`config`: the completed configuration.
+
+    `pool`: that of the served model; its last blocks are spare blocks.
+    """
     proposer: Proposer
     if draft is not None:
         proposer = _make_draft_model(draft, config, model, pool)
@@ -182,7 +187,7 @@ def _cost(draft: LoadedModel, model: LoadedModel) -> float:
 
 
 def _num_weights(a: ModelArchitecture) -> int:
-    """That a token is multiplied with."""
+    """How many weights are multiplied with a token."""
     widths = (
         a.intermediate_size if m is None else m.num_chosen * m.intermediate_size + m.shared_size
         for m in a.mixtures
@@ -191,7 +196,7 @@ def _num_weights(a: ModelArchitecture) -> int:
 
 
 def _num_attention_weights(a: ModelArchitecture) -> int:
-    """Of a layer."""
+    """How many weights the attention of a layer has."""
     if (latent := a.latent) is None:
         return 2 * (a.num_heads + a.num_kv_heads) * a.head_dim * a.hidden_size
     queries, per_head = a.num_heads * latent.query_dim, latent.plain_dim + latent.value_dim

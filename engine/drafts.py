@@ -1,6 +1,7 @@
-"""Drafts: tokens that are guessed ahead, for the model to verify together; knows no model and no grammar.
+"""Drafts: guessed next tokens, which the model verifies together in one step; knows no model and no grammar.
 
-Verifying costs time, whether the drafts are right or not. So a request gets as many as are likely to be right.
+Verifying costs time, whether the drafts are right or not. So a request gets only as many drafts as are likely
+right.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,18 +14,19 @@ from engine.batch import RequestBatch, RunnerRequest
 from engine.request_table import IntArray
 
 MAX_SEARCHED = 32_768
-"""Latest tokens of a request that are searched."""
+"""How many of a request's latest tokens are searched."""
 MAX_CANDIDATES = 512
-"""Latest occurrences of the last token that are compared: in a run of equal tokens there are as many as tokens."""
+"""How many of the latest occurrences of the last token are compared. The limit matters for long runs of equal
+tokens, in which every token is an occurrence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Drafts that a request wants."""
+    """A request for which drafts are guessed."""
 
     request: RunnerRequest
     token_ids: IntArray
-    """Its known tokens."""
+    """The request's known tokens."""
     block_ids: IntArray
     """The blocks that the request holds."""
     num_tokens: int
@@ -36,30 +38,30 @@ class Proposer(Protocol):
 
     @property
     def cost(self) -> float:
-        """What a draft takes to guess, as a share of what a token takes without drafts."""
+        """The time to guess a draft, divided by the time of a token without drafts."""
         ...
 
     def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
-        """The drafts of each request: at most those wanted, or none."""
+        """The drafts of each request: at most `num_tokens` of them, perhaps none."""
         ...
 
 
 class NGramProposer:
-    """Prompt lookup: what followed the latest earlier occurrence of a request's last tokens."""
+    """Prompt lookup: guesses the tokens that followed the latest earlier occurrence of the last tokens."""
 
     cost = 0.0
-    """A search takes some 20 us."""
+    """A search takes about 20 us."""
 
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
-        """Between `min_tokens` and `max_tokens` of the last tokens must have occurred before; most are best."""
+        """Searches for the longest match of the last tokens; it has `min_tokens` to `max_tokens` tokens."""
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
 
     def propose_all(self, wanted: Sequence[Wanted]) -> list[list[int]]:
-        """Each from its own tokens."""
+        """Guesses the drafts of each request from the request's own tokens."""
         return [self.propose(each.token_ids, each.num_tokens) for each in wanted]
 
     def propose(self, token_ids: IntArray, num_tokens: int) -> list[int]:
-        """Guesses the next `num_tokens` tokens; none if the last ones did not occur before."""
+        """Guesses the next `num_tokens` tokens; returns none if the last tokens did not occur before."""
         recent = token_ids[-MAX_SEARCHED:]
         ends = np.flatnonzero(recent[:-1] == recent[-1])[-MAX_CANDIDATES:] + 1
         length = min(1, len(ends))
@@ -71,7 +73,8 @@ class NGramProposer:
             ends, length = longer, length + 1
         if length < self._min_tokens:
             return []
-        # If the occurrence overlaps the last tokens, the text repeats itself, so the guess repeats it, too.
+        # If fewer tokens than `num_tokens` follow the occurrence, the guess repeats them: the text repeats
+        # itself.
         followed: list[int] = np.resize(recent[ends[-1] :], num_tokens).tolist()
         return followed
 
@@ -82,20 +85,24 @@ class Drafter:
     def __init__(
         self, proposer: Proposer, num_drafts: int, max_num_batched_tokens: int, num_equal_rows: float
     ) -> None:
-        """At most `num_drafts` for a request in a step. `num_equal_rows`: rows of a step whose computation takes as
-        long as reading the model's weights.
+        """`num_drafts`: the most drafts of a request in a step.
+
+        `num_equal_rows`: with this many rows, a step's arithmetic takes as long as reading the model's
+        weights.
         """
         self._proposer = proposer
         self._num_drafts = num_drafts
         self._max_num_rows = max_num_batched_tokens // 2
-        """Half of a step is left to prompts."""
+        """Drafts use at most half of a step, so that the other half is left for prompts."""
         self._num_equal_rows = num_equal_rows
 
     def draft(
         self, requests: Sequence[RunnerRequest], batch: RequestBatch, *, has_first_token: bool
     ) -> Iterator[tuple[RunnerRequest, list[int]]]:
-        """Drafts of the requests that the last step sampled for, and that share the next step; none of those for which
-        drafts would not pay. `has_first_token`: of any request, which must not wait until drafts are guessed.
+        """The drafts of the requests that the last step sampled for; none for a request if drafts do not pay.
+
+        These requests will share the next step. `has_first_token`: whether the last step sampled the first
+        token of a request. Such a token must not wait until drafts are guessed.
         """
         if self._proposer.cost and has_first_token:
             yield from ((request, []) for request in requests)

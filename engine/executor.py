@@ -1,4 +1,4 @@
-"""Executor: what computes a worker's steps and moves its KV blocks: one device in this process, or several ranks.
+"""Executor: computes a worker's steps and moves its KV blocks, on one device or on several ranks.
 
 one rank       engine/build.py: model, KV pool, pipeline and connector, all in this process
 several ranks  engine/ranks/processes.py: this process is rank 0, the others are its children
@@ -15,10 +15,10 @@ from engine.ranks.processes import RankProcesses
 
 
 class Executor:
-    """The model is loaded on every rank. `make_pipeline` and `start` follow, and finally `stop`."""
+    """All ranks of a worker, with the model loaded. Call `make_pipeline`, then `start`, finally `stop`."""
 
     def __init__(self, device_engine: DeviceEngine, others: RankProcesses | None) -> None:
-        """Waits until the `others` have loaded; raises like `RankProcesses.join`."""
+        """Waits until the `others` have loaded the model; raises like `RankProcesses.join`."""
         self.device_engine = device_engine
         """This process' device engine."""
         self._others = others
@@ -26,7 +26,8 @@ class Executor:
         self.kv_addresses = (device_engine.connector.kv_address, *(rank.kv_address for rank in loaded))
         """The address of each rank's KV plane."""
         self.scheduler_config = device_engine.scheduler_config
-        """The worker's, with the number of blocks of the rank that has fewest."""
+        """The worker's scheduler configuration, with the number of blocks of the rank with the fewest
+        blocks."""
         self.connector: ConnectorWorker = device_engine.connector
         """The connector of all ranks."""
         if others:
@@ -59,7 +60,8 @@ class Executor:
 def start_executor(build: Callable[[Collectives], DeviceEngine], others: RankProcesses | None) -> Executor:
     """Builds this process' device engine while the `others` build theirs; blocks until all have loaded the model.
 
-    Raises ConfigError, ModelError or ClusterError if a rank fails; then no process is left.
+    Raises ConfigError, ModelError or ClusterError if a rank fails, after all processes of other ranks have
+    ended.
     """
     try:
         return Executor(build(others.collectives if others else SINGLE_RANK), others)

@@ -1,6 +1,6 @@
-"""Families of models: their names, what transformers takes where a config.json is silent, and what is refused.
+"""Families of models: their names, transformers' default for each missing key, and the keys that are refused.
 
-Imports no torch: the command that starts a fleet reads config.json files, too.
+Imports no torch, since the command that starts a fleet also reads config.json files.
 """
 
 from collections.abc import Mapping
@@ -149,7 +149,7 @@ DEFAULTS: Mapping[Family, Mapping[str, Any]] = {
         "topk_group": 4,
     },
 }
-"""Values that transformers takes for keys that a config.json does not have."""
+"""Values that transformers uses for keys that a config.json does not have."""
 
 WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "alibi": (False,),
@@ -205,7 +205,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "use_sliding_window": (False,),
     "v_head_dim": (),
 }
-"""Keys that change what a model computes, and the values, beside null, that do not; of a list, the elements."""
+"""Keys that change what a model computes. With the listed values, or null, they change nothing. If a value is
+a list, this applies to its elements."""
 
 _EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"})
 _LATENT = frozenset(
@@ -275,14 +276,15 @@ READ: Mapping[Family, frozenset[str]] = {
     Family.DEEPSEEK_V2: _LATENT,
     Family.DEEPSEEK_V3: _LATENT | {"num_nextn_predict_layers", "rope_interleave"},
 }
-"""Which of `WITHOUT_EFFECT` a family reads. Any other value of the others is refused."""
+"""The keys of `WITHOUT_EFFECT` that a family reads. Other keys of it are refused if they would have an
+effect."""
 
 _SILU = ("silu", "swish")
 _GELU = ("gelu_pytorch_tanh",)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """By `architectures`, else by `model_type`; ModelError names what is supported."""
+    """The family by `architectures`, else by `model_type`; ModelError names the supported architectures."""
     names = config.get("architectures") or []
     name = names[0] if names else None
     if name in ARCHITECTURES:
@@ -296,15 +298,16 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def refused_keys(family: Family) -> list[str]:
-    """Keys of which a config.json of this family may only have values without effect."""
+    """Keys that may only have values without effect in a config.json of this family."""
     return sorted(WITHOUT_EFFECT.keys() - READ[family])
 
 
 def refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
-    """Refuses options that change what a model computes and that the family's decoder does not support.
+    """Refuses keys that change what a model computes, if the family's decoder does not support them.
 
-    Families call the activation `hidden_act` or `hidden_activation`. Other keys that seem to name one must name the
-    same; numbers and truth values, as of `activation_dropout`, name none.
+    Families call the activation `hidden_act` or `hidden_activation`. If other keys seem to name an
+    activation, they must name a supported one, too. Numbers and truth values, such as that of
+    `activation_dropout`, name no activation.
     """
     for key in refused_keys(family):
         if key == "sliding_window" and config.get("use_sliding_window") is False:
@@ -319,7 +322,7 @@ def refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
 
 
 def is_without_effect(value: object, harmless: tuple[object, ...]) -> bool:
-    """Whether a value, or each element of a list, is null or one of these."""
+    """Whether a value is null or one of `harmless`. For a list: whether each element is one of `harmless`."""
     if isinstance(value, list):
         return all(each in harmless for each in value)
     return value is None or value in harmless

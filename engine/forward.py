@@ -1,4 +1,4 @@
-"""TorchForward: a step's arrays in, logits out, through plain torch; knows no request and keeps nothing.
+"""TorchForward: computes a step's logits from its arrays, by plain torch; knows no request, keeps no state.
 
 Shape suffixes: T tokens of a step, E hidden size, R rows that sample, V vocabulary.
 """
@@ -14,16 +14,17 @@ from engine.layers.backend import InputTokens
 from engine.models.decoder import Decoder
 
 _ANY_ROW = np.zeros(1, np.int64)
-"""Of a step in which none samples: no layer takes zero rows."""
+"""The rows of a step in which no row samples, since no layer accepts zero rows."""
 
 
 class Forward(Protocol):
     """Runs a model over a KV pool. On an asynchronous device a call returns when the work is queued."""
 
     def __call__(self, batch: StepBatch) -> torch.Tensor | None:
-        """Computes the step's tokens into their blocks.
+        """Computes the step's tokens, and stores their KV in their blocks.
 
-        Returns R x V, the logits of the rows that sample, valid until the next call; None if no row samples.
+        Returns the logits of the rows that sample, R x V; they are valid until the next call. Returns None if
+        no row samples.
         """
         ...
 
@@ -32,7 +33,7 @@ class PagedAttentions(Protocol):
     """Attention over one KV pool."""
 
     def prepare(self, batch: StepBatch) -> Attention:
-        """Attention of one step; one step at a time."""
+        """Attention of one step; only one step at a time may use it."""
         ...
 
 

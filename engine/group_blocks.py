@@ -1,4 +1,4 @@
-"""GroupBlocks: in which blocks a step's KV of one KV group is; knows no request and no model.
+"""GroupBlocks: the blocks that store a step's KV of one KV group; knows no request and no model.
 
 Shape suffixes as in engine/batch.py.
 """
@@ -15,7 +15,7 @@ from engine.request_table import IntArray, RequestTable
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """See the fields of these names in StepBatch."""
+    """The fields of the same names in StepBatch, for one KV group."""
 
     slots_T: IntArray
     block_ids_BM: IntArray
@@ -31,9 +31,11 @@ def group_blocks(
     positions_T: IntArray,
     ends_B: IntArray,
 ) -> Sequence[GroupBlocks]:
-    """Of each group. `owners_T`: the sequence of each token; `ends_B`: the positions after each sequence's last token.
+    """The GroupBlocks of each KV group.
 
-    A table's row is a block of each group. Rows that have left the window belong to other requests: they are padding.
+    `owners_T`: the sequence of each token. `ends_B`: the position after each sequence's last token. A row of
+    the block table has one block of each group. Blocks that have left the window may belong to other requests
+    by now, so padding replaces them.
     """
     num_groups = groups.num_groups
     num_blocks_B = -(-ends_B // block_size)
@@ -59,8 +61,10 @@ def group_blocks(
 
 
 def _are_last_blocks_new(table: RequestTable, rows_B: IntArray, entries_B: IntArray) -> IntArray:
-    """Whether each sequence's last block is another one than at the last call. All groups get theirs together, so these
-    `entries_B` of the first group speak for all."""
+    """Whether each sequence's last block has changed since the last call.
+
+    `entries_B`: the index of this block in the first group. A request gets new blocks of all groups at the
+    same time, so the first group is enough."""
     last_blocks_B = table.block_ids_SM[rows_B, entries_B]
     is_new_B: IntArray = table.cleared_blocks_S[rows_B] != last_blocks_B
     table.cleared_blocks_S[rows_B] = last_blocks_B

@@ -12,7 +12,7 @@ from engine.model_config import ModelArchitecture
 
 
 class GroupedAttention:
-    """Each group's layers have an attention of their own, with the group's blocks."""
+    """Makes one attention for each group, with the group's layers and blocks."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class GroupedAttention:
         architecture: ModelArchitecture,
         make: Callable[[ModelArchitecture], PagedAttentions],
     ) -> None:
-        """`make`: attention of a model whose layers are those of one group."""
+        """`make`: makes one group's attention, for a model that has only the layers of this group."""
         self._attentions = [make(architecture.of_layers(layers)) for layers in groups.layers]
         self._places = groups.places
 
@@ -33,7 +33,7 @@ class GroupedStepAttention:
     """Satisfies `engine.layers.attention.Attention` for one step."""
 
     def __init__(self, steps: Sequence[Attention], places: dict[int, tuple[int, int]]) -> None:
-        """`places`: of each layer, its group and its place in the group."""
+        """`places`: the group of each layer, and the layer's index in the group."""
         self._steps = steps
         self._places = places
 

@@ -1,9 +1,10 @@
 """KVPool: the paged KV cache of one rank, a tensor in which a block is one contiguous span; knows no request.
 
-Axis letters, which the fingerprint's layout uses too: N blocks, L layers, K the pair (keys, values), H kv heads,
-T tokens of a block, D head dimension. Why heads come before tokens: docs/decisions/0001-kv-block-layout.md.
+Axis letters, also in the fingerprint's layout: N blocks, L layers, K the pair (keys, values), H kv heads, T
+tokens of a block, D head dimension. docs/decisions/0001-kv-block-layout.md explains why heads come before
+tokens.
 
-A pool of latents has one vector of a token and layer: K and H are 1, and D is the vector's
+A pool of latents has one vector for each token and layer. K and H are 1, and D is the length of the vector
 (docs/decisions/0023-a-block-of-latents.md).
 """
 
@@ -33,14 +34,15 @@ class KVBlockShape:
     head_dim: int
     dtype: torch.dtype
     is_latent: bool = False
-    """Whether each token has one vector that is key and value of all heads, and that every rank has."""
+    """Whether each token has one vector, which is the key and the value of all heads. Every rank stores this
+    vector."""
 
     def __post_init__(self) -> None:
         assert not self.is_latent or self.num_kv_heads == 1, f"{self.num_kv_heads} heads of a latent"
 
     @property
     def num_planes(self) -> int:
-        """Of a layer: keys and values, or latents."""
+        """2 planes of a layer, keys and values; or 1, latents."""
         return 1 if self.is_latent else 2
 
     @property
@@ -53,15 +55,16 @@ class KVBlockShape:
         return num_elements * self.dtype.itemsize
 
     def num_blocks_for(self, memory_bytes: int) -> int:
-        """Blocks that fit, the null block included."""
+        """How many blocks fit into this memory, including the null block."""
         return memory_bytes // self.size_bytes
 
 
 class KVPool:
     """Blocks 0 .. num_blocks - 1; block 0 is the null block. Memory reads as zeros until written.
 
-    On Linux the pages of a CPU pool take memory only once they are written. The pool keeps a given memory alive, but
-    never frees it: the owner of a CudaMemory frees it after pool and connector are gone.
+    On Linux, the pages of a CPU pool use memory only once they are written. The pool keeps a reference to
+    memory that it was given, but never frees it. The owner of a CudaMemory frees it when nothing uses pool
+    and connector any more.
     """
 
     def __init__(
@@ -71,9 +74,9 @@ class KVPool:
         device: torch.device,
         memory: npt.NDArray[np.uint8] | CudaMemory | None = None,
     ) -> None:
-        """`memory`: zeros that hold the pool and that other workers can read: an array on a CPU, a CudaMemory on a GPU.
+        """`memory`: zeroed memory for the pool, an array on a CPU, a CudaMemory on a GPU.
 
-        None: the pool allocates its own.
+        Other workers can read this memory. None: the pool allocates its own memory.
         """
         assert num_blocks >= 2, f"a pool of {num_blocks} blocks has none besides the null block"
         self.num_blocks = num_blocks
@@ -98,7 +101,10 @@ class KVPool:
     def fingerprint(
         self, model_digest: str, num_ranks: int = 1, groups: KVGroups = ONE_GROUP
     ) -> KVFingerprint:
-        """`num_ranks`: how many pools like this one the worker has: with different heads, or with the same latents."""
+        """What another worker's pool must have in common with this pool to exchange KV.
+
+        `num_ranks`: how many ranks the worker has. Their pools store different heads, or the same latents.
+        """
         shape = self.shape
         return KVFingerprint(
             protocol_version=PROTOCOL_VERSION,
@@ -114,10 +120,10 @@ class KVPool:
         )
 
     def slot_rows(self, slots_T: torch.Tensor) -> torch.Tensor:
-        """Rows for the keys and values of tokens: indices into `LayerView.slot_rows_RD` of any layer.
+        """The rows of tokens' keys and values: indices into `LayerView.slot_rows_RD` of any layer.
 
-        `slots_T` is block id x block size + offset. The result is flat over (token, key or value, kv head), the order
-        in which a fused projection produces them.
+        `slots_T` is block id x block size + offset. The result is flat over (token, key or value, kv head). A
+        fused projection computes keys and values in the same order.
         """
         _, num_planes, num_heads, block_size, _ = self.shape.dimensions
         first_T = slots_T // block_size * self._rows_per_block + slots_T % block_size
@@ -125,9 +131,10 @@ class KVPool:
         return (first_T.unsqueeze(-1) + per_head).flatten()
 
     def block_rows(self, block_ids_BM: torch.Tensor) -> torch.Tensor:
-        """Rows to read for B padded tables of M blocks: indices into `LayerView.block_rows_RX` of any layer.
+        """The rows of B padded tables of M blocks: indices into `LayerView.block_rows_RX` of any layer.
 
-        Flat over (key or value, table, kv head, block), so that the gathered rows are [K, B, H, M x T, D] as they lie.
+        The result is flat over (key or value, table, kv head, block), so the gathered rows are a tensor
+        [K, B, H, M x T, D] without a copy.
         """
         num_layers, num_planes, num_heads, _, _ = self.shape.dimensions
         num_rows = num_planes * num_heads
@@ -148,7 +155,7 @@ class KVPool:
 def _flat(
     num_bytes: int, device: torch.device, memory: npt.NDArray[np.uint8] | CudaMemory | None
 ) -> torch.Tensor:
-    """uint8 [num_bytes], over `memory` if there is any."""
+    """A tensor uint8 [num_bytes]: a view of `memory`, or new memory if `memory` is None."""
     if memory is None:
         return _zeros(num_bytes, device)
     assert memory.nbytes >= num_bytes, (
@@ -162,16 +169,16 @@ def _flat(
 
 
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """On CPU through numpy, whose zeros are the system's untouched pages; torch would write every one of them."""
+    """Zeros. On a CPU numpy makes them from pages that were never touched; torch would write every page."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 class LayerView:
-    """One layer's share of all blocks as rows of memory, at two granularities.
+    """One layer's part of all blocks, as rows of memory of two sizes.
 
-    Both views start where the layer starts in block 0, so the same row indices serve every layer.
+    Both views begin at the layer's part of block 0, so the same row indices are valid for every layer.
     """
 
     def __init__(self, blocks_NLKHTD: torch.Tensor, layer: int) -> None:
@@ -187,28 +194,28 @@ class LayerView:
 def copy_one_by_one(
     source_NB: torch.Tensor, target_MB: torch.Tensor, pairs: Sequence[tuple[int, int]]
 ) -> None:
-    """Satisfies CopyBlocks: one copy per block, for large blocks."""
+    """Satisfies CopyBlocks, with one copy per block; good for large blocks."""
     for source, target in pairs:
         target_MB[target].copy_(source_NB[source], non_blocking=True)
 
 
 CopyBlocks = Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int]]], None]
-"""For each pair, copies block pair[0] of the first tensor (uint8 [blocks, bytes of a block]) to block pair[1] of the
-second. On an asynchronous device it only queues the copies."""
+"""For each pair, copies block pair[0] of the first tensor to block pair[1] of the second tensor. Both tensors
+are uint8 [blocks, bytes of a block]. On an asynchronous device the call only queues the copies."""
 
 
 class HostBlocks:
-    """Blocks of host memory for the KV of preempted requests, freed with this; pinned if the pool is on a GPU."""
+    """Blocks of host memory for the KV of preempted requests; pinned memory if the pool is on a GPU."""
 
     def __init__(self, num_blocks: int, pool: KVPool, copy: CopyBlocks = copy_one_by_one) -> None:
-        """ConfigError if this much host memory cannot be pinned."""
+        """Raises ConfigError if the memory of `num_blocks` blocks cannot be pinned."""
         self._pool_NB = pool.blocks_NLKHTD.view(pool.num_blocks, -1).view(torch.uint8)
         num_bytes = num_blocks * pool.shape.size_bytes
         self._host_MB = host_memory(num_bytes, self._pool_NB.device).view(num_blocks, pool.shape.size_bytes)
         self._copy = copy
 
     def swap(self, swap_out: Sequence[tuple[int, int]], swap_in: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks: (block, host block) pairs out first, then (host block, block) pairs in."""
+        """Copies whole blocks: first (block, host block) pairs out, then (host block, block) pairs in."""
         if swap_out:
             self._copy(self._pool_NB, self._host_MB, swap_out)
         if swap_in:

@@ -1,4 +1,4 @@
-"""LatentAttention: what a config.json says about multi-head latent attention; knows no tensor."""
+"""LatentAttention: multi-head latent attention, as a config.json describes it; knows no tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,41 +10,44 @@ from engine.families import Family
 from engine.rope_config import RopeConfig, RopeType, mscale
 
 MAX_GPU_RANK, MAX_GPU_ROTARY_DIM = 512, 64
-"""The longest latent and rotated part on a GPU, which are DeepSeek's. Sums of longer ones would not fit registers."""
+"""The longest latent and the longest rotated part on a GPU: those of DeepSeek. The sums of longer ones would
+not fit into registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """MLA (DeepSeek-V2, 2024): keys and values of all heads are projections of one vector of a token, its *latent*.
+    """MLA (DeepSeek-V2, 2024): keys and values of all heads are projections of a token's one *latent*.
 
-    A key is the projection's, and behind it a rotated part that all heads share. The cache holds latent and rotated
-    part. Queries that are projected into the latent space attend to it as to one key, and its latent is the value.
+    A key is such a projection, followed by a rotated part that all heads share. The cache stores the latent
+    and the rotated part of each token. Attention uses both together as one key of all heads: it projects
+    queries into the latent space. The latent is also the value of all heads.
     """
 
     rank: int
-    """Numbers of a latent."""
+    """Length of a latent."""
     rotary_dim: int
-    """Numbers of the rotated part of a query or key, the last ones."""
+    """Length of the rotated part of a query or key, which comes last."""
     plain_dim: int
-    """Numbers of its other part."""
+    """Length of the part of a query or key that is not rotated."""
     value_dim: int
     query_rank: int | None
-    """Queries are projections of one vector of so many numbers; None: of the hidden state."""
+    """If set, queries are projections of a vector of this length. None: they are projections of the hidden
+    state."""
     is_interleaved: bool
-    """Whether pairs that are rotated together are neighbours in the checkpoint."""
+    """Whether the two numbers of a rotated pair are neighbours in the checkpoint."""
 
     @property
     def size(self) -> int:
-        """Numbers in the cache of a token and layer."""
+        """How many numbers the cache stores for a token and layer."""
         return self.rank + self.rotary_dim
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a head's query in the checkpoint."""
+        """Length of a head's query in the checkpoint."""
         return self.plain_dim + self.rotary_dim
 
     def scale(self, rope: RopeConfig | None) -> float:
-        """Of scores. YaRN's attention temperature is here, as far as it is not in the rotation."""
+        """Factor of scores, with the part of YaRN's attention temperature that the rotation lacks."""
         factor = 1.0
         if rope is not None and rope.rope_type is not RopeType.DEFAULT and rope.mscale_all_dim:
             factor = mscale(rope.factor, rope.mscale_all_dim) ** 2
@@ -52,7 +55,7 @@ class LatentAttention:
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> LatentAttention | None:
-    """None for a family with keys and values of heads. ModelError names the key that is not supported."""
+    """None for a family whose heads have their own keys and values. ModelError names an unsupported key."""
     if not family.is_deepseek:
         return None
     num_heads, num_kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")

@@ -8,19 +8,23 @@ from baton.kv_groups import ONE_GROUP, KVGroups
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """`layers` of each group. A block has room for as many as the first has; the last of a kind may have fewer."""
+    """The layers of each KV group. A block has room for as many layers as the largest group has.
+
+    Groups of full attention come first, then groups with a window. The last group of each kind may be
+    smaller.
+    """
 
     groups: KVGroups
     layers: tuple[tuple[int, ...], ...]
 
     @property
     def num_layers(self) -> int:
-        """Layers of a block."""
+        """For how many layers a block has room."""
         return max(map(len, self.layers))
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Of each layer: its group, and its index in the group's blocks."""
+        """The group of each layer, and the layer's index in the group's blocks."""
         return {
             layer: (group, index)
             for group, layers in enumerate(self.layers)
@@ -33,9 +37,10 @@ def one_group(num_layers: int) -> LayerGroups:
 
 
 def group_layers(windows: Sequence[int | None], max_len: int) -> LayerGroups:
-    """Groups of as many layers as the rarer kind has, as vLLM makes them. A window of `max_len` tokens is none.
+    """Groups with as many layers as the rarer kind has (full or windowed), as in vLLM.
 
-    Layers with several windows form one group: attention masks what they do not see, and all blocks stay.
+    A window of `max_len` or more tokens counts as full attention. If layers have windows of different sizes,
+    all layers form one group: attention masks the tokens outside of a window, and no block is freed early.
     """
     full = [layer for layer, window in enumerate(windows) if window is None or window >= max_len]
     windowed = [layer for layer in range(len(windows)) if layer not in set(full)]

@@ -1,4 +1,4 @@
-"""Mixture: what a config.json says about a model's experts, and how its tokens choose among them."""
+"""Mixture: a model's experts, and how tokens choose among them, as a config.json describes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,41 +12,45 @@ from engine.families import READ, Family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """A mixture of experts in the MLP's place: each token takes the gated MLPs that its router scores highest."""
+    """Experts instead of one MLP: each token uses the gated MLPs that the router scores highest."""
 
     num_experts: int
     num_chosen: int
-    """By each token."""
+    """How many experts each token uses."""
     intermediate_size: int
-    """Of an expert."""
+    """Intermediate size of an expert."""
     is_normalised: bool
-    """Whether the weights of a token's experts add up to 1; else they are their scores."""
+    """Whether the weights of a token's experts are normalised to the sum 1; else the weights are the
+    scores."""
     is_sigmoid: bool = False
-    """Whether a score is the sigmoid of a logit; else scores are probabilities among all experts."""
+    """Whether a score is the sigmoid of a logit; else scores are the softmax over all experts."""
     routes_in_float32: bool = False
-    """Whether the router's matrix and product are in float32, whatever the model is in."""
+    """Whether the router computes in float32, whatever the model's dtype is."""
     has_choice_bias: bool = False
-    """Whether a bias for each expert is added to scores for the choice alone (DeepSeek-V3, 2024)."""
+    """Whether the choice of experts adds a bias to each expert's score; weights ignore it (DeepSeek-V3,
+    2024)."""
     num_groups: int = 1
-    """Of neighbouring experts; a token takes its experts from the best `num_chosen_groups` of them."""
+    """Number of groups of neighbouring experts. A token's experts come from the best `num_chosen_groups`
+    groups."""
     num_chosen_groups: int = 1
     num_compared: int = 1
-    """A group is as good as the sum of so many of its best experts."""
+    """How many of a group's best scores are added up to compare groups."""
     scale: float = 1.0
-    """Of weights."""
+    """Factor of the experts' weights."""
     activation: Activation = Gate.SILU
     shared_size: int = 0
-    """Intermediate size of the MLP that all tokens take beside their experts; 0: there is none."""
+    """Intermediate size of the MLP that all tokens use in addition to their experts; 0 means no such MLP."""
 
     def experts_on(self, rank: int, num_ranks: int) -> range:
-        """Neighbours, if each expert is whole on one of the ranks: one more on some of them if the ranks do not divide
-        the experts."""
+        """The neighbouring experts of a rank, if each rank has whole experts.
+
+        If the ranks cannot divide the experts equally, some ranks have one more expert."""
         first, last = (each * self.num_experts // num_ranks for each in (rank, rank + 1))
         return range(first, last)
 
 
 def read_mixtures(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[Mixture | None, ...]:
-    """Of every layer; None for one MLP. ModelError names the key that is not supported."""
+    """The mixture of every layer; None for a layer with an MLP. ModelError names an unsupported key."""
     if family.is_deepseek:
         num_dense = config.get("first_k_dense_replace")
         if not isinstance(num_dense, int) or num_dense < 0:
@@ -88,7 +92,7 @@ def _clamped(config: Mapping[str, Any]) -> ClampedSwiglu:
 
 
 def _check_equal(config: Mapping[str, Any], *names: str) -> None:
-    """Two names of one value."""
+    """ModelError if keys that mean the same have different values."""
     keys = [key for key in names if config.get(key) is not None]
     if any(config[key] != config[keys[0]] for key in keys):
         raise ModelError(f"{' and '.join(f'{key} ({config[key]!r})' for key in keys)} must be equal")
@@ -124,7 +128,7 @@ def _deepseek(config: Mapping[str, Any], family: Family) -> Mixture:
 
 
 def _groups(config: Mapping[str, Any], num_experts: int, *, is_grouped: bool) -> tuple[int, int, int]:
-    """How many groups there are, how many of them a token chooses, and how many experts."""
+    """The number of groups, and how many groups and experts a token chooses."""
     num_groups = count_of(config, "n_group") if is_grouped else 1
     num_chosen_groups = count_of(config, "topk_group") if is_grouped else 1
     per_group, rest = divmod(num_experts, num_groups)

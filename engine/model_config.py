@@ -1,4 +1,4 @@
-"""ModelArchitecture: what a config.json says about the shape of a model; reads no weights and imports no torch."""
+"""ModelArchitecture: a model's shape, as config.json describes it; reads no weights and imports no torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,11 @@ from engine.quantization_config import read_quantization
 from engine.rope_config import RopeConfig, read_rope, read_ropes_by_kind
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Of `layer_types`."""
+"""The values of `layer_types`."""
 _WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.MIXTRAL, Family.QWEN2, Family.PHI3)
 _WITH_MLP_BIAS = (Family.LLAMA, Family.SMOLLM3, Family.GRANITE)
-"""Whether transformers reads `attention_bias` and `mlp_bias`. Qwen2 always has biases on queries, keys and values."""
+"""Families for which transformers ignores `attention_bias`, and families for which it reads `mlp_bias`. Qwen2
+always has biases on queries, keys and values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,59 +33,64 @@ class ModelArchitecture:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    """In the cache; 1 with `latent`."""
+    """KV heads in the cache; 1 with `latent`."""
     head_dim: int
-    """Of a query and a key as attention computes them; with `latent`, what the cache holds of a token."""
+    """Length of a query and a key in attention; with `latent`, of what the cache stores of a token."""
     max_position_embeddings: int
     rms_norm_eps: float
     ropes: tuple[RopeConfig | None, ...]
-    """Per layer; None: queries and keys are not rotated (NoPE)."""
+    """The rotation of each layer; None: queries and keys are not rotated (NoPE)."""
     sliding_windows: tuple[int | None, ...]
-    """Per layer: how many tokens a token sees, itself included; None means all."""
+    """For each layer: how many tokens a token attends to, including itself; None means all."""
     mixtures: tuple[Mixture | None, ...]
-    """Per layer; None: one MLP for all tokens."""
+    """The mixture of experts of each layer; None: one MLP for all tokens."""
     latent: LatentAttention | None = None
-    """None: the cache holds keys and values of heads."""
+    """Latent attention; None: the cache stores the keys and values of heads."""
     attention_scale: float
-    """Of scores."""
+    """Factor of scores."""
     attention_cap: float | None = None
-    """A scaled score s becomes cap x tanh(s / cap)."""
+    """If set, a scaled score s becomes cap x tanh(s / cap)."""
     embedding_scale: float = 1.0
     logits_divisor: float = 1.0
     logits_cap: float | None = None
-    """As `attention_cap`."""
+    """The same for logits."""
     tie_word_embeddings: bool
     has_qkv_bias: bool
     has_o_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
     has_sinks: bool = False
-    """Whether each query head has a sink: a logit of its own beside its scores, which takes weight and has no value."""
+    """Whether each query head has a sink: a learned logit that takes part in the softmax, but has no
+    value."""
     num_guessing_layers: int = 0
-    """Layers of the checkpoint, behind the others, that guess further tokens (MTP); they are not loaded."""
+    """The number of layers at the end of the checkpoint that guess further tokens (MTP). They are not
+    loaded."""
 
     @property
     def rotated_from(self) -> int:
-        """The first dimension of queries and keys that `ropes` are about; they end with the head."""
+        """The first rotated dimension of queries and keys: `ropes` apply from here to the end of the head."""
         return 0 if self.latent is None else self.latent.rank
 
     def kv_heads_on(self, num_ranks: int) -> int:
-        """KV heads of each rank: a share of all, but a latent is whole on every rank."""
+        """KV heads of each rank: an equal share of all heads, or the whole latent on every rank."""
         return self.num_kv_heads if self.latent is not None else self.num_kv_heads // num_ranks
 
     def kv_numbers(self, num_ranks: int = 1) -> int:
-        """Numbers that the pools of a worker's ranks hold together of a token and layer."""
+        """How many numbers all ranks' pools together store for a token and layer."""
         per_rank = self.kv_heads_on(num_ranks) * self.head_dim * (2 if self.latent is None else 1)
         return per_rank * num_ranks
 
     @property
     def unread_tensors(self) -> tuple[str, ...]:
-        """What names of tensors begin with that a checkpoint may have and this model does not."""
+        """Prefixes of tensors that a checkpoint may have, but that this model does not read."""
         last = self.num_layers + self.num_guessing_layers
         return tuple(f"model.layers.{layer}." for layer in range(self.num_layers, last))
 
     def of_layers(self, layers: Sequence[int]) -> Self:
-        """A model of these layers. Every tuple of an architecture has a value for each layer."""
+        """The architecture with only these layers.
+
+        Every tuple of an architecture has one value for each layer.
+        """
         per_layer: dict[str, Any] = {
             field.name: tuple(values[layer] for layer in layers)
             for field in fields(self)
@@ -94,9 +100,12 @@ class ModelArchitecture:
 
 
 def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArchitecture:
-    """Reads `path/config.json`; ModelError names what is missing, or is unsupported and would change results.
+    """Reads `path/config.json`.
 
-    `max_model_len`: of the longest request; None: as long as the model allows. Only LongRoPE depends on it.
+    ModelError names a missing key, or an unsupported one that would change results.
+
+    `max_model_len`: the length of the longest request; None: what the model allows. Only LongRoPE depends on
+    it.
     """
     config = read_json(path / "config.json")
     try:
@@ -106,7 +115,7 @@ def read_architecture(path: Path, max_model_len: int | None = None) -> ModelArch
 
 
 def check_device(architecture: ModelArchitecture, device: str) -> None:
-    """ModelError if no attention of this kind of device (`cpu`, `cuda`) computes the model."""
+    """ModelError if this kind of device (`cpu`, `cuda`) cannot compute the model's attention."""
     latent = architecture.latent
     if latent is None or device != "cuda":
         return
@@ -119,7 +128,7 @@ def check_device(architecture: ModelArchitecture, device: str) -> None:
 
 
 def read_eos_token_ids(path: Path) -> tuple[int, ...]:
-    """End-of-sequence tokens: generation_config.json's where it has any, else config.json's, else none."""
+    """The end-of-sequence tokens in generation_config.json; if it names none, those in config.json."""
     for name in ("generation_config.json", "config.json"):
         if not (path / name).is_file():
             continue
@@ -132,7 +141,7 @@ def read_eos_token_ids(path: Path) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a model folder."""
+    """Reads a JSON object from a file of a model folder."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -147,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelArchitecture:
     family = family_of(given)
     refuse_unsupported(given, family)
-    read_quantization(given)  # refuses what the loader could not read
+    read_quantization(given)  # refuses quantizations that the loader could not read
     config = {**DEFAULTS[family], **given}
     num_layers, num_heads = count_of(config, "num_hidden_layers"), count_of(config, "num_attention_heads")
     latent = read_latent(config, family)
@@ -196,10 +205,11 @@ def _architecture(given: Mapping[str, Any], max_model_len: int | None) -> ModelA
 
 
 def _granite(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelArchitecture:
-    """A branch is multiplied by `residual_multiplier` before it is added.
+    """Granite multiplies each branch by `residual_multiplier` before it is added to the residual stream.
 
-    The residual stream is kept divided by it instead, and the embedding with it: branches are then added as they are.
-    A norm of the smaller stream is the same with an epsilon divided by its square.
+    Here the whole stream, with the embedding, is divided by this multiplier instead, and branches are added
+    unchanged. A norm of the divided stream gives the same result if its epsilon is divided by the square of
+    the multiplier.
     """
     multiplier = positive_of(config, "residual_multiplier", 1.0)
     return replace(
@@ -250,7 +260,7 @@ def _ropes(
 
 
 def _rotating_layers(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """SmolLM3: 0 for a layer that does not rotate, else 1."""
+    """SmolLM3: 1 for each layer that rotates queries and keys, else 0."""
     interval = count_of(config, "no_rope_layer_interval")
     flags = config.get("no_rope_layers")
     if flags is None:
@@ -275,7 +285,7 @@ def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int)
 
 
 def _kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
-    """`layer_types`, or the family's own pattern."""
+    """The value of `layer_types`, or the family's default pattern."""
     kinds = config.get("layer_types") or _pattern(config, family, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {FULL, SLIDING}:
         raise ModelError(

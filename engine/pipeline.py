@@ -13,7 +13,7 @@ from baton.step import ModelRunnerOutput, SchedulerOutput
 
 
 class DeviceLostError(RuntimeError):
-    """The device is lost: it can compute neither this step nor any other."""
+    """The device is lost: it can compute no further step."""
 
 
 class Runner(Protocol):
@@ -24,7 +24,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a plan: what it sampled, or the error that the device raised."""
+    """The result of a plan: the sampled tokens, or the error that the device raised."""
 
     output: ModelRunnerOutput | None
     error: Exception | None = None
@@ -37,32 +37,36 @@ class Launched(Protocol):
 
 
 class StepLauncher(Protocol):
-    """Queues a plan on a device; returns as soon as it is queued."""
+    """Queues a plan on a device; returns as soon as the plan is queued."""
 
     def launch(self, plan: SchedulerOutput) -> Launched: ...
 
 
 class Pipeline(Protocol):
-    """Steps go in at one end and come out at the other."""
+    """Computes submitted plans in order, and returns their results in the same order."""
 
     def num_ahead(self, plan: SchedulerOutput) -> int:
-        """Steps that may be under way while the one after this plan is planned."""
+        """How many steps may be under way while the scheduler makes the plan after this one."""
         ...
 
     def submit(self, plan: SchedulerOutput) -> None: ...
 
     def take(self) -> StepResult:
-        """Waits for the result of the oldest plan that was not taken yet. There must be one."""
+        """Waits for the result of the oldest plan whose result was not taken yet.
+
+        There must be such a plan.
+        """
         ...
 
     def close(self) -> None:
-        """Ends after the step under way. Nothing may be submitted any more. Releases the runner: NCCL can only end when
-        no CUDA graph contains its calls."""
+        """Ends after the step under way, and releases the runner. Afterwards no plan may be submitted.
+
+        The runner must be released because NCCL can only end when no CUDA graph contains its calls."""
         ...
 
 
 class InlinePipeline:
-    """Computes a step when it is submitted: nothing is ever under way."""
+    """Computes a step during `submit`, so no step is ever under way."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -78,7 +82,7 @@ class InlinePipeline:
         return self._results.popleft()
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Releases the runner. No step is under way."""
         del self._runner
 
 
@@ -93,8 +97,10 @@ class ThreadedPipeline:
         self._thread.start()
 
     def num_ahead(self, plan: SchedulerOutput) -> int:
-        """None past a step with part of a prompt: to a CPU it is so much work that planning takes no time beside it,
-        and a request that arrives meanwhile would wait for the planned step, too.
+        """1 if each request of the step computes one token; 0 if the step has part of a prompt, or no tokens.
+
+        A CPU needs so long for prompt tokens that the time for planning does not matter. And a request that
+        arrives meanwhile would have to wait for a step that is already planned, too.
         """
         return int(plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens) > 0)
 
@@ -126,7 +132,7 @@ class StreamPipeline:
     def submit(self, plan: SchedulerOutput) -> None:
         try:
             self._steps.append(self._launcher.launch(plan))
-        except BaseException as error:  # it belongs to this step, and is raised when the step is taken
+        except BaseException as error:  # the error belongs to this step: `take` returns it
             self._steps.append(_as_error(error))
 
     def take(self) -> StepResult:
@@ -135,7 +141,7 @@ class StreamPipeline:
             return StepResult(None, step)
         try:
             return StepResult(step.wait())
-        except BaseException as error:  # the edge to the device, as below
+        except BaseException as error:  # device code may raise anything, as in `_execute`
             return StepResult(None, _as_error(error))
 
     def close(self) -> None:
@@ -145,19 +151,21 @@ class StreamPipeline:
 
 
 def make_pipeline(runner: Runner, *, async_scheduling: bool) -> Pipeline:
-    """For a synchronous device, a CPU."""
+    """The pipeline of a synchronous device, which is a CPU."""
     return ThreadedPipeline(runner) if async_scheduling else InlinePipeline(runner)
 
 
 def _execute(runner: Runner, plan: SchedulerOutput) -> StepResult:
     try:
         return StepResult(runner.execute(plan))
-    except BaseException as error:  # the edge to the device: the caller of `take` decides what it means
+    except BaseException as error:  # device code may raise anything; the caller of `take` handles the error
         return StepResult(None, _as_error(error))
 
 
 def _as_error(error: BaseException) -> Exception:
-    """A panic of a foreign library is no Exception, and leaves the device in an unknown state."""
+    """The error itself if it is an Exception, else a DeviceLostError.
+
+    A panic of a foreign library is no Exception, and leaves the device in an unknown state."""
     if isinstance(error, Exception):
         return error
     lost = DeviceLostError(f"{type(error).__name__}: {error}")

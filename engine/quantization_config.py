@@ -1,7 +1,7 @@
-"""Quantization: how a published checkpoint's matrices are stored, by its `quantization_config`; reads no weights.
+"""Quantization: how a checkpoint stores its matrices, by its `quantization_config`; reads no weights.
 
-Imports no torch: the command that starts a fleet reads config.json files, too. A key that is not known is refused: it
-may change what the numbers mean.
+Imports no torch, since the command that starts a fleet also reads config.json files. An unknown key is
+refused, since it may change what the numbers mean.
 """
 
 import re
@@ -16,20 +16,20 @@ KEY = "quantization_config"
 
 
 class Layout(Enum):
-    """Which tensors a matrix has, and how its numbers lie in them."""
+    """The tensors in which a matrix is stored, and the layout of its numbers in them."""
 
     NUMBERS = "numbers"
-    """`weight`: a number of 8 bits for each weight; `weight_scale` or `weight_scale_inv`."""
+    """`weight`, an 8-bit number for each weight, and `weight_scale` or `weight_scale_inv`."""
     PACKED = "packed"
     """`weight_packed`, `weight_scale`, `weight_zero_point`, `weight_g_idx` of compressed-tensors."""
     GPTQ = "gptq"
-    """`qweight`, `qzeros` (less 1), `scales`, `g_idx` of AutoGPTQ."""
+    """`qweight`, `qzeros` (zero points less 1), `scales`, `g_idx` of AutoGPTQ."""
     GPTQ_V2 = "gptq_v2"
-    """The same, with zero points as they are."""
+    """The same tensors, but `qzeros` has the zero points themselves."""
     AWQ = "awq"
     """`qweight`, `qzeros`, `scales` of AutoAWQ's GEMM format."""
     MXFP4 = "mxfp4"
-    """`blocks` of floats of 4 bits, `scales` that are exponents of 2: of gpt-oss's experts."""
+    """`blocks` of 4-bit floats, and `scales` that are exponents of 2: the experts of gpt-oss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +39,24 @@ class Scheme:
     layout: Layout
     bits: Literal[4, 8]
     is_float: bool = False
-    """8-bit floats (e4m3), not integers."""
+    """Whether numbers are 8-bit floats (e4m3) instead of integers."""
     outputs_per_scale: int | None = 1
     """How many outputs share a scale; None: all."""
     inputs_per_scale: int | None
     """How many inputs share a scale; None: all."""
     has_zero_points: bool = False
     has_own_order: bool = False
-    """Whether inputs that share a scale need not be neighbours (act-order): a tensor names each input's group."""
+    """Whether a tensor names each input's group (act-order). Then inputs that share a scale need not be
+    neighbours."""
 
     @property
     def can_stay_in_groups(self) -> bool:
-        """Whether a matrix may be a GroupedWeight, if its groups are whole."""
+        """Whether a matrix may become a GroupedWeight, if its groups are whole."""
         return not self.is_float and not self.has_own_order
 
     @property
     def can_stay_in_fp8(self) -> bool:
-        """Whether a matrix may be an Fp8Weight, which has a scale for each output."""
+        """Whether a matrix may become an Fp8Weight, which has one scale for each output."""
         return self.is_float and self.inputs_per_scale is None and self.outputs_per_scale in (1, None)
 
 
@@ -66,11 +67,11 @@ class Quantization:
     method: str
     """`quant_method`."""
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
-    """Each with its targets."""
+    """Schemes with the names of their targets."""
     ignored: tuple[str, ...] = ()
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """How the matrix of a module (`model.layers.0.mlp.up_proj`) is stored if it is quantized; None: it is not."""
+        """The scheme of a module's matrix (`model.layers.0.mlp.up_proj`); None if it is not quantized."""
         if any(_matches(module, pattern) for pattern in self.ignored):
             return None
         for matches in (_is_named, _is_of_class):  # compressed-tensors prefers names to classes
@@ -80,7 +81,7 @@ class Quantization:
         return None
 
     def num_parameters(self, name: str, num_values: int) -> int:
-        """How many of the model's parameters a tensor of so many values holds; of scales and zero points none."""
+        """How many model parameters a tensor of `num_values` values stores; 0 for scales and zero points."""
         module, _, kind = name.rpartition(".")
         if self.method == "mxfp4" and kind.endswith(("_blocks", "_scales")):
             return 2 * num_values if kind.endswith("_blocks") else 0
@@ -91,7 +92,7 @@ class Quantization:
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
-    """The quantization that a config.json declares, or None. ModelError names an unsupported key."""
+    """The quantization that a config.json declares, or None; ModelError names an unsupported key."""
     given = config.get(KEY)
     if given is None:
         return None
@@ -107,7 +108,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def check_kv_cache_scheme(config: Mapping[str, Any]) -> None:
-    """ModelError if a config.json wants keys and values in other bits than 8-bit floats with one scale for each."""
+    """ModelError if config.json quantizes keys and values other than to 8-bit floats with one scale each."""
     given = config.get(KEY)
     scheme = given.get("kv_cache_scheme") if isinstance(given, Mapping) else None
     if scheme is None:
@@ -137,7 +138,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
 
 
 def _scheme_of(weights: object, stored_as: object, where: str) -> Scheme:
-    """Of a group of compressed-tensors."""
+    """The scheme of one group in a configuration of compressed-tensors."""
     if not isinstance(weights, Mapping):
         raise ModelError(f"{where}.weights must be an object, got {weights!r:.80}")
     _refuse_others(weights, f"{where}.weights", _WEIGHTS)
@@ -221,13 +222,16 @@ def _awq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Quantization:
-    """Matrices are those that have `blocks`, whatever `modules_to_not_convert` leaves out."""
+    """A matrix is quantized if the checkpoint has its `blocks`; `modules_to_not_convert` is ignored."""
     _refuse_others(config, KEY, _MXFP4)
     return _of_all("mxfp4", Scheme(layout=Layout.MXFP4, bits=4, inputs_per_scale=32))
 
 
 def _of_all(method: str, scheme: Scheme) -> Quantization:
-    """These checkpoints name no targets: the tensors of a matrix say whether it is quantized."""
+    """One scheme for all matrices.
+
+    Such checkpoints name no targets: a matrix' tensors show if it is quantized.
+    """
     return Quantization(method=method, schemes=((("re:.*",), scheme),))
 
 
@@ -240,7 +244,7 @@ _READERS = {
 }
 
 ANY = None
-"""Every value: the key is read above, or has no effect on the numbers."""
+"""Allows every value: the key is read above, or has no effect on the numbers."""
 Values = Mapping[str, tuple[object, ...] | None]
 
 
@@ -254,7 +258,7 @@ _FORMATS: Mapping[str, tuple[tuple[str, int], ...]] = {
     "naive-quantized": (("float", 8), ("int", 8)),
     "pack-quantized": (("int", 4), ("int", 8)),
 }
-"""`format` -> types and bits."""
+"""`format` -> its supported types and bits."""
 
 _COMPRESSED_TENSORS: Values = {
     **_any("quant_method config_groups format ignore kv_cache_scheme quantization_status version"),
@@ -298,7 +302,7 @@ _CALIBRATION: Values = {
     ),
     **_any("use_cuda_fp16"),
 }
-"""How a checkpoint was made, and which kernels others shall take."""
+"""Keys that describe how a checkpoint was made, and which kernels other programs should use."""
 _GPTQ: Values = {
     **_CALIBRATION,
     **_any("quant_method group_size desc_act"),
@@ -322,7 +326,7 @@ _AWQ: Values = {
     "desc_act": (False,),
 }
 _MXFP4: Values = _any("quant_method modules_to_not_convert dequantize")
-"""Keys of each method, and the values, beside null, that are supported."""
+"""The keys of each method, and their supported values; null is always supported."""
 
 
 def _refuse_others(config: Mapping[str, Any], where: str, supported: Values) -> None:
@@ -333,7 +337,7 @@ def _refuse_others(config: Mapping[str, Any], where: str, supported: Values) -> 
         if values is ANY or value is None or value in values:
             continue
         if isinstance(value, Mapping) and {"format": value.get("format")} in values:
-            continue  # the other keys of a format without effect have none
+            continue  # if the format has no effect, its other keys have none
         hint = f"; supported: {', '.join(map(repr, values))}" if values else ""
         raise ModelError(f"{where}.{key} {value!r:.80} is not supported{hint}")
 
@@ -378,7 +382,7 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def _is_named(module: str, pattern: str) -> bool:
-    """A name, or `re:` and a regular expression for its beginning."""
+    """Whether the pattern is the module's name, or `re:` and a regular expression for its beginning."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
     return module == pattern

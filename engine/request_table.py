@@ -1,7 +1,7 @@
-"""RequestTable: the requests' state that steps need, as arrays with a row per request; knows no plan, and of the tokens
-only the last.
+"""RequestTable: the state that steps need of requests, as arrays with a row per request; knows no plan.
 
-A step of hundreds of decodes is built by a few operations on whole columns, instead of a few for each request.
+So a step of hundreds of decodes is built by a few operations on whole columns, not by a few for each request.
+Of a request's tokens, the table has only the last one.
 
 Shape suffixes: S rows of the table, M columns for block ids.
 """
@@ -14,7 +14,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 NONE = -1
-"""No row of sampled tokens, no block."""
+"""Means that there is no row of sampled tokens, or no block."""
 _FIRST_ROWS, _FIRST_BLOCKS = 16, 16
 
 
@@ -48,21 +48,24 @@ class GrowingArray:
 
 
 class RequestTable:
-    """Columns grow by doubling, and rows are reused; a view of a column is valid until the next `add` or `extend`."""
+    """Columns grow by doubling, and rows are reused.
+
+    A view of a column is valid until rows or blocks are added.
+    """
 
     def __init__(self) -> None:
         self.num_computed_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
         self.num_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
-        """Known tokens and those that steps under way sample."""
+        """Number of tokens, including tokens that steps under way sample."""
         self.last_tokens_S = np.zeros(_FIRST_ROWS, np.int64)
-        """0 if it is not known yet."""
+        """Id of the last token; 0 if it is not known yet."""
         self.sampled_rows_S = np.full(_FIRST_ROWS, NONE, np.int64)
-        """The last token's row among those that the step under way samples; NONE: it is known."""
+        """The last token's row among the tokens that the step under way samples; NONE: the token is known."""
         self.cleared_blocks_S = np.full(_FIRST_ROWS, NONE, np.int64)
         """The last block whose slots past the request's end are known to be zero."""
         self.num_blocks_S = np.zeros(_FIRST_ROWS, np.int64)
         self.block_ids_SM = np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int64)
-        """Entries behind a row's `num_blocks` are undefined."""
+        """Block ids. Entries after a row's first `num_blocks` are undefined."""
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
 
     def add(self) -> int:

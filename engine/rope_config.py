@@ -1,4 +1,4 @@
-"""RopeConfig: what a config.json says about the rotation of queries and keys; knows no angle."""
+"""RopeConfig: the rotation of queries and keys, as a config.json describes it; knows no angle."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from engine.families import Family, is_without_effect
 
 
 class RopeType(Enum):
-    """How rotary frequencies are stretched beyond the length a model was pretrained on."""
+    """How rotary frequencies are changed for contexts longer than those of the pretraining."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -28,7 +28,7 @@ class RopeConfig:
     rope_type: RopeType = RopeType.DEFAULT
     theta: float = 10_000.0
     rotary_dim: int | None = None
-    """Dimensions of a head that are rotated, the first ones; None: all."""
+    """How many of a head's first dimensions are rotated; None: all."""
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     low_freq_factor: float = 1.0
@@ -40,9 +40,9 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     divisors: tuple[float, ...] = ()
-    """LongRoPE's, of every frequency."""
+    """LongRoPE's divisor of each frequency."""
     divisors_key: str = ""
-    """Where they are from: `short_factor` or `long_factor`."""
+    """The key of these divisors: `short_factor` or `long_factor`."""
 
 
 _TYPES: dict[Family, tuple[RopeType, ...]] = {
@@ -57,9 +57,10 @@ ROPE_KEYS_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "mrope_section": (),
     "short_mscale": (),
 }
-"""Keys of a rotation that change what a model computes, and the values, beside null, that do not."""
+"""Keys of a rotation that change what a model computes. With the listed values, or null, they change
+nothing."""
 _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}
-"""Of Phi-3's first versions."""
+"""Names of rotations in Phi-3's first versions, and their present names."""
 _PARTIAL = (Family.PHI3, Family.GLM4)
 _OWN: Mapping[Family, Mapping[str, Any]] = {
     Family.GPT_OSS: {
@@ -69,15 +70,15 @@ _OWN: Mapping[Family, Mapping[str, Any]] = {
         "truncate": False,
     }
 }
-"""What transformers takes where a config.json has no `rope_parameters`."""
+"""The values that transformers uses if a config.json has no `rope_parameters`."""
 
 
 def read_rope(
     config: Mapping[str, Any], family: Family, head_dim: int, max_length: int, max_model_len: int
 ) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+    """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-    `max_length`: positions that the model has; `max_model_len`: those that requests may use.
+    `max_length`: the number of the model's positions; `max_model_len`: how many of them requests may use.
     """
     own = _OWN.get(family, {})
     values = dict(config.get("rope_parameters") or config.get("rope_scaling") or own)
@@ -87,7 +88,7 @@ def read_rope(
 def read_ropes_by_kind(
     config: Mapping[str, Any], family: Family, head_dim: int, max_length: int
 ) -> dict[str, RopeConfig]:
-    """Gemma 3: by what `layer_types` calls a layer. Scaling without a kind is that of layers without a window."""
+    """Gemma 3: the rotation of each kind in `layer_types`. `rope_scaling` is for layers without a window."""
     new = config.get("rope_parameters") or {}
     unknown = set(new) - {"full_attention", "sliding_attention"}
     if unknown:
@@ -180,9 +181,10 @@ def _longrope(
     max_length: int,
     max_model_len: int,
 ) -> RopeConfig:
-    """LongRoPE (2024). Its short factors are for requests within the original length, its long ones for all others.
+    """LongRoPE (2024): short factors for requests up to the original length, long factors for longer ones.
 
-    Keys in the cache cannot change from one to the other, so all requests take those of the longest that may come.
+    Keys in the cache cannot change from short to long factors. So all requests use the factors of the longest
+    request that is allowed.
     """
     key = "long_factor" if max_model_len > original else "short_factor"
     divisors: Any = values.get(key)
@@ -203,5 +205,5 @@ def _longrope(
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's attention temperature for a context that is stretched by `factor`."""
+    """YaRN's attention temperature for a context that is `factor` times as long."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""ModelRunner: a step's plan in, sampled tokens out; knows no scheduler, no transfer, no device and no clock."""
+"""ModelRunner: computes a plan and returns sampled tokens; knows no scheduler, transfer, device or clock."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice, takewhile
@@ -22,15 +22,15 @@ class Mark(Protocol):
     """A point in a device's queue; a torch.cuda.Event is one."""
 
     def synchronize(self) -> None:
-        """Waits until the device has reached it."""
+        """Waits until the device has reached this point."""
         ...
 
 
 class ModelRunner:
     """Runs one model over one KV pool. Deterministic: equal plans in equal order give equal tokens.
 
-    Steps are launched in order and may be waited for later, in the same order. On an asynchronous device the next step
-    can be launched while this one is computed, although the host does not know its tokens yet.
+    Steps are launched in order, and waited for in the same order. On an asynchronous device, the next step
+    can be launched while the device still computes this step. The host need not know this step's tokens yet.
     """
 
     def __init__(
@@ -47,11 +47,12 @@ class ModelRunner:
         kv_groups: KVGroups = ONE_GROUP,
         mark: Callable[[], Mark | None] = lambda: None,
     ) -> None:
-        """`host_blocks` hold the KV of preempted requests; `grammars` makes the matchers of structured outputs.
+        """`host_blocks` store the KV of preempted requests. `grammars` makes matchers of structured outputs.
 
-        Without grammars, no plan may contain structured outputs. `drafter` guesses the tokens after those sampled. With
-        `takes_forced`, those that a grammar forces are known at once: no step samples them. One of a worker's ranks
-        `samples`; the others receive its tokens. `mark` returns the present point in an asynchronous device's queue.
+        Without `grammars`, no plan may contain structured outputs. `drafter` guesses the tokens that follow
+        the sampled tokens. With `takes_forced`, tokens that a grammar forces are added at once, and no step
+        samples them. `samples` is true on one of a worker's ranks; the other ranks receive the tokens of that
+        rank. `mark` returns the present point in an asynchronous device's queue.
         """
         self._forward = forward
         self._sampler = sampler
@@ -70,11 +71,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> "LaunchedStep":
-        """Runs the model on the plan's tokens, and samples for each request with no known token left to compute.
+        """Runs the model on the plan's tokens, and samples for requests whose known tokens are all computed.
 
-        A plan without tokens still updates finished requests, and swaps KV to host memory. Until a step has been waited
-        for, only one more may be launched, and that one may not resume a request of the first. A step with drafts is
-        waited for before the next one is launched, and so is one that such a step or forced tokens follow.
+        A plan without tokens still removes finished requests, and swaps KV to host memory. While the caller
+        has not waited for a step, it may launch only one more step, which may not resume a request of the
+        first step. The caller must wait for a step before it launches the next step if the first step has
+        drafts, or if the next step has drafts or forced tokens.
         """
         self._settle_before(plan)
         self._requests.update(plan)  # first: finished requests must be removed even if something below fails
@@ -94,8 +96,10 @@ class ModelRunner:
         return step
 
     def _settle_before(self, plan: SchedulerOutput) -> None:
-        """Waits for the previous step if it has drafts, which decide how many tokens it brings, or if drafts or forced
-        tokens follow it. The rank that samples has waited, or there would be no such plan.
+        """Waits for the previous step if it has drafts, or if this plan has drafts or forced tokens.
+
+        Drafts decide how many tokens the previous step yields. The rank that samples has waited already:
+        without the previous step's tokens, the scheduler could not make this plan.
         """
         if self._samples or self._last_step is None:
             return
@@ -103,7 +107,7 @@ class ModelRunner:
             self._last_step.wait()
 
     def _settle_for(self, requests: Sequence[SampledRequest]) -> None:
-        """Waits for the previous step if sampling needs the tokens that it sampled.
+        """Waits for the previous step if sampling needs the tokens of that step.
 
         Meanwhile the device computes the forward pass.
         """
@@ -111,13 +115,13 @@ class ModelRunner:
             self._last_step.wait()
 
     def _start_matching(self, plan: SchedulerOutput, step: "LaunchedStep") -> None:
-        """Gives new requests with structured outputs their matchers, and feeds these the output so far."""
+        """Makes the matchers of new requests with structured outputs, and feeds them the output so far."""
         for new in plan.scheduled_new_reqs:
             output = new.sampling_params.structured_output
             if output is not None and self._samples:
                 assert self._grammars is not None, "this runner was made without grammars"
                 request = self._requests[new.request_id]
-                # None: the request has ended since the step was planned
+                # The matcher is None if the request has ended since the step was planned.
                 request.matcher = self._grammars.matcher(output)
                 for token_id in new.output_token_ids:
                     step.match(request, token_id)
@@ -131,7 +135,7 @@ class LaunchedStep:
         self._drafter = drafter
         self._takes_forced = takes_forced
         self._sampling: list[tuple[RunnerRequest, int]] = []
-        """Requests that sample, and the index of the first sampled token."""
+        """Requests that sample, and the index of each request's first sampled token."""
         self._drafts: Mapping[str, tuple[int, ...]] = {}
         self._sampled: SampledTokens | None = None
         self._failed: dict[str, str] = {}
@@ -153,7 +157,7 @@ class LaunchedStep:
         sampled: SampledTokens,
         drafts: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Sets the requests that the step samples for, row by row; `drafts`: those that it verifies."""
+        """Sets the requests that the step samples for, row by row, and the `drafts` that it verifies."""
         self._sampling = [
             (request, self._batch.append_unknown(request, row))
             for row, request in enumerate(requests)
@@ -163,21 +167,21 @@ class LaunchedStep:
         self._drafts = drafts
 
     def ends_at(self, mark: Mark | None) -> None:
-        """Sets the end of a step that samples nothing; None: it is computed already."""
+        """Sets the end of a step that samples nothing; None: the step is computed already."""
         self._end = mark
 
     def wait(self) -> ModelRunnerOutput:
-        """Waits for what the step sampled, and adds it to the requests' tokens.
+        """Waits for the tokens that the step sampled, and adds them to the requests' tokens.
 
-        The step is computed when this returns, even if it samples nothing: then its filled blocks may be read, and its
-        freed blocks written.
+        When this returns, the step is computed, even if it samples nothing. From then on, blocks that the
+        step filled may be read, and blocks that it freed may be written.
         """
         if self._output is None:
             self._output = self._take()
         return self._output
 
     def match(self, request: RunnerRequest, token_id: int) -> None:
-        """Advances the request's matcher. If that fails, the matcher is dropped and the request fails in this step."""
+        """Advances the request's matcher; if this fails, drops the matcher and marks the request failed."""
         if request.matcher is not None and (error := request.matcher.consume(token_id)):
             request.matcher = None
             self._failed[request.request_id] = error
@@ -194,7 +198,7 @@ class LaunchedStep:
             self._batch.settle(request, index, token.token_id)
             request_id = request.request_id
             if request_id in self._failed or request_id in non_finite:
-                continue  # its earlier output contradicts its grammar, or means nothing, so nothing can follow
+                continue  # an earlier token contradicts the grammar or means nothing, so no token can follow
             if not token.is_finite:
                 non_finite.add(request_id)
                 token_ids.pop(request_id, None)
@@ -214,8 +218,10 @@ class LaunchedStep:
         return ModelRunnerOutput(token_ids, logprobs, self._failed, non_finite, useful, taken, unforeseeable)
 
     def _verified(self, sampled: Sequence[SampledToken]) -> Iterable[tuple[RunnerRequest, int, SampledToken]]:
-        """The sampled tokens that count, each with its index among the request's tokens: of a request with drafts, up
-        to the first token that is not the draft in its place, or that ends the request.
+        """The sampled tokens that count, each with its index among the request's tokens.
+
+        For a request with drafts, the last token that counts is the first one that differs from the draft at
+        its position, or that ends the request.
         """
         if not self._drafts:
             return [
@@ -241,8 +247,9 @@ class LaunchedStep:
                 request.acceptance.verified(len(drafts), num_right)
 
     def _forced(self, request_ids: Set[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """What the grammars of these requests force behind their last tokens; empty where there is a choice. Requests
-        that ask for log-probabilities are left out: those are of computed logits.
+        """The tokens that these requests' grammars force next; empty for a request that has a choice.
+
+        Requests with log-probabilities are left out: log-probabilities need computed logits.
         """
         for request, _ in self._sampling:
             p = request.sampling_params
@@ -255,9 +262,9 @@ class LaunchedStep:
     def _draft(
         self, drafter: Drafter, request_ids: Set[str], forced: Set[str]
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Guesses for these requests, except for those with forced tokens.
+        """The drafts of these requests, except of the requests with forced tokens.
 
-        A guess is empty if there is none now, but the request's next one is likely to be right.
+        The drafts of a request are empty if there are none now, but the next ones are likely to be right.
         """
         requests = [
             request
@@ -274,7 +281,7 @@ class LaunchedStep:
 
 
 def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:
-    """Up to a token that ends the request, or that its grammar does not allow."""
+    """The drafts before the first token that ends the request, or that its grammar does not allow."""
     drafts = list(takewhile(lambda draft: draft not in request.stop_token_ids, drafts))
     if drafts and request.matcher is not None:
         return drafts[: request.matcher.num_valid(drafts)]
@@ -282,7 +289,7 @@ def _useful(drafts: list[int], request: RunnerRequest) -> list[int]:
 
 
 def needs_known_tokens(request: SampledRequest) -> bool:
-    """Whether its next token depends on its earlier tokens other than through the model."""
+    """Whether sampling needs the request's earlier tokens themselves, for a penalty or a grammar."""
     p = request.sampling_params
     return bool(
         p.repetition_penalty != 1.0

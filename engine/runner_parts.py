@@ -38,7 +38,7 @@ def make_runner(
 
 
 def make_attention(model: LoadedModel, pool: KVPool) -> PagedAttentions:
-    """By our own kernels if this machine has them, and they compute heads like these; else by torch."""
+    """Attention by Baton's own kernels if they exist here and support the model's heads; else by torch."""
     library = native_library()
 
     def make(architecture: ModelArchitecture) -> PagedAttentions:

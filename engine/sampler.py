@@ -1,7 +1,7 @@
-"""Logits to tokens, by each request's own parameters; knows no model, and keeps nothing between steps.
+"""Samples tokens from logits, by each request's own parameters; knows no model, keeps no state between steps.
 
-Every row is computed from its own logits, request and (seed, position), so a request samples the same tokens
-alone, in any batch, after preemption or on another worker.
+Each row depends only on its own logits, request and (seed, position). So a request samples the same tokens
+alone, in any batch, after preemption, and on another worker.
 
 Shape suffixes: R rows, V vocabulary, C likeliest candidates of a row, P parts of a row, S values of a part.
 """
@@ -21,15 +21,17 @@ from engine.counter_rng import gumbel_noise, row_keys
 from engine.request_table import IntArray
 
 MIN_TEMPERATURE = 1e-30
-"""Lower temperatures, by which float32 cannot divide, act like this one: the arg max."""
+"""Lower temperatures are raised to this one, since float32 cannot divide by them; the result is the arg
+max."""
 CANDIDATES = 256
-"""Likeliest tokens considered first for top_p; sixteen times more whenever the nucleus is larger."""
+"""How many of the likeliest tokens top_p considers at first; as long as the nucleus is larger, 16 times as
+many."""
 PART_SIZE = 256
-"""Values of a row that are searched for the largest one together, if the vocabulary is a multiple."""
+"""Size of the parts in which `arg_max` searches a row, if the vocabulary is a multiple of this size."""
 SMALLEST_PART = 16
-"""If the vocabulary is a multiple of a smaller power of two alone, torch's argmax is faster."""
+"""If the vocabulary only allows smaller parts than this, torch's argmax is faster."""
 ROWS_AT_ONCE = 4
-"""Rows of noise made together, so that a large vocabulary's intermediate values stay in cache."""
+"""How many rows of noise are made at once: few, so that the intermediate values stay in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,14 @@ class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None
     is_finite: bool = True
-    """False: the model's logits of this row are NaN or infinite, so the token means nothing. Known on rank 0."""
+    """False: the row's logits contain NaN or infinity, so the token means nothing. Only rank 0 knows this."""
 
 
 class SampledTokens(Protocol):
-    """Tokens on their way from the device."""
+    """Sampled tokens that the device may still compute."""
 
     def wait(self) -> list[SampledToken]:
-        """Waits for the tokens, one per row; call it once. Everything launched before them is done then."""
+        """Waits for the tokens, one per row; call it once. Then all work launched before is done, too."""
         ...
 
 
@@ -54,7 +56,7 @@ class Sampler(Protocol):
     """Draws one token per row, for the request of that row."""
 
     def __call__(self, logits_RV: torch.Tensor | None, requests: Sequence[SampledRequest]) -> SampledTokens:
-        """The logits are left as they are; None on a rank that receives the tokens from rank 0."""
+        """Does not change the logits. They are None on a rank that receives the tokens from rank 0."""
         ...
 
 
@@ -86,7 +88,7 @@ class KnownTokens:
 
 
 def sample(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[SampledToken]:
-    """One token per row, for the request of that row; the logits are left as they are."""
+    """Draws one token per row, for the request of that row; does not change the logits."""
     raw_RV = logits_RV.to(torch.float32)
     processed_RV = _processed(raw_RV, requests)
     likeliest_R = arg_max(processed_RV)
@@ -105,10 +107,10 @@ def sample(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[
 
 
 def arg_max(x_RV: torch.Tensor) -> torch.Tensor:
-    """The first of each row's largest values, or of its NaNs.
+    """The index of the first of each row's largest values, or of the row's first NaN.
 
-    On a CPU, torch's argmax takes ten times as long as its amax. So this finds the part of the row first, unless the
-    vocabulary has no divisor that is worth it.
+    On a CPU, torch's argmax takes ten times as long as its amax. So this first finds the part of the row with
+    the largest value by amax. If the vocabulary has no suitable divisor, it calls argmax on whole rows.
     """
     num_rows, vocab_size = x_RV.shape
     size = math.gcd(vocab_size, PART_SIZE)
@@ -121,16 +123,17 @@ def arg_max(x_RV: torch.Tensor) -> torch.Tensor:
 
 
 def _are_finite(raw_RV: torch.Tensor, likeliest_R: torch.Tensor | None) -> list[bool]:
-    """By row, whether its largest logit is finite: NaN and +inf win over all others, and -inf over none.
+    """For each row, whether its largest logit is finite.
 
-    `likeliest_R`: where each row's largest logit is, if known.
+    If a row contains NaN or +inf, its largest logit is NaN or +inf. It is -inf only if all logits are.
+    `likeliest_R`: the index of each row's largest logit, if known.
     """
     largest_R = raw_RV.amax(-1) if likeliest_R is None else raw_RV.gather(1, likeliest_R[:, None])[:, 0]
     return [math.isfinite(logit) for logit in largest_R.tolist()]
 
 
 def _processed(raw_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> torch.Tensor:
-    """Applies bias, penalties and masks; the raw logits themselves if no row has any."""
+    """The logits after bias, penalties and masks; the raw logits themselves if no row has any of these."""
     changed = [row for row, request in enumerate(requests) if is_processed(request)]
     if not changed:
         return raw_RV
@@ -141,7 +144,7 @@ def _processed(raw_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> torc
 
 
 def is_processed(request: SampledRequest) -> bool:
-    """Whether its logits are changed before its next token is drawn."""
+    """Whether the request's logits are changed before its next token is drawn."""
     p = request.sampling_params
     return bool(
         p.logit_bias
@@ -154,7 +157,7 @@ def is_processed(request: SampledRequest) -> bool:
 
 
 def _process_(logits_V: torch.Tensor, request: SampledRequest) -> None:
-    """In place, in the order that SamplingParams promises. Token ids outside the vocabulary are ignored."""
+    """Changes logits in place, in the order of SamplingParams; ignores token ids outside the vocabulary."""
     p, vocab_size = request.sampling_params, len(logits_V)
     if p.logit_bias:
         bias = {token_id: value for token_id, value in p.logit_bias.items() if token_id < vocab_size}
@@ -174,7 +177,7 @@ def _process_(logits_V: torch.Tensor, request: SampledRequest) -> None:
 
 
 def _draw(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[int]:
-    """Samples by Gumbel-max from the tokens that the filters keep. No seed means seed 0."""
+    """Samples by Gumbel-max from the tokens that the filters keep. A request without a seed has seed 0."""
     params = [request.sampling_params for request in requests]
     keys = [
         row_keys(p.seed or 0, request.num_output_tokens) for p, request in zip(params, requests, strict=True)
@@ -192,9 +195,9 @@ def _draw(logits_RV: torch.Tensor, requests: Sequence[SampledRequest]) -> list[i
 
 
 def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """R x 1: the lowest probability that survives top_k, then top_p of what is left, then min_p.
+    """R x 1: the lowest probability that is kept by top_k, then by top_p of the rest, then by min_p.
 
-    Tokens as likely as the last survivor survive with it, which makes the cut independent of how ties are sorted.
+    Tokens with exactly this probability are all kept, so the result does not depend on how ties are sorted.
     """
     vocab_size = probs_RV.shape[1]
     top_ks = [min(p.top_k or vocab_size, vocab_size) for p in params]
@@ -207,7 +210,7 @@ def _lowest_kept(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 
 def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> torch.Tensor:
-    """R x 1: the smallest probability that is kept, by top_k and then by top_p of the mass of top_k."""
+    """R x 1: the lowest probability that is kept by top_k, and then by top_p of the mass of those tokens."""
     vocab_size = probs_RV.shape[1]
     top_k_R1 = torch.tensor(top_ks, device=probs_RV.device).unsqueeze(1)
     top_p_R1 = _column(top_ps, probs_RV)
@@ -231,7 +234,7 @@ def _nucleus(probs_RV: torch.Tensor, top_ks: list[int], top_ps: list[float]) -> 
 def _logprobs(
     raw_RV: torch.Tensor, token_ids: list[int], requests: Sequence[SampledRequest]
 ) -> dict[int, TokenLogprobs]:
-    """By row, for the requests that asked for them; from the logits before any processing."""
+    """Log-probabilities by row, for the requests that asked for them; from the unprocessed logits."""
     wanted = {
         row: request.sampling_params.logprobs
         for row, request in enumerate(requests)

@@ -1,10 +1,11 @@
-"""Runners that make a failed step safe: FailSettled on one GPU, FailStop where ranks meet in collectives.
+"""Runners that make a failed step safe: FailSettled on one GPU, FailStop with several ranks.
 
-After a failure a GPU still executes what was queued before. The caller frees a failed step's blocks, even for transfers
-that no stream orders after the step. After some errors CUDA refuses every call until the process ends.
+After a failure, a GPU still executes the work that was queued before. But the caller frees a failed step's
+blocks at once, and transfers may then use them without waiting for the step's stream. So FailSettled waits
+for the device. After some errors CUDA refuses every call until the process ends.
 
-A rank that left a step half done must not begin another. Its first collective call would match the call in which the
-other ranks still wait, and give them a wrong sum.
+A rank that left a step half done must not begin another step. Its first collective call would match a call of
+the old step, in which the other ranks still wait, and would give them a wrong sum.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ T = TypeVar("T")
 
 
 class StepRunner(Runner, StepLauncher, Protocol):
-    """Computes steps either way."""
+    """Computes steps at once (`execute`), or queues them (`launch`)."""
 
 
 class FailStop:
-    """Raises at once for every step after one that could not be launched or computed."""
+    """Raises at once for every step that follows a step which could not be launched or computed."""
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
@@ -36,7 +37,7 @@ class FailStop:
             raise
 
     def launch(self, plan: SchedulerOutput) -> Launched:
-        """Failures in `wait` need no check: all collective calls of launched steps are queued by then."""
+        """`wait` needs no check after a failure: all collective calls of the step are queued by then."""
         self._check()
         try:
             return self._runner.launch(plan)
@@ -55,7 +56,7 @@ class FailSettled:
     """Raises what the runner raises, or DeviceLostError if no other step can follow."""
 
     def __init__(self, runner: StepRunner, settle: Callable[[], None]) -> None:
-        """`settle` waits until the device has done everything that is queued, and raises if it cannot."""
+        """`settle` waits until the device has done all queued work, and raises if the device cannot do it."""
         self._runner = runner
         self._settle = settle
 
@@ -66,7 +67,10 @@ class FailSettled:
         return _Step(self.settled(lambda: self._runner.launch(plan)), self)
 
     def settled(self, call: Callable[[], T]) -> T:
-        """Returns the call's result; waits for the device before it raises the call's error."""
+        """Returns the call's result.
+
+        If the call raises an error, waits for the device, then raises the error.
+        """
         try:
             return call()
         except Exception as error:

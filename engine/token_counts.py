@@ -1,4 +1,4 @@
-"""TokenCounts: which tokens a growing sequence has, and how often; knows no request."""
+"""TokenCounts: which tokens occur in a growing sequence, and how often; knows no request."""
 
 from collections.abc import Iterable
 from typing import Self
@@ -18,13 +18,15 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self.tokens: IntArray = np.empty(0, np.int64)
-        """Each token once, in order."""
+        """Each token id once, in ascending order."""
         self.counts: IntArray = np.empty(0, np.int64)
-        """How often each occurs."""
+        """How often each of these tokens occurs."""
         self._num_counted = 0
 
     def follow(self, token_ids: IntArray) -> None:
-        """Counts this sequence, which must extend the previous one or be shorter. A shorter one is counted again."""
+        """Counts the tokens of a sequence, which extends the previous one or is shorter.
+
+        If it is shorter, all tokens are counted again."""
         if len(token_ids) < self._num_counted:
             self.tokens, self.counts, self._num_counted = self.tokens[:0], self.counts[:0], 0
         new = token_ids[self._num_counted :]

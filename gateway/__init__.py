@@ -1,6 +1,7 @@
 """Where clients come in: text to tokens and back, routing, and each request until its last token; knows no Ray.
 
-Names are loaded when they are asked for, so that the router and the dispatcher need no gRPC.
+Each name is imported at its first use, so that code that uses only the router or the dispatcher needs no
+gRPC.
 """
 
 from importlib import import_module

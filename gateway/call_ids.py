@@ -1,6 +1,6 @@
-"""What a client calls its request, so that it can stand in any log and header; and the trace that it belongs to.
+"""Request ids from clients, checked so that they are safe in any log and header; and clients' trace contexts.
 
-Traces: W3C's recommendation "Trace Context".
+Trace contexts follow W3C's recommendation "Trace Context".
 """
 
 import re
@@ -13,13 +13,13 @@ WELL_FORMED = "1 to 128 letters, digits, dots, colons, dashes and underscores"
 
 _MAX_CHARACTERS = 128
 _DRAWN_BYTES = 8
-"""Behind an id that was offered; twice as many where there was none."""
+"""Number of random bytes after an id that a client offered. Without an offered id, twice as many."""
 _MAX_OFFERED = _MAX_CHARACTERS - 2 * _DRAWN_BYTES - len("-")
 
 MAX_PARENT_CHARACTERS = 128
-"""Version 00 has 55; what later ones add comes behind these."""
+"""Version 00 has 55 characters; later versions add theirs after these."""
 MAX_STATE_CHARACTERS = 512
-"""The least that the recommendation asks systems to carry; more is cut off."""
+"""The recommendation requires systems to pass on at least this many characters. The rest is dropped."""
 MAX_STATE_MEMBERS = 32
 LARGE_MEMBER_CHARACTERS = 128
 """If the state is too long, larger members are dropped first."""
@@ -35,8 +35,8 @@ def offered_id(value: str | None) -> str | None:
 
 
 def request_id_for(offered: str | None) -> str:
-    """A unique id that begins with the offered one, so that a search for that finds it. Several requests may offer the
-    same id, since proxies repeat theirs when they retry."""
+    """A unique id that begins with the offered id, so that a search for the offered id finds it. Several
+    requests may offer the same id, since a proxy sends the same id again when it retries."""
     if offered is None:
         return secrets.token_hex(2 * _DRAWN_BYTES)
     return f"{offered[:_MAX_OFFERED]}-{secrets.token_hex(_DRAWN_BYTES)}"
@@ -44,16 +44,18 @@ def request_id_for(offered: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A client's trace context, bounded but not interpreted."""
+    """A client's trace context, of limited length but not interpreted."""
 
     parent: str
-    """`traceparent`."""
+    """The header `traceparent`."""
     state: str
-    """`tracestate`, all of the headers by that name as one; may be empty."""
+    """All `tracestate` headers, combined into one; may be empty."""
 
 
 def trace_context_from(parents: Sequence[str], states: Sequence[str]) -> TraceContext | None:
-    """From the values of a call's headers, in order; None if they name no trace. Refuses nothing."""
+    """Makes a context from the values of a call's headers, in order. Returns None if they name no trace.
+    Never raises.
+    """
     if len(parents) != 1 or not 0 < len(parents[0]) <= MAX_PARENT_CHARACTERS:
         return None
     members = [stripped for state in states for member in state.split(",") if (stripped := member.strip())]

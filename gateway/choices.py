@@ -1,4 +1,4 @@
-"""All answers to one call: as they come, or collected whole, in turns so that other calls run in between."""
+"""All answers to one call: streamed as deltas, or collected in portions between other calls' work."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -13,20 +13,20 @@ from gateway.requests.request import Delta, GatewayRequest
 from gateway.turn_budget import TurnBudget
 
 MAX_CHOICES = 128
-"""Answers to one request, over all of its prompts; OpenAI's bound on `n`."""
+"""The most answers to one call, over all of its prompts; this is OpenAI's limit for `n`."""
 
 ChoiceDelta = tuple[int, Delta]
-"""Which answer it belongs to, and the delta."""
+"""The index of the answer, and the delta."""
 
 MAX_VALUES = 3 * 2**20
-"""The most values of one answer, over all choices: each token is a value, and so is each of its top log-probabilities.
+"""The most values in one response, over all choices: each token, and each top log-probability.
 
-So that one answer may fill a context of 131,072 tokens with 20 log-probabilities each. That costs tens of MiB
+One answer may fill a context of 131,072 tokens with 20 log-probabilities each. This costs tens of MiB
 (docs/security.md).
 """
 
 PORTION_TOKENS = 128
-"""Collected at once: with all their log-probabilities about a millisecond's work."""
+"""Tokens that are collected at once. With all log-probabilities, this takes about a millisecond."""
 
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
@@ -34,8 +34,10 @@ NO_NAMES: Mapping[str, str] = MappingProxyType({})
 async def batches_of(
     driver: RequestDriver, requests: Sequence[GatewayRequest]
 ) -> AsyncGenerator[Sequence[ChoiceDelta], None]:
-    """Each answer's deltas in order, up to its finish; those that are there at once come at once. If one fails, so do
-    all; closing ends all of them everywhere."""
+    """Yields batches of the deltas that are available. Each answer's deltas are in order, up to the finish.
+
+    If one answer fails, all answers fail. Closing the generator ends all requests.
+    """
     if len(requests) == 1:
         async with aclosing(driver.generate(requests[0])) as deltas:
             async for delta in deltas:
@@ -78,31 +80,34 @@ async def _pump(
 
 
 class AnswerParsers:
-    """What the answers to one call say: each delta's text as events."""
+    """Turns the text of each delta into events, for all answers to one call."""
 
     def __init__(self, requests: Sequence[GatewayRequest]) -> None:
         self._parsers = [request.new_parser() for request in requests]
 
     @property
     def are_needed(self) -> bool:
-        """Some answer may be more than text."""
+        """Whether an answer may contain more than text."""
         return any(parser is not None for parser in self._parsers)
 
     def events(self, index: int, delta: Delta) -> list[AnswerEvent]:
-        """The events that are certain with this delta of the answer `index`; its deltas must come in order."""
+        """The events that are certain after this delta of answer `index`. Pass the deltas in order."""
         return parsed(self._parsers[index], delta.text, delta.finish is not None)
 
 
 def call_id(request_id: str, index: int, prefix: str = "call_") -> str:
-    """A name for the call `index` of an answer, by which the tool's result refers to it. As unique as the id of the
-    answer's request, and the same whenever it is made."""
+    """The id of tool call number `index` of an answer; the tool's result refers to it. It depends only on the
+    request's id and `index`, so it is as unique as the request's id."""
     digest = blake2b(f"{request_id}/{index}".encode(), digest_size=12)
     return prefix + digest.hexdigest()
 
 
 def check_whole_answer(requests: Sequence[GatewayRequest], names: Mapping[str, str] = NO_NAMES) -> None:
-    """InvalidRequest if the answers together could hold more than MAX_VALUES. Without `max_tokens` an answer may fill
-    the room after its prompt, so that counts. `names`: what the client calls fields that we call otherwise."""
+    """Raises InvalidRequest if all answers together could contain more than MAX_VALUES values.
+
+    Without `max_tokens`, the whole room after the prompt counts. `names` maps Baton's names of fields to the
+    client's.
+    """
     num_values = sum(map(_num_values, requests))
     if num_values <= MAX_VALUES:
         return
@@ -125,7 +130,7 @@ def _num_values(request: GatewayRequest) -> int:
 
 
 async def in_turns(batches: AsyncIterator[Sequence[ChoiceDelta]]) -> AsyncGenerator[ChoiceDelta, None]:
-    """Deltas to collect, one at a time and none of more than PORTION_TOKENS; others run in between."""
+    """Yields deltas of at most PORTION_TOKENS tokens, one at a time. Other tasks run in between."""
     budget = TurnBudget(asyncio.get_running_loop().time)
     async for batch in batches:
         for index, delta in batch:
@@ -135,7 +140,7 @@ async def in_turns(batches: AsyncIterator[Sequence[ChoiceDelta]]) -> AsyncGenera
 
 
 def _parts(delta: Delta) -> Iterator[Delta]:
-    """Each has as much of the text as of the tokens; the last one has the finish."""
+    """Splits a delta into parts with equal shares of text and tokens; the last part has the finish."""
     num_tokens = len(delta.token_ids)
     if num_tokens <= PORTION_TOKENS:
         yield delta

@@ -33,26 +33,28 @@ _TLS_FAILURES = {
     "WRONG_VERSION_NUMBER": "it does not use TLS",
     "Socket closed": "it requires a client certificate, and got none that it trusts",
 }
-"""Explanations, by a fragment of gRPC's message."""
+"""Explanations of TLS failures, by a part of gRPC's message."""
 FINISH_REASONS = {generation_pb.FINISH_REASON_STOP: "stop", generation_pb.FINISH_REASON_LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetails:
-    """What a gateway adds to a status for programs (google.rpc's details)."""
+    """Details for programs, which a gateway adds to a gRPC status (the types of google.rpc)."""
 
     reason: str = ""
-    """More specific than the code: INVALID_REQUEST."""
+    """A more specific reason than the status code, such as INVALID_REQUEST."""
     field: str | None = None
     """The invalid field."""
     retry_after_s: float | None = None
-    """When the same request may succeed."""
+    """After how many seconds the same request may succeed."""
     request_id: str | None = None
     """The request's id in the gateway's log."""
 
 
 class GatewayError(Exception):
-    """The gateway refused, or could not be reached. `code` is the name of the gRPC status, such as INVALID_ARGUMENT."""
+    """The gateway refused a call, or is unreachable. `code` is the name of the gRPC status, such as
+    INVALID_ARGUMENT.
+    """
 
     def __init__(self, code: str, message: str, details: ErrorDetails | None = None) -> None:
         super().__init__(f"{code}: {message}")
@@ -62,7 +64,7 @@ class GatewayError(Exception):
 
     @property
     def advice(self) -> str:
-        """A further hint for people, as a sentence; may be empty."""
+        """A further hint for users; may be empty."""
         details = self.details
         hints = []
         if details.retry_after_s is not None:
@@ -74,7 +76,7 @@ class GatewayError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GenerationEnd:
-    """How a request ended; the nested mappings hold the fields of Usage, Timing and Placement."""
+    """How a request ended. The dicts contain the fields of Usage, Timing and Placement."""
 
     finish_reason: str
     usage: dict[str, int]
@@ -88,11 +90,11 @@ class Event:
 
     token_ids: tuple[int, ...]
     text: str
-    """As the model wrote it; `parts` says what it means, if that was asked for."""
+    """The text as the model wrote it. If the request wanted events, `parts` has the same text as events."""
     completion: GenerationEnd | None
     parts: tuple[AnswerEvent, ...] = ()
     call_ids: tuple[str, ...] = ()
-    """Of the calls that begin in `parts`, in their order."""
+    """The ids of the tool calls that begin in `parts`, in the same order."""
 
 
 class GatewayClient:
@@ -103,7 +105,7 @@ class GatewayClient:
     ) -> None:
         options = [
             ("grpc.max_receive_message_length", max_message_mib * 2**20),
-            # Otherwise a gateway that restarts after a while is not found again for up to two minutes.
+            # Without this, gRPC may need up to two minutes to reconnect to a gateway that restarted.
             ("grpc.max_reconnect_backoff_ms", 2_000),
         ]
         self._target = target
@@ -138,10 +140,10 @@ class GatewayClient:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Event]:
-        """Streams a request's events; exactly one of `text`, `token_ids`, `messages` (role, content) and `conversation`
-        is the prompt. With `conversation`, events have `parts`.
+        """Yields a request's events. Closing the iterator cancels the request.
 
-        `sampling` takes the fields of SamplingParams by name. Closing the iterator cancels the request.
+        Exactly one of `text`, `token_ids`, `messages` (role, content) and `conversation` is the prompt. With
+        `conversation`, events have `parts`. `sampling` contains fields of SamplingParams by name.
         """
         request = generation_pb.GenerateRequest(
             request_id=request_id,
@@ -163,7 +165,7 @@ class GatewayClient:
                 yield _event(response)
 
     async def abort(self, *request_ids: str) -> int:
-        """Returns how many of them were running."""
+        """Ends these requests. Returns how many of them were running."""
         request = generation_pb.AbortRequest(request_ids=request_ids)
         response = await self._response(self._generation.Abort, request)
         return int(response.num_aborted)
@@ -179,7 +181,7 @@ class GatewayClient:
         return _as_dict(await self._response(self._cluster.DescribeCluster, request))
 
     async def watch(self, interval_s: float = 1.0) -> AsyncGenerator[dict[str, Any], None]:
-        """What `describe` returns, now and whenever it has changed; closing the iterator ends it."""
+        """Yields the result of `describe`, now and after each change. Closing the iterator ends the call."""
         request = cluster_pb.WatchClusterRequest(interval_s=interval_s)
         call = self._cluster.WatchCluster(request, metadata=self._metadata)
         async with aclosing(self._responses(call)) as responses:
@@ -187,31 +189,32 @@ class GatewayClient:
                 yield _as_dict(response.cluster)
 
     async def drain(self, worker: str) -> None:
-        """Returns once the worker has given up all its requests, and is gone for good."""
+        """Drains a worker. Returns once the worker has no requests any more, and has ended for good."""
         await self._response(self._cluster.DrainWorker, cluster_pb.DrainWorkerRequest(worker=worker))
 
     async def drain_node(self, node: str, timeout_s: float) -> None:
-        """Returns once the node of this address or name has no workers, and gets none; GatewayError if it still has
-        some.
+        """Drains the node of this address or name. Returns once the node has no workers; it gets no new ones.
+        Raises GatewayError if it still has workers after `timeout_s`.
         """
         request = cluster_pb.DrainNodeRequest(node=node, timeout_s=timeout_s)
         await self._response(self._cluster.DrainNode, request)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
-        """Returns once the worker serves in its new role; GatewayError if it stays in its old one."""
+        """Changes a worker's role. Returns once the worker serves in the new role. Raises GatewayError if it
+        keeps the old role."""
         request = cluster_pb.SetWorkerRoleRequest(worker=worker, role=role.value)
         await self._response(self._cluster.SetWorkerRole, request)
 
     async def flush_cache(
         self, workers: Sequence[str] = (), *, force: bool = False
     ) -> tuple[CacheFlush, ...]:
-        """Makes these workers, or all, forget their prefix caches; returns what became of each."""
+        """Makes these workers, or all workers, forget their prefix caches. Returns each worker's result."""
         request = cluster_pb.FlushCacheRequest(workers=workers, force=force)
         response = await self._response(self._cluster.FlushCache, request)
         return tuple(CacheFlush(flush.worker, flush.obstacle) for flush in response.workers)
 
     async def rollout(self, workers: Sequence[str] = ()) -> AsyncIterator[RolloutStep]:
-        """Restarts these workers, or all, one after the other; yields whenever a new process serves."""
+        """Restarts these workers, or all, one after another. Yields a step when a new process serves."""
         request = cluster_pb.RolloutFleetRequest(workers=workers)
         call = self._cluster.RolloutFleet(request, metadata=self._metadata)
         async with aclosing(self._responses(call)) as steps:
@@ -219,14 +222,15 @@ class GatewayClient:
                 yield RolloutStep(step.worker, step.incarnation, step.done, step.count)
 
     async def _response(self, method: Any, request: Any) -> Any:
-        """GatewayError if the call fails."""
+        """The call's response. Raises GatewayError if the call fails."""
         try:
             return await method(request, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
 
     async def _responses(self, call: Any) -> AsyncGenerator[Any, None]:
-        """A stream's responses; GatewayError if it fails. Closing the generator cancels the call."""
+        """Yields a stream's responses. Raises GatewayError if the call fails. Closing the generator cancels
+        the call."""
         try:
             async for response in call:
                 yield response
@@ -241,7 +245,7 @@ class GatewayClient:
         return GatewayError(error.code().name, error.details() or "no details", _details_of(error))
 
     def _why_unreachable(self, details: str) -> str:
-        """Explains gRPC's account of its last attempt to connect."""
+        """Explains gRPC's message about its last attempt to connect."""
         unreachable = f"no gateway answers at {self._target}; is `baton serve` running"
         if not self._uses_tls:
             return f"{unreachable}, and does it use TLS?" if "Socket closed" in details else f"{unreachable}?"
@@ -253,7 +257,7 @@ class GatewayClient:
 def _details_of(error: grpc.aio.AioRpcError) -> ErrorDetails:
     try:
         status = rpc_status.from_call(error)
-    except ValueError:  # it contradicts the call's own code, so an intermediary made it
+    except ValueError:  # the status contradicts the call's code, so a proxy created it
         status = None
     parts: dict[str, Any] = {}
     for packed in status.details if status else ():
@@ -301,7 +305,7 @@ def _completion(finish: generation_pb.Finish) -> GenerationEnd:
 
 
 def _as_dict(message: Any) -> dict[str, Any]:
-    """A message's fields by name, messages as dicts and repeated ones as lists; None for absent optional fields."""
+    """A message's fields by name: messages as dicts, repeated fields as lists, absent fields as None."""
     return {
         field.name: None
         if field.has_presence and not message.HasField(field.name)

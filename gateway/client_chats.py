@@ -1,4 +1,4 @@
-"""Conversations and events of answers, as GatewayClient sends and receives them; `grpc/chat_convert.py` serves it."""
+"""Converts conversations and events for GatewayClient; the gateway uses `grpc/chat_convert.py`."""
 
 import json
 
@@ -26,7 +26,7 @@ TOOL_USES = {
 
 
 def chat_of(conversation: Conversation) -> pb.Chat:
-    """With `events`, so that the answer says what it means."""
+    """Sets `events`, so that the answer also contains events."""
     return pb.Chat(
         messages=map(_message_of, conversation.messages),
         tools=map(_tool_of, conversation.tools),

@@ -1,4 +1,4 @@
-"""How each of our errors appears to a client: its gRPC status, its HTTP status, and OpenAI's code; in one table."""
+"""How each of Baton's errors appears to a client: one table of gRPC status, HTTP status and OpenAI's code."""
 
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -31,17 +31,18 @@ from baton.errors import (
 )
 
 INTERNAL_MESSAGE = "internal error; see the gateway's log"
-"""All that a client learns of an error without a row here."""
+"""The only message that a client gets for an error without a row in the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCodes:
-    """One error in each protocol's terms."""
+    """The codes of one error in each protocol."""
 
     grpc: StatusCode
     http: HTTPStatus
     openai: str | None = None
-    """OpenAI's `code`, where programs look for it or where errors share a status; None: the HTTP status by name."""
+    """OpenAI's `code`, if programs check it or several errors share a status. None: the HTTP status's
+    name."""
 
     @property
     def is_internal(self) -> bool:
@@ -63,7 +64,7 @@ _CODES: dict[type[BaseException], ErrorCodes] = {
         StatusCode.NOT_FOUND, HTTPStatus.BAD_REQUEST, "previous_response_not_found"
     ),
     StoreUnavailable: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
-    # Not the server's error to repeat: the SDKs repeat 503 and 429 by themselves, and this request must not come again.
+    # Not 503 or 429: SDKs retry these automatically, and this request must not be sent again.
     HarmfulRequest: ErrorCodes(StatusCode.FAILED_PRECONDITION, HTTPStatus.BAD_REQUEST, "harmful_request"),
     Unauthenticated: ErrorCodes(StatusCode.UNAUTHENTICATED, HTTPStatus.UNAUTHORIZED, "invalid_api_key"),
     KeysUnavailable: ErrorCodes(StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE),
@@ -84,5 +85,5 @@ _CODES: dict[type[BaseException], ErrorCodes] = {
 
 
 def codes_of(error: BaseException) -> ErrorCodes:
-    """The row of the nearest class in the tree that has one; internal for errors that no client can cause."""
+    """The row of the error's class or of its nearest base class that has a row, else INTERNAL."""
     return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), _INTERNAL)

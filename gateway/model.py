@@ -1,11 +1,11 @@
-"""ServedModel: the model served here, as clients may know it."""
+"""ServedModel: the properties of the served model that clients may know."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model's public properties, against which requests are checked."""
+    """The model's public properties. The gateway checks requests against them."""
 
     name: str
     path: str

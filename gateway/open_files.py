@@ -1,4 +1,4 @@
-"""Open files: how many a gateway may need, with a reserve, so that connections never take the last one."""
+"""Open files: how many a gateway may need, with a reserve, so that connections never use up all files."""
 
 import logging
 import resource
@@ -7,14 +7,14 @@ from baton.config import GatewayConfig
 from baton.errors import ConfigError
 
 OTHER_FILES = 1024
-"""The most files that a gateway has open beside its clients' connections."""
+"""The most files that a gateway has open in addition to its clients' connections."""
 
 logger = logging.getLogger(__name__)
 
 
 def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
-    """The configuration with as many connections as fit into the hard limit of open files, unless it sets their
-    number. ConfigError if it sets too many, or none fits."""
+    """The configuration, with `max_connections` lowered to fit the hard limit of open files. If the operator
+    set `max_connections`, and the number is too high, or if no connection fits, raises ConfigError."""
     num_ports, needed = _num_ports(config), num_needed(config)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY or needed <= hard:
@@ -40,7 +40,7 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
 
 
 def num_needed(config: GatewayConfig) -> int:
-    """Open files, with every connection that there may be."""
+    """How many open files the gateway needs if all connections are in use."""
     return _num_ports(config) * config.max_connections + OTHER_FILES
 
 

@@ -1,4 +1,4 @@
-"""Places: a limit for calls or jobs of one kind at once; further ones are refused with a hint when to retry."""
+"""Places: a limit for calls or jobs of one kind at once. A refusal says when to try again."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ from baton.errors import Overloaded
 
 
 class Places:
-    """Belongs to one event loop."""
+    """A number of places. Use it from one event loop only."""
 
     def __init__(self, number: int, taken: str, retry_after_s: float) -> None:
-        """`taken` follows the number in a refusal: `calls are watching already`."""
+        """`taken` is the text after the number in a refusal, such as `calls are watching already`."""
         self._number = number
         self._taken = taken
         self._retry_after_s = retry_after_s
@@ -18,7 +18,7 @@ class Places:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Holds a place while the block runs; Overloaded if none is free."""
+        """Holds a place while the `with` block runs. Raises Overloaded if no place is free."""
         if self.num_taken >= self._number:
             raise Overloaded(f"{self._number} {self._taken}, which is the limit", self._retry_after_s)
         self.num_taken += 1

@@ -1,6 +1,7 @@
 """Preprocessor: turns a client's input into a valid request, or into an error that names the field.
 
-All APIs use it, so a prompt means the same in each, and all refuse the same requests.
+All APIs use the preprocessor, so a prompt has the same meaning in all APIs, and all APIs refuse the same
+requests.
 """
 
 import asyncio
@@ -31,13 +32,13 @@ Prompt = str | tuple[int, ...] | Conversation
 """Text, token ids, or a conversation."""
 
 UNLIMITED = sys.maxsize
-"""`max_tokens` of an answer that may fill the room after its prompt."""
+"""The value of `max_tokens` if the answer may fill all the room after its prompt."""
 
 MAX_SALT_CHARACTERS = 1_024
 
 
 class Preprocessor:
-    """One instance serves all APIs of a gateway."""
+    """Preprocesses requests. One instance serves all APIs of a gateway."""
 
     def __init__(
         self,
@@ -48,21 +49,21 @@ class Preprocessor:
         log_prompts: bool = False,
         isolate_prefix_cache: bool = False,
     ) -> None:
-        """`log_prompts`: log what users write. `isolate_prefix_cache`: callers share no cached prefix."""
+        """`log_prompts`: log the prompts. `isolate_prefix_cache`: callers share no cached prefixes."""
         self._log_prompts = log_prompts
         self._isolate_prefix_cache = isolate_prefix_cache
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._model = model
         self.pool = TokenizerPool(tokenizer, model.max_model_len)
-        """Closed when the gateway stops."""
+        """The gateway closes the pool when it stops."""
 
     @property
     def has_chat_template(self) -> bool:
         return self._tokenizer.has_chat_template
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        """Files with which a client can tokenise as this gateway does."""
+        """The files that a client needs to tokenise in the same way as this gateway."""
         return await asyncio.to_thread(self._tokenizer.files)
 
     async def preprocess(
@@ -83,11 +84,11 @@ class Preprocessor:
         api: str = "grpc",
         trace: TraceContext | None = None,
     ) -> GatewayRequest:
-        """Tokenises, and checks everything against the model; InvalidRequest names the field.
+        """Tokenises the prompt, and checks all values against the model. InvalidRequest names the field.
 
-        An answer gets at most `params.max_tokens` tokens, and at most as many as the prompt leaves room for: in the
-        model's context, or in `max_model_len` tokens. `request_id` None generates one; `timeout_s` None: the client
-        waits without limit.
+        An answer gets at most `params.max_tokens` tokens. It also gets at most the room that the prompt
+        leaves in `max_model_len` tokens, or in the model's context. If `request_id` is None, an id is
+        generated. If `timeout_s` is None, the client waits without limit.
         """
         if request_id is not None and not is_well_formed(request_id):
             raise InvalidRequest("request_id", f"must be {WELL_FORMED}, got {request_id[:60]!r}")
@@ -142,9 +143,9 @@ class Preprocessor:
         )
 
     def room_behind(self, num_tokens: int, max_model_len: int | None = None) -> int:
-        """How many tokens an answer may have after a prompt of `num_tokens`; PromptTooLong if none.
+        """How many tokens an answer may have after `num_tokens` prompt tokens. Raises PromptTooLong if none.
 
-        `max_model_len`: the request's own limit, at most the model's.
+        `max_model_len`: the request's own limit, which is at most the model's limit.
         """
         limit = self._model.max_model_len if max_model_len is None else max_model_len
         room = limit - num_tokens
@@ -158,9 +159,10 @@ class Preprocessor:
     def samples(
         self, request: GatewayRequest, number: int, keep_special_tokens: bool
     ) -> list[GatewayRequest]:
-        """`number` requests for independent answers: this one, and others with ids and seeds derived from its own.
+        """`number` requests for independent answers: `request`, and copies with derived ids and seeds.
 
-        The same seed gives the same answers again, and the first of several equals a single one.
+        The same seed gives the same answers again. The first of several answers equals the answer to a single
+        request.
         """
         params = request.sampling_params
         others = [
@@ -209,7 +211,7 @@ class Preprocessor:
             raise InvalidRequest("max_model_len", f"must be 1 to the model's {most}, got {max_model_len}")
 
     def _room(self, token_ids: tuple[int, ...], max_model_len: int | None) -> int:
-        """How many tokens an answer may have; the prompt must be non-empty and leave room for at least one."""
+        """Checks the prompt's tokens. Returns how many tokens an answer may have, which is at least one."""
         if not token_ids:
             raise InvalidRequest("prompt", "must not be empty")
         room = self.room_behind(len(token_ids), max_model_len)
@@ -227,7 +229,7 @@ class Preprocessor:
 
 @contextmanager
 def _names_tools(is_of_tools: bool) -> Iterator[None]:
-    """A grammar that was made for tools is refused by their field."""
+    """If a grammar that was made for tools is refused, the error names the field `tools`."""
     try:
         yield
     except InvalidRequest as error:
@@ -241,12 +243,13 @@ def _left(timeout_s: float | None, gone_s: float) -> float | None:
 
 
 def _own_salt(caller: Caller, cache_salt: str | None) -> str:
-    """No two callers have a salt, or a key, in common, whatever they send."""
+    """A salt, or an affinity key, that no other caller can have."""
     return json.dumps([caller.name, cache_salt])
 
 
 def _priority_for(caller: Caller, asked: int) -> int:
-    """Lower is better; 0 is the default."""
+    """The request's priority, limited by the caller's best priority. Lower values go first; 0 is the
+    default."""
     best = caller.best_priority
     if best is None:
         return asked
@@ -259,7 +262,8 @@ def _priority_for(caller: Caller, asked: int) -> int:
 
 
 def _derived(seed: int | None, index: int) -> int | None:
-    """None: without a seed, each sample gets a random one later."""
+    """The seed of another answer. None if the request has no seed: then each answer gets a random seed
+    later."""
     if seed is None:
         return None
     digest = blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Gateway: composes one request driver with the frontends, gRPC and HTTP, and runs them."""
+"""Gateway: connects one request driver with the two frontends, gRPC and HTTP, and runs them."""
 
 import asyncio
 import secrets
@@ -56,7 +56,7 @@ from gateway.text import Tokenizer
 
 
 class Gateway:
-    """One gateway. All methods belong to one event loop; several gateways may run side by side."""
+    """One gateway. Call all methods on one event loop. Several gateways may run side by side."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class Gateway:
         log_prompts: bool = False,
         scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
     ) -> None:
-        """`keys`: those of the request plane, shared with the workers; None if `network.security` is `none`.
-        `prefix_key`: the key with which workers hash prefixes. `control` carries operators' calls to the controller;
-        None refuses them."""
+        """`keys`: the keys of the request plane, which the workers share; None if `network.security` is
+        `none`. `prefix_key`: the key with which workers hash prefixes. `control` sends operators' calls to
+        the controller; with None, the gateway refuses them."""
         assert (keys is None) == (network.security == "none")
         config = fitted_to_open_files(config)
         certificates = watched_certificates(config.tls, clock) if config.tls else None
@@ -161,7 +161,7 @@ class Gateway:
             )
 
     async def start(self) -> None:
-        """Binds its ports and serves; ConfigError if one is taken."""
+        """Binds the ports and begins to serve. Raises ConfigError if a port is in use."""
         raise_open_files(num_needed(self._config))
         await self._grpc.start()
         if self._http is not None:
@@ -169,7 +169,8 @@ class Gateway:
         self._loop_lag.start()
 
     async def warm_up(self) -> None:
-        """Starts what the first request of each kind would otherwise wait for."""
+        """Starts the compile process of grammars, so that the first request with a grammar does not wait for
+        it."""
         await self._grammars.warm_up()
 
     @property
@@ -178,29 +179,30 @@ class Gateway:
 
     @property
     def http_port(self) -> int | None:
-        """None if it was configured without HTTP."""
+        """None if the gateway was configured without HTTP."""
         return None if self._http is None else self._http.port
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None:
-        """The worker gets requests from its first heartbeat on."""
+        """Adds a worker. It gets requests from its first heartbeat on."""
         self._driver.workers.add(endpoint)
 
     async def wait_for_worker(self, name: str) -> None:
-        """Returns when an added worker can take requests, or is lost; WorkerUnavailable if it refuses us."""
+        """Returns when an added worker can accept requests, or is lost or silent. Raises WorkerUnavailable if
+        the worker and the gateway refuse each other."""
         await self._driver.workers.wait_for(name)
 
     def remove_worker(self, name: str, reason: str) -> None:
-        """The worker gets no more requests; its running ones continue on other workers."""
+        """Removes a worker. It gets no more requests, and its running requests continue on other workers."""
         self._driver.workers.remove(name, reason)
 
     @property
     def model_name(self) -> str:
-        """The name with which clients ask for the model."""
+        """The model's name in clients' requests."""
         return self._model_name
 
     @property
     def num_ready(self) -> int:
-        """Workers that send heartbeats."""
+        """How many workers are reachable and have sent a heartbeat."""
         return len(self._driver.workers.statuses)
 
     def report(self, window_s: float = MAX_WINDOW_S) -> GatewayReport:
@@ -220,7 +222,7 @@ class Gateway:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls at once, gives running ones `grace_s` to end, then cancels them."""
+        """Refuses new calls at once, lets running calls continue for `grace_s`, then cancels them."""
         self._cluster.end_watches()
         frontends = (self._grpc, self._http) if self._http else (self._grpc,)
         await asyncio.gather(*[frontend.stop(grace_s) for frontend in frontends], self._feed.stop())
@@ -238,7 +240,7 @@ class Gateway:
         log_call_error(error)
 
     def _not_ready(self) -> str | None:
-        """Why no request can be served now; None if one can."""
+        """Why no request can be served now; None if requests can be served."""
         roles = {status.role for status in self._driver.workers.statuses}
         if WorkerRole.DECODE not in roles:
             return "no decode worker is reachable"

@@ -1,7 +1,7 @@
-"""TokenParts: which part of an answer each of its tokens belongs to; ReasoningCount: how many of them are reasoning.
+"""TokenParts: the part of an answer to which each token belongs; ReasoningCount: counts reasoning tokens.
 
-Events tell this for text. But text arrives later than its tokens, and is divided at other places. So each token's own
-text goes through a parser of its own here.
+Events show the part of each text, but not of each token: text arrives later than its tokens, and has other
+boundaries. So this module passes the text of each token through a second parser.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,26 @@ from gateway.requests.request import GatewayRequest
 
 
 class TokenParts:
-    """For one answer's tokens, in order. A tag counts as what it encloses, and so do spaces beside it; a token across
-    two parts counts for the first, unless that is text. Answers that are text alone cost nothing."""
+    """Takes one answer's tokens, in order. A tag, with the spaces beside it, belongs to the part that it
+    encloses. A token across two parts belongs to the first part, unless this part is text. Answers that are
+    only text cost nothing.
+    """
 
     def __init__(self, request: GatewayRequest) -> None:
         self._parser = request.new_parser()
         self._detokenizer = None if self._parser is None else request.text.new_detokenizer()
         self._waiting: list[TokenLogprobs | None] = []
-        """Tokens that may be a tag or text."""
+        """Tokens that may belong to a tag or to text."""
         self._has_waiting_text = False
-        """They are not all empty."""
+        """Whether some of these tokens have text."""
         self._has_call = False
-        """A call began since the last text."""
+        """Whether a call began after the latest text."""
         self.num_reasoning_tokens = 0
-        """So far."""
+        """How many tokens so far are reasoning."""
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[TokenLogprobs]:
-        """The log-probabilities of those tokens that turned out to be text. `logprobs`: none, or one for each."""
+        """The log-probabilities of tokens that are now known to be text. `logprobs`: empty, or one for each
+        token."""
         if self._parser is None or self._detokenizer is None:
             return list(logprobs)
         texts: list[TokenLogprobs] = []
@@ -46,11 +49,11 @@ class TokenParts:
 
     @property
     def may_reason(self) -> bool:
-        """More reasoning may come."""
+        """Whether more reasoning may follow."""
         return self._parser is not None and self._parser.may_reason
 
     def flush(self) -> list[TokenLogprobs]:
-        """The rest, when no more tokens come."""
+        """The remaining log-probabilities, once no more tokens follow."""
         if self._parser is None or self._detokenizer is None:
             return []
         events = [*self._parser.push(self._detokenizer.flush()), *self._parser.flush()]
@@ -63,7 +66,8 @@ class TokenParts:
     def _certain_part(
         self, before: AnswerPart, events: Sequence[AnswerEvent], after: AnswerPart
     ) -> AnswerPart | None:
-        """Of the tokens that wait, the last one included; None: not certain yet."""
+        """The part to which the waiting tokens belong, including the last one; None if this is not certain
+        yet."""
         if before is AnswerPart.REASONING:
             return before
         if any(isinstance(event, Text) for event in events):
@@ -86,8 +90,8 @@ class TokenParts:
 
 
 class ReasoningCount:
-    """For one answer's tokens, in order. They are parsed a second time only while reasoning may come, so plain answers
-    cost nothing."""
+    """Takes one answer's tokens, in order. It parses tokens a second time only while reasoning may follow, so
+    plain answers cost nothing."""
 
     def __init__(self, request: GatewayRequest) -> None:
         self._parts = TokenParts(request)
@@ -98,5 +102,5 @@ class ReasoningCount:
 
     @property
     def num_tokens(self) -> int:
-        """So far."""
+        """How many tokens so far are reasoning."""
         return self._parts.num_reasoning_tokens

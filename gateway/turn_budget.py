@@ -1,14 +1,14 @@
-"""TurnBudget and SharedTurns: how long one turn of the event loop works on something that takes many."""
+"""TurnBudget and SharedTurns: limit how long one turn of the event loop works on a long task."""
 
 import asyncio
 from collections.abc import Callable
 
 TURN_S = 0.002
-"""A worker's heartbeat, a stream's token or a probe waits for as long as that and one more portion."""
+"""A heartbeat, a stream's token or a probe waits at most for this time and one more portion of work."""
 
 
 class TurnBudget:
-    """The budget of one task. Other tasks run each time that it is spent."""
+    """The budget of one task. Each time that the budget is spent, other tasks run."""
 
     def __init__(self, now: Callable[[], float], turn_s: float = TURN_S) -> None:
         self._now = now
@@ -16,15 +16,16 @@ class TurnBudget:
         self._began_at = now()
 
     async def pause_if_spent(self) -> None:
-        """To be called after every portion of work."""
+        """Lets other tasks run if the budget is spent. Call this after every portion of work."""
         if self._now() - self._began_at >= self._turn_s:
             await asyncio.sleep(0)
             self._began_at = self._now()
 
 
 class SharedTurns:
-    """One budget for several tasks, which take turns in the order of their arrival. Together they work for at most
-    `turn_s` and one more portion in a turn of the loop. A single task with little work never waits.
+    """One budget for several tasks, which take turns in the order of their arrival. In one turn of the event
+    loop, they work together for at most `turn_s` and one more portion. A single task with little work never
+    waits.
 
         async with turns:
             portion of work

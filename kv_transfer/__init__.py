@@ -1,8 +1,8 @@
 """How KV blocks move between workers, and how that can fail; knows no model, no scheduler and no Ray.
 
-The tokens handed over are called a prompt here; after a move they include output that another worker sampled. The
-worker half (connector/worker.py) imports the transports and their packages. Its users import it from there, so that the
-engine's memory and kernels need none of them.
+Here, "prompt" means the tokens that are handed over; after a move, they include output that another worker
+sampled. The worker half (connector/worker.py) imports the transports and their packages. Its users import it
+from there, so that the engine's memory and kernels need no transport package.
 """
 
 from kv_transfer.commands import KVConnectorMetadata

@@ -101,10 +101,10 @@ ImmediateCommand = (
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """One step's commands, by the time at which they may be carried out."""
+    """The commands of one step, grouped by the time at which they may be carried out."""
 
     at_once: tuple[ImmediateCommand, ...]
     loads: tuple[LoadBlocks, ...]
-    """After all earlier steps: one of them may still write these blocks for their former owner."""
+    """Carried out after all earlier steps, which may still write these blocks for their former request."""
     after: tuple[SendBlocks, ...]
-    """After the step itself, which fills these blocks."""
+    """Carried out after this step, which fills these blocks."""

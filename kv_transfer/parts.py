@@ -1,10 +1,11 @@
-"""Parts of a request's hand-over: the rank transfers that it is made of, and what their outcomes add up to.
+"""Parts of a request's hand-over: its rank transfers, and the outcome that their outcomes combine to.
 
-This rank's end has one rank transfer for each peer rank that has, or needs, our heads; a worker's end has its ranks.
-Where heads share a latent, a rank of a producer may have no rank transfer.
-A load has arrived when all parts have, and has failed when one has. Then the others are given up, and the load ends
-when the last of them is quiet. Of a failed load, only what every part has is kept. Blocks are free when all parts
-are.
+One rank's end has one rank transfer for each peer rank that has, or needs, some of its heads. A worker's end
+has its ranks as parts. Where heads share a latent, a rank of a producer may have no rank transfer.
+
+A load has arrived when all its parts have arrived. It fails when one part fails. Then the other parts are
+given up, and the load ends when the last part reports its end. Of a failed load, only the blocks that every
+part has are kept. Blocks become free when no part uses them any more.
 """
 
 from collections.abc import Hashable, Iterable
@@ -30,7 +31,7 @@ class RankTransferEnd:
     peer: str
     """The peer's name."""
     address: str
-    """Where the peer's rank listens."""
+    """Address at which the peer's rank listens."""
     view: PieceView
 
 
@@ -41,7 +42,7 @@ class RankTransfers:
         self._incarnation = incarnation
         self._pool = pool
         self._views: dict[RankLayout, PieceView] = {}
-        """By the peer's layout; there are as few as there are kinds of workers."""
+        """Views by the peer's layout. There are as few layouts as kinds of workers."""
         self._by_request: dict[str, tuple[RankTransferEnd, ...]] = {}
         self._refusals: dict[str, str] = {}
         self._by_key: dict[TransferKey, RankTransferEnd] = {}
@@ -69,7 +70,7 @@ class RankTransfers:
         return tuple(ends)
 
     def of(self, request_id: str) -> tuple[RankTransferEnd, ...]:
-        """Empty for a request that is unknown, or has ended."""
+        """The request's rank transfers; empty if the request is unknown or has ended."""
         return self._by_request.get(request_id, ())
 
     def refusal(self, request_id: str) -> str | None:
@@ -95,7 +96,7 @@ class RankTransfers:
         return end.peer if end is not None else ""
 
     def close(self, request_id: str) -> None:
-        """Ends the request's hand-over. A second claim to the same key has nothing of its own to remove."""
+        """Ends the request's hand-over. A second request with the same key has nothing to remove."""
         self._refusals.pop(request_id, None)
         for end in self._by_request.pop(request_id, ()):
             if self._by_key.get(end.key) is end:
@@ -130,12 +131,12 @@ class _Load(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class LoadQuiet:
-    """Given up by its own worker, and ended."""
+    """The load was given up by its own worker, and has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Generic[P]):
-    """One part failed: fail these too; each reports `failed`, unless it has arrived meanwhile."""
+    """One part failed: fail these parts too. Each reports `failed`, unless it has already arrived."""
 
     parts: tuple[P, ...]
     reason: str
@@ -145,7 +146,8 @@ class GiveUp(Generic[P]):
 
 
 LoadOutcome = ReceivedKV | FailedKV | LoadQuiet | GiveUp[P] | None
-"""FailedKV with `is_postponed`: all parts wait to be loaded again. Without, the postponed ones must be aborted."""
+"""FailedKV with `is_postponed`: all parts wait for another load. FailedKV without it: the caller must abort
+the postponed parts."""
 
 
 class Loads(Generic[P]):
@@ -193,7 +195,7 @@ class Loads(Generic[P]):
         return len(self._loads)
 
     def _close(self, request_id: str, part: P) -> _Load[P] | None:
-        """The load that a part reports on; None if it is unknown, or the part has reported before."""
+        """The load that a part reports on. None if it is unknown, or if the part reported before."""
         load = self._loads.get(request_id)
         if load is None or part not in load.open:
             return None
@@ -221,7 +223,7 @@ def _sum(one: ReceivedKV, other: ReceivedKV) -> ReceivedKV:
 
 
 def _least(one: FailedKV, other: FailedKV) -> FailedKV:
-    """Only what both have, and the first reason."""
+    """The blocks that both have, and the first reason."""
     return replace(
         one,
         num_valid_blocks=min(one.num_valid_blocks, other.num_valid_blocks),

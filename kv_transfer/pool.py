@@ -17,7 +17,7 @@ from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch, peer
 from kv_transfer.transport.base import Bytes, Offsets, Runs
 
 MAX_POOL_NBYTES = 2**62
-"""Keeps every offset within a pool, and the end of every run, within an int64."""
+"""Largest pool: every offset in it, and the end of every run, fits into an int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ class _Pool:
         )
 
     def mismatch(self, theirs: RankLayout) -> str | None:
-        """Why no KV can be exchanged with such a peer, or None if it can."""
+        """Why no KV can be exchanged with a peer of this layout; None if it can."""
         return mismatch(self._num_divided_heads, self.layout, theirs)
 
     def peers_of(self, num_peer_ranks: int, *, is_producer: bool) -> range:
-        """The ranks of a worker of so many that this rank exchanges KV with, if there is no mismatch."""
+        """The ranks of a worker with `num_peer_ranks` ranks with which this rank exchanges KV."""
         ours = self.layout
         return peers_of(
             self._num_divided_heads, ours.rank, ours.num_ranks, num_peer_ranks, is_producer=is_producer
         )
 
     def _heads_on(self, num_ranks: int) -> int:
-        """Of a rank's blocks."""
+        """Number of heads in the blocks of one rank, if a worker has `num_ranks` ranks."""
         return 1 if self._num_divided_heads is None else self._num_divided_heads // num_ranks
 
     def _shapes(self, theirs: RankLayout) -> "Shapes":

@@ -13,7 +13,7 @@ from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from baton.worker import KVPeerCounts
 
 MAX_ROWS = 128
-"""At most this many peers have a row of their own. The least recently used are summed up in one row."""
+"""The most peers with a row of their own. One row sums up the least recently used peers."""
 
 OTHERS = "(others)"
 """The name under which peers are summed up."""
@@ -88,7 +88,7 @@ ENDS = (
     TransferEventKind.NOT_NEEDED,
     TransferEventKind.FAILED,
 )
-"""How a part can end, and so the whole hand-over: the last of these wins."""
+"""The ends of a part, in rising order. The hand-over's end is the highest of its parts' ends."""
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Timelines:
         self.mark(request_id, TransferEventKind.BEGUN)
 
     def mark(self, request_id: str, kind: TransferEventKind) -> None:
-        """Records an event now; only its first time counts."""
+        """Records an event now; repetitions are ignored."""
         timeline = self._timelines.get(request_id)
         if timeline is not None and all(event.kind is not kind for event in timeline.events):
             timeline.events.append(TransferEvent(kind, self._clock.now() - timeline.began_at))
@@ -173,7 +173,7 @@ class Timelines:
 
 
 def combine(records: Iterable[TransferRecord]) -> TransferRecord:
-    """One record for all ranks: an event begins with the first of them, and ends with the last."""
+    """One record for all ranks: an event begins with the first rank's, and ends with the last rank's."""
     parts = tuple(records)
     worst = max(parts, key=lambda part: ENDS.index(part.events[-1].kind))
     times: dict[TransferEventKind, list[float]] = {}

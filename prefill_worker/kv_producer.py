@@ -1,4 +1,4 @@
-"""KVProducerScheduler: decides which KV blocks leave, and when, as a prefill worker's scheduler computes prompts."""
+"""KVProducerScheduler: decides which KV blocks a prefill worker sends, and when, while prompts compute."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class KVProducerScheduler:
         self._groups = groups
         self._sending: dict[str, Sending] = {}
         self._with_blocks: set[str] = set()
-        """Producers that have blocks to compute in."""
+        """Producing requests that have blocks to compute in."""
         self._is_starved = False
         self._commands: list[ImmediateCommand] = []
 
@@ -45,7 +45,7 @@ class KVProducerScheduler:
         self._commands.append(BeginSend(request_id, request.kv_transfer, num_tokens))
 
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
-        """True: the blocks stay allocated until every read of them has ended."""
+        """True if the blocks must stay allocated until every read of them has ended."""
         del self._sending[request.request_id]
         self._with_blocks.discard(request.request_id)
         if not request.is_handed_over:
@@ -75,14 +75,14 @@ class KVProducerScheduler:
         return commands, completed
 
     def _note_starvation(self) -> None:
-        """Reports changes only: none if a prompt gets blocks as soon as no other prompt is being computed."""
+        """Reports only changes of starvation: prompts are queued, but none of them has blocks."""
         is_starved = bool(self._sending) and not self._with_blocks
         if is_starved is not self._is_starved:
             self._is_starved = is_starved
             self._commands.append(NoteStarvation(is_starved))
 
     def _blocks_completed_by(self, plan: SchedulerOutput) -> list[SendBlocks]:
-        """After a preemption, all of a prompt's blocks are sent again."""
+        """Full prompt blocks that this step completes. After a preemption, all blocks are sent again."""
         cached = plan.scheduled_cached_reqs
         completed = [
             self._progress(plan, new.request_id, new.block_ids, new.num_computed_tokens, is_fresh=True)
@@ -120,7 +120,7 @@ class KVProducerScheduler:
         return SendBlocks(request_id, first, self._needed(sending, first, num_full))
 
     def _needed(self, sending: Sending, first: int, end: int) -> tuple[int | None, ...]:
-        """The consumer goes on after the prompt, so it needs no block that has left its window by then."""
+        """Replaces blocks by None that are out of the consumer's window once the prompt is complete."""
         block_ids = sending.block_ids[first:end]
         num_left = self._groups.num_left_rows(sending.num_tokens, self._block_size)
         num_groups, num_full = self._groups.num_groups, self._groups.num_full
@@ -133,7 +133,7 @@ class KVProducerScheduler:
 
 
 def _abort_reason(request: Request) -> str:
-    """Why a producer hands nothing over, as the consumer reports it."""
+    """The reason, for the consumer's report, why a producer hands nothing over."""
     if request.is_given_back:
         return "the prefill worker gave the request back"
     return "the prefill failed" if request.is_failed else "the request ended on the prefill worker"

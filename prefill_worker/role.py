@@ -7,7 +7,7 @@ from baton.worker import KVBlockCounts, RequestCounts, WorkerRole
 
 
 class PrefillWorker:
-    """Takes only the producing request of a hand-over, and is drained once its last block was read.
+    """Accepts only prefill requests of hand-overs. It is drained once their last block was read.
 
     The role does not decide when to hand over: `scheduler/stop.py` ends a producing request with its first new token.
     """

@@ -1,7 +1,7 @@
 """Admission: how waiting requests get blocks and start to run or to load; knows no running order.
 
-Two queues share one order: requests that this device computes, and requests whose prompt comes from elsewhere. The
-first request without room ends admission for all requests behind it.
+Two queues share one order. One has the requests that this device computes. The other has the requests whose
+prompt another worker sends. The first request without room ends admission for all requests behind it.
 """
 
 from bisect import bisect_left
@@ -32,11 +32,12 @@ class AdmissionOutcome(Enum):
 
     DONE = auto()
     NOT_YET = auto()
-    """Its last token is still in flight, or a trial is under way without it: it keeps its place and blocks no other."""
+    """Its last token is still in flight, or a current trial excludes it. It keeps its place and blocks no
+    other."""
     UNKNOWN = auto()
-    """The connector does not know yet: it is asked again. The request keeps its place and blocks no other."""
+    """The connector does not know yet; the next step asks again. It keeps its place and blocks no other."""
     NO_ROOM = auto()
-    """No request behind it may overtake it."""
+    """It does not fit. No request behind it may overtake it."""
 
 
 class Admission:
@@ -63,7 +64,7 @@ class Admission:
         self._unknown: dict[str, Request] = {}
         """Requests whose prompts the connector did not know yet, oldest first."""
         self._num_reserved: int | None = None
-        """See `_num_reserved_blocks`; None until a load of this admission needs it."""
+        """The result of `_num_reserved_blocks`; None until this step's admission needs it."""
         self._running = running
         self._kv = kv
         self._remote = remote
@@ -73,11 +74,11 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no blocks."""
+        """Number of queued requests; these have no blocks."""
         return len(self._waiting) + len(self._to_load) + len(self._compiling) + len(self._unknown)
 
     def add(self, request: Request) -> None:
-        """Queues a request last among its equals; if its grammar is being compiled, its place is kept."""
+        """Queues a request behind its equals; while its grammar compiles, only its place is kept."""
         hits = self._kv.find_cached_prefix(request) if request.is_producer else ()
         request.queue_key = self._order.key_of_new(request, self._kv.num_tokens_in(hits))
         if request.status is RequestStatus.WAITING_FOR_FSM:
@@ -99,25 +100,26 @@ class Admission:
         return ready
 
     def push(self, request: Request) -> None:
-        """Returns a request to the place it was given on arrival."""
+        """Puts a request into its queue, at the place that its key gives."""
         (self._to_load if request.may_load else self._waiting).push(request)
 
     def add_returning(self, request: Request) -> None:
-        """Queues a request whose prompt did not arrive. It had its turn, so it comes first among its equals, to be
-        computed here.
+        """Queues a request whose prompt did not arrive, so that this device computes the prompt.
+
+        The request had its turn before, so it comes first among its equals.
         """
         request.queue_key = self._order.key_of_returning(request)
         self._waiting.push(request)
 
     def ask_again(self, request_ids: Iterable[str]) -> None:
-        """The connector may answer otherwise for these requests now: the next step asks about all of them."""
+        """Makes the next step ask the connector again about these requests: its answers may have changed."""
         for request_id in request_ids:
             request = self._unknown.pop(request_id, None)
             if request is not None:
                 self._to_load.push(request)
 
     def remove(self, request: Request) -> None:
-        """Removes a request from wherever it waits, if it does."""
+        """Removes a request from the queue in which it waits, if any."""
         if not (self._waiting.remove(request) or self._to_load.remove(request)):
             self._compiling.pop(request.request_id, None)
             self._unknown.pop(request.request_id, None)
@@ -129,9 +131,7 @@ class Admission:
         return (received + queued + tuple(islice(self._unknown, limit)))[:limit]
 
     def admit_received(self, step: StepPlan) -> list[Request]:
-        """Gives slots to requests whose prompt arrived from elsewhere, as soon as any is free: they have their
-        blocks.
-        """
+        """Gives free slots to requests whose prompt has arrived. These requests have their blocks already."""
         received: list[Request] = []
         if self._trial.group is not None:
             return received
@@ -149,13 +149,13 @@ class Admission:
         return received
 
     def admit_waiting(self, step: StepPlan, fit: Fit, before: QueueKey | None = None) -> None:
-        """Admits as many as fit, in order. Requests that are not ready are passed over, and keep their place.
+        """Admits as many requests as fit, in order. Skips requests that are not ready; they keep their place.
 
-        `before`: only requests with a lower key, and only while blocks are left for all that runs, so that none of it
-        has to give way.
+        `before`: admits only requests with a lower key, and only if enough blocks remain for all running
+        prompts. So no running request has to be preempted.
         """
         self._num_reserved, group = None, self._trial.group
-        for request_id in list(islice(self._unknown, self._max_num_seqs)):  # a bound, however many wait
+        for request_id in list(islice(self._unknown, self._max_num_seqs)):  # bounded, even if many wait
             self._to_load.push(self._unknown.pop(request_id))
         passed_over: list[tuple[WaitingQueue, Request]] = []
         while self._has_place(step):
@@ -180,16 +180,20 @@ class Admission:
             queue.push(request)
 
     def _has_place(self, step: StepPlan) -> bool:
-        """Classical two-phase schedulers count places by step: more may run than one step holds. But while requests
-        wait whose prompts come from elsewhere, the running ones are counted, so that those find a place, too.
+        """Whether another request may be admitted: usually, if fewer than `max_num_seqs` requests run.
+
+        With `prefill_first`, a place belongs to a step, so more requests may run than one step computes. But
+        while requests with remote prompts wait, all running requests count, so that remote prompts find a
+        place, too.
         """
         if self._counts_by_step and not (self._to_load or self._remote.num_received):
             return len(step.num_scheduled_tokens) < self._max_num_seqs
         return len(self._running.requests) + self._remote.num_received < self._max_num_seqs
 
     def _next_queue(self, *, may_load: bool) -> WaitingQueue:
-        """The queue of the first request overall. Requests that would load are left out once all slots are promised
-        away.
+        """The queue of the first request overall.
+
+        Without `may_load`, requests that would load are ignored: all slots are promised already.
         """
         local, remote = self._waiting.peek(), self._to_load.peek() if may_load else None
         if remote is None or (local is not None and local.queue_key < remote.queue_key):
@@ -201,9 +205,9 @@ class Admission:
         return len(self._running.requests) + self._remote.num_loading + self._remote.num_received
 
     def _load(self, request: Request, step: StepPlan, fit: Fit) -> AdmissionOutcome:
-        """Starts a load, which takes neither budget nor slot yet."""
+        """Starts a load, which uses no budget and no slot yet."""
         if not self._kv.num_free:
-            return AdmissionOutcome.NO_ROOM  # at least one block must be new: no need to look
+            return AdmissionOutcome.NO_ROOM  # at least one block must be new
         hits = self._kv.find_cached_prefix(request, num_loaded=request.num_initial_tokens)
         num_remote, is_async = self._remote.num_tokens_to_load(request, self._kv.num_tokens_in(hits))
         if num_remote is None:
@@ -216,7 +220,7 @@ class Admission:
         return AdmissionOutcome.DONE
 
     def _num_reserved_blocks(self) -> int:
-        """Blocks that half-prefilled running requests still need: a load must leave them free too.
+        """Blocks that running requests in mid-prefill still need. A load must leave so many blocks free.
 
         Otherwise two loads, or a load and a prefill, could each hold blocks that the other waits for.
         """
@@ -225,7 +229,7 @@ class Admission:
         return self._num_reserved
 
     def _has_room_beside(self, request: Request) -> bool:
-        """Whether all of its blocks are free beside those that current prompts still need."""
+        """Whether the free blocks suffice for the whole request, and for all running prompts."""
         return self._kv.num_blocks_for(request.num_tokens) + self._num_reserved_blocks() <= self._kv.num_free
 
     def _num_still_needed(self, running: Request) -> int:
@@ -235,7 +239,7 @@ class Admission:
         if request.num_output_placeholders:
             return AdmissionOutcome.NOT_YET  # preempted in mid-step: its token is still in flight
         if not self._kv.num_free:
-            return AdmissionOutcome.NO_ROOM  # as above
+            return AdmissionOutcome.NO_ROOM  # at least one block must be new
         hits = self._kv.find_cached_prefix(request)
         num_computed_tokens = self._num_computed(request, hits)
         num_tokens = fit(request, num_computed_tokens, step)
@@ -267,7 +271,7 @@ class Admission:
         return request.num_computed_tokens
 
     def _swap_in(self, request: Request, num_hit_blocks: int, step: StepPlan) -> None:
-        """Brings back from host memory what the prefix cache no longer has."""
+        """Copies back from host memory the blocks that the prefix cache no longer has."""
         if request.swapped_block_ids:
             block_ids, swapped = self._kv.block_ids(request), self._kv.needed_entries(request)
             num_here = bisect_left(swapped, num_hit_blocks)
@@ -276,8 +280,9 @@ class Admission:
             self._counters["swapped_in_blocks"] += len(copies)
 
     def _count_hits(self, request: Request, hits: list[Block]) -> int:
-        """Counts hits once per admission, however often the request was examined. Returns how much of the prompt was
-        hit.
+        """Counts the hits of an admitted request. Returns how many tokens of its prompt were hit.
+
+        Called once per admission, even if the request was examined several times.
         """
         num_hit_tokens = self._kv.num_tokens_in(hits)
         if self._kv.may_hit(request):

@@ -19,8 +19,9 @@ class Batching(Protocol):
 class Unified:
     """Prompts and outputs share every step: running requests continue first, waiting ones get the rest of the budget.
 
-    Prompts that do not fit are split. A step that preempted admits no request, since it would soon be preempted
-    itself. On a prefill worker, prompts that come before those being computed are admitted first.
+    Prompts that do not fit are split. A step that preempts a request admits no other, since that one would
+    soon be preempted, too. On a prefill worker, waiting prompts with lower keys are admitted before the
+    running prompts continue.
     """
 
     def __init__(self, config: SchedulerConfig, running: Running, admission: Admission) -> None:
@@ -47,13 +48,14 @@ class Unified:
 class PromptsFirst:
     """The classical schedulers: whole prompts come before outputs, and every waiting request before every running one.
 
-    As in nano-vLLM, a whole prompt must fit the budget and the free blocks, regardless of the prefix cache. The budget
-    is then charged only for the computed tokens. With miniVLLM's rules it is charged for the whole prompt.
+    As in nano-vLLM, a whole prompt must fit into the budget and the free blocks. Prefix-cache hits do not
+    change this check, but the budget is then charged only for computed tokens. With miniVLLM's rules it is
+    charged for the whole prompt.
     """
 
     def __init__(self, config: SchedulerConfig, running: Running, admission: Admission, kv: KVCache) -> None:
         self._mixes = config.batching == "mixed"
-        """A step with prompts holds outputs, too. Otherwise it has two phases: a step of prompts, or one of outputs."""
+        """A step with prompts also computes outputs. If false, a step computes either prompts or outputs."""
         self._has_mini_vllm_rules = config.prefill_first_rules == "mini_vllm"
         self._running = running
         self._admission = admission

@@ -1,7 +1,7 @@
 """BlockEvents: changes of the prefix cache, for routers that follow it; knows no pool and no reader.
 
-Unread events do not pile up: past a bound they are replaced by one full listing, from which a reader can start over.
-Replayed in order, the events read give exactly the set of hashes that can be hit.
+Unread events are bounded: beyond the bound, one full listing replaces them, from which a reader can start
+again. A reader that applies all events in order knows exactly the hashes that can be hit.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ class BlockEvents:
         self._runs: list[tuple[type[BlocksStored] | type[BlocksRemoved], list[bytes]]] = []
         self._num_pending = 0
         self._is_anew = False
-        """The next listing starts with `BlocksCleared`."""
+        """The next `take` starts with `BlocksCleared`."""
         self._is_overrun = False
         self._is_ignored = False
 
@@ -30,7 +30,7 @@ class BlockEvents:
         self._add(BlocksRemoved, block_hash)
 
     def cleared(self) -> None:
-        """Drops earlier events, which no longer matter."""
+        """Notes that the cache was emptied, and drops earlier events, which no longer matter."""
         if self._is_ignored:
             return
         self._drop_pending()
@@ -57,9 +57,7 @@ class BlockEvents:
         return self.account()
 
     def account(self) -> list[KVEvent]:
-        """A full listing, for a reader that knows nothing or missed something: first `BlocksCleared`, then all
-        hashes.
-        """
+        """A full listing, for a reader that missed events: first `BlocksCleared`, then all hashes."""
         return [BlocksCleared(), BlocksStored(tuple(self._snapshot()))]
 
     def _add(self, kind: type[BlocksStored] | type[BlocksRemoved], block_hash: bytes) -> None:

@@ -1,7 +1,8 @@
 """BlockPool: which blocks are free or referenced, and which content can be hit, by KV group; knows no request.
 
-A free block keeps its content hash until it is handed out again. So the free list is also the cache's eviction order:
-least recently freed first. Callers free the last block of a chain first: a prefix is more useful than its continuation.
+A free block keeps its content hash until it is allocated again. So the free list is also the cache's eviction
+order: the block that was freed first is evicted first. Callers free the last block of a chain first, since a
+prefix is more useful than its continuation.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ class Block:
         self.ref_count = 0
         self.block_hash: bytes | None = None
         self.group = 0
-        """The group whose KV can be hit here; means nothing without a hash."""
+        """The KV group of its content; meaningless without a hash."""
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
 
@@ -78,10 +79,10 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.blocks[NULL_BLOCK_ID].ref_count = 1
         self.null = self.blocks[NULL_BLOCK_ID]
-        """Never handed out, and never given back: its one reference is the pool's."""
+        """Never allocated and never freed: the pool itself has its one reference."""
         self._free = FreeList(self.blocks[1:])
         self._caches: list[dict[bytes, list[Block]]] = [{} for _ in range(num_groups)]
-        """By group, the blocks with each content hash."""
+        """For each group: the blocks of each content hash."""
         self._events = events
 
     @property
@@ -125,7 +126,7 @@ class BlockPool:
                 self._free.append(block)
 
     def cache(self, block: Block, block_hash: bytes, group: int = 0) -> None:
-        """Makes `block` available for the group's hits of `block_hash`. Two blocks may hold the same content."""
+        """Makes `block` a hit for `block_hash` in its group. Two blocks may have the same content."""
         assert block.block_hash is None, f"{block} is cached already"
         block.block_hash, block.group = block_hash, group
         cache = self._caches[group]
@@ -141,7 +142,7 @@ class BlockPool:
         return block_hash in self._caches[group]
 
     def cached_prefix(self, block_hashes: Iterable[bytes], group: int = 0) -> list[Block]:
-        """The group's blocks for as many leading hashes as can be hit without a gap."""
+        """The group's blocks for the leading hashes, up to the first hash that cannot be hit."""
         hits = []
         for holders in map(self._caches[group].get, block_hashes):
             if holders is None:

@@ -40,7 +40,7 @@ class BlockTable:
         """With fewer tokens than this, there is nothing to allocate, to cache or to give back."""
 
     def append(self, blocks: list[Block]) -> None:
-        """Whole rows."""
+        """Appends whole rows."""
         self.blocks += blocks
         self.num_slots = len(self.blocks) // self._num_groups * self._block_size
         self._note_due()

@@ -1,4 +1,4 @@
-"""The scheduler's whole view of KV transfer: six calls, which `worker.kv_connector` answers."""
+"""The scheduler's whole view of KV transfer: six calls, which `worker.kv_connector` implements."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,8 @@ from scheduler.request import Request
 class KVConnector(Protocol):
     """All calls but `build_connector_meta` and `update_connector_output` concern requests with `kv_transfer` only.
 
-    No call blocks, or raises because of a peer. `worker/host.py` connects the two.
+    No call blocks, and no call raises because of a peer. `worker/host.py` connects the scheduler and the
+    connector.
     """
 
     def request_added(self, request: Request) -> None:
@@ -40,14 +41,15 @@ class KVConnector(Protocol):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """Commands of this step for the worker half, or None. Does not change the plan.
 
-        Called at the end of every `schedule()`. For a producer, it reads which blocks this step will complete.
+        Called at the end of every `schedule()`. For a producer, the connector reads from the plan which
+        blocks this step will complete.
         """
         ...
 
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
         """The request ended in any way; `block_ids` are all the blocks it holds.
 
-        True: a transfer may still read or write the blocks; they are freed when `KVConnectorOutput` names the
-        request. False: free them now, or there are none.
+        True: a transfer may still read or write the blocks. They are freed when `KVConnectorOutput` names the
+        request. False: the scheduler frees the blocks now, if there are any.
         """
         ...

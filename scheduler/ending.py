@@ -1,4 +1,4 @@
-"""Ending: how requests end, in any state: the one place where their blocks are freed, or held for a transfer."""
+"""Ending: ends requests in any state; only this module frees their blocks, or keeps them for a transfer."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ _QUEUED = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_FSM, RequestStatus.P
 
 
 class Ending:
-    """Removes requests from every queue and from `requests`, which has those that are unfinished."""
+    """Removes requests from every queue, and from `requests`, which has the unfinished requests."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Ending:
         error: str | None = None,
         error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> None:
-        """Ends requests in any state; unknown ids belong to requests that have ended before."""
+        """Ends requests in any state. Ignores unknown ids, which belong to requests that ended before."""
         for request_id in request_ids:
             if request := self._requests.get(request_id):
                 self._unqueue(request)
@@ -57,7 +57,7 @@ class Ending:
     def fail(
         self, requests: list[Request], failed: Mapping[str, str], kind: ErrorKind, outputs: OutputsByClient
     ) -> None:
-        """Ends only those of a step's requests for which `failed` has a reason."""
+        """Ends each request for which `failed` has a reason."""
         for request in requests:
             if request.request_id in failed and not request.is_finished:
                 self._unqueue(request)
@@ -88,7 +88,7 @@ class Ending:
         error: str | None = None,
         error_kind: ErrorKind = ErrorKind.INTERNAL,
     ) -> None:
-        """Ends a request without a new token; it is in no queue any more, but may be running."""
+        """Ends a request without a new token. The request must have left its queue, but may be running."""
         self._release(request, status)
         if request.is_given_back:
             error_kind = ErrorKind.GIVEN_BACK
@@ -102,7 +102,7 @@ class Ending:
         outputs.add_last(request, output)
 
     def drop_from_running(self) -> None:
-        """Due after requests ended that were running."""
+        """Removes ended requests from the running ones. Call it after running requests have ended."""
         if self._has_ended_running:
             self._running.drop_gone()
             self._has_ended_running = False

@@ -1,10 +1,10 @@
-"""KVCache: the scheduler's only view of memory: slots for tokens, prefix hits, and blocks held after their request.
+"""KVCache: the scheduler's only view of memory: slots for tokens, prefix hits, blocks of ended requests.
 
 a request's table:   | prefix hits | computed | new in this step | spare slots of the last block |
                      |<------- full blocks may be cached ------->|
 
-With several KV groups (`baton/kv_groups.py`), a table has rows of a block for each group. Blocks that left the window
-of their group go back to the pool, and the null block takes their place.
+With several KV groups (`baton/kv_groups.py`), each row of a table has one block per group. A block that has
+left the window of its group returns to the pool, and the null block replaces it in the table.
 """
 
 import secrets
@@ -23,7 +23,7 @@ from scheduler.prefix_hits import cached_rows
 from scheduler.request import Request
 
 PENDING_EVENTS_PER_BLOCK = 4
-"""Block events kept for a slow reader; beyond this, a full listing is shorter."""
+"""Limit of unread block events, per block of the pool. Beyond this limit, a full listing is shorter."""
 
 
 class KVCache:
@@ -37,8 +37,10 @@ class KVCache:
         hash_key: bytes | None,
         groups: KVGroups = ONE_GROUP,
     ) -> None:
-        """Processes that should recognise each other's block hashes share `hash_key`, 16 to 64 secret bytes; None:
-        random ones."""
+        """Processes that share `hash_key` (16 to 64 secret bytes) recognise each other's block hashes.
+
+        None: a random key.
+        """
         self.block_size = block_size
         self.is_caching = enable_caching
         self.groups = groups
@@ -49,7 +51,7 @@ class KVCache:
         self._tables: dict[str, BlockTable] = {}
         self._leased: dict[str, list[Block]] = {}
         self._num_leases: Counter[int] = Counter()
-        """Leases by block id: two finished prefills may share a prefix."""
+        """Number of leases by block id: two finished prefills may share a prefix."""
         self._quarantined: dict[str, list[Block]] = {}
 
     @property
@@ -69,15 +71,15 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Of all groups, those included that a windowed group no longer needs."""
+        """Number of blocks in all groups, including those that a windowed group no longer needs."""
         return -(-num_tokens // self.block_size) * self._num_groups
 
     def num_tokens_in(self, hits: Sequence[Block]) -> int:
-        """Tokens of whole rows."""
+        """Number of tokens in the rows of `hits`."""
         return len(hits) // self._num_groups * self.block_size
 
     def tokens_arrived(self, request: Request) -> None:
-        """Hashes blocks that the request's newest tokens completed, each once; due when `next_hash_at` is reached."""
+        """Hashes the blocks that the newest tokens completed. Due when `next_hash_at` tokens are reached."""
         if not self.is_caching:
             request.next_hash_at = NEVER
             return
@@ -92,7 +94,8 @@ class KVCache:
     def find_cached_prefix(self, request: Request, num_loaded: int | None = None) -> list[Block]:
         """The longest cached prefix in full rows, leaving at least one token to compute. Changes nothing.
 
-        `num_loaded`: what the prefix lacks of so many tokens comes from another worker.
+        `num_loaded`: another worker sends the KV of the first `num_loaded` tokens, as far as the prefix lacks
+        it.
         """
         if not self.may_hit(request):
             return []
@@ -109,7 +112,7 @@ class KVCache:
     def num_missing(
         self, request: Request, num_tokens: int, hits: Sequence[Block] = (), num_ready: int = 0
     ) -> int:
-        """Free blocks needed to give `request` room for `num_tokens` in all; free hits count too. See `open_table`."""
+        """Free blocks needed for `num_tokens` tokens, including free ones of `hits`. See `open_table`."""
         num_held = len(request.block_table.blocks) if request.block_table else 0
         num_revived = [block.ref_count for block in hits].count(0)
         num_new = max(0, self.num_blocks_for(num_tokens) - num_held - len(hits))
@@ -129,11 +132,12 @@ class KVCache:
         num_spare: int = 0,
         num_ready: int = 0,
     ) -> bool:
-        """Allocates blocks for the first `num_tokens` tokens of a request without any: `hits` first, then new ones.
+        """Allocates a table for the first `num_tokens` tokens of a request: `hits` first, then new blocks.
 
-        Full blocks up to `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. Of the first `num_ready`
-        tokens, none is computed here: a windowed group gets blocks only for those that later tokens need. False: fewer
-        than `num_spare` blocks would be left free, and nothing has changed.
+        Full blocks of the first `cache_up_to` tokens (None: `num_tokens`) can be hit from now on. The first
+        `num_ready` tokens are not computed here. So a windowed group gets blocks only for those of them that
+        later tokens need. Returns False, and changes nothing, if fewer than `num_spare` blocks would be left
+        free.
         """
         assert request.block_table is None, f"{request.request_id} has blocks"
         num_left = 0
@@ -145,7 +149,7 @@ class KVCache:
             return False
         table = request.block_table = BlockTable(self.block_size, self.is_caching, self.groups)
         self._tables[request.request_id] = table
-        self._pool.touch(self._without_null(hits))  # first: a request must not evict its own hits
+        self._pool.touch(self._without_null(hits))  # before allocating, which must not evict the hits
         num_hit_rows = len(hits) // self._num_groups
         table.append(
             [*hits, *self._new_rows(self.num_rows_for(num_tokens) - num_hit_rows, num_left - num_hit_rows)]
@@ -160,8 +164,8 @@ class KVCache:
     def extend_table(self, request: Request, num_tokens: int) -> Sequence[Block] | None:
         """Makes room for the first `num_tokens` tokens of a request that has blocks; returns the added blocks.
 
-        Full blocks up to `num_tokens` tokens can be hit from now on. None: too few blocks are free, and none was added.
-        Blocks that have left the window are given back in any case.
+        Full blocks of the first `num_tokens` tokens can be hit from now on. Returns None, and adds no block,
+        if too few blocks are free. In both cases, blocks that have left the window are freed.
         """
         table = request.block_table
         assert table is not None, f"{request.request_id} has no blocks"
@@ -182,7 +186,7 @@ class KVCache:
         return new
 
     def cache_received(self, request: Request, num_tokens: int) -> None:
-        """The blocks of the first `num_tokens` tokens were filled from outside and verified: they can be hit now."""
+        """Makes the received and verified blocks of the first `num_tokens` tokens available for hits."""
         assert request.block_table is not None
         self._cache_full_blocks(request, request.block_table, num_tokens)
 
@@ -190,12 +194,13 @@ class KVCache:
         return request.block_table.block_ids if request.block_table else ()
 
     def needed_entries(self, request: Request) -> list[int]:
-        """Indices into its block ids of what its later tokens need of its computed tokens."""
+        """Indices, into its block ids, of the computed blocks that its later tokens need."""
         return self.groups.needed_entries(request.num_computed_tokens, self.block_size)
 
     def withdraw_uncomputed(self, request: Request) -> None:
-        """Makes blocks that this step was to fill unavailable for hits; called before a request that drops out of the
-        step is freed.
+        """Makes the blocks that this step was to fill unavailable for hits.
+
+        Called for a request that drops out of the step, before its blocks are freed.
         """
         table = request.block_table
         assert table is not None
@@ -206,8 +211,8 @@ class KVCache:
     def free(self, request: Request) -> None:
         """Gives the request's blocks back, tail first, so that the head of its chain is evicted last.
 
-        Its computed blocks can be hit, including a block completed by a token that was in flight until now. Blocks
-        that a current step computes in vain cannot.
+        Its computed blocks become available for hits, even a block whose last token was in flight until now.
+        Blocks that unfinished steps compute do not.
         """
         if request.block_table is not None:
             num_of_use = request.num_computed_tokens - request.num_output_placeholders
@@ -215,7 +220,10 @@ class KVCache:
         self._free(self._take_blocks(request))
 
     def lease(self, request: Request) -> None:
-        """The request ended, but a remote reader needs its blocks until `end_hold`; not those that left the window."""
+        """Leases an ended request's blocks to a remote reader until `end_hold`.
+
+        Blocks that have left the window are freed at once.
+        """
         if request.block_table is not None:
             self._give_back_left(request.block_table, request.num_computed_tokens)
         blocks = list(self._without_null(self._in_eviction_order(self._take_blocks(request))))
@@ -223,14 +231,14 @@ class KVCache:
         self._num_leases.update(block.block_id for block in blocks)
 
     def quarantine(self, request: Request, num_kept: int) -> None:
-        """The request ended, but blocks after its first `num_kept` may still be written until `end_hold`."""
+        """Frees an ended request's first `num_kept` blocks, and quarantines the others until `end_hold`."""
         blocks = self._take_blocks(request)
         self._free(blocks[:num_kept])
         may_be_written = self._in_eviction_order(blocks[num_kept:])
         self._quarantined[request.request_id] = list(self._without_null(may_be_written))
 
     def end_hold(self, request_id: str) -> bool:
-        """Frees what was leased or quarantined under this id; False if nothing was."""
+        """Frees the blocks that are leased or quarantined under this id. False if there are none."""
         blocks = self._leased.pop(request_id, None)
         if blocks is not None:
             self._num_leases -= Counter(block.block_id for block in blocks)
@@ -242,8 +250,9 @@ class KVCache:
         return True
 
     def forget_prefixes(self) -> None:
-        """Makes all blocks computed so far, and those that build on them, unavailable for hits; blocks in use stay in
-        use.
+        """Makes all blocks computed so far, and blocks that build on them, unavailable for hits.
+
+        Blocks in use stay in use.
         """
         self._pool.forget_all()
         for table in self._tables.values():
@@ -297,7 +306,7 @@ class KVCache:
         return table.blocks
 
     def _new_rows(self, num_rows: int, num_left: int = 0) -> list[Block]:
-        """Windowed groups get null blocks for the first `num_left` of them."""
+        """Allocates rows. Windowed groups get the null block in the first `num_left` of them."""
         if self._num_groups == 1 and num_left <= 0:
             return self._pool.allocate(num_rows)
         starts = [
@@ -323,11 +332,11 @@ class KVCache:
         return row < num_left and group >= self.groups.num_full
 
     def _free(self, blocks: Sequence[Block]) -> None:
-        """Gives the references of these rows back."""
+        """Drops one reference of each block in these rows."""
         self._pool.free(self._without_null(self._in_eviction_order(blocks)))
 
     def _in_eviction_order(self, blocks: Sequence[Block]) -> Iterable[Block]:
-        """Group by group, the tail first; as V1 frees them."""
+        """The blocks group by group, each group from its tail: the order in which vLLM V1 frees them."""
         if self._num_groups == 1:
             return reversed(blocks)
         return chain.from_iterable(reversed(blocks[g :: self._num_groups]) for g in range(self._num_groups))
@@ -352,7 +361,7 @@ class KVCache:
         table.set_cached(num_full)
 
     def _check_rows(self, table: BlockTable) -> None:
-        """Asserts that null blocks stand exactly where a windowed group has left its blocks behind."""
+        """Asserts that null blocks are exactly where blocks of windowed groups have left the window."""
         assert len(table.blocks) == table.num_rows * self._num_groups, "a row lacks the block of a group"
         for index, block in enumerate(table.blocks):
             has_left = self._has_left(index, table.num_left)

@@ -13,9 +13,9 @@ from scheduler.stop import end_of_initial_output
 class ContextLimits:
     """The limits set by model, pool and budget; `config.num_blocks` and `config.max_model_len` must be set.
 
-    A request that outgrew the pool could never run again, so the pool is a limit of its own. So is the budget of a
-    step if prompts are not split. The last token of a full context is never computed, so it needs neither slot nor
-    budget.
+    A request that outgrew the pool could never run again, so the pool's size is a limit, too. If prompts are
+    not split, the budget of a step is another limit. The last token of a full context is never computed, so
+    it needs no slot and no budget.
     """
 
     def __init__(self, config: SchedulerConfig, groups: KVGroups) -> None:
@@ -37,9 +37,10 @@ class ContextLimits:
         """Prompt and output tokens at which a request ends."""
 
     def apply(self, request: Request) -> None:
-        """Caps the request's length. InvalidRequest if it could never run; the next token needs a slot, too.
+        """Caps the request's length. Raises InvalidRequest if the request and one new token could never fit.
 
-        A request whose output has already ended is invalid, too: its sender received the end along with those tokens.
+        A request whose output has already ended is invalid, too: its sender received the end with these
+        tokens.
         """
         self._check_token_ids("prompt", request.prompt_token_ids)
         self._check_token_ids("output_token_ids", request.output_token_ids)

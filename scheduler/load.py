@@ -13,9 +13,11 @@ class WaitingLoad:
     """Unfinished work of this scheduler."""
 
     num_prompt_tokens: int
-    """Tokens to compute here before requests can go on token by token: of prompts, and of output sampled elsewhere."""
+    """Tokens to compute here before requests can decode: of prompts, and of output sampled on other
+    workers."""
     oldest_arrival: float | None
-    """Earliest `Request.arrival_time` among requests that wait for their first step; None if none waits."""
+    """Earliest `Request.arrival_time` of the requests that wait for their first step; None without such
+    requests."""
 
 
 def waiting_load(requests: Iterable[Request]) -> WaitingLoad:

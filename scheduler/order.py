@@ -1,7 +1,7 @@
-"""Which waiting request comes first, and which running request gives way first; knows neither queue.
+"""Which waiting request runs first, and which running request is preempted first; knows no queue.
 
-The two policies of `SchedulerConfig.policy`. A request gets its place in the queue once, as a key. So a request that
-is set aside for a while returns to its place.
+The two classes are the policies of `SchedulerConfig.policy`. A request gets a key once, which says its place
+in the queue. So a request that leaves the queue for a while returns to its place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,14 @@ MAX_FUTILE_PREEMPTIONS = 32
 """How often a request may lose its blocks without sampling a token in between, before it is spared."""
 
 LEAST_STEP_TOKENS = 16
-"""A step of fewer tokens takes about as long as one of these."""
+"""A step with fewer tokens takes about as long as a step with this many."""
 
 
 class Order(Protocol):
-    """Lower keys are served first; no two requests share one."""
+    """Gives each request a unique key; requests with lower keys run first."""
 
     def key_of_new(self, request: Request, num_cached_tokens: int = 0) -> QueueKey:
-        """`num_cached_tokens`: how much of it the prefix cache has."""
+        """Key of a new request, of which the prefix cache has `num_cached_tokens` tokens."""
         ...
 
     def key_of_returning(self, request: Request) -> QueueKey:
@@ -33,18 +33,21 @@ class Order(Protocol):
         ...
 
     def planned(self, num_tokens: int) -> None:
-        """A step of so many tokens was planned."""
+        """Notes that a step with `num_tokens` tokens was planned."""
         ...
 
 
 class FCFS:
-    """First come, first served; returning requests go first, and the youngest gives way.
+    """First come, first served. Returning requests run first; the youngest is preempted first.
 
-    Prompts that are computed for other workers are served by remaining work, so that short ones need not wait behind
-    long ones. The clock counts computed tokens, and a step as LEAST_STEP_TOKENS at least. A prompt's key is the time at
-    which it would be done if it were alone from its arrival on: a later prompt overtakes it only if it is shorter than
-    what is left of it. A prompt that waits comes nearer to its turn like one that is computed, so it is overtaken by
-    prompts that arrive before as many tokens as its own were computed, and by no later ones.
+    Prompts computed for other workers run in the order of their remaining work. So a short prompt need not
+    wait behind a long one. Time is measured in computed tokens, and each step counts as LEAST_STEP_TOKENS at
+    least.
+
+    A prompt's key is the time at which the prompt would be done if it ran alone from its arrival on. A later
+    prompt overtakes it only if the later prompt is shorter than the earlier one's remaining work. Waiting
+    reduces this remaining work as computing does. So a prompt of N tokens can only be overtaken by prompts
+    that arrive before N more tokens are computed.
     """
 
     def __init__(self) -> None:
@@ -70,12 +73,12 @@ class FCFS:
 
 
 class Priority:
-    """Lowest (priority, arrival_time, request_id) first, returning or not; highest (priority, arrival_time) gives
-    way.
+    """Lowest (priority, arrival_time, request_id) first; highest (priority, arrival_time) is preempted first.
 
-    With ageing, every `ageing_s` seconds of waiting are worth one step of priority. All waiting requests age at the
-    same pace. So their order never changes, and the key needs no clock: priority + arrival_time / ageing_s. Only
-    requests that arrive within `ageing_s` times the difference of their priorities can overtake a request.
+    A returning request has the same key as before. With ageing, every `ageing_s` seconds of waiting lower a
+    request's priority value by 1. All waiting requests age at the same pace. So their order never changes,
+    and the key needs no clock: priority + arrival_time / ageing_s. A request can be overtaken only by
+    requests that arrive within `ageing_s` times the difference of their priorities.
     """
 
     def __init__(self, ageing_s: float = 0.0) -> None:
@@ -91,11 +94,11 @@ class Priority:
         return self.key_of_new(request)
 
     def victims(self, running: Sequence[Request]) -> Iterator[Request]:
-        """Among equals, the one that has run longest gives way first, as in V1, unless equals preempt one another
-        without progress.
+        """Worst priority first. Among equals, the longest-running request is preempted first, as in vLLM V1.
 
-        Requests that lost their blocks repeatedly without a token in between are spared while other equals remain.
-        After that, the last by id gives way, so that at least the first makes progress.
+        An exception prevents equals from preempting one another without progress. Requests that lost their
+        blocks repeatedly, without a new token in between, are spared while other equals remain. After that,
+        the last by id is preempted first, so that at least the first by id makes progress.
         """
         usual = [request for request in running if request.num_futile_preemptions < MAX_FUTILE_PREEMPTIONS]
         if len(usual) < len(running):
@@ -108,7 +111,7 @@ class Priority:
         )  # equals stay in order
 
     def planned(self, num_tokens: int) -> None:
-        """Priorities and arrivals alone decide."""
+        """Does nothing: only priorities and arrival times decide."""
 
 
 def make_order(config: SchedulerConfig) -> Order:

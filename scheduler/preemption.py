@@ -14,9 +14,9 @@ from scheduler.swap import SwapSpace
 
 
 class Preemption:
-    """Victims keep their outputs and wait first in the queue, to recompute their KV or to have it copied back.
+    """Victims keep their output tokens and return to the queue. Their KV is recomputed or copied back.
 
-    Victims that would recompute, but should continue elsewhere, only wait to be ended.
+    A victim that would recompute, but should continue on another worker, only waits for its end here.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Preemption:
         self._swap = swap
         self._counters = counters
         self.given_back: dict[str, Request] = {}
-        """Victims that continue elsewhere, until they have ended here."""
+        """Victims that continue on other workers, until they have ended here."""
 
     def preempt(self, victim: Request, step: StepPlan) -> None:
-        """In mid-step: `victim` stops running, and its part of this step is withdrawn."""
+        """While a step is planned: stops `victim`, and withdraws its part of this step."""
         step.preempt(victim)
         self._kv.withdraw_uncomputed(victim)
         if self._can_swap(victim):
@@ -56,10 +56,10 @@ class Preemption:
             self._put_back(victim, 0)
 
     def preempt_all(self, running: list[Request]) -> None:
-        """Between steps: preempts the youngest first, so that the oldest is first in the queue; all their KV is given
-        up.
+        """Between steps: preempts all requests and drops their KV.
 
-        None is given back: there is room for all of them here.
+        The youngest is preempted first, so that the oldest is first in the queue. No request is given back:
+        this worker has room for all of them.
         """
         while running:
             self._put_back(running.pop(), 0)
@@ -72,7 +72,7 @@ class Preemption:
                 request.num_computed_tokens = 0
 
     def begin_anew(self, requests: Iterable[Request]) -> set[str]:
-        """Preempted requests are new to the runner when they continue; returns them."""
+        """Makes preempted requests new ones, since the runner forgets them. Returns their ids."""
         preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
         for request in preempted:
             request.move_to(RequestStatus.WAITING)
@@ -86,9 +86,9 @@ class Preemption:
         if victim.num_output_placeholders:
             has_drafts = victim.num_computed_tokens >= victim.num_tokens + victim.num_output_placeholders
             if has_drafts and self._kv.groups.num_windowed:
-                return False  # if they are wrong, it needs rows again that have left the window
+                return False  # wrong drafts: it would again need rows that have left the window
             if victim.is_producer:
-                return False  # its token will be refused, so its last position must be recomputed
+                return False  # its sample will be dropped, so its last position must be recomputed
             if victim.num_tokens + victim.num_output_placeholders >= victim.max_num_tokens:
                 return False  # a token in flight will end it
         return True

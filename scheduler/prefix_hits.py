@@ -18,10 +18,10 @@ def cached_rows(
     block_size: int,
     num_left: int | None = None,
 ) -> list[Block]:
-    """The longest prefix that every group can continue from, row by row, with null blocks for rows left behind.
+    """The longest prefix that every group can continue from, by rows. Null blocks replace unneeded blocks.
 
-    `num_left`: the tokens after the prefix are not computed here, but come from elsewhere, and so many rows will then
-    have left the window. So a windowed group may lack them.
+    `num_left`: set if another worker sends the tokens after the prefix. This many rows will then have left
+    the window, so a windowed group may lack them.
     """
     columns = [pool.cached_prefix(block_hashes, group) for group in range(groups.num_full)]
     num_rows = min(map(len, columns), default=len(block_hashes))
@@ -43,7 +43,7 @@ def cached_rows(
 
 
 def _end_of_last_run(is_cached: Callable[[int], bool], num_rows: int, num_needed: int) -> int:
-    """Where the last run of `num_needed` cached rows ends; without one, how many rows from the first on are cached."""
+    """The end of the last run of `num_needed` cached rows; without one, the number of cached rows from 0."""
     num_in_run = 0
     for row in range(num_rows - 1, -1, -1):
         num_in_run = num_in_run + 1 if is_cached(row) else 0

@@ -11,7 +11,7 @@ Entry = tuple[QueueKey, int, Request]
 
 
 class WaitingQueue:
-    """A heap that can also lose requests from its middle: removed entries are skipped later. O(log n) each."""
+    """A heap that can also remove a request from its middle: it skips the entry later. O(log n) each."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
@@ -54,7 +54,7 @@ class WaitingQueue:
         return len(self._live)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order."""
+        """All requests, in no particular order."""
         return (entry[2] for entry in self._heap if self._is_live(entry))
 
     def _skip_dead(self) -> None:

@@ -1,7 +1,8 @@
-"""RemotePrompts: the scheduler's side of a hand-over, at either end.
+"""RemotePrompts: the scheduler's part of a hand-over, on P and on D.
 
-A hand-over carries a request's initial tokens: its prompt and, after a move, the output sampled elsewhere. Everything
-here concerns requests with `kv_transfer` set; the connector behind the Protocol does the moving.
+A hand-over transfers the KV of a request's initial tokens: its prompt and, after a move, the output sampled
+on other workers. This module handles only requests with `kv_transfer` set. The connector behind the
+`KVConnector` protocol moves the bytes.
 """
 
 from collections import Counter
@@ -19,7 +20,7 @@ from scheduler.request import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A prompt on its way; its table's first blocks, so many, were in the local prefix cache."""
+    """A prompt that is being received, behind `num_hit_blocks` blocks of the local prefix cache."""
 
     request: Request
     num_hit_blocks: int
@@ -27,7 +28,7 @@ class Load:
 
 
 class RemotePrompts:
-    """Current loads, arrived prompts that wait for their first step, and blocks whose freeing must wait."""
+    """Current loads, arrived prompts that wait for their first step, and the release of their blocks."""
 
     def __init__(self, connector: KVConnector | None, kv: KVCache, counters: Counter[str]) -> None:
         self._connector = connector
@@ -54,7 +55,7 @@ class RemotePrompts:
         return self._received.first_ids(limit)
 
     def announce(self, request: Request) -> None:
-        """Announces a queued request to the connector, and so to the other end."""
+        """Announces a queued request to the connector, and so to the other worker."""
         if self._connector is not None and request.kv_transfer is not None:
             self._connector.request_added(request)
 
@@ -65,10 +66,10 @@ class RemotePrompts:
         return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
 
     def start_load(self, request: Request, hits: list[Block], num_remote_tokens: int, num_spare: int) -> bool:
-        """Reserves blocks for all initial tokens and one more, so that an arrived prompt can always take its first
-        step.
+        """Reserves blocks for all initial tokens and one more, and starts the load.
 
-        False, and nothing has changed, if fewer than `num_spare` blocks would be left free.
+        With the block of the extra token, an arrived prompt can always run its first step. Returns False, and
+        changes nothing, if fewer than `num_spare` blocks would be left free.
         """
         assert self._connector is not None
         num_hit_tokens, num_initial = self._kv.num_tokens_in(hits), request.num_initial_tokens
@@ -91,9 +92,7 @@ class RemotePrompts:
         return True
 
     def receive(self, received: ReceivedKV) -> Request | None:
-        """The request whose initial tokens are now complete and that only lacks the next one; None if no load waits
-        for it.
-        """
+        """Ends a successful load. Returns its request, which has all initial tokens now; None if unknown."""
         load = self._end_load(received.request_id)
         if load is None:
             return None
@@ -107,10 +106,10 @@ class RemotePrompts:
         return request
 
     def fail(self, failure: FailedKV) -> Request | None:
-        """The request whose prompt will not arrive, or not yet; None if no load waits for it.
+        """Ends a load that failed or was postponed. Returns its request, or None if unknown.
 
-        The request keeps no blocks. Verified blocks stay in the prefix cache for its next admission, so a stuck
-        request never holds up others.
+        The request keeps no blocks, so it never blocks others. Verified blocks stay in the prefix cache for
+        its next admission.
         """
         load = self._end_load(failure.request_id)
         if load is None:
@@ -133,12 +132,12 @@ class RemotePrompts:
         return self._received.remove(request)
 
     def hand_over(self, request: Request, output: RequestOutput) -> None:
-        """A producer sampled its only token, the first new one; it is sent with the last block."""
+        """Stores the only token that a producer samples: the first new one, sent with the last block."""
         logprobs = output.logprobs[0] if output.logprobs else None
         request.first_token = FirstToken(output.token_ids[0], logprobs)
 
     def release(self, request: Request) -> None:
-        """The request has ended: frees its blocks, or holds them until `end_holds` names it."""
+        """Frees the blocks of an ended request, or keeps them until `end_holds` names the request."""
         load = self._loads.pop(request.request_id, None)
         must_hold = (
             self._connector is not None
@@ -153,18 +152,18 @@ class RemotePrompts:
             self._kv.quarantine(request, num_kept=load.num_hit_blocks if load else 0)
 
     def resting_on_hits(self) -> list[str]:
-        """Requests whose prompt is on its way or has arrived, behind blocks of the prefix cache."""
+        """Requests whose prompt is arriving or has arrived, and whose first blocks are prefix-cache hits."""
         requests = [*(load.request for load in self._loads.values()), *self._received]
         return [request.request_id for request in requests if request.num_cached_tokens]
 
     def end_holds(self, request_ids: Iterable[str]) -> None:
-        """No transfer touches these requests' blocks any more."""
+        """Frees the blocks kept for these requests, since no transfer uses them any more."""
         for request_id in request_ids:
             if not self._kv.end_hold(request_id):
                 self._counters["kv_unknown_completions"] += 1
 
     def _end_load(self, request_id: str) -> Load | None:
-        """The load that ended. None if the report is late: then it ends a quarantine, or is only counted."""
+        """Removes and returns a load. None for a late report, which ends a quarantine or is only counted."""
         load = self._loads.pop(request_id, None)
         if load is None:
             self.end_holds([request_id])
@@ -172,7 +171,7 @@ class RemotePrompts:
 
 
 def _end_of(failure: FailedKV) -> str:
-    """The name of its counter."""
+    """The last part of this failure's counter name."""
     if failure.is_postponed:
         return "postponed"
     return "not_needed" if failure.is_cancelled else "failed"

@@ -25,7 +25,7 @@ QueueKey = tuple[float | str, ...]
 
 
 class RequestStatus(Enum):
-    """Where a request stands; see the drawing above."""
+    """The state of a request; see the drawing above."""
 
     WAITING = auto()
     WAITING_FOR_FSM = auto()
@@ -61,7 +61,7 @@ _ENDS_WITH_A_TOKEN = {
     RequestStatus.FINISHED_HANDED_OVER,
 }
 
-# A token can end a waiting request: one that was in flight at its preemption, or that came with its prompt.
+# A token can end a waiting request: a token in flight at its preemption, or one received with its prompt.
 LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
     RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS}
     | _ENDS_WITH_A_TOKEN
@@ -76,7 +76,7 @@ LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
 
 
 class Request:
-    """A request's progress: `num_computed_tokens` chases `num_tokens`, and nothing else says prefill or decode."""
+    """A request's progress: steps raise `num_computed_tokens` to `num_tokens`, in prefill and decode."""
 
     __slots__ = (
         "all_token_ids",
@@ -129,7 +129,7 @@ class Request:
         on_preemption: OnPreemption = OnPreemption.RESUME,
         skip_reading_prefix_cache: bool = False,
     ) -> None:
-        """`output_token_ids` were sampled elsewhere; the request continues after them."""
+        """`output_token_ids` were sampled on other workers; the request continues after them."""
         assert prompt_token_ids, f"request {request_id} has an empty prompt"
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -149,20 +149,22 @@ class Request:
         self.is_finished = False
         self.all_token_ids: list[int] = [*self.prompt_token_ids, *output_token_ids]
         self.num_initial_tokens = len(self.all_token_ids)
-        """Initial tokens: the prompt, and output sampled elsewhere. A producer computes these and hands them over, a
-        consumer receives them; the first new token comes after them."""
+        """Number of initial tokens: the prompt, and output sampled on other workers. A producer computes the
+        initial tokens and hands them over; a consumer receives them. The first new token follows them."""
         self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
-        """Prompt and output tokens at which it surely ends; the scheduler lowers it to what fits the engine."""
+        """The request ends at this number of prompt and output tokens, or earlier. The scheduler lowers it to
+        what fits the engine."""
         if self.is_producer:
             self.max_num_tokens = min(self.max_num_tokens, self.num_initial_tokens + 1)
         self.num_computed_tokens = 0
-        """Tokens whose KV is in its blocks, or will be when all planned steps are done."""
+        """Tokens whose KV is in the request's blocks, or will be after all planned steps."""
         self.num_output_placeholders = 0
         """Tokens that current steps will sample: they have a position, but no id yet."""
         self.spec_token_ids: tuple[int, ...] = ()
-        """Drafts: guesses of its next tokens, for its next step to verify; see Speculation."""
+        """Drafts: guesses of its next tokens, which its next step verifies; see Speculation."""
         self.is_unforeseeable = False
-        """Its next step that samples may bring several tokens, or drafts for the one after it; see Speculation."""
+        """Its next sampling step may return several tokens, or drafts for the step after it; see
+        Speculation."""
         self.num_cached_tokens = 0
         """Prompt tokens found in this worker's prefix cache at first admission."""
         self.num_preemptions = 0
@@ -170,15 +172,16 @@ class Request:
         """Preemptions in a row, without a token sampled in between."""
         self.num_tokens_at_preemption = 0
         self.may_load = self.is_consumer
-        """Its initial tokens come from another worker, and no load has started, or only one that was postponed."""
+        """Its initial tokens come from another worker, and their load has not started or was postponed."""
         self.block_hashes: list[bytes] = []
-        """One per full block of `all_token_ids`, computed once as tokens arrive."""
+        """One hash per full block of `all_token_ids`, computed when the block's last token arrives."""
         self.next_hash_at = 0
         """The number of tokens that makes the next block full."""
         self.block_table: BlockTable | None = None
         """Its blocks on the device; written by KVCache."""
         self.swapped_block_ids: tuple[int, ...] = ()
-        """While it is preempted: host blocks with its first `num_computed_tokens` tokens; written by SwapSpace."""
+        """While preempted: host blocks with the KV of its first `num_computed_tokens` tokens; written by
+        SwapSpace."""
         self.queue_key: QueueKey = ()
         """Its place in the queue; written by the queue's order."""
         self.first_token: FirstToken | None = None
@@ -225,7 +228,7 @@ class Request:
 
     @property
     def must_report_failure(self) -> bool:
-        """If its prompt does not arrive, it must not be computed here."""
+        """If its prompt does not arrive, the request must fail; this worker must not compute the prompt."""
         return self.kv_transfer is not None and self.kv_transfer.on_failure is OnLoadFailure.REPORT
 
     def count_preemption(self) -> None:
@@ -235,7 +238,7 @@ class Request:
         self.num_preemptions += 1
 
     def move_to(self, status: RequestStatus) -> None:
-        """The only way a status changes; an illegal move is a bug of ours."""
+        """Changes the status; no other code does. An illegal change is a bug in Baton."""
         allowed = LEGAL_MOVES.get(self.status, set())
         assert status in allowed, (
             f"request {self.request_id} cannot go from {self.status.name} to {status.name}"

@@ -13,7 +13,7 @@ from scheduler.step import StepPlan
 
 
 class Running:
-    """At most `max_num_seqs` requests, or as many in a step; preempted ones may leave from anywhere in the order."""
+    """The running requests: at most `max_num_seqs` (with `prefill_first`: at most so many in a step)."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class Running:
         self.requests: list[Request] = []
 
     def go_on(self, step: StepPlan) -> None:
-        """Continues all requests in order; one that cannot proceed does not stop those behind it.
+        """Continues all requests in order. A request that cannot proceed does not stop those behind it.
 
-        Where blocks run out, requests are preempted until there are enough, or until the request itself must give
-        way. Then none behind it is served either, since all of those rank lower. Requests that began in this step
-        neither continue nor give way.
+        If blocks run out, requests are preempted until there are enough, or until the request itself is
+        preempted. In that case, no request behind it continues, since all of these rank lower. Requests that
+        began in this step are neither continued nor preempted.
         """
         victims: Iterator[Request] | None = None
         requests, scheduled = self._not_in(step), step.num_scheduled_tokens
@@ -67,9 +67,9 @@ class Running:
             self.drop_gone()
 
     def make_room_for_next(self, step: StepPlan) -> None:
-        """After `go_on`: the first request that the step has no place for gets room for its next token.
+        """After `go_on`: makes room for the next token of the first request that is not in the step.
 
-        miniVLLM looks for a block before it looks whether the step is full.
+        This rule is miniVLLM's, which looks for a block before it checks whether the step is full.
         """
         left_out = [r for r in self._not_in(step) if self.num_wanted_tokens(r, r.num_computed_tokens)]
         for victim in self._order.victims(left_out):
@@ -82,7 +82,7 @@ class Running:
         self.drop_gone()
 
     def begin(self, request: Request) -> None:
-        """Adds an admitted request behind all others; a prompt for another worker before those that come after it."""
+        """Adds a request at the end; a producer goes before unfinished producers with higher keys."""
         index = len(self.requests)
         if request.is_producer:
             while index > 0 and _is_overtaken(self.requests[index - 1], request):
@@ -90,15 +90,15 @@ class Running:
         self.requests.insert(index, request)
 
     def first_for_others(self) -> Request | None:
-        """The unfinished prompt that is next, if all running requests are prompts for other workers."""
+        """The first unfinished prompt, if all running requests are prompts for other workers; else None."""
         if not self.requests or not all(request.is_producer for request in self.requests):
             return None
         return next((request for request in self.requests if request.is_prefilling), None)
 
     def join(self, received: Sequence[Request]) -> None:
-        """Requests whose prompts came from elsewhere go before unfinished prompts.
+        """Adds requests whose prompts arrived from other workers, before unfinished prompts.
 
-        Unfinished prompts could take the whole budget for many steps, whereas these lack one token each.
+        An unfinished prompt could use the whole budget for many steps. An added request lacks only one token.
         """
         index = len(self.requests)
         while index > 0 and self.requests[index - 1].is_prefilling:
@@ -110,16 +110,20 @@ class Running:
         self.requests = [request for request in self.requests if request.status is RequestStatus.RUNNING]
 
     def num_tokens_of_part(self, request: Request, step: StepPlan) -> int:
-        """What the step computes of a request that it cannot hold whole. Part of a prompt for another worker does not
-        join such prompts that end in the step, since they would wait for that part, too, unless it takes no time.
+        """How many tokens the step computes of a request that does not fit into it as a whole.
+
+        Part of a producer's prompt does not share a step with a producer's prompt that ends in this step: the
+        second would have to wait for the part. With `joins_parts`, a step with the part takes no longer, so
+        both may share it.
         """
         if self._joins_parts or not request.is_producer:
             return step.token_budget
         return 0 if any(_is_prompt_that_ends(other, step) for other in step.requests) else step.token_budget
 
     def num_wanted_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens the request lacks and its drafts, limited to one step's share. 0 if a token in flight will surely end
-        it, or if more than that token may be in flight.
+        """The request's uncomputed tokens and its drafts, limited to one step's share.
+
+        0 if a token in flight will certainly end the request, or if more than this token may be in flight.
         """
         num_tokens = len(request.all_token_ids)
         if request.num_output_placeholders:
@@ -140,7 +144,7 @@ class Running:
     def _make_room(
         self, request: Request, num_tokens: int, victims: Iterator[Request], step: StepPlan
     ) -> Sequence[Block] | None:
-        """The blocks that the request lacks, taken from others if necessary; None if it was preempted itself."""
+        """Preempts victims until the request's blocks can be allocated. None if it was preempted itself."""
         for victim in victims:
             self._preemption.preempt(victim, step)
             if victim is request:

@@ -1,13 +1,13 @@
-"""Scheduler: decides for each step which request computes how many tokens in which blocks; knows no device, no time.
+"""Scheduler: decides which requests compute how many tokens in a step, in which blocks; knows no device.
 
-There is no prefill phase and no decode phase. Every request has `num_computed_tokens`, which chases its `num_tokens`;
-a step hands out a budget of tokens. Each part has a file of its own:
+Prefill and decode are not separate phases. Each step divides a budget of tokens among the requests, until
+each one's `num_computed_tokens` reaches its `num_tokens`. The parts, by file:
 
-    batching    how a step is filled              order       which comes first, which gives way
-    running     requests that compute             preemption  what becomes of a victim's KV
-    admission   requests that wait                remote      prompts that come from, or go, elsewhere
+    batching    how a step is filled              order       which request runs, or is preempted, first
+    running     requests that compute             preemption  what happens to the KV of a victim
+    admission   requests that wait                remote      prompts received from, or sent to, other workers
     kv_cache    blocks and prefixes               swap        host memory
-    ending      requests that end                 trial       the search for the one that breaks its steps
+    ending      requests that end                 trial       the search for the request that breaks its steps
     speculation drafts of the next tokens
 """
 
@@ -45,16 +45,16 @@ from scheduler.trial import Trial, ends_of
 
 
 class Scheduler:
-    """The V1 loop over one device's requests and blocks.
+    """Schedules the requests and blocks of one device, as vLLM V1 does.
 
-    With `config.async_scheduling`, `schedule()` may be called before the output of the last step is known. A token in
-    flight then counts as known except for its id; see also `awaits_output`. Called in turn with `update_from_output()`,
-    it plans the same steps either way.
+    With `config.async_scheduling`, `schedule()` may be called before the output of the last step is known. A
+    token in flight then has a position, but no id yet; see also `awaits_output`. If each `schedule()` is
+    followed by its `update_from_output()`, the steps are the same with and without async scheduling.
 
     `config.num_blocks` and `config.max_model_len` must be set. `hash_key` (16 to 64 bytes) makes block hashes
-    comparable between processes that share it; by default it is random. `joins_parts`: a step takes about as long with
-    few tokens as with many, as on a GPU, so a part of a long prompt may join prompts that end in the step.
-    `num_speculative_tokens`: the most drafts that a step verifies for a request. `kv_groups`: of the model's layers.
+    comparable between processes that share it; by default it is random. `joins_parts`: part of a long prompt
+    may share a step with prompts that end in it (on a GPU, more tokens hardly make a step longer).
+    `num_speculative_tokens`: the most drafts per request and step. `kv_groups`: the model's.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Scheduler:
         )
         self._num_steps = 0
         self._under_way: dict[int, list[Request]] = {}
-        """Requests of the steps whose output is not known yet."""
+        """By step number: the requests of each step whose output is not known yet."""
         self._preempted_between_steps: set[str] = set()
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; InvalidRequest if this engine could never run it."""
+        """Queues a request. Raises InvalidRequest if its id is in use or this engine could never run it."""
         self._limits.apply(request)
         if request.request_id in self._requests or self._kv.is_held(request.request_id):
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
@@ -109,7 +109,7 @@ class Scheduler:
         self._admission.add(request)
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. May be empty; its tokens count as computed from now on."""
+        """Plans the next step, which may be empty. From now on, its tokens count as computed."""
         self._num_steps += 1
         self._swap.begin_step()
         step = StepPlan(self._num_steps, self._config.max_num_batched_tokens)
@@ -126,7 +126,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[str, EngineCoreOutputs]:
-        """Processes a step's samples; returns the outputs by client, finished requests included."""
+        """Processes a step's samples. Returns the outputs by client, including those of finished requests."""
         outputs = OutputsByClient()
         sampled, logprobs = model_runner_output.sampled_token_ids, model_runner_output.logprobs
         forced = model_runner_output.forced_token_ids
@@ -135,7 +135,7 @@ class Scheduler:
         for request in requests:
             token_ids = sampled.get(request.request_id)
             if not token_ids or request.is_finished:
-                continue  # its known tokens are not all computed, or it has ended, or it fails
+                continue  # not all of its known tokens are computed, or it failed, or it has ended
             if request.num_output_placeholders:
                 request.num_output_placeholders -= 1
             if self._must_sample_again(request):
@@ -148,7 +148,7 @@ class Scheduler:
         if failed := model_runner_output.failed:
             self._ending.fail(requests, failed, ErrorKind.INVALID_REQUEST, outputs)
         if wrong := dict.fromkeys(model_runner_output.non_finite, NON_FINITE):
-            self._kv.forget_prefixes()  # what earlier steps computed for them may be as wrong
+            self._kv.forget_prefixes()  # blocks of earlier steps may be wrong, too
             self._ending.fail(requests, wrong, ErrorKind.STEP_FAILED, outputs)
         if self._preemption.given_back:
             self._ending.end_given_back(outputs)
@@ -160,11 +160,11 @@ class Scheduler:
     def retry_in_halves(
         self, failed: SchedulerOutput, later: Iterable[SchedulerOutput], reason: str
     ) -> dict[str, EngineCoreOutputs]:
-        """The device failed to compute a step. Nothing of it or of the `later` ones, planned on top of it, counts.
+        """Discards a step that the device failed to compute, and the `later` steps, planned on top of it.
 
-        Its requests compute anew, from their known tokens on, one half after the other; all others wait meanwhile. One
-        that fails alone ends with ErrorKind.STEP_FAILED. Loads that rest on the prefix cache are given back, as the
-        blocks they hit may never have been computed.
+        The failed step's requests compute all their tokens again, one half after the other; all others wait.
+        A request that fails alone ends with STEP_FAILED. Requests that load a prompt behind prefix-cache hits
+        are given back, since these hits may never have been computed.
         """
         outputs = OutputsByClient()
         self._under_way.clear()
@@ -187,17 +187,17 @@ class Scheduler:
 
     @property
     def awaits_output(self) -> bool:
-        """The next step should be planned when the output of those under way is known; see Speculation."""
+        """Whether the next plan should wait for the output of the current steps; see Speculation."""
         return self._speculation.awaits_output(self._under_way)
 
     @property
     def is_trying(self) -> bool:
-        """A trial is under way: steps must go on, even if one had nothing to compute."""
+        """A trial is under way: steps must continue, even after a step without anything to compute."""
         return self._trial.group is not None
 
     @property
     def can_compute(self) -> bool:
-        """The device computed a request since the failed step that began the trial."""
+        """The device has computed a request since the failed step with which the trial began."""
         return self._trial.has_passed
 
     def wanted_grammars(self) -> frozenset[StructuredOutput]:
@@ -205,14 +205,14 @@ class Scheduler:
         return self._admission.wanted_grammars()
 
     def grammars_in_use(self) -> frozenset[StructuredOutput]:
-        """Grammars of all unfinished requests, each of which is looked at."""
+        """Grammars of all unfinished requests. Looks at every request."""
         outputs = (request.sampling_params.structured_output for request in self._requests.values())
         return frozenset(filter(None, outputs))
 
     def grammar_compiled(
         self, output: StructuredOutput, error: str | None = None
     ) -> dict[str, EngineCoreOutputs]:
-        """Starts requests that wait for this grammar from the place they kept; with an `error`, ends them."""
+        """Queues requests that wait for this grammar, at their old places. An `error` ends them instead."""
         outputs = OutputsByClient()
         for request in self._admission.take_compiled(output):
             if error is None:
@@ -225,7 +225,7 @@ class Scheduler:
         return outputs.by_client()
 
     def update_connector_output(self, output: KVConnectorOutput) -> dict[str, EngineCoreOutputs]:
-        """Processes the connector's output, before `schedule()`. Late, repeated and unknown entries only count."""
+        """Processes the connector's output, before `schedule()`. Only counts late and unknown entries."""
         outputs = OutputsByClient()
         if self._connector is not None:
             self._connector.update_connector_output(output)
@@ -247,7 +247,7 @@ class Scheduler:
                 else:
                     returning.append(request)
         for request in sorted(returning, key=lambda each: each.queue_key, reverse=True):
-            self._admission.add_returning(request)  # each before those that returned already
+            self._admission.add_returning(request)  # each comes before those added earlier
         self._admission.ask_again(output.can_load)
         self._remote.end_holds([*output.finished_sending, *output.quiesced])
         unwanted = [i for i in output.unwanted if i in self._requests and self._requests[i].is_producer]
@@ -259,9 +259,9 @@ class Scheduler:
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
     ) -> dict[str, EngineCoreOutputs]:
-        """Ends requests in any state. Unknown and finished ones are ignored, so the call may be repeated.
+        """Ends requests in any state. Ignores unknown and finished ones, so the call may be repeated.
 
-        Samples of current steps are dropped: where a given-back request continues, they are sampled again.
+        Samples of current steps are dropped. If a request was given back, its next worker samples them again.
         """
         outputs = OutputsByClient()
         self._ending.finish(request_ids, status, outputs, error)
@@ -282,7 +282,7 @@ class Scheduler:
         return self._remote.loading_ids
 
     def waiting_ids(self, limit: int) -> tuple[str, ...]:
-        """Up to `limit` requests that wait for blocks, budget or a slot, for people to read."""
+        """Ids of up to `limit` requests that wait for blocks, budget or a slot; for display to people."""
         return self._admission.first_ids(limit)
 
     def reset_prefix_cache(self, force: bool = False) -> bool:
@@ -343,7 +343,7 @@ class Scheduler:
     # schedule()
 
     def _advance(self, step: StepPlan) -> None:
-        """Counts the step's tokens as computed, and its samples as known except for their ids."""
+        """Counts the step's tokens as computed. If async, also reserves the positions of its samples."""
         is_async, num_scheduled = self._config.async_scheduling, step.num_scheduled_tokens
         for request in step.requests:
             request.num_computed_tokens += num_scheduled[request.request_id]
@@ -357,7 +357,7 @@ class Scheduler:
     # update_from_output()
 
     def _go_on_trying(self, computed: SchedulerOutput) -> None:
-        """Those that passed wait until all are tried, so that a step that fails can be blamed on the others."""
+        """Makes requests that passed wait until all are tried, so that a failed step is due to the others."""
         if self._trial.step_computed(computed.step, ends_of(computed), self._num_steps + 1):
             self._preempted_between_steps.update(request.request_id for request in self._running.requests)
             self._preemption.preempt_all(self._running.requests)
@@ -369,7 +369,7 @@ class Scheduler:
         logprobs: Sequence[TokenLogprobs] | None,
         outputs: OutputsByClient,
     ) -> int:
-        """Appends new tokens up to the first that ends the request, reports them at their position, and counts them."""
+        """Appends tokens up to the first that ends the request. Reports them, and returns their number."""
         all_token_ids, num_taken, status = request.all_token_ids, 0, None
         first_position = len(all_token_ids) - request.num_prompt_tokens
         for token_id in token_ids:
@@ -395,6 +395,6 @@ class Scheduler:
         return num_taken
 
     def _must_sample_again(self, request: Request) -> bool:
-        """A producer that lost its blocks must compute everything again, unless it is given back."""
+        """Whether to drop the sample: a preempted producer computes all again, unless it is given back."""
         is_victim = request.is_producer and request.status is RequestStatus.PREEMPTED
         return is_victim and request.request_id not in self._preemption.given_back

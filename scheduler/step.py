@@ -17,9 +17,9 @@ class StepPlan:
         """The step's requests, in the order of scheduling."""
         self.num_scheduled_tokens: dict[str, int] = {}
         self.spec_token_ids: dict[str, tuple[int, ...]] = {}
-        """Drafts among them."""
+        """By request: the drafts among its scheduled tokens."""
         self.forced_token_ids: dict[str, tuple[int, ...]] = {}
-        """Tokens that the runner has to append first."""
+        """By request: tokens that the runner appends before it computes the step."""
         self.num_reused_tokens = 0
         """Tokens of admitted requests that the step need not compute."""
         self.preempted: set[str] = set()
@@ -52,7 +52,7 @@ class StepPlan:
         self._spend(request, num_tokens)
 
     def resume(self, request: Request, num_tokens: int) -> None:
-        """Adds a request that the runner knows, but with all new blocks."""
+        """Adds a request that the runner knows; all its blocks are new."""
         assert request.block_table is not None
         self._resumed[request.request_id] = request.num_tokens
         self.num_reused_tokens += request.num_computed_tokens
@@ -66,7 +66,7 @@ class StepPlan:
         self._spend(request, num_tokens)
 
     def preempt(self, request: Request) -> None:
-        """The request lost its blocks. If it was part of this step, its tokens return to the budget."""
+        """Notes that the request lost its blocks. Its tokens in this step, if any, return to the budget."""
         self.preempted.add(request.request_id)
         num_tokens = self.num_scheduled_tokens.pop(request.request_id, None)
         if num_tokens is not None:
@@ -75,7 +75,7 @@ class StepPlan:
             self._has_withdrawn = True
 
     def finish(self, preempted: set[str], finished: set[str]) -> SchedulerOutput:
-        """The frozen plan, including preemptions and finishes between the steps."""
+        """The finished plan, including requests that were preempted or ended between the steps."""
         if self._has_withdrawn:
             self._drop_withdrawn()
         return SchedulerOutput(
@@ -98,7 +98,7 @@ class StepPlan:
         )
 
     def _drop_withdrawn(self) -> None:
-        """Removes requests that were preempted after being scheduled; only requests known to the runner can be."""
+        """Removes requests that were scheduled and then preempted. The runner knows all of them."""
         is_kept = [request_id in self.num_scheduled_tokens for request_id in self._continued]
         self.requests = [
             request for request in self.requests if request.request_id in self.num_scheduled_tokens

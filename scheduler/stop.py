@@ -4,10 +4,10 @@ from scheduler.request import Request, RequestStatus
 
 
 def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
-    """The status that the request's last token leads to, or None if it goes on.
+    """The status to which the request's last token leads, or None if the request continues.
 
-    In this order: EOS and stop tokens, but not before `min_tokens`; `max_tokens` and `max_model_len`; and for a
-    producer with blocks to hand over, its first new token.
+    The checks, in this order: EOS and stop tokens, but not before `min_tokens`; `max_tokens` and
+    `max_model_len`; for a producer with blocks to hand over, its first new token.
     """
     params = request.sampling_params
     num_tokens = request.num_tokens
@@ -22,7 +22,7 @@ def check_stop(request: Request, max_model_len: int) -> RequestStatus | None:
 
 
 def end_of_initial_output(request: Request) -> str | None:
-    """Why a request that came with output has already ended by the same rules, in words; None if it may go on."""
+    """Why a request's initial output already ends it by the same rules; None if the request may continue."""
     params = request.sampling_params
     outputs = request.output_token_ids
     if len(outputs) >= params.max_tokens:

@@ -1,6 +1,7 @@
 """SwapSpace: which host blocks hold which preempted request's KV; knows no device and copies nothing.
 
-A step copies out before it copies in. So host blocks read by a step must not be written again before the next one.
+A step copies out before it copies in. So a host block that a step reads must not be written before the next
+step.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ from baton.errors import ConfigError
 from scheduler.request import Request
 
 Copies = list[tuple[int, int]]
-"""(from, to) block ids."""
+"""(from, to) block ids of each copy."""
 
 
 class SwapSpace:
-    """A bounded pool of host blocks; every one is free, held by a preempted request, or being read by this step."""
+    """A bounded pool of host blocks. Each is free, keeps a preempted request's KV, or is being read."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_total = num_blocks
@@ -41,8 +42,10 @@ class SwapSpace:
         return list(zip(block_ids, request.swapped_block_ids, strict=True))
 
     def swap_in(self, request: Request, block_ids: Sequence[int], num_hit_blocks: int) -> Copies:
-        """Copies that bring the request's KV back into `block_ids`, of which the first `num_hit_blocks` have it. They
-        may be fewer than were swapped out: wrong drafts that were under way then do not count.
+        """Copies that bring the request's KV back into `block_ids`, without its first `num_hit_blocks`.
+
+        There may be fewer `block_ids` than swapped blocks: the last of these were for drafts that proved
+        wrong.
         """
         held = self._take(request)
         self._being_read += held
@@ -67,7 +70,7 @@ class SwapSpace:
 
 
 def num_swap_blocks(config: SchedulerConfig) -> int:
-    """Host blocks that the configuration asks for. ConfigError if it does not say how many."""
+    """Number of host blocks by the configuration. Raises ConfigError if it is needed but not set."""
     if config.preemption == "recompute":
         return 0
     if config.num_swap_blocks is None:

@@ -1,8 +1,9 @@
 """Trial: finds the request that breaks a step, by computing the failed step's requests in ever smaller groups; pure.
 
-A failed step's requests are tried in two halves. A half whose step fails is split again, and comes after those that
-were not tried yet; one request whose step fails breaks it. A request has passed once it is computed as far as the
-failed step would have computed it.
+A failed step's requests are tried in two halves. If the step of a half fails, this half is split again, and
+its parts wait until the other groups were tried. A request whose step fails without other requests in it is
+the one that breaks steps. A request has passed once it is computed as far as the failed step would have
+computed it.
 """
 
 from collections import deque
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Set
 from baton.step import SchedulerOutput
 
 Ends = Mapping[str, int]
-"""By request: how many of its tokens are computed when a step is."""
+"""By request: the number of its computed tokens after a step."""
 
 
 class Trial:
@@ -19,17 +20,18 @@ class Trial:
 
     def __init__(self) -> None:
         self._groups: deque[dict[str, int]] = deque()
-        """For each request, how far it must get."""
+        """Groups in the order of their turns; for each request, the number of tokens to compute until it
+        passes."""
         self._first_step = 0
         """The first step that may belong to the present group."""
         self._is_any_passed = False
         """A request of the present group has passed."""
         self.has_passed = False
-        """A request of this trial has passed: the device can compute, so further failures are not its own."""
+        """A request of this trial has passed: the device works, so requests cause the further failures."""
 
     @property
     def group(self) -> Set[str] | None:
-        """Only these may compute; None: no trial is under way."""
+        """The only requests that may compute; None if no trial is under way."""
         return self._groups[0].keys() if self._groups else None
 
     def step_failed(self, ends: Ends, next_step: int, *, was_alone: bool) -> str | None:
@@ -45,7 +47,7 @@ class Trial:
         return next(iter(names), None) if was_alone else None
 
     def step_computed(self, step: int, ends: Ends, next_step: int) -> bool:
-        """True: the group's turn is over, and that of another one begins."""
+        """Notes a computed step. True if the group's turn ended and the turn of another group begins."""
         if not self._groups or step < self._first_step:
             return False
         group = self._groups[0]
@@ -67,7 +69,7 @@ class Trial:
 
 
 def ends_of(plan: SchedulerOutput) -> Ends:
-    """Drafts do not count: a request that computes anew has none."""
+    """By request: its computed tokens after the step, without drafts, which a retried request lacks."""
     cached, drafts = plan.scheduled_cached_reqs, plan.scheduled_spec_decode_tokens
     starts = {new.request_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
     starts |= zip(cached.request_ids, cached.num_computed_tokens, strict=True)

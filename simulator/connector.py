@@ -1,4 +1,4 @@
-"""SimConnector: the connector's worker half without a thread, and a ledger of what it holds since when.
+"""SimConnector: the connector's worker half without a thread, and a ledger of the blocks that it holds.
 
 As in kv_transfer/connector/worker.py, commands wait in a queue for the transfer thread, which takes them
 after a moment. The engine waits only for commands that withdraw blocks. Results wait in a queue for the engine.
@@ -73,7 +73,7 @@ class SimConnector:
         host: str,
         transports: tuple[str, ...],
     ) -> None:
-        """Makes the endpoint; its messages pass through `channel`."""
+        """Creates the endpoint, whose messages pass through `channel`."""
         self.counts = Counter(dict.fromkeys(COUNTERS, 0))
         offer = TransportOffer(
             host, transports, {name: reader.describe() or b"" for name, reader in readers.items()}
@@ -114,7 +114,7 @@ class SimConnector:
     # the transfer thread's part
 
     def turn(self) -> None:
-        """Called after each event: does what is due, and passes results on."""
+        """Called after each event: runs due commands and timers, and passes results on."""
         num_expired = self.counts["kv_lease_expiries"]
         self.endpoint.on_time()
         num_expired = self.counts["kv_lease_expiries"] - num_expired

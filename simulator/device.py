@@ -1,6 +1,7 @@
-"""SimRunner: a device whose model is a function: KV of the tokens so far, the next token of prompt and position.
+"""SimRunner: a device whose model is a pure function, and which notices wrong KV.
 
-The device reads back every slot that attention would read, and samples a wrong token if one byte is wrong.
+KV depends on the tokens so far, and the next token on prompt and position. The device reads back every slot
+that attention would read, and samples a wrong token if one byte is wrong.
 """
 
 import random
@@ -19,7 +20,7 @@ from kv_transfer.transport.base import Bytes
 from simulator.world import Process, World
 
 NUM_PLANES = 2
-"""Keys and values of one layer, which is all of a KV group."""
+"""Keys and values of one layer: a KV group has one layer here."""
 NUM_HEADS = 2
 CELL_BYTES = 4
 """Bytes of one token in one head of one plane."""
@@ -27,13 +28,13 @@ SLOT_BYTES = NUM_PLANES * NUM_HEADS * CELL_BYTES
 
 EOS = 2
 NAN = 255
-"""Fills the KV that a step wrote whose values are not finite; attention over it is not finite either."""
+"""Fills the KV of a step whose values are not finite. Attention over this KV is not finite either."""
 WRONG = 1
-"""Sampled after wrong KV was read. No prompt and no answer contains this token."""
+"""The token that is sampled after wrong KV was read. No prompt and no answer contains this token."""
 
 
 BREAKS_STEPS, KILLS_WORKERS = 60_001, 60_002
-"""What a prompt does that begins with this token, to each step that it is in."""
+"""First tokens of prompts that break every step with the prompt, or kill the worker."""
 
 
 class DeviceFailure(RuntimeError):
@@ -41,14 +42,14 @@ class DeviceFailure(RuntimeError):
 
 
 def next_token(prompt: tuple[int, ...], position: int) -> int:
-    """The model's token at an output position; now and then EOS, even at the first."""
+    """The model's token at an output position; sometimes EOS, even at the first position."""
     token_id = 100 + xxhash.xxh32_intdigest(f"{hash(prompt)}@{position}".encode()) % 50_000
     return EOS if token_id % 16 == 0 else token_id
 
 
 @lru_cache(maxsize=1024)
 def answer(prompt: tuple[int, ...], max_tokens: int, max_len: int) -> tuple[int, ...]:
-    """The model's whole answer, by the stop rules alone."""
+    """The model's whole answer, according to the stop rules."""
     tokens: list[int] = []
     while len(tokens) < max_tokens and len(prompt) + len(tokens) < max_len:
         tokens.append(next_token(prompt, len(tokens)))
@@ -58,7 +59,7 @@ def answer(prompt: tuple[int, ...], max_tokens: int, max_len: int) -> tuple[int,
 
 
 def guesses(prompt: tuple[int, ...], position: int, most: int) -> tuple[int, ...]:
-    """Up to `most` drafts from an output position on, half of which are right; a function, as the model is."""
+    """Up to `most` drafts from an output position on; half are right. A pure function, like the model."""
     drafts = []
     for at in range(position, position + most):
         draw = xxhash.xxh32_intdigest(f"{hash(prompt)}@{position} guesses {at}".encode())
@@ -69,7 +70,7 @@ def guesses(prompt: tuple[int, ...], position: int, most: int) -> tuple[int, ...
 
 
 def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
-    """What a grammar forces behind an output position: nothing, or some tokens, up to one that ends the answer."""
+    """The tokens that a grammar forces from an output position on; none, or some up to the answer's end."""
     run: list[int] = []
     draw = xxhash.xxh32_intdigest(f"{hash(prompt)}@{position} forces".encode())
     for at in range(position, position + draw % 12 - 6):
@@ -80,7 +81,7 @@ def forced(prompt: tuple[int, ...], position: int) -> tuple[int, ...]:
 
 
 def kv_of(token_ids: Sequence[int], previous: bytes = b"") -> bytearray:
-    """SLOT_BYTES for each token; each depends on all tokens before it."""
+    """The KV of these tokens: SLOT_BYTES for each token, which depend on all tokens before it."""
     kv = bytearray()
     for token_id in token_ids:
         previous = xxhash.xxh3_128_digest(previous + token_id.to_bytes(4, "little"))
@@ -96,7 +97,7 @@ class KnownRequest:
     num_tokens: int
     block_ids: list[int]
     kv: bytearray
-    """What the slots of all its tokens must hold."""
+    """The bytes that the slots of all tokens of the request must contain."""
     has_grammar: bool
 
 
@@ -125,12 +126,12 @@ class SimRunner:
         self.must_fail = False
         """The next step that computes anything raises DeviceFailure."""
         self.on_killed: Callable[[], None] = lambda: None
-        """A request ends this device's process."""
+        """Called when a request ends this device's process."""
         self.num_spoiled_steps = 0
-        """This many more steps that sample compute values that are not finite, for one request each."""
+        """How many more sampling steps compute values that are not finite, each for one request."""
         self._has_spoiled = False
         self._spoiled: set[str] = set()
-        """Requests that were computed so, or that read what was."""
+        """Requests whose KV is not finite: they were computed in such a step, or read KV of such a step."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Writes slots some time before it reads them, as a model's layers do."""
@@ -192,7 +193,7 @@ class SimRunner:
             raise DeviceFailure("a request breaks the step")
 
     def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
-        """Takes in forced tokens, new requests and blocks; returns where each scheduled request's step starts."""
+        """Stores forced tokens, new requests and blocks; returns where each request's step starts."""
         starts = {}
         for request_id, token_ids in plan.forced_token_ids.items():
             if request_id in self._known:
@@ -226,7 +227,7 @@ class SimRunner:
         return np.asarray(known.block_ids)[rows * self._groups.num_groups + group], offsets
 
     def _content(self, known: KnownRequest, group: int, start: int, end: int) -> Bytes:
-        """Each group has KV of its own."""
+        """The bytes that the group's slots must contain; each group has its own KV."""
         kv = np.frombuffer(bytes(known.kv[start * SLOT_BYTES : end * SLOT_BYTES]), np.uint8)
         return kv.reshape(-1, NUM_PLANES, NUM_HEADS, CELL_BYTES) ^ np.uint8(group)
 
@@ -249,7 +250,7 @@ class SimRunner:
         return False
 
     def _spoils(self, known: KnownRequest, start: int, end: int, request_id: str, *, samples: bool) -> bool:
-        """Whether this step computes NaN for the request: by a fault, or since it reads what such a step wrote."""
+        """Whether this step computes NaN for the request: by a fault, or because it reads NaN."""
         if self.num_spoiled_steps and samples:
             self.num_spoiled_steps -= 1
             self._has_spoiled = True
@@ -297,7 +298,7 @@ class SimRunner:
 
 
 class SlowRunner:
-    """Lets time pass before it computes, while peers and transfers go on: for a pipeline that computes at once."""
+    """Lets time pass before it computes, while peers and transfers run; for pipelines that do not wait."""
 
     def __init__(self, world: World, runner: SimRunner) -> None:
         self._world = world
@@ -363,7 +364,7 @@ class AsyncDevice:
 
 
 def execute(runner: SimRunner, plan: SchedulerOutput, world: World) -> StepResult:
-    """As a device's thread does; a plan that cannot be computed is no failure of the device, but a violation."""
+    """Runs a plan, as a device's thread does. An invalid plan is a violation, not a failure of the device."""
     try:
         return StepResult(runner.execute(plan))
     except DeviceFailure as error:
@@ -376,7 +377,7 @@ def execute(runner: SimRunner, plan: SchedulerOutput, world: World) -> StepResul
 def random_prompt(
     rng: random.Random, stems: Sequence[tuple[int, ...]], min_len: int, max_len: int
 ) -> tuple[int, ...]:
-    """A stem that others may share, and a tail of its own."""
+    """A prompt: a stem that other prompts may share, and a tail of its own."""
     stem = rng.choice(stems)
     length = rng.randrange(max(min_len, len(stem) + 1), max_len)
     return (*stem, *(rng.randrange(1_000, 2_000) for _ in range(length - len(stem))))

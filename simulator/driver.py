@@ -10,7 +10,7 @@ from simulator.world import World
 
 
 class VirtualDriver:
-    """Takes an event, asks the dispatcher, has its effects carried out. A client's stream ends as soon as it may."""
+    """Passes events to the dispatcher, and has its effects carried out. A stream ends as soon as it may."""
 
     def __init__(
         self, world: World, dispatcher: Dispatcher, carry_out: Callable[[Effect], StreamEnded | None]
@@ -41,7 +41,7 @@ class SilentText(TextStream):
     """A text stream without a tokenizer: every token counts, and none has any text."""
 
     def __init__(self) -> None:
-        """Needs nothing of a real one."""
+        """Needs nothing of a real stream."""
 
     @property
     def matched_stop(self) -> str | None:

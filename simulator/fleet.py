@@ -7,7 +7,7 @@ from simulator.worker import Site, Worker, WorkerSpec
 from simulator.worker_links import WorkerLinks
 
 NOTICED_S, RESTART_S = 0.02, 0.2
-"""After a request has ended a worker."""
+"""Delays after a request has ended a worker: until gateways notice, and until the next incarnation starts."""
 
 
 class Fleet:
@@ -16,7 +16,7 @@ class Fleet:
     def __init__(self, site: Site, specs: Sequence[WorkerSpec], gateways: Sequence[SimGateway]) -> None:
         self.gateways = gateways
         self.incarnations: list[Worker] = []
-        """All that ever ran."""
+        """All incarnations that ever ran."""
         self.workers: dict[str, Worker] = {}
         self._site = site
         self._outboxes = {gateway.name: gateway.links.outbox for gateway in gateways}
@@ -24,7 +24,7 @@ class Fleet:
             self.start(spec)
 
     def start(self, spec: WorkerSpec) -> None:
-        """A new incarnation, at the same address as the last one of this name."""
+        """Starts a new incarnation, at the same address as the last incarnation of this name."""
         worker = Worker(self._site, spec, len(self.incarnations) + 1, self._outboxes)
         self.incarnations.append(worker)
         self.workers[spec.name] = worker
@@ -32,12 +32,12 @@ class Fleet:
         self.at_gateways(lambda links: links.add(worker))
 
     def end(self, worker: Worker) -> None:
-        """As SIGKILL does. Gateways are not notified."""
+        """Ends a worker, as SIGKILL does. Gateways are not notified."""
         worker.is_dead, worker.died_at = True, self._site.world.now
         self._site.pools.report_exit(worker)
 
     def _end_by_request(self, worker: Worker) -> None:
-        """Gateways see its connection break, and another incarnation starts."""
+        """Ends a worker because of a request: its connections break, and another incarnation starts."""
         world, name = self._site.world, worker.name
         self.end(worker)
         world.after(
@@ -46,7 +46,7 @@ class Fleet:
         world.after(RESTART_S, lambda: self.start(worker.spec), is_plane=False)
 
     def arrive(self, spec: RequestSpec, number: int) -> None:
-        """A client asks one of the gateways that run."""
+        """A client sends a request to one of the gateways that run."""
         running = [gateway for gateway in self.gateways if not gateway.links.is_dead]
         running[number % len(running)].arrive(spec)
 

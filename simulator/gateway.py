@@ -1,7 +1,7 @@
 """SimGateway: the gateway's own dispatcher on virtual time, and clients that check what they get.
 
-Real: the dispatcher with all that it holds, and the session with each worker. Checked: every token is right, each
-position comes once and in order, nothing is computed twice, and each request has one end.
+Real: the dispatcher with all its parts, and the session with each worker. Checked: every token is right, each
+position arrives once and in order, nothing is computed twice, and each request ends once.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ GRAMMAR = StructuredOutput(GrammarKind.REGEX, "what the device forces")
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """A client's request, and when the client leaves, if ever."""
+    """A client's request, and when the client disconnects, if ever."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -63,9 +63,9 @@ class RequestSpec:
     cache_salt: str | None
     priority: int
     caller: str = ""
-    """Empty: one of three, by the id."""
+    """Empty: the id of the request picks one of three callers."""
     has_grammar: bool = False
-    """Some of its tokens are forced."""
+    """Whether a grammar forces some of the answer's tokens."""
 
 
 class End(Enum):
@@ -76,7 +76,7 @@ class End(Enum):
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """What one client asked, and what it has of its answer."""
+    """One client's request, and the part of the answer that it has received."""
 
     spec: RequestSpec
     request: GatewayRequest
@@ -98,7 +98,7 @@ class SimGateway:
         name: str = "gateway",
         knows_room: bool = True,
     ) -> None:
-        """Without `knows_room` it sends more than decode workers have room for, as several gateways would."""
+        """Without `knows_room`, sends more than decode workers have room for, as several gateways would."""
         self.name = name
         self._world = world
         self._knows_room = knows_room
@@ -122,7 +122,7 @@ class SimGateway:
         """The request of every attempt, by the id that workers know, and the right answer."""
         self._clients: dict[GatewayRequest, Client] = {}
         self.clients: dict[str, Client] = {}
-        """By the request's id."""
+        """Clients by the request's id."""
         self.records: dict[str, RequestRecord] = {}
         self.ended: Counter[End] = Counter()
 
@@ -184,7 +184,7 @@ class SimGateway:
             self._handle(self._end(client, End.LEFT, GeneratorExit()))
 
     def die(self) -> tuple[list[Worker], list[RequestSpec]]:
-        """As by SIGKILL: its clients lose their connections. Returns its workers, and the requests that were lost."""
+        """Ends the gateway and its connections, as SIGKILL does. Returns its workers and lost requests."""
         workers = self.links.die()
         lost = [client for client in self.clients.values() if client.end is None]
         for client in lost:
@@ -219,7 +219,7 @@ class SimGateway:
         return None
 
     def _listen_soon(self) -> None:
-        """Heartbeats come at a fixed pace; here, only while requests wait."""
+        """Heartbeats arrive at a fixed pace; here, only while requests wait."""
         if not self._is_listening:
             self._is_listening = True
             self._world.after(HEARTBEAT_S, self._listen, is_plane=False)
@@ -252,7 +252,7 @@ class SimGateway:
         return StreamEnded(client.request, error)
 
     def _check_output(self, worker: str, output: RequestOutput) -> None:
-        """A worker's tokens are right, and behind those that the client had when its attempt began."""
+        """Checks that a worker's tokens are right, and follow the tokens from before the attempt."""
         sub_request, expected = self._sub_requests[output.request_id]
         end = output.first_position + len(output.token_ids)
         if output.token_ids != expected[output.first_position : end]:
@@ -262,7 +262,7 @@ class SimGateway:
         self._check_times(worker, output)
 
     def _check_times(self, worker: str, output: RequestOutput) -> None:
-        """A transfer's events are in order, however it ended, and its peer is another worker."""
+        """Checks that a transfer's events are in order, and that its peer is another worker."""
         for transfer in output.stage_times.transfers if output.stage_times else ():
             times = [event.at_s for event in transfer.events]
             self._world.counts[f"transfer {transfer.events[-1].kind.value}"] += 1
@@ -306,6 +306,6 @@ class SimGateway:
 
 
 def brief(output: RequestOutput) -> str:
-    """For the log."""
+    """A short text for the log."""
     reason = output.finish_reason.value if output.finish_reason else ""
     return f"{output.first_position} {list(output.token_ids)} {reason}"

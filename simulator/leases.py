@@ -7,7 +7,8 @@ from kv_transfer.transport.base import Arrival
 from simulator.world import Process, Violation, World
 
 LEAST = 0.5
-"""Share of a lease: a producer charges a quarter of it for a standstill, and is stopped twice at most."""
+"""The least share of a lease that must pass. A standstill uses up a quarter of the lease, and there are at
+most two standstills."""
 
 
 class Leases:
@@ -18,7 +19,8 @@ class Leases:
         self._process = process
         self._lease_s = lease_s
         self._last_sign_at: dict[tuple[str, int], float] = {}
-        """When a hand-over's consumer last gave a sign, or its lease began, on a clock that stops with this worker."""
+        """The last sign of life of each hand-over's consumer, or the lease's start, on a clock that stops
+        with this worker."""
 
     def begin(self, transfer: KVTransferParams) -> None:
         self._last_sign_at[transfer.transfer_id, transfer.attempt] = self._running()
@@ -40,7 +42,7 @@ class Leases:
             self._last_sign_at[key.transfer_id, key.attempt] = self._running()
 
     def check(self, num_expired: int, freed: list[KVTransferParams]) -> None:
-        """`num_expired` leases have ended by silence; `freed` are all hand-overs that have ended."""
+        """`num_expired`: leases that ended because of silence. `freed`: all hand-overs that have ended."""
         now = self._running()
         signs_at = [self._last_sign_at.pop((each.transfer_id, each.attempt), now) for each in freed]
         num_silent = sum(now - when >= LEAST * self._lease_s for when in signs_at)

@@ -20,9 +20,9 @@ class NetworkFaults:
     doubling: float = 0.0
     header_damage: float = 0.0
     payload_damage: float = 0.0
-    """Only where checksums must notice."""
+    """How likely payload bytes are damaged; only used where checksums must notice it."""
     lateness: float = 0.0
-    """Messages that take up to `max_lateness_s` instead of milliseconds."""
+    """How likely a message takes up to `max_lateness_s` instead of milliseconds."""
     max_lateness_s: float = 0.5
     is_ordered: bool = False
     """Messages between two workers keep their order, as over one TCP connection."""
@@ -30,7 +30,7 @@ class NetworkFaults:
 
 
 class Payload:
-    """Bytes of a pool, read while it may change: half of them when they are sent, the others when they arrive."""
+    """Bytes of a pool that may change meanwhile: half are read when they are sent, half when they arrive."""
 
     def __init__(self, spans: Sequence[Bytes]) -> None:
         self._spans = spans
@@ -41,7 +41,7 @@ class Payload:
         return bool(len(self._early))
 
     def damaged(self, rng: random.Random) -> "Payload":
-        """The same with one bit flipped."""
+        """The same payload with one bit flipped."""
         damaged = Payload(self._spans)
         damaged._flipped_bit = rng.randrange(len(self._early) * 8)
         return damaged
@@ -57,14 +57,14 @@ class Payload:
 
 @dataclass(slots=True)
 class Network:
-    """Which channel listens where, which workers are cut off from each other, and what is on its way."""
+    """Which channel listens where, which workers are cut off from each other, and what is in transit."""
 
     world: World
     faults: NetworkFaults
     listening: dict[str, "SimChannel"] = field(default_factory=dict)
     """The channel that listens at each address now."""
     partitions: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Until when no message gets from one worker to another."""
+    """For each pair of workers: until when no message gets from the first to the second."""
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def post(
@@ -158,7 +158,7 @@ class SimChannel:
             yield self._payload.read()
 
     def receive(self, arrival: Arrival, payload: Payload) -> None:
-        """A stopped process reads a message when it goes on, a dead one never."""
+        """A message arrives. A stopped process reads it when it continues, a dead process never."""
         if self._process.is_dead:
             return
         if self._process.paused_until > self._network.world.now:
@@ -170,7 +170,7 @@ class SimChannel:
         self._payload = Payload(())
 
     def _reach_listener(self, address: str, header: bytes, payload: Payload) -> None:
-        """Delivers to the channel that listens there now, even if that belongs to a later incarnation."""
+        """Delivers to the channel that listens at the address now, even that of a later incarnation."""
         listener = self._network.listening.get(address)
         if listener is None:
             return
@@ -180,7 +180,7 @@ class SimChannel:
 
 
 def id_of(channel: SimChannel) -> str:
-    """The incarnation it belongs to."""
+    """The incarnation that the channel belongs to."""
     return channel._process.incarnation
 
 

@@ -35,10 +35,10 @@ class SharedPools:
     world: World
     faults: ReadFaults
     reports_exits: bool
-    """Watchers of a process learn that it has ended."""
+    """Whether watchers of a process learn that it has ended."""
     pools: dict[bytes, tuple[Process, Bytes]] = field(default_factory=dict)
     owners: list[Process] = field(default_factory=list)
-    """Indexed by process id."""
+    """Owners of pools, indexed by process id."""
     watchers: list["SimExits"] = field(default_factory=list)
 
     def add(self, description: bytes, owner: Process, pool: Bytes) -> None:
@@ -47,7 +47,7 @@ class SharedPools:
             self.owners.append(owner)
 
     def report_exit(self, owner: Process) -> None:
-        """As the kernel does, to every watcher."""
+        """Reports the end of a process to every watcher, as the kernel does."""
         for watcher in self.watchers:
             watcher.on_exit(owner)
 
@@ -139,7 +139,7 @@ class SimReader:
         return done
 
     def close(self) -> None:
-        """Nothing here outlives the process."""
+        """Does nothing: nothing here outlives the process."""
 
     def break_reads(self) -> None:
         """About half of the reads under way fail."""
@@ -154,7 +154,7 @@ class SimReader:
 
 @dataclass(slots=True, eq=False)
 class SimPool:
-    """A mapped pool of a peer. A read copies what the pool holds when the read ends, or half of it a moment before."""
+    """A mapped pool of a peer. A read copies the bytes when it ends, or half of them a moment before."""
 
     reader: SimReader
     source: Bytes
@@ -196,7 +196,7 @@ class SimPool:
         return self.reader.pools.owners[self.owner_pid]
 
     def close(self) -> None:
-        """Ends the reads under way: they write nothing more."""
+        """Ends the reads under way, which then write nothing more."""
         if self.is_open:
             self.is_open = False
             self.reader.mapped.remove(self)

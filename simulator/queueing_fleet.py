@@ -1,8 +1,8 @@
 """QueueingFleet: workers as queues with assumed timing, for the real autoscaler and planner; whole days in seconds.
 
-Prefill workers compute prompts one after the other. Requests wait for a decode worker with free blocks, as they do at
-the gateway. A decode worker's step takes longer the more requests it runs. Latencies go through the gateway's own
-window, and the autoscaler gets the reports of a real fleet.
+Prefill workers compute prompts one after the other. Requests wait for a decode worker with free blocks, as
+they do at the gateway. A decode worker's step takes longer the more requests it runs. Latencies are measured
+by the gateway's own window, and the autoscaler gets the same reports as in a real fleet.
 """
 
 import heapq
@@ -32,7 +32,7 @@ from simulator.world import World
 
 BLOCK_SIZE = 16
 STEP_S = 0.25
-"""Within a step every worker goes on at one pace."""
+"""Within a step, the pace of every worker is constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,13 @@ class Load:
     """Requests that arrive as a Poisson process."""
 
     requests_per_s: Callable[[float], float]
-    """At a time in seconds."""
+    """The rate at a time in seconds."""
     max_requests_per_s: float
     mean_prompt_tokens: float = 2000.0
     mean_output_tokens: float = 250.0
 
     def arrivals(self, rng: random.Random, duration_s: float) -> Iterator["Arrival"]:
-        """Thinned from the highest rate; lengths are exponential, and at least one."""
+        """Arrivals, thinned from the highest rate; lengths are exponential, and at least one."""
         at = 0.0
         while (at := at + rng.expovariate(self.max_requests_per_s)) < duration_s:
             if rng.random() * self.max_requests_per_s < self.requests_per_s(at):
@@ -87,31 +87,31 @@ class _Worker:
     prompts: deque[Arrival] = field(default_factory=deque)
     prompt_ends_at: float = math.inf
     prompt_tokens: int = 0
-    """Tokens of all prompts here."""
+    """Tokens of all prompts on this worker."""
     running: list[tuple[float, int]] = field(default_factory=list)
     """A heap: the tick at which a request has its last token, and its blocks."""
     ticks: float = 0.0
     blocks_used: int = 0
     reserved: int = 0
-    """Requests that were given room here and are still being prefilled."""
+    """Requests that have room on this worker and are still being prefilled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What one look of the autoscaler saw and decided."""
+    """What the autoscaler saw and decided in one call of `look`."""
 
     at: float
     num_prefill: int
     num_decode: int
     """Workers that serve."""
     num_paid: int
-    """Workers that have a place, whether they serve yet or not."""
+    """Workers that have a place, even if they do not serve yet."""
     report: GatewayReport
     decision: Decision
 
 
 class QueueingFleet:
-    """An autoscaler looks at it, and changes it; `play` runs a load through it."""
+    """A fleet that an autoscaler observes and changes; `play` runs a load through the fleet."""
 
     def __init__(self, config: BatonConfig, timing: Timing, seed: int, num_placeable: int = 1000) -> None:
         """Nodes have room for `num_placeable` workers; one more waits to be placed."""
@@ -131,14 +131,14 @@ class QueueingFleet:
         self._num_named = 0
         self._queue: deque[Arrival] = deque()
         self._moving: dict[Arrival, _Worker] = {}
-        """The decode worker that keeps room for each prompt at a prefill worker."""
+        """For each prompt at a prefill worker: the decode worker that keeps room for it."""
         self._next_look = 0.0
         for role in WorkerRole:
             for _ in range(getattr(config.cluster, role.value)):
                 self._add(role, ReplicaState.SERVING)
 
     def play(self, load: Load, duration_s: float, on_look: Callable[[Moment], None] = lambda _: None) -> None:
-        """Runs the load, with a look every `autoscaling.interval_s`."""
+        """Runs the load; the autoscaler looks every `autoscaling.interval_s`."""
         self._expect(load.arrivals(self._world.rng, duration_s))
         self._world.after(STEP_S, partial(self._step, on_look))
         self._world.run(until=duration_s)
@@ -198,14 +198,14 @@ class QueueingFleet:
         found.due_at = self._world.now + self._timing.role_change_s
 
     def kill(self, name: str, *, comes_back_after_s: float | None) -> None:
-        """None: the worker is in a crash loop."""
+        """Kills a worker. `comes_back_after_s` None: the worker is in a crash loop."""
         (worker,) = (w for w in self._workers if w.name == name)
         self._requeue(worker)
         worker.state = ReplicaState.CRASH_LOOP if comes_back_after_s is None else ReplicaState.STARTING
         worker.due_at = self._world.now + (comes_back_after_s or 0.0)
 
     def count(self, role: WorkerRole, *states: ReplicaState) -> int:
-        """Replicas of the role, or those of them in one of these states."""
+        """The number of replicas of the role; with `states`, only of replicas in one of these states."""
         return sum(w.role is role and (not states or w.state in states) for w in self._workers)
 
     def _report(self, now: float) -> GatewayReport:
@@ -224,7 +224,7 @@ class QueueingFleet:
         )
 
     def _dispatch(self, now: float) -> None:
-        """The gateway: the first request waits for room on a decode worker, then joins the shortest prefill queue."""
+        """As the gateway: the first request waits for decode room, then joins the shortest prefill queue."""
         while self._queue:
             arrival = self._queue[0]
             room = [

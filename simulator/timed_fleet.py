@@ -1,6 +1,6 @@
 """TimedFleet: timed workers behind the gateway's own dispatcher and router, and clients that hold conversations.
 
-The hand-over is a model: a prompt's blocks leave while they are computed, at the speed of a link.
+The hand-over is a model: a prompt's blocks are sent while they are computed, at the speed of a link.
 """
 
 import math
@@ -38,9 +38,9 @@ from simulator.world import World
 KEY = b"the benchmark's prefix key"
 HEARTBEAT_S = 0.5
 TRAVEL_S = 0.0005
-"""From one process to another."""
+"""The time of a message from one process to another."""
 LAST_CHUNK_TOKENS = 512
-"""At least this much is still to be sent when a prompt is computed, unless the prompt is shorter."""
+"""At least this many tokens' KV is not sent yet when a prompt is computed, unless the prompt is shorter."""
 PATIENCE_S = 1e6
 """Every request waits until it is placed."""
 
@@ -51,12 +51,12 @@ class Result:
 
     ttft_s: list[float] = field(default_factory=list)
     ttft_s_of: dict[str, list[float]] = field(default_factory=dict)
-    """By caller."""
+    """Times to first token, by caller."""
     itl_s_of: dict[str, list[float]] = field(default_factory=dict)
     itl_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
-    """Found by the workers that computed the prompts."""
+    """Prompt tokens that the workers that computed the prompts found in their prefix caches."""
     num_transfer_tokens: int = 0
     num_local: int = 0
     num_waited: int = 0
@@ -97,11 +97,11 @@ class _HandOver:
     began_at: float = 0.0
     is_prompt_computed: bool = False
     times: StageTimes | None = None
-    """Once they have arrived."""
+    """Set once the blocks have arrived."""
 
 
 class TimedFleet:
-    """`run` plays sessions to their end, or to a time."""
+    """`run` plays sessions until they end, or until a given time."""
 
     def __init__(
         self, config: GatewayConfig, num_prefill: int, num_decode: int, num_blocks: tuple[int, int], seed: int
@@ -204,7 +204,7 @@ class TimedFleet:
         self._world.after(pause_s, partial(self._send_heartbeat, worker))
 
     def _send(self, worker: TimedWorker, outputs: TimedOutputs) -> None:
-        """To the gateway: outputs, and changes of the prefix cache."""
+        """Sends outputs, and changes of the prefix cache, to the gateway."""
         name, messages = worker.ref.name, tuple(output for _, output in outputs)
         if messages:
             self._soon(lambda: self._gateway.handle(WorkerOutputs(name, messages)))
@@ -271,7 +271,7 @@ class TimedFleet:
         self._move_if_ready(request_id, hand_over)
 
     def _move_if_ready(self, request_id: str, hand_over: _HandOver) -> None:
-        """Blocks left while the prompt was computed; the rest of them leaves now."""
+        """Some blocks were sent while the prompt was computed; the others are sent now."""
         num_tokens = hand_over.num_tokens
         if num_tokens is None or not hand_over.is_prompt_computed:
             return

@@ -25,12 +25,12 @@ LINK_BYTES_PER_S = 5e9
 STEP_S = 0.008
 PREFILL_TOKEN_S = 0.0001
 DECODE_REQUEST_S = 0.0001
-"""An empty step; what each prompt token and each decoding request add: about an 8B model on one GPU."""
+"""Times of an empty step, of each prompt token and of each decoding request: about an 8B model on one GPU."""
 
 
 @dataclass(slots=True)
 class TimedRequest:
-    """A request here, and what it will answer."""
+    """A request on this worker, and its future answer."""
 
     request: Request
     answer: tuple[int, ...]
@@ -42,7 +42,7 @@ TimedOutputs = list[tuple[TimedRequest, RequestOutput]]
 
 
 class CountingConnector:
-    """The scheduler half of a connector whose hand-overs only count bytes. Blocks are held until they are read."""
+    """The scheduler half of a connector that only counts the bytes of hand-overs, and keeps unread blocks."""
 
     def __init__(self, start_load: Callable[[str, int], None]) -> None:
         self._start_load = start_load
@@ -72,7 +72,7 @@ class CountingConnector:
 
 
 class TimedWorker:
-    """The caller owns time: `start_step` returns how long a step takes, `end_step` its outputs."""
+    """The caller controls time: `start_step` returns how long a step takes, `end_step` the step's outputs."""
 
     def __init__(
         self,

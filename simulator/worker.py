@@ -1,7 +1,7 @@
 """Worker: one incarnation of a worker on virtual time.
 
-Real: engine core, scheduler, connector, endpoint, role, sessions. Stand-ins: the loop's thread (worker/loop.py, line by
-line without its queue), the request plane's thread, the device.
+Real: engine core, scheduler, connector, endpoint, role, sessions. Replaced: the loop's thread (copied from
+worker/loop.py, without its queue), the request plane's thread, and the device.
 """
 
 import heapq
@@ -49,7 +49,7 @@ Outbox = Callable[["Worker", list[RequestOutput]], None]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker; the same for all its incarnations."""
+    """The settings of one worker, which are the same for all its incarnations."""
 
     name: str
     role: WorkerRole
@@ -66,7 +66,7 @@ class WorkerSpec:
     num_drafts: int = 0
     """The most drafts of a request in one step."""
     groups: KVGroups = ONE_GROUP
-    """Of the model's layers."""
+    """The KV groups of the model's layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,14 @@ class Site:
     network: Network
     pools: SharedPools
     may_damage_reads: bool
-    """Checksums are compared wherever bytes go, so that damage must be noticed."""
+    """Whether reads may be damaged: checksums are compared for all transfers, so damage must be noticed."""
 
 
 class Worker(Process):
-    """From its start until it is killed. Only events change it."""
+    """One incarnation, from its start until it is killed. Only events change its state."""
 
     def __init__(self, site: Site, spec: WorkerSpec, number: int, outboxes: Mapping[str, Outbox]) -> None:
-        """`outboxes` of the gateways, by their names."""
+        """`outboxes`: those of the gateways, by gateway name."""
         world = site.world
         self.spec = spec
         self.name = spec.name
@@ -100,12 +100,12 @@ class Worker(Process):
         self.num_turns = 0
         self.is_draining = False
         self.hangs = False
-        """The next step of its device never ends; its other threads go on."""
+        """If set, the device's next step never ends; the other threads continue."""
         self.slowness = 1
         """Steps take this many times as long."""
         self.sessions = WorkerSessions(self.incarnation)
         self.request_ids: dict[str, str] = {}
-        """Requests that have not ended here, and the gateway of each."""
+        """The gateway of each request that has not ended on this worker."""
         config = spec.scheduler
         assert config.num_blocks is not None
         shape = (config.num_blocks, NUM_PLANES, NUM_HEADS, config.block_size, CELL_BYTES)
@@ -171,7 +171,7 @@ class Worker(Process):
         return self.sessions.heartbeat(gateway.encode(), status)
 
     def take(self, gateway: str, command: SubmitRequest | AbortRequests) -> None:
-        """As RequestServer._receive takes what is not a Hello."""
+        """Handles a message that is not a Hello, as RequestServer._receive does."""
         try:
             self.sessions.take(gateway.encode(), command)
         except WireError:
@@ -359,7 +359,7 @@ class Worker(Process):
 
 
 class InstantGrammars(GrammarCompiler):
-    """Compiles nothing: the device knows what is forced."""
+    """Compiles nothing: the device knows which tokens are forced."""
 
     def __init__(self, clock: Clock, on_compiled: Callable[[], None]) -> None:
         super().__init__(Path("no model"), 100_000, (EOS,), on_compiled, clock)

@@ -26,11 +26,11 @@ class RequestPlane:
 
     world: World
     cut_off: set[str] = field(default_factory=set)
-    """Names of ends that nothing reaches, and whose messages reach no other end."""
+    """Names of ends that are cut off: no message reaches them, and their messages reach no other end."""
     _last_arrival: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def send(self, source: str, target: str, arrive: Callable[[], None]) -> None:
-        """Lost if the two are cut off from each other when it is sent, or when it would arrive."""
+        """Sends a message. It is lost if one end is cut off when it is sent, or when it would arrive."""
         if self._is_cut(source, target):
             return
         when = self.world.now + self.world.between(0.0001, MAX_DELAY_S)
@@ -69,7 +69,7 @@ class WorkerLinks:
     # workers come and go
 
     def add(self, worker: Worker) -> None:
-        """A new incarnation; what the last one of this name had is lost."""
+        """Adds a new incarnation. The requests of the last incarnation of this name are lost."""
         if self.is_dead:
             return
         self.lose(worker.name, "replaced")
@@ -111,7 +111,7 @@ class WorkerLinks:
             )
 
     def die(self) -> list[Worker]:
-        """As by SIGKILL: no message goes either way. Returns the workers that had a session with it."""
+        """Ends the links, as SIGKILL does: no more messages. Returns the workers that had a session."""
         self.is_dead = True
         workers = list(self._workers.values())
         self._plane.cut_off.add("gateway")
@@ -121,7 +121,7 @@ class WorkerLinks:
     # messages
 
     def send(self, name: str, make: Callable[[GatewaySession], SubmitRequest | AbortRequests]) -> None:
-        """A command to a worker; one that was lost needs none."""
+        """Sends a command to a worker, unless the worker was lost."""
         if (worker := self._workers.get(name)) is None:
             return
         session = self._sessions[name]
@@ -158,7 +158,7 @@ class WorkerLinks:
             self._listener.on_status(worker.heartbeat(self.name).status)
 
     def _answer(self, worker: Worker, hello: Hello) -> None:
-        """On a worker's request plane."""
+        """Answers a Hello, as a worker's request plane does."""
         worker.on_hello(self.name, hello)
         heartbeat = worker.heartbeat(self.name)
         self._plane.send(worker.name, "gateway", lambda: self._on_heartbeat(worker, heartbeat))

@@ -18,7 +18,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation: each turn's prompt is everything before it, and the user's new message."""
+    """A conversation: each turn's prompt is the conversation so far, and the user's new message."""
 
     name: str
     arrival_s: float

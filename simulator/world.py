@@ -15,7 +15,7 @@ TICK_S = 2.0**-20
 """Durations are multiples of this, so that sums of them are exact and deadlines are met to the bit."""
 
 MAX_EVENTS = 100_000
-"""Many times what any seed of the fault simulation takes."""
+"""Many times as many events as any seed of the fault simulation needs."""
 
 
 class Violation(Exception):
@@ -30,15 +30,15 @@ class Violation(Exception):
 
 
 class Process:
-    """A process that events happen to; it can be stopped, or have ended by the time they come."""
+    """A process that events happen to. It may be stopped, or have ended, when an event is due."""
 
     incarnation = ""
     is_dead = False
     died_at = 0.0
-    """Meaningful once it is dead."""
+    """When the process died; only valid once it is dead."""
     paused_until = 0.0
     paused_s = 0.0
-    """In total."""
+    """The total time for which the process was paused."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Event:
 
 @dataclass(slots=True)
 class World:
-    """Runs events in the order of their times; events of one time in the order in which they were made."""
+    """Runs events in the order of their times; events of one time in the order of their creation."""
 
     seed: int
     is_verbose: bool = False
@@ -63,7 +63,7 @@ class World:
     """How often each fault and path occurred."""
     violation: Violation | None = None
     is_calm: bool = False
-    """No more faults are injected; all activity must now end."""
+    """Whether fault injection is over; all activity must then end."""
     after_event: Callable[[], None] = lambda: None
     clocks: list[VirtualClock] = field(default_factory=list)
     rng: random.Random = field(init=False)
@@ -85,7 +85,7 @@ class World:
         return int(self.rng.uniform(low_s, high_s) / TICK_S) * TICK_S
 
     def clock(self, offset_s: float) -> VirtualClock:
-        """A process's own clock: it runs as fast as all others, from another origin."""
+        """A clock of one process. All clocks run equally fast, but from different origins."""
         clock = VirtualClock(offset_s + self.now)
         self.clocks.append(clock)
         return clock
@@ -100,9 +100,10 @@ class World:
         *,
         is_plane: bool = True,
     ) -> None:
-        """Runs `action` unless `process` is dead by then; if it is paused, when it goes on.
+        """Runs `action` later, unless `process` is dead by then; if it is paused, when it continues.
 
-        Events of the planes (messages, reads, timers, devices) go on while an engine waits for its device in mid-step.
+        Events of the planes (messages, reads, timers, devices) still happen while an engine waits for its
+        device.
         """
         if self.has_ticks:
             when = math.ceil(when / TICK_S) * TICK_S
@@ -128,7 +129,7 @@ class World:
             self._move_to(until)
 
     def pass_time(self, is_over: Callable[[], bool]) -> None:
-        """An engine waits in mid-step: time passes, but only the planes' events happen."""
+        """Lets time pass while an engine waits for its device: only the planes' events happen."""
         was_nested, self._is_nested = self._is_nested, True
         kept: list[tuple[float, int, Event]] = []
         while not is_over() and self._heap and self.violation is None:
@@ -151,7 +152,7 @@ class World:
         return self._log.hexdigest()
 
     def violate(self, invariant: str, message: str, cause: Exception | None = None) -> None:
-        """Notes a broken promise where raising would be caught; the first one ends the run."""
+        """Records a broken promise where an exception would be caught; the first one ends the run."""
         if self.violation is None:
             self.violation = Violation(invariant, message)
             self.violation.__cause__ = cause

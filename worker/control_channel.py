@@ -1,7 +1,8 @@
 """Control calls of a worker that is a child process: frames to stdin, replies from stdout, a line of base64 each.
 
-Every call is answered once, when it is done, so replies may overtake one another. A line that is no call is answered
-with a WireError, and the number 0. Lines of stdout that are no replies, as of libraries that print, are skipped.
+Every call is answered once, when it is done, so replies may overtake one another. A line that is not a call
+is answered with a WireError and the number 0. The client skips lines of stdout that are not replies, such as
+the output of libraries.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ class StdioControlServer:
         self._places = threading.BoundedSemaphore(MAX_CALLS)
 
     def receive(self, data: bytes) -> None:
-        """Bytes of stdin, as they come."""
+        """Handles bytes of stdin in the order of their arrival."""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             if line.strip():
@@ -73,7 +74,7 @@ class StdioControlServer:
     def _answer(self, number: int, frame: bytes) -> None:
         try:
             self._reply(CODEC.carry_out(frame, self._call))
-        except Exception as error:  # nothing above catches this: the caller must not wait for ever
+        except Exception as error:  # nothing else catches this: the caller must get an answer
             self._reply(failure(number, ClusterError(str(error) or type(error).__name__)))
         finally:
             self._places.release()
@@ -100,7 +101,7 @@ class StdioControlClient:
         self._reader.start()
 
     def close(self) -> None:
-        """Lets the worker end by itself, when its stdin ends. May be repeated."""
+        """Closes the worker's stdin, so that the worker ends by itself. May be repeated."""
         with self._lock, contextlib.suppress(OSError):  # what was not written before it died
             self._stdin.close()
 

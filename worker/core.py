@@ -33,8 +33,8 @@ from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWr
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 16
-"""In a row; then the device is at fault. Requests that break their steps fail up to two steps each before any step is
-computed, even if they come one after another to an idle device."""
+"""After so many failed steps in a row, the device is at fault. A request that breaks its steps fails up to
+two steps before any step is computed, even if such requests arrive one after another at an idle device."""
 
 ClientOutputs = dict[str, list[RequestOutput]]
 
@@ -46,7 +46,7 @@ class StepUnderWay:
     plan: SchedulerOutput
     submitted_at: float
     lost: set[str] = field(default_factory=set)
-    """Requests preempted since: the blocks this step fills for them belong to others."""
+    """Requests preempted since then: other requests own the blocks that this step fills for them."""
 
 
 class EngineCore:
@@ -63,7 +63,7 @@ class EngineCore:
         trace: StepTraceWriter | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` watches the engine's thread. Without it, a step may take any time."""
+        """`progress` watches the engine's thread. Without it, the time of a step is not limited."""
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._connector = connector
@@ -84,12 +84,13 @@ class EngineCore:
         """Counts all steps; readable from any thread."""
         scheduler.ignore_kv_events()
         self.may_progress = False
-        """Whether another step right now could achieve more; if not, only a command or the end of a transfer or of a
-        grammar's compilation changes that."""
+        """Whether another step could achieve more now. If not, only a command, or the end of a transfer or of
+        a grammar's compilation, changes that."""
 
     def step(self) -> ClientOutputs:
-        """Processes ended transfers, plans a step, and processes the samples of an earlier one; returns the outputs by
-        client.
+        """Processes ended transfers, plans a step, and processes an earlier step's samples.
+
+        Returns the outputs by client.
         """
         outputs: ClientOutputs = defaultdict(list)
         self._take_finished(outputs)
@@ -138,7 +139,7 @@ class EngineCore:
         self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
     ) -> ClientOutputs:
         """Ends requests in any state; unknown and finished ones are ignored."""
-        self.may_progress = True  # the runner and the connector must learn of it
+        self.may_progress = True  # the runner and the connector must be notified
         outputs: ClientOutputs = defaultdict(list)
         self._end_between_steps(self._scheduler.finish_requests(request_ids, status, error), outputs)
         self._grammars.keep_only(self._scheduler.wanted_grammars())
@@ -147,9 +148,9 @@ class EngineCore:
     def give_back_requests(
         self, request_ids: Iterable[str] | None = None, error: str = "this worker gives its requests back"
     ) -> ClientOutputs:
-        """Ends these requests (None: all) in any state with ErrorKind.GIVEN_BACK: they continue elsewhere.
+        """Ends these requests (None: all) in any state with ErrorKind.GIVEN_BACK; others continue them.
 
-        They get no further output. What a current step samples for them, another worker samples again.
+        They get no further output here. Another worker samples again what a current step samples for them.
         """
         request_ids = self._scheduler.request_ids if request_ids is None else request_ids
         return self.finish_requests(request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
@@ -176,8 +177,10 @@ class EngineCore:
         return self._scheduler.kv_block_counts()
 
     def load(self) -> tuple[WorkerLoad, float | None]:
-        """The engine's load, and since when the oldest waiting request waits, on the engine's clock. Looks at every
-        request, so call it rarely."""
+        """The engine's load, and the arrival of the oldest waiting request on the engine's clock.
+
+        Looks at every request, so call it rarely.
+        """
         waiting, now = self._scheduler.waiting_load(), self._clock.now()
         load = WorkerLoad(
             num_queued_prompt_tokens=waiting.num_prompt_tokens,
@@ -188,8 +191,10 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts, those of both halves included: the scheduler counts loads by prompt, the connector by rank
-        transfer."""
+        """Monotonic counts of the scheduler and the connector.
+
+        The scheduler counts loads by prompt, the connector by rank transfer.
+        """
         ours, theirs = self._scheduler.counters(), self._connector.counters()
         assert not ours.keys() & theirs.keys(), (
             "a scheduler counter and a connector counter have the same name"
@@ -197,8 +202,10 @@ class EngineCore:
         return {**ours, **theirs, "non_finite_steps": self.num_non_finite_steps}
 
     def close(self) -> None:
-        """Ends after the current step, whose output is dropped, and ends all hand-overs, so that peers need not wait
-        for their deadlines."""
+        """Ends after the current step, whose output is dropped.
+
+        Ends all hand-overs, so that peers need not wait for their deadlines.
+        """
         self._pipeline.close()
         self._connector.shutdown()
         self._grammars.close()
@@ -206,7 +213,7 @@ class EngineCore:
             self._trace.close()
 
     def _check_vocabulary(self, name: str, token_ids: tuple[int, ...]) -> None:
-        """The model has no embedding for other tokens: the step would fail, and every request with it."""
+        """Refuses tokens without an embedding: they would fail the step, and every request in it."""
         vocab_size = self._grammars.vocab_size
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
@@ -254,7 +261,7 @@ class EngineCore:
         return self._traced(step.plan, result.output, outputs)
 
     def _count_non_finite(self, request_ids: Set[str]) -> None:
-        """Counts the step, unless these requests have ended: then it was under way when the previous one failed."""
+        """Counts the step if one of these requests is unfinished. Otherwise an earlier step ended them."""
         if request_ids and not request_ids.isdisjoint(self._scheduler.request_ids):
             self.num_non_finite_steps += 1
             logger.error("a step computed logits that are not finite, for %d request(s)", len(request_ids))
@@ -267,8 +274,9 @@ class EngineCore:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 
     def _fail(self, plan: SchedulerOutput, error: Exception) -> dict[str, EngineCoreOutputs]:
-        """Retries the step's requests in halves, to end only the one that breaks it. Until a half is computed, the
-        device may be at fault.
+        """Retries the step's requests in halves, to end only the request that breaks it.
+
+        Until one request has been computed, the device may be at fault, so the failure is counted.
         """
         if not (self._scheduler.is_trying and self._scheduler.can_compute):
             self._num_failed_steps += 1
@@ -324,7 +332,7 @@ def _note_drafts(
     sampled: Mapping[str, list[int]],
     outputs: dict[str, EngineCoreOutputs],
 ) -> None:
-    """Says in a step's outputs what became of its drafts: all samples of a request but one are right drafts."""
+    """Adds counts of drafts to a step's outputs. All of a request's samples but one are accepted drafts."""
     for output in (output for part in outputs.values() for output in part.outputs):
         token_ids = sampled.get(output.request_id)
         if token_ids and output.token_ids and output.request_id in drafts:

@@ -21,7 +21,7 @@ ANSWER_TIMEOUT_S = 2.0
 
 
 class DrainStage(Enum):
-    """How far the drain is. New requests are refused throughout."""
+    """The stages of a drain. New requests are refused in all of them."""
 
     FINISHING = "finishing"
     """Requests may end by themselves."""
@@ -41,21 +41,22 @@ class DrainState:
     """Only the engine's thread changes it; any thread may wait for `outcome`. Times are the caller's, in seconds."""
 
     def __init__(self, target: Role | None, now: float, timeout_s: float, lease_s: float) -> None:
-        """`target`: the next role; None: none, the worker is drained for good. Leases get `lease_s` to end after
-        `timeout_s`.
+        """`target`: the next role, or None if the worker is drained for good.
+
+        After `timeout_s`, leases have `lease_s` more to end.
         """
         self.target = target
         self.stage = DrainStage.FINISHING
         self.is_clean = False
         """Whether nothing was left to lose in time; known when the drain is over."""
         self.outcome: Future[bool] = Future()
-        """The same, once the engine serves accordingly."""
+        """The value of `is_clean`, once the engine serves in the resulting role."""
         self.give_back_at = now + timeout_s
         self.give_up_at = self.give_back_at + lease_s
         self.obstacle = ""
-        """What was left at the end."""
+        """What was left when the drain ended, in words."""
         self.refusal: str | None = None
-        """Why it could not even begin."""
+        """Why the drain could not begin."""
         self._joined: list[Future[bool]] = []
 
     @property
@@ -65,7 +66,7 @@ class DrainState:
 
     @property
     def abandoned_at(self) -> float:
-        """The caller has given up waiting by then and assumes failure; so the drain must fail."""
+        """The time at which the caller stops waiting and assumes failure, so the drain must fail, too."""
         return self.give_up_at + ANSWER_TIMEOUT_S
 
     def join(self, other: "DrainState") -> None:
@@ -80,7 +81,7 @@ class DrainState:
         self.outcome.set_result(False)
 
     def next_deadline(self) -> float | None:
-        """When to call `look` even if nothing happens."""
+        """The time to call `look` even if nothing happens."""
         times = {DrainStage.FINISHING: self.give_back_at, DrainStage.ENDING: self.give_up_at}
         return times.get(self.stage)
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_STEP_LIMIT_S = {"cpu": 10.0, "cuda": 60.0}
-"""What a step may take in any case; on a GPU it may have to compile a kernel."""
+"""The least time limit of a step; on a GPU, a step may have to compile a kernel."""
 
 
 def log_progress(progress: StartProgress) -> None:
@@ -87,15 +87,15 @@ class EngineHost:
         cpus: tuple[int, ...] = (),
     ) -> None:
         """`keys` of both planes; None if `network.security` is `none`. `other_roles`: roles it may change to.
-        `end_process` is what a worker that hangs does at last. `cpus`: what this process is pinned to, for others to
-        know.
+        `end_process` ends a worker that hangs. `cpus`: the CPUs that this process is pinned to, for its
+        status.
         """
         assert (keys.request is None) == (keys.kv is None) == (config.network.security == "none")
         self._config = config
         self._keys = keys
         self._model_path = model_path
         self._role = role
-        """The role it starts in; the loop knows the present one."""
+        """The role in which the worker starts; the loop knows the present role."""
         self._roles = {each.kind: each for each in (role, *other_roles)}
         self._name = name
         self._incarnation = secrets.token_hex(8)
@@ -208,7 +208,7 @@ class EngineHost:
         return MetricsServer(listener, self._render_metrics), address
 
     def _render_metrics(self, accept: str) -> tuple[bytes, str]:
-        from worker.metrics import WorkerMetrics  # its library takes long to import
+        from worker.metrics import WorkerMetrics  # a slow import
 
         if self._metrics is None:
             device = self._parts.executor.device_engine.model.device
@@ -233,7 +233,7 @@ class EngineHost:
         return open_step_trace(engine.trace_dir, header, self._clock, engine.trace_max_mib * 2**20)
 
     def status(self) -> WorkerStatus:
-        """How the engine stood after its last step; from any thread, at any time after `start`."""
+        """The engine's state after its last step; from any thread, at any time after `start`."""
         snapshot = self._parts.loop.snapshot
         failure = self._parts.loop.failure
         if (hang := self._parts.watch.hang) is not None:
@@ -263,24 +263,24 @@ class EngineHost:
         )
 
     def _load(self, snapshot: EngineSnapshot) -> WorkerLoad:
-        """Waiting times grow during a long step, too."""
+        """The load in a snapshot, with waiting times as of now: they also grow during a long step."""
         if snapshot.oldest_arrival is None:
             return snapshot.load
         return replace(snapshot.load, oldest_waiting_s=self._clock.now() - snapshot.oldest_arrival)
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests from now on, for good. Running ones have `timeout_s` to end, then they are given back
-        to their gateways; transfers and leases have `kv_transfer.lease_s` more. True if nothing was lost.
+        """Refuses new requests for good. Returns True if nothing was lost.
 
-        FleetError while the worker changes its role.
+        Running requests have `timeout_s` to end; then they are given back to their gateways. Transfers and
+        leases have `kv_transfer.lease_s` more. Raises FleetError while the worker changes its role.
         """
         return self._parts.loop.drain(timeout_s)
 
     def set_role(self, role: WorkerRole, timeout_s: float) -> None:
-        """Leaves the current role as `drain` does, then serves in the other one, with the same weights and prefix
-        cache; does nothing if it already has that role. Returns once it serves.
+        """Leaves the current role as `drain` does, then serves in the other one. Returns once it serves.
 
-        FleetError says what prevented the change; then the worker serves in its old role.
+        Weights and prefix cache stay. Does nothing if the worker already has that role. A FleetError says
+        what prevented the change; then the worker serves in its old role.
         """
         if self._parts.loop.is_settled_as(role):
             return
@@ -296,18 +296,20 @@ class EngineHost:
         self._parts.loop.set_role(self._roles[role], timeout_s)
 
     def flush_cache(self, timeout_s: float, *, force: bool) -> None:
-        """Forgets the prefix cache between two steps. FleetError if blocks are in use, or if no step ends within
-        `timeout_s`. `force`: running requests give up their blocks and compute anew; what other workers read or write
-        stays until they are done.
+        """Forgets the prefix cache between two steps.
+
+        Raises FleetError if blocks are in use, or if no step ends within `timeout_s`. With `force`, running
+        requests give up their blocks and compute again. Blocks that other workers read or write stay until
+        they are done.
         """
         self._parts.loop.flush_cache(timeout_s, force=force)
 
     def when_ended(self, callback: Callable[[], None]) -> None:
-        """Calls it, on some thread, once the worker has ended by itself or was stopped; `status` says which."""
+        """Calls `callback`, on some thread, once the worker has ended or was stopped; `status` says which."""
         self._parts.loop.when_ended(callback)
 
     def stop(self) -> None:
-        """Ends all threads and closes all ports; gateways are told. Drain first, or what is running is lost."""
+        """Ends all threads, closes all ports and notifies gateways. Drain first, or requests are lost."""
         parts = self._parts
         if parts.metrics is not None:
             parts.metrics.stop()

@@ -1,7 +1,7 @@
-"""KVConnectorScheduler: the connector's half that the scheduler calls; kv_transfer/connector/worker.py moves the bytes.
+"""KVConnectorScheduler: the connector's half for the scheduler; kv_transfer/connector/worker.py moves bytes.
 
-Satisfies `scheduler.KVConnector` with the producing half of the prefill role and the consuming half of the decode
-role. Both always exist: a worker can change its role while transfers of the old one end.
+Implements `scheduler.KVConnector` with the producing half of the prefill role and the consuming half of the
+decode role. Both halves always exist: a worker may change its role while transfers of its old role end.
 """
 
 from baton.kv_groups import ONE_GROUP, KVGroups
@@ -13,7 +13,7 @@ from scheduler import Request
 
 
 class KVConnectorScheduler:
-    """Sends each call to the half that a request belongs to, and joins the commands of both for a step."""
+    """Passes each call to the half of the request's role, and joins both halves' commands for a step."""
 
     def __init__(self, block_size: int, groups: KVGroups = ONE_GROUP) -> None:
         self._producer = KVProducerScheduler(block_size, groups)

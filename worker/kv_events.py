@@ -20,7 +20,7 @@ class KVChange:
 
 
 def net(events: Iterable[KVEvent]) -> KVChange | None:
-    """Merges events into one change: of each hash, only the last event counts. None if nothing changed."""
+    """Merges events into one change, with only the last event of each hash. None if nothing changed."""
     is_anew = False
     is_stored: dict[bytes, bool] = {}
     for event in events:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 MEMORY_STEPS = 20.0
-"""A step's weight falls by a factor of e after so many others of its kind: some seconds of prefill, half a second of
-decoding."""
+"""A step's weight falls by a factor of e after this many later steps of its kind. That is some seconds of
+prefill, or half a second of decoding."""
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class _Average:
 
 
 class LoadMeter:
-    """Times are the caller's, in seconds. Nothing fades while no step ends: an idle worker keeps its last speed."""
+    """Times are the caller's, in seconds. Only steps change the averages: an idle worker keeps its speed."""
 
     def __init__(self) -> None:
         self._prefill = _Average()

@@ -1,4 +1,4 @@
-"""EngineLoop: the thread that owns an EngineCore; takes commands, runs steps while there is work, else sleeps.
+"""EngineLoop: the thread that owns an EngineCore; takes commands, and runs steps while there is work.
 
 Knows the current role, exchanges it, and passes outputs to an outbox; knows no socket.
 """
@@ -27,9 +27,9 @@ from worker.role import Role
 logger = logging.getLogger(__name__)
 
 MAX_NON_FINITE_STEPS = 2
-"""The first may be an accident; at the second, the worker's device or weights are not to be trusted."""
+"""The first wrong step may be an accident. After the second, the device or weights are not reliable."""
 LOAD_INTERVAL_S = 0.05
-"""How often a busy engine's load is measured: heartbeats are rarer, and each look visits all requests."""
+"""How often a busy engine's load is measured. Each measurement visits all requests; heartbeats are rarer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class EngineSnapshot:
     requests: RequestCounts
     counters: dict[str, int]
     load: WorkerLoad
-    """A moment old at most, unless nothing has happened since."""
+    """Recent, unless nothing has happened since."""
     oldest_arrival: float | None
     """Arrival of the oldest request that waits for its first step, on the engine's clock."""
 
@@ -58,7 +58,7 @@ class Outbox(Protocol):
         ...
 
     def beat(self) -> None:
-        """Sends heartbeats now, because of a change that all gateways should know of."""
+        """Sends heartbeats now, to notify all gateways of a change."""
         ...
 
 
@@ -66,10 +66,10 @@ Command = Callable[[], None]
 
 
 class CommandQueue(queue.SimpleQueue[Command]):
-    """What an engine's thread does between two steps; from any thread. Made before the engine, whose parts wake it."""
+    """Commands for the engine's thread between two steps, from any thread. Created before the engine."""
 
     def wake(self) -> None:
-        """Something changed outside the loop: a transfer ended, for example."""
+        """Wakes the loop after a change outside it, such as the end of a transfer."""
         self.put(lambda: None)
 
 
@@ -98,7 +98,7 @@ class EngineLoop:
         self._drain_state: DrainState | None = None
         """The current drain or change of role; kept when the worker is drained for good."""
         self._is_unfit = False
-        """It computed too many wrong steps: the current drain is its last, and ends the loop."""
+        """The engine computed too many wrong steps: the current drain is its last, and ends the loop."""
         self._is_stopping = False
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -118,7 +118,7 @@ class EngineLoop:
         self._commands.put(lambda: self._abort(client_id, request_ids))
 
     def abort_client(self, client_id: str) -> None:
-        """The client is gone: all its requests end."""
+        """Ends all requests of a client that is gone."""
         self._commands.put(lambda: self._forget(client_id))
 
     def subscribe_kv_events(self, client_id: str) -> None:
@@ -126,13 +126,15 @@ class EngineLoop:
         self._commands.put(lambda: self._follow_kv(client_id))
 
     def fail(self, error: BaseException) -> None:
-        """Ends the loop, because something that the engine needs has ended."""
+        """Ends the loop with this error: something that the engine needs has failed."""
         self._commands.put(lambda: _raise(error))
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests for good. Running ones have `timeout_s` to end; then the rest is given back, and
-        transfers and leases have `lease_s` more. True as soon as nothing is left that could be lost, even if the loop
-        has ended by itself. FleetError while the role changes.
+        """Refuses new requests for good. Returns True as soon as nothing is left that could be lost.
+
+        Running requests have `timeout_s` to end; then the rest is given back. Transfers and leases have
+        `lease_s` more. The result can be True even if the loop ends by itself. Raises FleetError while the
+        role changes.
         """
         drain_state = self._leave(None, timeout_s)
         return drain_state.outcome.result() if drain_state.outcome.done() else self._ended.done()
@@ -140,7 +142,7 @@ class EngineLoop:
     def set_role(self, role: Role, timeout_s: float) -> None:
         """Leaves the current role as in `drain`, then serves in the other one, with its prefix cache as it is.
 
-        FleetError if that took too long, with the cause: then it serves in its old role again.
+        Raises FleetError with the cause if that took too long. Then the worker serves in its old role again.
         """
         drain_state = self._leave(role, timeout_s)
         if not drain_state.outcome.done():
@@ -164,8 +166,9 @@ class EngineLoop:
         flushed.result()
 
     def stop(self) -> None:
-        """Ends the thread after the current step. Unfinished requests end with it; drain first. May be called before
-        `start`.
+        """Ends the thread after the current step. May be called before `start`.
+
+        Unfinished requests end with the thread, so drain first.
         """
         if self._thread.ident is None:
             self._core.close()
@@ -199,7 +202,7 @@ class EngineLoop:
                 self._leave_if_unfit()
                 self._look_whether_left()
                 self._publish()
-        except BaseException as error:  # nothing above catches this: the supervisor must learn of it
+        except BaseException as error:  # nothing else catches this: notify the supervisor
             logger.exception("the engine loop failed")
             self.failure = error
         finally:
@@ -210,7 +213,7 @@ class EngineLoop:
             self._core.progress.end()
 
     def _take_commands(self) -> None:
-        """Runs all waiting commands; first blocks for one if a step could achieve nothing."""
+        """Runs all waiting commands. If a step could achieve nothing, waits for a command first."""
         block, progress = not self._core.may_progress, self._core.progress
         if block:
             progress.end()
@@ -269,7 +272,7 @@ class EngineLoop:
                 if not self._clients[client_id]:
                     del self._clients[client_id]
         if not self._clients:
-            self._deadlines.clear()  # the rest belongs to requests that finished in time
+            self._deadlines.clear()  # those of requests that finished in time
 
     def _forget(self, client_id: str) -> None:
         self._kv_followers.discard(client_id)
@@ -290,7 +293,7 @@ class EngineLoop:
 
     def _flush_cache(self, flushed: "Future[None]", force: bool) -> None:
         if not flushed.set_running_or_notify_cancel():
-            return  # the caller was told that nothing was flushed
+            return  # the caller has been told that nothing was flushed
         if self._core.reset_prefix_cache(force=force):
             flushed.set_result(None)
         else:
@@ -319,8 +322,9 @@ class EngineLoop:
         )
 
     def _leave(self, target: Role | None, timeout_s: float) -> DrainState:
-        """Returns when that is over, the loop has ended, or the engine does not respond; FleetError
-        if it is refused.
+        """Leaves the current role. Returns when the drain or the loop has ended, or the engine hangs.
+
+        Raises FleetError if the drain is refused.
         """
         drain_state = DrainState(target, self._clock.now(), timeout_s, self._lease_s)
         self._commands.put(lambda: self._begin_leaving(drain_state))
@@ -332,7 +336,7 @@ class EngineLoop:
         return drain_state
 
     def _begin_leaving(self, drain_state: DrainState) -> None:
-        """A drain may follow another one; nothing else may begin before the previous one is over."""
+        """Begins a drain or a change of role. Only a drain may begin while a drain is running."""
         former = self._drain_state
         if former is None:
             self._drain_state = drain_state
@@ -344,7 +348,7 @@ class EngineLoop:
             former.join(drain_state)
 
     def _leave_if_unfit(self) -> None:
-        """After too many steps that were not finite: gives all requests back now, and ends once the leases have."""
+        """After too many non-finite steps: gives all requests back, and ends once all leases have ended."""
         is_changing_role = self._drain_state is not None and self._drain_state.target is not None
         if self._core.num_non_finite_steps < MAX_NON_FINITE_STEPS or self._is_unfit or is_changing_role:
             return

@@ -28,14 +28,14 @@ COUNTERS = {
 """Scheduler counters with metrics of their own. All others are exported by name."""
 
 ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos"
-"""Begins the names of the scheduler's counters of right drafts by their place: 0, 1 ..."""
+"""Prefix of the scheduler's counters of accepted drafts by place: 0, 1 ..."""
 
 DENIED = {"request_denied_peers": "request", "kv_denied_peers": "kv"}
 """Refused connections of either plane."""
 
 
 class WorkerMetrics:
-    """Any thread may ask, one at a time."""
+    """Renders the metrics; any thread may call it, one at a time."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""MetricsServer: answers GET /metrics over HTTP on threads of its own; readers that say nothing delay no other one."""
+"""MetricsServer: answers GET /metrics over HTTP on its own threads; a silent reader delays no other one."""
 
 import io
 import logging
@@ -15,10 +15,10 @@ Render = Callable[[str], tuple[bytes, str]]
 """All metrics for a reader that accepts this format, and their content type."""
 
 PATIENCE_S = 2.0
-"""How long a reader may take to ask, and again to read the answer."""
+"""The longest time that a reader may take to send its request, and again to read the answer."""
 
 MAX_READERS = 8
-"""Readers at once, each on a thread of its own. The next one takes the place of the oldest."""
+"""The most readers at a time, each on its own thread. The next reader replaces the oldest."""
 
 MAX_REQUEST_BYTES = 16 * 1024
 
@@ -54,7 +54,7 @@ class MetricsServer:
             self._thread.join(PATIENCE_S)
         deadline = time.monotonic() + PATIENCE_S
         for reader, thread in list(self._readers.items()):
-            _shut(reader, socket.SHUT_RD)  # ends it unless it has asked
+            _shut(reader, socket.SHUT_RD)  # ends it unless its request has arrived
             thread.join(max(0.0, deadline - time.monotonic()))
         self._listener.close()
 

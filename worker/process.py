@@ -43,7 +43,7 @@ from worker.role import Role
 logger = logging.getLogger(__name__)
 
 NUM_FILES = 4096
-"""Open files that a worker asks for, where the system does not say how many it may have."""
+"""The limit of open files that a worker requests, where the system states no maximum."""
 
 
 def build_worker(
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _print(line: str) -> None:
     try:
         print(line, flush=True)
-    except OSError:  # no reader: then stdin is about to end, too
+    except OSError:  # no reader, so stdin will end soon, too
         return
 
 
@@ -144,7 +144,7 @@ def _end_on_signals() -> WakeUp:
 
 
 def _serve_control(server: StdioControlServer, end: WakeUp) -> None:
-    """Returns when told to end, or when stdin does."""
+    """Serves control calls until the process is told to end, or until stdin ends."""
     with selectors.PollSelector() as selector:  # epoll would refuse stdin from /dev/null
         selector.register(end.fileno(), selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)

@@ -42,13 +42,13 @@ from worker.kv_events import KVChange, parts
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
-"""Messages that may wait for one gateway that does not read; beyond this it counts as gone."""
+"""The most messages that wait for a gateway that does not read. Beyond it, the gateway counts as gone."""
 
 PROGRESS_TIMEOUT_S = 60.0
-"""A request plane whose turn takes this long will not go on: its worker ends."""
+"""The longest permitted turn of the request plane. After that it counts as hung, and the worker ends."""
 
 LAST_WORDS_MS = 500
-"""How long the last messages may take to leave before the port is closed."""
+"""The longest wait for the last messages to be sent before the port is closed."""
 
 
 class RequestSink(Protocol):
@@ -74,9 +74,10 @@ class _KVUpdate:
 
 
 class RequestServer:
-    """Listens for gateways. A gateway's session begins with its Hello. It ends when the gateway is silent for
-    `peer_timeout_s`, is unreachable, or has missed a message. Then its requests end, and the next Hello opens another
-    session.
+    """Listens for gateways. A gateway's session begins with its Hello.
+
+    The session ends when the gateway is silent for `peer_timeout_s`, is unreachable, or has missed a message.
+    Then its requests end, and its next Hello opens another session.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class RequestServer:
     def _run(self, sink: RequestSink) -> None:
         try:
             self._serve(sink)
-        except BaseException as error:  # nothing above catches this: an unreachable worker must not go on
+        except BaseException as error:  # nothing else catches this: an unreachable worker must end
             logger.exception("the request plane failed")
             sink.fail(error)
             self._say_last(error)
@@ -186,7 +187,7 @@ class RequestServer:
         self._beat(sink)
 
     def _say_last(self, error: BaseException) -> None:
-        """Tells gateways at once, so that they need not wait for a timeout."""
+        """Notifies gateways of the failure at once, so that they need not wait for a timeout."""
         try:
             status = replace(
                 self._status(), state=WorkerState.DEAD, failure=f"its request plane failed: {error}"
@@ -194,7 +195,7 @@ class RequestServer:
             for peer in self._sessions.peers:
                 frame = TO_GATEWAY.encode(self._sessions.heartbeat(peer, status))
                 self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
-        except Exception as last_error:  # what broke the plane may break this, too
+        except Exception as last_error:  # the cause of the failure may affect this, too
             logger.debug("could not report the failure of the request plane: %s", last_error)
 
     def _receive_all(self, sink: RequestSink) -> None:
@@ -233,7 +234,7 @@ class RequestServer:
                 sink.subscribe_kv_events(_client_id(peer))
 
     def _refuse(self, peer: bytes, version: int, sink: RequestSink) -> None:
-        """The gateway gets no session; it can surely read only our version."""
+        """Opens no session for a gateway of another version; sends it a heartbeat that tells our version."""
         self.num_foreign_hellos += 1
         if self.num_foreign_hellos.bit_count() == 1:  # 1, 2, 4, 8, ...: it keeps retrying
             logger.warning(
@@ -275,7 +276,7 @@ class RequestServer:
                     self._send(peer, frame, sink)
 
     def _frames(self, client_id: str, outputs: list[RequestOutput], sink: RequestSink) -> Iterator[bytes]:
-        """As few messages as possible. A single output that is too large ends its request."""
+        """Encodes outputs in as few messages as possible. An output that is too large ends its request."""
         try:
             yield TO_GATEWAY.encode(Outputs(tuple(outputs)))
         except WireError as error:

@@ -1,4 +1,4 @@
-"""The seam between an engine and its role: what it accepts, and when it is drained."""
+"""The interface between an engine and its role: what the role accepts, and when it is drained."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""StageTimes: when each request reached which stage, derived from plans, outputs and transfers alone."""
+"""StageTimer: when each request reached which stage, derived only from plans, outputs and transfers."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,8 @@ class StageTimer:
         self._clock = clock
         self._marks: dict[str, _Marks] = {}
         self._handed_over: dict[str, _HandedOver] = {}
-        """Kept as long as the connector holds their blocks: it names each once, in the end."""
+        """By request. The connector reports each of them once, when it frees their blocks; then the entry
+        ends."""
 
     def arrived(self, request_id: str, client_id: str) -> None:
         self._marks[request_id] = _Marks(client_id, self._clock.now())
@@ -74,8 +75,8 @@ class StageTimer:
                 )
 
     def produced(self, output: RequestOutput) -> StageTimes | None:
-        """Call once per output. Returns the stages so far with the first token, and all stages with the last output;
-        then the request is forgotten."""
+        """Call it once per output. Returns the stages so far for the first token, and all stages for the last
+        output; then the request is forgotten."""
         marks = self._marks.get(output.request_id)
         if marks is None:
             return None
@@ -105,7 +106,7 @@ def _since_arrival(record: TransferRecord, waited_s: float) -> TransferRecord:
 
 
 def _stages(marks: _Marks, now: float, reason: FinishReason | None) -> StageTimes:
-    """Queue, transfer and prefill add up to the time until the first token, or until the end if there was none."""
+    """The times of all stages. Queue, transfer and prefill add up to the first token, or the earlier end."""
     is_whole = marks.first_token is not None
     until = now if marks.first_token is None else marks.first_token
     decode_s = now - until if reason is not FinishReason.HANDED_OVER else 0.0

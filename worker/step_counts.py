@@ -1,11 +1,11 @@
-"""StepCounts: the number, sizes and times of an engine's steps; PromptTokens: which of their tokens are of prompts."""
+"""StepCounts: number, sizes and times of an engine's steps. PromptTokens: their number of prompt tokens."""
 
 from baton.step import SchedulerOutput
 from baton.system.histogram import Histogram
 
 STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""vLLM's bounds."""
+"""Upper bounds of the histogram's buckets, as in vLLM."""
 
 
 class StepCounts:
@@ -14,9 +14,9 @@ class StepCounts:
     def __init__(self) -> None:
         self.tokens = Histogram(STEP_TOKENS)
         self.prefill_s = Histogram(STEP_S)
-        """Steps that computed prompts, among other things."""
+        """Times of steps that computed prompts, perhaps with other tokens."""
         self.decode_s = Histogram(STEP_S)
-        """Steps that only decoded."""
+        """Times of steps that only decoded."""
         self.num_prompt_tokens = 0
         self.num_decode_tokens = 0
 
@@ -28,18 +28,18 @@ class StepCounts:
 
 
 class PromptTokens:
-    """Tells the parts of prompts from all else that is more than a token: drafts, and runs of forced tokens."""
+    """Distinguishes parts of prompts from other multi-token work: drafts, and runs of forced tokens."""
 
     def __init__(self) -> None:
         self._forced: dict[str, int] = {}
-        """By request: how many tokens of a forced run are not computed yet, with the sampled one before them."""
+        """By request: uncomputed tokens of a forced run, including the sampled token before them."""
 
     def count(self, plan: SchedulerOutput) -> int:
-        """The step's tokens of prompts. Every step must be counted, in order."""
+        """The number of prompt tokens in the step. Call it for every step, in order."""
         counts, drafts, forced = plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens, self._forced
         forced |= {name: 1 + len(token_ids) for name, token_ids in plan.forced_token_ids.items()}
         for name in plan.preempted_req_ids | plan.finished_req_ids if forced else ():
-            forced.pop(name, None)  # one that goes on computes its tokens anew, like a prompt
+            forced.pop(name, None)  # if resumed, it computes all again, like a prompt
         is_decoding = plan.total_num_scheduled_tokens - sum(map(len, drafts.values())) == len(counts)
         if is_decoding and not forced:
             return 0

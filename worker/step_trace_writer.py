@@ -1,8 +1,8 @@
-"""StepTraceWriter: writes a worker's steps to a file of its own, as they become known; never ends or delays the
-engine.
+"""StepTraceWriter: writes a worker's steps to a file as they become known; never ends or delays the engine.
 
-It is called twice for each step: when it is planned, and when its result is processed. With asynchronous scheduling,
-the next step is planned in between. So records are completed by step number, and lines stay in ascending order.
+It is called twice for each step: when the step is planned, and when its result is processed. With
+asynchronous scheduling, the next step is planned in between. So records are completed by step number, and
+lines stay in ascending order.
 """
 
 import contextlib
@@ -76,8 +76,10 @@ def open_step_trace(folder: str, header: TraceHeader, clock: Clock, max_bytes: i
 
 
 class StepTraceWriter:
-    """Every method belongs to the engine's thread, and none raises: a failed write is logged once, and the engine
-    goes on without a trace. Each step is in the file as soon as its result is known.
+    """Writes the trace file. Every method belongs to the engine's thread, and none raises.
+
+    A failed write is logged once, and the engine continues without a trace. Each step is in the file as soon
+    as its result is known.
     """
 
     def __init__(self, file: BinaryIO, path: Path, header: TraceHeader, clock: Clock, max_bytes: int) -> None:
@@ -182,7 +184,7 @@ class StepTraceWriter:
 
     def _end(self, end: TraceEnd) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # losing the end matters no more than losing steps
+            with contextlib.suppress(OSError):  # a trace without its end is acceptable
                 self._file.write(encode_end(end))
             self._stop()
 

@@ -47,14 +47,14 @@ class ApiKey(Section):
     @model_validator(mode="before")
     @classmethod
     def _check_form(cls, entry: Any) -> Any:
-        if not isinstance(entry, dict | ApiKey):  # it may be the key itself: not shown
+        if not isinstance(entry, dict | ApiKey):  # the entry may be the key itself: do not show it
             raise ValueError("must be a mapping with `name` and `sha256`, as `baton key NAME` prints it")
         return entry
 
     @field_validator("sha256")
     @classmethod
     def _check_hash(cls, digest: str) -> str:
-        if not _SHA256.fullmatch(digest):  # this may be the key itself, too
+        if not _SHA256.fullmatch(digest):  # this may be the key itself: do not show it
             raise ValueError(
                 "must be 64 hexadecimal digits in lower case: the hash that `baton key NAME` prints, not "
                 "the key itself"

@@ -125,7 +125,7 @@ class BatonConfig(Section):
         return is_enabled and self.num_ranks(role) > 1
 
     def for_worker(self, role: WorkerRole) -> Self:
-        """The same with what `engine` says of a worker started in this role, whose ranks know no role."""
+        """A copy in which `engine` has the values of a worker started in this role: ranks know no role."""
         is_enabled = self.has_expert_parallel(role)
         engine = self.engine.with_values("engine", enable_expert_parallel=is_enabled)
         return self.model_copy(update={"engine": engine})

@@ -13,8 +13,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     def with_values(self, source: str, **values: object) -> Self:
-        """A copy with other values, as strictly validated as the original; `source` names their origin in a
-        ConfigError.
+        """A copy with other values, as strictly validated as the original.
+
+        `source` names the origin of the values in a ConfigError.
         """
         try:
             return self.model_validate({**self.model_dump(exclude_unset=True), **values})

@@ -83,7 +83,7 @@ class SpeculationConfig(Section):
         return 0 if self.method == "off" else self.num_speculative_tokens
 
     def num_spare_blocks(self, block_size: int, max_num_seqs: int) -> int:
-        """Blocks of each pool for the drafts of all requests of a step, which the scheduler does not know."""
+        """Blocks of each pool for the drafts of all requests of a step; the scheduler does not use them."""
         return (
             0
             if self.method != "draft_model"

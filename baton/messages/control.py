@@ -1,7 +1,7 @@
 """The control API's messages: what operators and gateways ask a controller, and what a controller asks a worker.
 
 A request names the type of its answer, so a call has types over any carrier: `await control.call(DrainWorker("w1"))`.
-Messages cross as baton/messages/control_codec.py writes them.
+baton/messages/control_codec.py encodes the messages.
 """
 
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ from baton.fleet import CacheFlush, FleetDescription, FleetView, GatewayReport, 
 from baton.worker import StartProgress, WorkerRole, WorkerStatus
 
 FLEET_PLANE_VERSION = 8
-"""Counts up whenever one of these messages, or a frame of control_codec.py, changes."""
+"""Increases whenever one of these messages, or a frame of control_codec.py, changes."""
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -44,8 +44,8 @@ def answer_type(request: type[ControlRequest[R]]) -> type[R]:
 class ControlApi(Protocol):
     """A fleet's controller, in this process or behind a carrier.
 
-    A call raises FleetError if the answer is no, ClusterError if the controller is unreachable, and FleetEnded once the
-    fleet has ended for good.
+    A call raises FleetError if it is refused or fails, ClusterError if the controller is unreachable, and
+    FleetEnded once the fleet has ended for good.
     """
 
     async def call(self, request: ControlRequest[R]) -> R: ...
@@ -63,7 +63,7 @@ _MAX_REASON = 4096
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """A BatonError on its way to the caller."""
+    """A BatonError, as it is sent to the caller."""
 
     kind: str
     reason: str
@@ -73,7 +73,7 @@ class CallFailure:
         kinds = (name for name, kind in _ERRORS.items() if isinstance(error, kind))
         reason = (
             str(error)[:_MAX_REASON].encode("utf-8", "replace").decode()
-        )  # a path in it may hold any bytes
+        )  # a path in the message may contain any bytes
         return cls(next(kinds, ClusterError.__name__), reason)
 
     def to_error(self) -> BatonError:
@@ -97,7 +97,7 @@ class FleetConfiguration:
     model_path: str
     """The model's folder on the machine of the fleet's owner."""
     keys_digest: str
-    """Hash of its request and KV planes' keys: equal digests mean equal cluster secrets."""
+    """A digest of a key that is derived from the cluster secret: equal digests mean equal secrets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class RolloutBegun:
 
 @dataclass(frozen=True, slots=True)
 class RolloutProgress:
-    """The step that was asked for; None after the last one."""
+    """The requested step; None after the last one."""
 
     step: RolloutStep | None
 
@@ -124,30 +124,30 @@ class StartReport:
     placing: tuple[str, ...]
     """Workers that have found no room yet."""
     unready: tuple[tuple[str, str], ...]
-    """Workers that do not serve yet, each with what ended its last incarnation, if anything did."""
+    """Workers that do not serve yet, each with the reason why its last incarnation failed, if it did."""
     lacking: tuple[WorkerRole, ...]
-    """Roles that should have workers, and of which none serves."""
+    """Roles that should have workers, but have none that serves."""
     failure: CallFailure | None
     """An error that no further try would change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Whether an owner has asked."""
+    """Whether an owner has called."""
 
     is_owned: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The worker has nothing left. `is_clean`: no request was lost."""
+    """The worker has no requests, transfers or leases left. `is_clean`: no request was lost."""
 
     is_clean: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CachesFlushed:
-    """What became of each worker's prefix cache."""
+    """The result for each worker's prefix cache."""
 
     workers: tuple[CacheFlush, ...]
 
@@ -157,13 +157,13 @@ class CachesFlushed:
 
 @dataclass(frozen=True, slots=True)
 class WaitView(ControlRequest[FleetView]):
-    """The workers that serve, as soon as that differs from the version given; after `wait_s` in any case."""
+    """Asks for the workers that serve. Answered once they differ from `version`, or after `wait_s`."""
 
     controller_incarnation: str
     version: int
     wait_s: float
     is_owner: bool = False
-    """The caller ends the fleet when it ends itself, unlike a gateway that has joined."""
+    """Whether the fleet ends with the caller. It does not end with a gateway that has joined it."""
 
     def __post_init__(self) -> None:
         _check_time("wait_s", self.wait_s)
@@ -178,27 +178,27 @@ class ReportLoad(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class DescribeFleet(ControlRequest[FleetDescription]):
-    """All replicas and nodes of the fleet."""
+    """Asks for all replicas and nodes of the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetConfiguration(ControlRequest[FleetConfiguration]):
-    """The configuration that the fleet was started with."""
+    """Asks for the configuration that the fleet was started with."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainWorker(ControlRequest[Done]):
-    """Answered once the worker has given away what it had, and is gone for good."""
+    """Drains and removes a worker. Answered once the worker is removed."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class DrainNode(ControlRequest[Done]):
-    """Answered once the node has no workers, and will have none; FleetError if that takes longer."""
+    """Drains a node. Answered once the node has no workers and gets none; FleetError after `within_s`."""
 
     node: str
-    """Its address or name."""
+    """The node's address or name."""
     within_s: float
 
     def __post_init__(self) -> None:
@@ -207,7 +207,7 @@ class DrainNode(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class SetWorkerRole(ControlRequest[Done]):
-    """Answered once the worker serves in its new role; FleetError if it keeps its old one."""
+    """Changes a worker's role. Answered once it serves in it; FleetError if it keeps its old role."""
 
     worker: str
     role: WorkerRole
@@ -215,7 +215,7 @@ class SetWorkerRole(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class FlushCaches(ControlRequest[CachesFlushed]):
-    """Makes these workers, or all, forget their prefix caches. `force`: also while blocks are in use."""
+    """Flushes these workers' prefix caches (all if none is given). `force`: even while blocks are in use."""
 
     workers: tuple[str, ...]
     force: bool
@@ -223,7 +223,7 @@ class FlushCaches(ControlRequest[CachesFlushed]):
 
 @dataclass(frozen=True, slots=True)
 class ScaleRole(ControlRequest[Done]):
-    """Sets the number of workers of a role: starts new ones, or drains the least busy, which is waited for."""
+    """Sets a role's number of workers: begins to start new ones, or drains the least busy ones and waits."""
 
     role: WorkerRole
     count: int
@@ -231,14 +231,14 @@ class ScaleRole(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class BeginRollout(ControlRequest[RolloutBegun]):
-    """Restarts these workers, or all, one after the other. The rollout continues if its caller leaves."""
+    """Restarts these workers (all if none is given), one by one, even if the caller disconnects."""
 
     workers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WaitRolloutStep(ControlRequest[RolloutProgress]):
-    """The step of this number, once it is done. Raises the error that ended the rollout before."""
+    """Asks for the step of this number. Answered once the step is done; or raises the rollout's error."""
 
     rollout_id: str
     index: int
@@ -250,7 +250,7 @@ class WaitRolloutStep(ControlRequest[RolloutProgress]):
 
 @dataclass(frozen=True, slots=True)
 class WaitStart(ControlRequest[StartReport]):
-    """The progress of the first start, as soon as it differs from the version given; after `wait_s` in any case."""
+    """Asks for the first start's progress. Answered once it differs from `version`, or after `wait_s`."""
 
     version: int
     wait_s: float
@@ -261,7 +261,7 @@ class WaitStart(ControlRequest[StartReport]):
 
 @dataclass(frozen=True, slots=True)
 class WaitOwner(ControlRequest[Ownership]):
-    """Whether an owner asks for anything within the time."""
+    """Asks whether an owner calls within `within_s`."""
 
     within_s: float
 
@@ -271,7 +271,7 @@ class WaitOwner(ControlRequest[Ownership]):
 
 @dataclass(frozen=True, slots=True)
 class EndFleet(ControlRequest[Done]):
-    """Ends all workers, after a drain if they may."""
+    """Ends all workers, after a drain if `may_drain`."""
 
     may_drain: bool
 
@@ -290,7 +290,7 @@ async def follow_rollout(control: ControlApi, workers: tuple[str, ...] = ()) -> 
 
 @dataclass(frozen=True, slots=True)
 class WaitStatus(ControlRequest[WorkerStatus]):
-    """The worker's status after so many seconds, or as soon as it has ended."""
+    """Asks for the worker's status. Answered after `after_s`, or as soon as the worker has ended."""
 
     after_s: float
 
@@ -300,7 +300,7 @@ class WaitStatus(ControlRequest[WorkerStatus]):
 
 @dataclass(frozen=True, slots=True)
 class Drain(ControlRequest[Drained]):
-    """Gives away what the worker has, for good; running requests have `timeout_s` to end."""
+    """Drains the worker for good; running requests have `timeout_s` to end."""
 
     timeout_s: float
 
@@ -310,7 +310,7 @@ class Drain(ControlRequest[Drained]):
 
 @dataclass(frozen=True, slots=True)
 class SetRole(ControlRequest[Done]):
-    """Answered once the worker serves in this role; FleetError if it keeps its old one."""
+    """Changes the worker's role. Answered once it serves in this role; FleetError if it keeps its old one."""
 
     role: WorkerRole
     timeout_s: float
@@ -321,7 +321,7 @@ class SetRole(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class FlushCache(ControlRequest[Done]):
-    """Answered once the worker has forgotten its prefix cache; FleetError if it has not within `timeout_s`."""
+    """Flushes the worker's prefix cache. FleetError if that does not succeed within `timeout_s`."""
 
     force: bool
     timeout_s: float

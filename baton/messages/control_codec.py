@@ -1,5 +1,7 @@
-"""Control calls <-> bytes: frames with a version and a number, which carriers move, around the messages, which they
-need not know."""
+"""Control calls <-> bytes: frames with a version and a number around the messages.
+
+Carriers move the frames, and need not know the messages.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,14 +19,17 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class CallFrame:
-    """A request on its way. Version and number come first in every version of this frame and of FailureFrame, so that
-    two ends of different versions can still say so."""
+    """A request, as it is sent.
+
+    Version and number come first in every version of this frame and of FailureFrame. So two ends of different
+    versions can still report the difference.
+    """
 
     version: int = field(default=FLEET_PLANE_VERSION, kw_only=True)
     number: int
-    """Another one for each call of a connection; the reply bears it."""
+    """A new number for each call of a connection; the reply has the same number."""
     timeout_s: float
-    """After this time no caller waits for the reply."""
+    """After this many seconds, no caller waits for the reply."""
     payload: bytes
 
     def __post_init__(self) -> None:
@@ -56,7 +61,7 @@ class FailureFrame:
 Reply = AnswerFrame | FailureFrame
 
 _NAMES: dict[type, str] = {CallFrame: "Call", AnswerFrame: "Answer", FailureFrame: "Refusal"}
-"""On the wire, the same in every version."""
+"""Names on the wire, which are the same in every version."""
 
 CALL_FRAMES: Codec[CallFrame] = Codec(CallFrame, max_bytes=MAX_MESSAGE_BYTES, names=_NAMES)
 REPLY_FRAMES: Codec[Reply] = Codec(AnswerFrame, FailureFrame, max_bytes=MAX_MESSAGE_BYTES, names=_NAMES)
@@ -76,18 +81,18 @@ class ControlCodec:
         return CallFrame(number, timeout_s, self.requests.encode(request))
 
     def request_in(self, frame: CallFrame) -> ControlRequest[Any]:
-        """WireError if this end does not know the call, or its fields are wrong."""
+        """The request in a frame. WireError if this end does not know the call, or its fields are wrong."""
         return self.requests.decode(frame.payload)
 
     def answer(self, number: int, request: ControlRequest[R], value: R) -> bytes:
-        """The reply with this value; the reply says what is wrong if it is too large for one."""
+        """The reply with this value. If the value is too large to be sent, the reply is an error."""
         try:
             return REPLY_FRAMES.encode(AnswerFrame(number, self._answers[type(request)].encode(value)))
         except WireError as error:
             return failure(number, ClusterError(f"the answer cannot be sent: {error}"))
 
     def value_in(self, reply: Reply, request: ControlRequest[R]) -> R:
-        """The answer to the request; raises the error that came in its place."""
+        """The answer to the request; raises the error that arrived instead."""
         if isinstance(reply, FailureFrame):
             raise reply.failure.to_error()
         try:
@@ -97,7 +102,7 @@ class ControlCodec:
         return value
 
     def carry_out(self, frame: bytes, run: Callable[[ControlRequest[Any]], Any]) -> bytes:
-        """The reply to one frame, whatever is in it. Only errors that are no BatonErrors are raised."""
+        """The reply to one frame, even to an invalid frame. Raises only errors that are no BatonErrors."""
         number = 0
         try:
             call = read_call(frame)
@@ -109,12 +114,12 @@ class ControlCodec:
 
 
 def write_call(frame: CallFrame) -> bytes:
-    """WireError if it is larger than the other end would accept."""
+    """Encodes a call. WireError if the result is larger than the other end would accept."""
     return CALL_FRAMES.encode(frame)
 
 
 def read_call(frame: bytes) -> CallFrame:
-    """WireError if it is none."""
+    """Decodes a call. WireError if the frame is no call."""
     return CALL_FRAMES.decode(frame)
 
 

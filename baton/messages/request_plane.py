@@ -25,8 +25,8 @@ class Hello:
 
     version: int = field(default=REQUEST_PLANE_VERSION, kw_only=True)
     incarnation: str
-    """The worker's incarnation that the gateway means; another incarnation answers with its own status and nothing
-    else."""
+    """The worker's incarnation that this message is for. Another incarnation answers with its own status and
+    nothing else."""
     connection: int
     """The gateway's own number for its connection to this incarnation; a connection never continues a former one's
     session."""
@@ -79,7 +79,7 @@ class Heartbeat:
     version: int = field(default=REQUEST_PLANE_VERSION, kw_only=True)
     status: WorkerStatus
     connection: int | None
-    """The connection whose session it is; None if there is no session."""
+    """The connection that the session belongs to; None if there is no session."""
     session: int | None
     """Changes whenever the worker has ended everything it did for this gateway; None: there is no session."""
     num_outputs: int
@@ -91,14 +91,16 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class KVEvents:
-    """Worker -> gateway: changes of its prefix cache. Hashes are concatenated, SHORT_HASH_BYTES of each. Apply
-    `removed` before `stored`; either may repeat what is known already.
+    """Worker -> gateway: changes of the worker's prefix cache.
+
+    Hashes are concatenated, SHORT_HASH_BYTES of each. Apply `removed` before `stored`; both may repeat known
+    changes.
     """
 
     number: int
     """Counts from 0 at each full listing; a reader that misses a number subscribes again."""
     is_anew: bool
-    """A full listing begins: forget everything known so far. Its remainder comes in the messages that follow."""
+    """A full listing begins: forget everything known so far. The rest of it is in later messages."""
     removed: bytes
     """Hashes that can no longer be hit."""
     stored: bytes

@@ -1,17 +1,17 @@
 """Sessions on the request plane: both ends notice lost messages; knows no socket.
 
-A connection may break and come back by itself, and messages on their way are lost. So each end counts what it sends
-and the other compares. The gateway's Hello carries the number of its commands, the worker's Heartbeat that of its
-outputs. A worker that lost a gateway, or a command from it, ends all its work for that gateway and opens a new
-session. A gateway that sees a new session, or misses outputs, gives up everything it had at that worker. A gateway
-that connects anew, to a worker that it had given up, counts its connections: it gets a session of its own, and takes
-none that is a former connection's.
+A connection may break and reconnect by itself, and the messages in transit are lost. So each end counts what
+it sends, and the other end compares. The gateway's Hello carries the number of its commands, the worker's
+Heartbeat that of its outputs. A worker that lost a gateway, or a command from it, ends all its work for that
+gateway and opens a new session. A gateway that sees a new session, or misses outputs, gives up everything it
+had at that worker. A gateway may connect again to a worker that it had given up. It numbers its connections,
+so the worker opens a new session for the new connection, and continues none of a former connection.
 
     gateway                                        worker
       Hello(session None) ------------------------>  opens session 1
       <------------------------- Heartbeat(session 1)
       SubmitRequest(session 1) -------------------->  served
-      Hello(session 1, 1 command) ----------------->  one command came: all is well
+      Hello(session 1, 1 command) ----------------->  one command arrived: all is well
              x <----------------- Outputs             the gateway is out of reach: its requests end
       Hello(session 1, 1 command) ----------------->  opens session 2
       <------------------------- Heartbeat(session 2)
@@ -70,9 +70,9 @@ class GatewaySession:
         self._num_outputs += 1
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> str | None:
-        """If this heartbeat shows that all requests sent so far are lost: the reason."""
+        """The reason, if this heartbeat shows that all requests sent so far are lost; else None."""
         if heartbeat.connection not in (self._connection, None):
-            return None  # sent before our Hello came
+            return None  # sent before our Hello arrived
         num_missing = heartbeat.num_outputs - self._num_outputs
         self._num_outputs = heartbeat.num_outputs
         if heartbeat.session == self._number:
@@ -90,11 +90,11 @@ class _Session:
     num_commands: int = 0
     num_outputs: int = 0
     next_kv_number: int | None = None
-    """Number of its next KVEvents; None before the first listing."""
+    """The number of the session's next KVEvents; None before the first listing."""
 
 
 class WorkerSessions:
-    """A worker's end of its sessions, by the gateway's identity. Times are the caller's, in seconds."""
+    """A worker's end of its sessions, by the gateway's identity. The caller passes all times, in seconds."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
@@ -102,7 +102,7 @@ class WorkerSessions:
         self._num_opened = 0
 
     def on_hello(self, peer: bytes, hello: Hello, now: float) -> str | None:
-        """Opens or continues a session. If the old one had to end, returns why; the caller then opens the next one."""
+        """Opens or continues a session. If one had to end, returns why; the caller then ends its requests."""
         if hello.incarnation != self._incarnation:
             return None  # addressed to another incarnation
         reason, session = None, self._sessions.get(peer)
@@ -167,7 +167,7 @@ def _heartbeat(session: _Session, status: WorkerStatus) -> Heartbeat:
 
 
 def _gap(session: _Session, hello: Hello) -> str | None:
-    """Why a session ends at this Hello. A Hello without a session has sent no commands in it."""
+    """Why a session ends at this Hello; None if the session continues."""
     if hello.connection != session.connection:
         return "the gateway has connected anew"
     if hello.session in (session.number, None) and hello.num_commands != session.num_commands:

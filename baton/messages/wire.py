@@ -1,11 +1,11 @@
 """Typed values <-> msgpack bytes, strictly: anything that is not a valid message raises WireError, nothing else.
 
-A `Codec` knows a closed set of dataclasses. On the wire a message is the array `[kind, field, ...]` and a nested
-dataclass the array of its fields, so a field's position is its identity, which the version of its plane guards
-(docs/recipes.md, "Versions"). A field that may hold one of several dataclasses is encoded like a message. A field of
-type `Any` does not travel: it must be None. Types are checked on decoding, at every depth, because a peer's bytes
-are never trusted; sizes are bounded before anything is allocated. There is no pickle and no way to name a class that
-is not registered.
+A `Codec` knows a closed set of dataclasses. On the wire, a message is the array `[kind, field, ...]`. A
+nested dataclass is the array of its fields. So the position identifies a field: if positions change, the
+version of the plane must change (docs/recipes.md, "Versions"). A field that may hold one of several
+dataclasses is encoded like a message. A field of type `Any` is not sent: it must be None. Types are checked
+on decoding, at every depth, because a peer's bytes are never trusted; sizes are bounded before anything is
+allocated. There is no pickle and no way to name a class that is not registered.
 """
 
 import types

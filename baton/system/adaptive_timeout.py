@@ -9,10 +9,11 @@ _WINDOW_S = 30.0
 
 
 class AdaptiveTimeout:
-    """For peers that send something all the time. All times are the caller's, in seconds, without its own standstills.
+    """For peers that send messages all the time.
 
-    On a busy machine, most pauses of a healthy peer are short and few are very long. So the limit follows the longest
-    pause, where phi-accrual detectors take a mean and a deviation.
+    The caller passes all times, in seconds, without its own standstills. On a busy machine, most pauses of a
+    healthy peer are short and few are very long. So the limit depends on the longest pause, not on a mean and
+    a deviation as in phi-accrual detectors.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -30,7 +31,7 @@ class AdaptiveTimeout:
     def on_message(self, pause_s: float, now: float) -> None:
         """The peer has sent something, after a pause of `pause_s`.
 
-        One above the timeout says nothing about the next: the peer was stopped or unreachable.
+        A pause above the timeout says nothing about later pauses: the peer was stopped or unreachable.
         """
         if self._heard_since is None:
             self._heard_since = self._window_began_at = now
@@ -40,7 +41,7 @@ class AdaptiveTimeout:
             self._longest_s = max(self._longest_s, pause_s)
 
     def limit_s(self, now: float) -> float:
-        """How long the peer may be silent. A peer known for no longer than the timeout has all of it."""
+        """How long the peer may be silent. For a new peer, that is the whole timeout."""
         if self._heard_since is None or now - self._heard_since <= self._timeout_s:
             return self._timeout_s
         learned_s = _TIMES_THE_LONGEST * max(self._longest_s, self._former_longest_s)

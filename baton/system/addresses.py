@@ -16,14 +16,13 @@ _ELSEWHERE = {socket.AF_INET: "198.51.100.1", socket.AF_INET6: "2001:db8::1"}
 def listen(
     listener: "zmq.Socket[Any]", bind_host: str, advertise_host: str | None, port: int = 0, key: str = ""
 ) -> str:
-    """Binds to a port of `bind_host` (an address, an interface or a local name) and returns the address to connect
-    to.
+    """Binds to a port of `bind_host` (an address, an interface or a local name); returns the peers' address.
 
-    Port 0 picks a free one. For any other port, `key` is its configuration key, named by the ConfigError if it is
-    taken.
+    Port 0 picks a free port. For any other port, `key` is its configuration key. If the port is taken, the
+    ConfigError names the key.
 
-    The result is `advertise_host` or, without it, where the socket really listens; for a wildcard, this machine's own
-    address. ConfigError if there is no such address.
+    The result has `advertise_host` or, without it, the address where the socket really listens; for a
+    wildcard, this machine's own address. Raises ConfigError if the machine has no such address.
     """
     if ":" in bind_host:
         listener.setsockopt(zmq.IPV6, 1)
@@ -45,9 +44,9 @@ def listen(
 
 
 def listen_tcp(bind_host: str, advertise_host: str | None, port: int, key: str) -> tuple[socket.socket, str]:
-    """The same for a plain TCP socket; returns it and the `HOST:PORT` to connect to. Port 0 picks a free one.
+    """Like `listen`, for a plain TCP socket; returns the socket and the `HOST:PORT` to connect to.
 
-    If the port is taken, the ConfigError names `key`.
+    Port 0 picks a free port. If the port is taken, the ConfigError names `key`.
     """
     with zmq.Context() as context, context.socket(zmq.REP) as probe:  # resolves names of interfaces
         advertised = listen(probe, bind_host, advertise_host).removeprefix("tcp://").rpartition(":")[0]
@@ -63,7 +62,7 @@ def listen_tcp(bind_host: str, advertise_host: str | None, port: int, key: str) 
 
 
 def connect(dialler: "zmq.Socket[Any]", address: str) -> None:
-    """Connects to an address that `listen` returned, of either family."""
+    """Connects to an address that `listen` returned, IPv4 or IPv6."""
     if "[" in address:
         dialler.setsockopt(zmq.IPV6, 1)
     dialler.connect(address)
@@ -84,7 +83,7 @@ def _host_of(listener: "zmq.Socket[Any]", bind_host: str) -> str:
 
 
 def _bound_host(listener: "zmq.Socket[Any]") -> str:
-    """As an address, which may be a wildcard."""
+    """The host that the socket is bound to, as an address, which may be a wildcard."""
     endpoint = listener.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return endpoint.rstrip(b"\0").decode().removeprefix("tcp://").rpartition(":")[0].strip("[]")

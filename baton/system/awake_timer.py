@@ -26,7 +26,7 @@ class AwakeTimer:
         return max(0.0, self._ends_at - self._standstill.running(self._loop.time()))
 
     def cancel(self) -> None:
-        """May be repeated."""
+        """Prevents the call. May be repeated."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -44,8 +44,10 @@ class AwakeTimer:
 
 @asynccontextmanager
 async def awake_timeout(seconds: float) -> AsyncIterator[AwakeTimer]:
-    """Like asyncio.timeout: raises TimeoutError if the block takes longer. After a standstill of the loop, input that
-    arrived meanwhile still has some time to be read."""
+    """Like asyncio.timeout, without the loop's standstills: raises TimeoutError if the block takes longer.
+
+    After a standstill of the loop, there is still some time to read the input that arrived meanwhile.
+    """
     async with asyncio.timeout(None) as scope:
         timer = AwakeTimer(seconds, lambda: scope.reschedule(asyncio.get_running_loop().time()))
         try:

@@ -10,12 +10,12 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """One physical core. Its logical CPUs share the units that compute, so a second thread there gains little."""
+    """One physical core. Its logical CPUs share computing units, so a second thread gains little."""
 
     cpus: tuple[int, ...]
     """The logical CPUs of this core that this process may use."""
     node: int
-    """Its NUMA node: cores of one node share a memory controller."""
+    """The core's NUMA node: cores of one node share a memory controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Machine:
     """What this process may use of its machine."""
 
     cores: tuple[Core, ...]
-    """Those of its affinity, node by node."""
+    """The cores in the affinity of this process, node by node."""
     num_cores: int
-    """How many of them it may keep busy: fewer than there are where a cgroup has a smaller quota."""
+    """How many of the cores it may keep busy: fewer than all of them if a cgroup has a smaller quota."""
     may_pin: bool = True
-    """Under a quota no core is this process's own: others with a quota would be pinned to the same ones."""
+    """False under a quota: other processes with a quota might be pinned to the same cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,21 @@ class CpuShare:
     """A worker's part of its machine."""
 
     num_threads: int
-    """Threads that compute, of each rank."""
+    """How many threads of each rank compute."""
     cpus: tuple[int, ...] = ()
     """The logical CPUs that all threads of the worker keep to; empty: it is not pinned."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the worker's process, before it loads OpenMP. Threads that share a core must not wait busily: they would
-        keep the core from the thread that they wait for.
+        """Variables for the worker's process, needed before it loads OpenMP.
+
+        Threads that share a core must not wait busily: the thread that they wait for may need the core.
         """
         return {} if self.cpus else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def find_machine(root: Path = _ROOT) -> Machine:
-    """Reads the affinity, the topology and the quota. Where the topology is unknown, each CPU is a core of its own."""
+    """Reads affinity, topology and quota. If the topology is unknown, each CPU counts as a core."""
     allowed = os.sched_getaffinity(0)
     system = root / "sys/devices/system"
     nodes = {
@@ -69,9 +70,10 @@ def find_machine(root: Path = _ROOT) -> Machine:
 
 
 def choose_cpus(cores: Collection[Core], num_cores: int) -> tuple[int, ...]:
-    """The logical CPUs of so many of these cores, all of one NUMA node if one has enough; empty if there are too few.
+    """The logical CPUs of `num_cores` of these cores, of one NUMA node if possible; empty if too few exist.
 
-    Of several such nodes, the one with the most cores in the list: workers spread over the memory controllers.
+    If several nodes have enough cores, takes the node with the most of these cores: so workers spread over
+    the memory controllers.
     """
     nodes = [[core for core in cores if core.node == node] for node in sorted({core.node for core in cores})]
     fitting = [node for node in nodes if len(node) >= num_cores]
@@ -82,7 +84,7 @@ def choose_cpus(cores: Collection[Core], num_cores: int) -> tuple[int, ...]:
 
 
 def pin(cpus: Collection[int]) -> None:
-    """Keeps all present threads of this process to these CPUs, and so those that they start; nothing if empty."""
+    """Pins this process's threads, and the threads that they start, to these CPUs; does nothing if empty."""
     if not cpus:
         return
     for thread in os.listdir("/proc/self/task"):
@@ -93,7 +95,7 @@ def pin(cpus: Collection[int]) -> None:
 
 
 def cpus_text(cpus: Collection[int]) -> str:
-    """As Linux writes it, e.g. `0-3,8`."""
+    """The CPUs as Linux writes them, e.g. `0-3,8`."""
     spans: list[list[int]] = []
     for cpu in sorted(cpus):
         if spans and cpu == spans[-1][1] + 1:
@@ -118,7 +120,7 @@ def _cpus_in(path: Path) -> tuple[int, ...]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The CPUs' worth of time that each cgroup around this process grants, where one does."""
+    """The quota of each cgroup around this process, in CPUs; cgroups without a quota are left out."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -135,7 +137,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _quota_of(folder: Path) -> Iterator[float]:
-    """Version 2 has one file, version 1 two. Nothing where they are missing, or say something unknown."""
+    """The quota of one cgroup, if it has a known one. Version 2 has one file for it, version 1 has two."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

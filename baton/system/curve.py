@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 MIN_SECRET_CHARACTERS = 16
 
 MESSAGE_OVERHEAD_BYTES = 33
-"""How much a frame grows (RFC 26, MESSAGE): command name, nonce, authenticator and flags. MAXMSGSIZE counts them."""
+"""By how many bytes a frame grows (RFC 26, MESSAGE): command name, nonce, authenticator, flags. MAXMSGSIZE
+counts these bytes."""
 
 FAILED_HANDSHAKES: int = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -51,20 +52,21 @@ class PlaneKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """What a process needs to talk on either plane; the secret cannot be computed from it. None: unencrypted."""
+    """The keys of both planes; the secret cannot be computed from these. None: the plane is unencrypted."""
 
     request: PlaneKeys | None
     kv: PlaneKeys | None
     prefix: bytes = field(repr=False)
-    """Keys the hashes of KV blocks: all workers and gateways of a cluster hash a prefix alike, and outsiders cannot
-    tell what a hash stands for."""
+    """The key for hashes of KV blocks. All workers and gateways of a cluster compute equal hashes for a
+    prefix, and outsiders cannot tell what a hash stands for."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClusterSecret:
     """Text shared by every process of a cluster and known to no other; no representation contains it.
 
-    ConfigError if it is too short. Security rests on it alone, so it should be random: `openssl rand -hex 32`.
+    Raises ConfigError if the text is too short. Security depends on the text alone, so it should be random:
+    `openssl rand -hex 32`.
     """
 
     text: str
@@ -78,7 +80,7 @@ class ClusterSecret:
 
 
 def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
-    """The same secret gives the same keys in every process; no secret, no keys."""
+    """Equal secrets give equal keys in every process. Without a secret, the planes have no keys."""
     if secret is None:
         return ClusterKeys(request=None, kv=None, prefix=_PREFIX_KEY_WITHOUT_SECRET)
     _check_curve()
@@ -90,9 +92,7 @@ def derive_keys(secret: ClusterSecret | None) -> ClusterKeys:
 
 
 def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
-    """The keys of the plane between a fleet's control server and its gateways, derived as in `derive_keys`; workers
-    never get them.
-    """
+    """The keys of the plane between a fleet's control server and its gateways; workers never get them."""
     if secret is None:
         return None
     _check_curve()
@@ -100,9 +100,7 @@ def derive_fleet_keys(secret: ClusterSecret | None) -> PlaneKeys | None:
 
 
 def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
-    """Lets a socket connect to servers of this plane and to no others. Call before `connect`, and after setting
-    MAXMSGSIZE.
-    """
+    """Lets a socket connect to this plane's servers only. Call before `connect`, after setting MAXMSGSIZE."""
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
@@ -111,8 +109,7 @@ def secure_client(socket: "zmq.Socket[Any]", keys: PlaneKeys | None) -> None:
 
 
 class PeerAuthenticator:
-    """Admits this plane's clients to a server socket, and counts refused ones; without keys, every client is
-    admitted.
+    """Admits only this plane's clients to a server socket, and counts refused ones; without keys, admits all.
 
     Create it before `bind`, after setting MAXMSGSIZE, and at most once per zmq.Context. It belongs to the thread that
     polls the socket: handshakes wait until that thread calls `attend`, and need no thread of their own.
@@ -145,7 +142,7 @@ class PeerAuthenticator:
             poller.register(socket, zmq.POLLIN)
 
     def attend(self, ready: Container[object]) -> None:
-        """Answers pending handshakes, if `ready` (what the poller found) has any."""
+        """Answers pending handshakes. `ready`: the sockets that the poller returned."""
         if self._zap is not None and self._zap in ready:
             self._answer_all(self._zap)
         if self._monitor in ready:
@@ -204,7 +201,7 @@ def _plane_keys(secret: ClusterSecret, plane: str) -> PlaneKeys:
 
 
 def _secret_key(secret: ClusterSecret, purpose: str) -> bytes:
-    """As Z85 text; any 32 bytes are a Curve25519 secret key (RFC 7748, section 5)."""
+    """A secret key as Z85 text. Any 32 bytes are a Curve25519 secret key (RFC 7748, section 5)."""
     return z85.encode(_derive(secret, purpose))
 
 

@@ -1,4 +1,4 @@
-"""Our plain counts as Prometheus metric families, and a registry of them as text; does not know what is counted."""
+"""Baton's counts as Prometheus metric families, and a registry of these as text; knows no metric."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -27,7 +27,7 @@ class CollectedOnDemand(Collector):
 
 
 def counter(name: str, meaning: str, labels: Sequence[str], values: Values) -> CounterMetricFamily:
-    """`name` without prefix and without `_total`."""
+    """A counter; `name` has no prefix and no `_total`."""
     family = CounterMetricFamily(PREFIX + name, meaning, labels=labels)
     for label_values, value in values.items():
         family.add_metric(label_values, value)
@@ -35,7 +35,7 @@ def counter(name: str, meaning: str, labels: Sequence[str], values: Values) -> C
 
 
 def gauge(name: str, meaning: str, labels: Sequence[str], values: Values) -> GaugeMetricFamily:
-    """`name` without prefix."""
+    """A gauge; `name` has no prefix."""
     family = GaugeMetricFamily(PREFIX + name, meaning, labels=labels)
     for label_values, value in values.items():
         family.add_metric(label_values, value)
@@ -45,7 +45,7 @@ def gauge(name: str, meaning: str, labels: Sequence[str], values: Values) -> Gau
 def histogram(
     name: str, meaning: str, labels: Sequence[str], values: Mapping[tuple[str, ...], HistogramCounts]
 ) -> HistogramMetricFamily:
-    """`name` without prefix."""
+    """A histogram; `name` has no prefix."""
     family = HistogramMetricFamily(PREFIX + name, meaning, labels=labels)
     for label_values, counts in values.items():
         buckets = [(floatToGoString(bound), count) for bound, count in counts.cumulative()]

@@ -14,9 +14,10 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 @contextmanager
 def exclusive(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Holds the lock file at `path`, which is made if necessary; calls `on_wait` first if another process holds it.
+    """Locks the file at `path`, which is created if necessary; calls `on_wait` if it must wait for the lock.
 
-    Yields False if the file system has no locks: then nothing is held. NFS locks for all its hosts.
+    Yields False if the file system has no locks: then the body runs without a lock. On NFS, a lock is valid
+    for all hosts.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:

@@ -7,9 +7,9 @@ import gc
 def settle() -> None:
     """Call once, after everything that lives as long as the process is loaded, and before it serves.
 
-    A full collection visits every object. PyTorch and its dependencies create four hundred thousand: a quarter of a
-    second each time, several times a second under load, and the process does nothing else meanwhile. After this call
-    only later objects are visited.
+    A full collection visits every object. PyTorch and its dependencies create 400,000 objects, so a
+    collection stops the process for a quarter of a second. Under load, that happens several times a second.
+    After this call, collections visit only later objects.
     """
     gc.collect()
     gc.freeze()

@@ -15,7 +15,7 @@ class HistogramCounts:
     """Sum of all values."""
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """For each bound, and for infinity, how many values were at most that."""
+        """For each bound, and for infinity, how many values were at most that bound."""
         reached, so_far = [], 0
         for bound, count in zip((*self.bounds, float("inf")), self.num_in, strict=True):
             so_far += count

@@ -1,4 +1,4 @@
-"""Loads a value that takes seconds on an interruptible thread, beside other work; does not know what it loads."""
+"""Loads a value on an interruptible thread, for seconds, beside other work; does not know what it loads."""
 
 import ctypes
 import threading
@@ -18,7 +18,8 @@ class _CutOff(BaseException):
 class Loading(Generic[T]):
     """Calls `make` on a thread of its own. `result` receives its value or exception.
 
-    Where a KeyboardInterrupt may come between any two steps, register the exit first, and then call `begin`.
+    If a KeyboardInterrupt may be raised between any two steps, register the exit first, and then call
+    `begin`.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -43,7 +44,7 @@ class Loading(Generic[T]):
         self._is_cut_off = True  # for a thread that was started but has not reached its first line
         while self._thread.is_alive():
             # Repeated, since code that is being imported may catch everything. See PyThreadState_SetAsyncExc in
-            # https://docs.python.org/3/c-api/init.html: the thread raises it when it next runs bytecode.
+            # https://docs.python.org/3/c-api/init.html: the thread raises _CutOff when it next runs bytecode.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_CutOff)
             )

@@ -1,9 +1,8 @@
-"""How a process writes its log: lines for people, or one JSON object per line for programs; does not know its
-readers.
+"""How a process writes its log: lines for people, or one JSON object per line for programs.
 
-Fields that a program may search for are passed as `extra` and become keys of the object. These are `request_id` for a
-client's request, `engine_request_id` for one attempt at it (which begins with the former), and the others in
-docs/observability.md.
+Fields that a program may search for are passed as `extra` and become keys of the object. These are
+`request_id` for a client's request, `engine_request_id` for one attempt at it (which begins with the
+`request_id`), and the others in docs/observability.md.
 """
 
 import json
@@ -30,12 +29,15 @@ PACKAGES = (
     "scheduler",
     "worker",
 )
-"""Baton's own loggers. At DEBUG, other libraries may log what they carry: text that users wrote."""
+"""Baton's own loggers. Other libraries never log at DEBUG: they might log text that users wrote."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (UTC, ISO 8601), level, logger, message, the names of the process, the record's extra
-    fields, and `exception` if there is one. Values that JSON cannot represent are written as text."""
+    """Writes one JSON object per line.
+
+    Its keys are time (UTC, ISO 8601), level, logger, message, the names of the process, the record's extra
+    fields, and `exception` if there is one. Values that JSON cannot represent are written as text.
+    """
 
     def __init__(self, process: dict[str, str]) -> None:
         super().__init__()
@@ -57,10 +59,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def write_logs(config: LoggingConfig, stream: TextIO | None = None, **process: str) -> None:
-    """Sets up logging for the whole process, to `stream` (None: stderr), on a thread of its own; replaces any earlier
-    set-up. A warning or error that is repeated without end, by whichever library, is written a few times a minute.
+    """Sets up logging for the whole process, on a thread of its own; replaces any earlier set-up.
 
-    `process` names it on every line: `component` is what it is, `fleet` and `worker` which one, `rank` which part.
+    Lines go to `stream` (None: stderr). If any library repeats a warning or error without end, only a few of
+    the lines are written each minute. `process` names the process on every line: its kind (`component`), its
+    `fleet` and `worker`, and its `rank`.
     """
     writer = LogWriter(stream or sys.stderr, limit=RepeatLimit())
     writer.setFormatter(JsonFormatter(process) if config.format == "json" else _for_people(process))

@@ -1,4 +1,4 @@
-"""Raises this process' soft limit of open files, so that connections of strangers do not take the last one."""
+"""Raises this process' soft limit of open files, so that connections of strangers do not use up all files."""
 
 import logging
 import resource
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def raise_open_files(needed: int) -> None:
-    """Raises it to the hard one, but at most to MAX_FILES, or at least to `needed`; never lowers it."""
+    """Raises the soft limit to the hard limit (at most MAX_FILES), or else to `needed`; never lowers it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     for wanted in (most, needed):

@@ -1,4 +1,4 @@
-"""paced: progress as lines of a log: the first report of each activity, then one every few seconds."""
+"""paced: writes progress to a log: the first report of each activity, then one report every few seconds."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ EVERY_S = 5.0
 def paced(
     write: Callable[[str], None], now: Callable[[], float] = time.monotonic
 ) -> Callable[[str, float], None]:
-    """Takes reports such as `downloading x: 3 of 9 MB`; an activity is the text before the colon."""
+    """A function for reports such as `downloading x: 3 of 9 MB`; text before the colon names the activity."""
     said: dict[str, tuple[str, float]] = {}
 
     def report(text: str, _fraction: float) -> None:

@@ -1,7 +1,7 @@
-"""Progress: whether a thread gets on with its work; pure, but for the clock that a thread reads.
+"""Progress: whether a thread makes progress with its work; pure, except for the clock that the thread reads.
 
-A heartbeat comes from a thread of its own, so it says nothing of the thread that computes. That one counts its pieces
-of work here, and an observer on another thread sees a piece that does not end.
+Heartbeats are sent by another thread, so they say nothing about the thread that computes. The computing
+thread records its pieces of work here, and an observer on another thread notices a piece that does not end.
 """
 
 from dataclasses import dataclass
@@ -35,9 +35,11 @@ class Progress:
     """One thread's work. `begin` and `end` belong to that thread; any other may read."""
 
     def __init__(self, what: str, clock: Clock, limit_s: float, least_s: float | None = None) -> None:
-        """A piece may take `limit_s` seconds. With `least_s` the limit is learned: 20 times the longest recent piece,
-        and for a piece that is n times as large as the largest recent one 20 n times; but no less than `least_s` and
-        no more than `limit_s`. Before the first piece with a size, it is `limit_s`.
+        """A piece may take `limit_s` seconds. With `least_s`, the limit is learned.
+
+        A learned limit is 20 times the longest recent piece. For a piece that is n times as large as the
+        largest recent one, the limit is n times as long. It is at least `least_s` and at most `limit_s`.
+        Before the first piece with a size, it is `limit_s`.
         """
         self.what = what
         self._clock = clock
@@ -48,13 +50,15 @@ class Progress:
         self._num_recent = 0
 
     def begin(self, size: int = 0) -> None:
-        """A piece of work begins, and ends the one before it. `size` is in any unit, tokens for a step; nothing is
-        learned from pieces without a size."""
+        """Begins a piece of work, and ends the piece before it.
+
+        `size` is in any unit (tokens for a step). Nothing is learned from pieces without a size.
+        """
         self.end()
         self._piece = Piece(self._clock.now(), size)
 
     def end(self) -> None:
-        """The piece has ended, and no other has begun. May be repeated."""
+        """Ends the piece; no other piece begins. May be repeated."""
         piece, self._piece = self._piece, None
         if piece is None or piece.size == 0 or self._least_s is None:
             return
@@ -82,10 +86,10 @@ class Progress:
 
 
 class ProgressObserver:
-    """Measures how long pieces of work take, in time in which the process itself ran. Looks belong to one thread."""
+    """Measures how long pieces of work take, without standstills of the process. One thread calls `look`."""
 
     def __init__(self, observed: tuple[Progress, ...], pace_s: float) -> None:
-        """`pace_s`: the longest time between two looks; of a longer one only this counts."""
+        """`pace_s`: the longest time between two looks. Of a longer time, only `pace_s` counts."""
         self._standstill = Standstill(pace_s)
         self._seen: dict[Progress, tuple[Piece, float]] = {}
         self._observed = observed

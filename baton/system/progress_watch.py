@@ -1,6 +1,7 @@
-"""ProgressWatch: the thread that notices a worker's thread which stands still, reports it and ends the process.
+"""ProgressWatch: a thread that notices if a worker's thread stands still, reports that and ends the process.
 
-Each process of a worker has one: rank 0 for all of its threads, another rank for the one that moves its KV blocks.
+Each process of a worker has one: rank 0 for all of its threads, another rank for the thread that moves KV
+blocks.
 """
 
 import faulthandler
@@ -16,12 +17,12 @@ from baton.system.progress import Progress, ProgressObserver
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 70
-"""The process's exit code; a worker that ends as it was told has 0 or 1."""
+"""The exit code of a hung process; a worker that ends as requested has 0 or 1."""
 
 _LOOK_EVERY_S = 0.5
 _PACE_S = 2.0
 LAST_WORDS_S = 0.5
-"""For heartbeats that say `hung` to leave."""
+"""Time to send heartbeats that say `hung`."""
 
 
 def end_process() -> None:
@@ -30,7 +31,7 @@ def end_process() -> None:
 
 
 class ProgressWatch:
-    """Looks at all threads that do a worker's work. `hang` says what stands still, from then on."""
+    """Looks at all threads that do a worker's work. When one stands still, `hang` says which."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class ProgressWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """May be repeated."""
+        """Ends the watch. May be repeated."""
         self._is_stopping.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -7,8 +7,8 @@ from logging import WARNING, LogRecord
 
 WINDOW_S = 60.0
 MAX_PER_WINDOW = 30
-"""Per kind: a logger, a level, and the first line of the message before its values are filled in, with all numbers
-equal."""
+"""Most lines of one kind. A kind is a logger, a level, and the first line of the message before its values
+are filled in; all numbers count as equal."""
 
 MAX_KINDS = 1000
 """Kinds watched at once; beyond this, the oldest window ends early."""
@@ -28,9 +28,8 @@ class _Window:
 
 class RepeatLimit:
     """Writes MAX_PER_WINDOW of each kind of warning or error in WINDOW_S, then a summary of the rest.
-    Lower levels are always written.
 
-    Not safe across threads. `now` never decreases.
+    Lower levels are always written. Not safe across threads. `now` never decreases.
     """
 
     def __init__(self) -> None:

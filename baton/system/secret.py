@@ -51,7 +51,7 @@ def load_secret(
 
 
 def _create(path: Path) -> None:
-    """Creates the file atomically and only once: of two concurrent processes, both use the same file."""
+    """Creates the file atomically and only once: two concurrent processes use the same file."""
     for folder in [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()][::-1]:
         folder.mkdir(mode=0o700, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -28,8 +28,8 @@ class StopSignals:
 
     def run(self, work: Coroutine[object, object, None]) -> None:
         """`asyncio.run` in which SIGINT and SIGTERM set `stop`, then `hurry`, instead of raising."""
-        # A KeyboardInterrupt while the loop is being created would leave half a loop, with its error messages,
-        # behind.
+        # A KeyboardInterrupt while the loop is being created would leave an incomplete loop, which prints
+        # error messages.
         signal.signal(signal.SIGINT, lambda *_: self._on_signal())
         asyncio.run(self._with_handlers(work))
 

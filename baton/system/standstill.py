@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 _PACES_PER_LIMIT = 4
-"""So a standstill, however long, uses up a quarter of a limit."""
+"""So even a long standstill uses up only a quarter of a limit."""
 _LONGEST_PACE_S = 2.0
 
 
@@ -21,8 +21,9 @@ def wait_awake(wait: Callable[[float], bool], timeout_s: float) -> bool:
 class Standstill:
     """Infers from the intervals between looks how long the process stood still. Times are the caller's, in seconds.
 
-    An observer that waits for others looks at least every `pace_s` while it waits. A longer interval means that the
-    process was stopped, swapped out or blocked, and could receive nothing. Of such a gap only one `pace_s` counts.
+    An observer that waits for other processes looks at least every `pace_s` while it waits. A longer interval
+    means that the process was stopped, swapped out or blocked, and could receive nothing. Of such a gap only
+    one `pace_s` counts.
 
     `pace_s` should be a fraction of the measured limit, and longer than one turn of a busy observer; then real
     silence is noticed as early as without this class. After a gap, an observer first reads what has arrived and then

@@ -1,4 +1,4 @@
-"""FairTurns: what waits for a server, in the order to serve it; pure, and knows no clock.
+"""FairTurns: the entries that wait for a server, in the order of their turns; pure, and knows no clock.
 
 Callers share the server by what their entries cost: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) with
 equal weights, as in gateway/requests/fair_queue.py, for costs that may be known only afterwards. A caller's own entries
@@ -18,18 +18,18 @@ class FairTurns(Generic[C, T]):
 
     def __init__(self) -> None:
         self._waiting: defaultdict[C, dict[T, int]] = defaultdict(dict)
-        """By caller, in order of arrival, with a number that grows with each entry."""
+        """Entries by caller, in order of arrival. Each has a number, which grows with each entry."""
         self._num_entries = 0
         self._spent: defaultdict[C, float] = defaultdict(float)
         self._now = 0.0
-        """What the last served caller had spent before its turn. A new caller begins with as much: idle callers save
-        nothing up."""
+        """What the last served caller had spent before its turn. A new caller begins with this amount: idle
+        callers save nothing up."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     def add(self, caller: C, entry: T) -> None:
-        """An entry of this caller that waits already keeps its place."""
+        """Adds an entry of this caller. An entry that waits already keeps its place."""
         if caller not in self._waiting:
             self._spent[caller] = max(self._spent[caller], self._now)
         self._num_entries += 1
@@ -43,8 +43,10 @@ class FairTurns(Generic[C, T]):
             self._waiting.pop(caller, None)
 
     def take(self, may: Callable[[C], bool] = lambda _: True) -> tuple[C, T] | None:
-        """The next entry and its caller; `may` says who may have a turn. None if no entry of such a caller waits. If
-        no entry waits at all, all callers begin anew."""
+        """The next entry and its caller; None if no entry waits of a caller for whom `may` is true.
+
+        If no entry waits at all, all callers begin anew.
+        """
         if not self._waiting:
             self._spent.clear()
             self._now = 0.0

@@ -1,4 +1,4 @@
-"""Watched: the content of files, read again once they have changed; does not know what they hold."""
+"""Watched: the content of files, read again once they have changed; does not know what they contain."""
 
 import logging
 import os
@@ -17,20 +17,20 @@ Content = TypeVar("Content")
 _LOOK_INTERVAL_S = 1.0
 
 LOST_GRACE_S = 5.0
-"""How long content whose file is gone stays in use: files are replaced in steps, too."""
+"""How long content stays in use after its file is gone: a file may be replaced in two steps."""
 
 _Seen = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class Lost(ConfigError):
-    """What the files held must not be used any longer: they are gone, or others may have changed them."""
+    """The content must not be used any longer: the files are gone, or other users may have changed them."""
 
 
 class Watched(Generic[Content]):
     """The files are checked when the content is requested, at most once a second. Any thread may request it.
 
     A change that cannot be used is logged once, and the previous content stays. For example, a certificate and its
-    key may be replaced one after the other. After Lost, it stays for LOST_GRACE_S only.
+    key may be replaced one after the other. After Lost, the previous content stays for LOST_GRACE_S only.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Content], clock: Clock) -> None:
@@ -46,7 +46,7 @@ class Watched(Generic[Content]):
         self._lost_at = 0.0
 
     def current(self) -> Content:
-        """Raises Lost, from LOST_GRACE_S after `read` did so until it can be read again."""
+        """The content. Raises Lost from LOST_GRACE_S after `read` raised Lost until `read` succeeds again."""
         with self._lock:
             now = self._clock.now()
             if now - self._looked_at >= _LOOK_INTERVAL_S:
@@ -87,5 +87,5 @@ def _stamp(path: Path) -> tuple[int, int, int, int] | None:
         status = os.stat(path)
     except OSError:
         return None
-    # The second one changes with mode and owner, too.
+    # `st_ctime_ns` also changes if the file's mode or owner changes.
     return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size

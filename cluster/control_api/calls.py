@@ -49,11 +49,11 @@ class CallRow:
 
     answer: Callable[[InProcessControl, Any], Awaitable[Any]]
     wait_s: Callable[[Any, Patience], float] = lambda request, patience: 0.0  # noqa: ARG005
-    """How long the answer may take in this fleet, beyond what any answer takes."""
+    """How long the answer may take in this fleet, in addition to the time that any answer takes."""
     is_command: bool = False
-    """A command, once begun, is carried out even if its caller leaves."""
+    """A command that has begun is completed even if its caller disconnects."""
     is_for_owner: bool = False
-    """Only the process that owns the fleet may call, so never over the network."""
+    """Only the process that owns the fleet may make this call. Over the network, the call is refused."""
 
 
 async def _done(work: Awaitable[None]) -> Done:
@@ -62,12 +62,12 @@ async def _done(work: Awaitable[None]) -> Done:
 
 
 def _leave_s(_: object, patience: Patience) -> float:
-    """For a drain or a change of role, which may have to wait for another one of the same worker."""
+    """Time for a drain or a change of role, which may first wait for another one of the same worker."""
     return 2 * patience.leave_s
 
 
 def _renew_s(_: object, patience: Patience) -> float:
-    """For one step of a rollout."""
+    """Time for one step of a rollout."""
     return 2 * (patience.leave_s + patience.start_s)
 
 

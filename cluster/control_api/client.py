@@ -24,7 +24,7 @@ class Carrier(Protocol):
 
     @property
     def address(self) -> str:
-        """The place of the controller, for error messages."""
+        """Where the controller is, for error messages."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class Carrier(Protocol):
         ...
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
-        """The reply. A controller that takes `hangs_after_s` longer than `frame.timeout_s` hangs."""
+        """The reply. A controller hangs if it takes `hangs_after_s` longer than `frame.timeout_s`."""
         ...
 
 
@@ -41,7 +41,7 @@ class ControlClient:
     """See baton.messages.control.ControlApi. Calls are not repeated: a broken connection ends running calls."""
 
     def __init__(self, carrier: Carrier, patience: Patience) -> None:
-        """`patience` applies until GetConfiguration returns the fleet's own."""
+        """`patience` applies until GetConfiguration has returned the fleet's configuration."""
         self.carrier = carrier
         self.patience = patience
         self._numbers = itertools.count(1)

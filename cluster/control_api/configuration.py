@@ -13,13 +13,13 @@ _OWN_SECTIONS = {"gateway", "logging"}
 
 
 def pack_configuration(config: BatonConfig, model_path: Path, digest: str) -> FleetConfiguration:
-    """`digest`: see `keys_digest`."""
+    """Packs all sections except `gateway` and `logging`. `digest`: see `keys_digest`."""
     sections = config.model_dump(mode="json", exclude_unset=True, exclude=_OWN_SECTIONS)
     return FleetConfiguration(json.dumps(sections), str(model_path), digest)
 
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:
-    """ConfigError if this version of Baton does not know all of its keys."""
+    """Raises ConfigError if this version of Baton does not know all keys of the configuration."""
     try:
         sections = json.loads(packed.sections)
     except ValueError as error:
@@ -28,5 +28,5 @@ def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]
 
 
 def keys_digest(keys: ClusterKeys) -> str:
-    """Equal for keys that were derived from one secret; the keys cannot be computed from it."""
+    """A digest of the keys: equal for keys of the same secret. It does not reveal the keys."""
     return hashlib.sha256(b"baton control API" + keys.prefix).hexdigest()

@@ -15,9 +15,9 @@ from baton.messages.control_codec import (
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_OF_ONE = 64
-"""Open calls of one connection. A gateway has a WaitView, a report, and its operators' calls."""
+"""Most open calls of one connection. A gateway has a WaitView, a report, and its operators' calls."""
 MAX_CALLS = 4096
-"""Open calls of all connections."""
+"""Most open calls of all connections together."""
 
 
 class OpenCalls:

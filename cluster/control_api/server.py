@@ -25,17 +25,17 @@ from cluster.control_api.view_cache import ViewCache
 logger = logging.getLogger(__name__)
 
 MAX_COMMANDS = 256
-"""Commands that run at the same time, with or without a waiting caller."""
+"""Most commands that run at the same time, with or without a waiting caller."""
 
 FIRST_VIEW_S = 60.0
 """How long a controller that was just started or found may take to report its workers."""
 
 
 class ControlServer:
-    """Bound in its constructor, so that a port in use is an error before workers take minutes to start."""
+    """Binds its port in the constructor: a port in use is an error before workers take minutes to start."""
 
     def __init__(self, network: NetworkConfig, port: int, keys: PlaneKeys | None) -> None:
-        """ConfigError if it cannot listen on `port`, which is `cluster.fleet_port`."""
+        """Raises ConfigError if it cannot listen on `port`, which is `cluster.fleet_port`."""
         self._open_calls = OpenCalls()
         self._socket = ServerSocket(network, port, keys)
         self._control: ControlApi | None = None
@@ -56,7 +56,7 @@ class ControlServer:
         return self._socket.num_denied
 
     def open(self) -> None:
-        """Begins to answer calls. Until `serve`, the answer is the error that the fleet is still starting."""
+        """Begins to answer calls. Before `serve`, each answer is an error: the fleet is still starting."""
         self._socket.open(self._on_frames)
 
     async def serve(self, control: ControlApi) -> FleetView:
@@ -67,12 +67,12 @@ class ControlServer:
         return await self._views.wait_view(WaitView("", -1, FIRST_VIEW_S))
 
     async def until_ended(self) -> None:
-        """Needs `serve` before. Raises FleetEnded when the fleet ends by itself."""
+        """Raises FleetEnded when the fleet ends by itself. Call `serve` before this."""
         assert self._following is not None
         await asyncio.shield(self._following)
 
     async def close(self, farewell_s: float) -> None:
-        """Closes the port after `farewell_s`, in which callers of WaitView get FleetEnded."""
+        """Closes the port after `farewell_s`. During this time, callers of WaitView get FleetEnded."""
         if self._views is not None:
             self._views.end("the fleet was ended by its owner")
             await asyncio.sleep(farewell_s)
@@ -103,7 +103,7 @@ class ControlServer:
             reply = failure(call.number, error)
         except asyncio.CancelledError:
             reply = failure(call.number, ClusterError("the control server was closed"))
-        except Exception as error:  # the edge: the caller must get a reply
+        except Exception as error:  # after any error, the caller must get a reply
             logger.exception("a control call failed with an unexpected error")
             reply = failure(call.number, ClusterError(f"the control server failed: {type(error).__name__}"))
         self._open_calls.close_call(peer, call.number)

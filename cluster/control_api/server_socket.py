@@ -26,20 +26,20 @@ OnFrames = Callable[[bytes, list[bytes]], None]
 
 
 class ServerSocket:
-    """Bound from its constructor to `close`; serves from `open` on. Belongs to one event loop.
+    """Binds its port in the constructor, and serves from `open` to `close`. Belongs to one event loop.
 
-    Messages that come too fast wait in bounded queues, then at their senders. libzmq's file descriptors signal a change
-    only once. So all messages are read after each signal, and after each other use of the socket (zmq_getsockopt(3),
-    ZMQ_FD).
+    Messages that arrive too fast wait in bounded queues, then at their senders. libzmq's file descriptors
+    signal a change only once. So all messages are read after each signal, and after each other use of the
+    socket (zmq_getsockopt(3), ZMQ_FD).
     """
 
     def __init__(self, network: NetworkConfig, port: int, keys: PlaneKeys | None) -> None:
-        """Port 0 picks a free one. Without `keys`, every connection is admitted. ConfigError if the port is taken."""
+        """Port 0 picks a free port; ConfigError if the port is taken. Without `keys`, admits all peers."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # More than the replies of all open calls. A peer that does not read loses replies.
+        # More than the replies to all open calls of a connection. A peer that does not read loses replies.
         self._socket.setsockopt(zmq.SNDHWM, 2 * MAX_CALLS_OF_ONE)
         self._socket.setsockopt(zmq.RCVHWM, 2 * MAX_CALLS_OF_ONE)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -74,7 +74,7 @@ class ServerSocket:
         self._pump_soon()
 
     def send(self, peer: bytes, frame: bytes) -> None:
-        """Never waits. Drops the reply if its peer has left or reads nothing."""
+        """Sends a reply, and never waits. Drops the reply if its peer has disconnected or reads nothing."""
         try:
             self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -84,7 +84,7 @@ class ServerSocket:
         self._pump_soon()
 
     def close(self) -> None:
-        """Replies already sent have CLOSE_MS to leave."""
+        """Closes the port. Replies that are still in a queue have CLOSE_MS to be sent."""
         if self._descriptors:
             loop = asyncio.get_running_loop()
             for descriptor in self._descriptors:

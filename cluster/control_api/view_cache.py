@@ -19,7 +19,7 @@ class ViewCache:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises FleetEnded, as `wait_view` does from then on."""
+        """Runs until cancelled. Raises FleetEnded when the fleet ends; then `wait_view` raises it, too."""
         try:
             await self._follower.run()
         except FleetEnded as error:
@@ -27,7 +27,7 @@ class ViewCache:
             raise
 
     async def wait_view(self, request: WaitView) -> FleetView:
-        """ClusterError if the controller has never answered."""
+        """See WaitView. Raises ClusterError if the controller has never answered."""
         known = (request.controller_incarnation, request.version)
         try:
             async with asyncio.timeout(request.wait_s):
@@ -42,7 +42,7 @@ class ViewCache:
         return self._view
 
     def end(self, reason: str) -> None:
-        """Present and later readers get FleetEnded."""
+        """From now on, `wait_view` raises FleetEnded, also for callers that already wait."""
         self._end = reason
         self._notify()
 

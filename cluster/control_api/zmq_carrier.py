@@ -32,11 +32,11 @@ from cluster.controller.supervisor import Patience
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""How long a call waits for a connection: for the lookup of a name, or a server that restarts."""
+"""How long a call waits for a connection, for example while a name is looked up or a server restarts."""
 ANSWER_S = 40.0
-"""How long the server may take for a call without a wait: a controller restarts within 30 s."""
+"""How long the server may take in addition to the call's own wait: a controller restarts within 30 s."""
 _TRANSIT_S = 5.0
-"""Added to the server's time, for both directions."""
+"""Added to the server's time, for the way of the call and of the reply."""
 
 REFUSED = "it refused the connection in the handshake; check that both use the same cluster secret and network.security"
 
@@ -60,7 +60,7 @@ class ZmqCarrier:
         self.address = address
         self.connection = 1
         self.refusal: str | None = None
-        """Why one end refuses the other, such as another secret. Only a restart of the server can change this."""
+        """Why one end refuses the other, e.g. another secret. Only a server restart can change this."""
         self._keys = keys
         self._network = network
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
@@ -102,7 +102,7 @@ class ZmqCarrier:
         self._context.term()
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:  # noqa: ARG002
-        """ClusterError if there is no connection, if it breaks, or if no reply comes in time."""
+        """The reply. ClusterError if there is no connection, if it breaks, or if no reply arrives in time."""
         await self._until_connected()
         timeout_s = frame.timeout_s + ANSWER_S
         message = write_call(replace(frame, timeout_s=timeout_s))

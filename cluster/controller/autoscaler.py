@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 _STALE_AFTER = 3.0
 """Intervals after which the report of a silent gateway no longer counts."""
 _PACE = 2.0
-"""Intervals between two looks; a longer gap is a standstill of this process."""
+"""Two calls of `look` are at most this many intervals apart; a longer gap is a standstill of this process."""
 _MAX_GATEWAYS = 1000
 _MAX_DECISIONS = 50
 
 
 class Autoscaler:
-    """One loop; all methods belong to one event loop."""
+    """Repeats `look` at a fixed pace. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Autoscaler:
         scale: Callable[[WorkerRole, int], Awaitable[None]],
         set_role: Callable[[str, WorkerRole], Awaitable[None]],
     ) -> None:
-        """`has_equal_ranks`: workers of both roles have equally many ranks, so roles may change. `scale` and `set_role`
-        act on the fleet, and raise FleetError or ClusterError on failure.
+        """`has_equal_ranks`: workers of both roles have the same number of ranks, so roles may change.
+        `scale` and `set_role` act on the fleet, and raise FleetError or ClusterError on failure.
         """
         self._config = config
         self._clock = clock
@@ -57,7 +57,7 @@ class Autoscaler:
         return tuple(self._decisions)
 
     def report(self, report: GatewayReport) -> None:
-        """Takes a gateway's report, which counts for three intervals."""
+        """Stores a gateway's report. The report counts for three intervals."""
         if report.gateway in self._reports or len(self._reports) < _MAX_GATEWAYS:
             self._reports[report.gateway] = (self._running_s(), report)
 
@@ -84,7 +84,7 @@ class Autoscaler:
         self._reports = {name: entry for name, entry in self._reports.items() if entry[0] >= oldest}
 
     def _running_s(self) -> float:
-        """A standstill of this process makes no report older and no shortage longer."""
+        """The time without this process's standstills, which make no report older and no shortage longer."""
         return self._standstill.running(self._clock.now())
 
     def _log(self, decision: Decision) -> None:

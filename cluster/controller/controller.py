@@ -68,7 +68,7 @@ class Controller:
             )
         self._scaling: asyncio.Task[None] | None = None
         self._was_whole = False
-        """All workers have served at the same time once, under this controller or a predecessor."""
+        """Whether all workers once served at the same moment, under this controller or a former one."""
         self._draining: set[asyncio.Task[None]] = set()
         self._failure: BatonError | None = None
         self._num_waiting = 0
@@ -80,7 +80,7 @@ class Controller:
         self._draining_nodes = DrainingNodes(launcher, self._supervisors.values)
 
     async def start(self) -> None:
-        """Adopts the workers of a predecessor and begins to start the others; returns before those serve."""
+        """Adopts a former controller's workers and begins to start the others; returns before these serve."""
         content = self._store.load()
         self._desired = DesiredFleet.of(self._cluster) if content is None else DesiredFleet.from_json(content)
         self._launcher.avoid(self._desired.draining_nodes)
@@ -100,7 +100,7 @@ class Controller:
                     asyncio.create_task(self.drain(replica.name), name=f"drain {replica.name}")
                 )
         adopting = [self._supervisors[name] for name in found if name in self._supervisors]
-        # The first view has all adopted workers: gateways drop the others.
+        # The first view must have all adopted workers: gateways drop every worker that is not in a view.
         while not all(supervisor.was_adopted for supervisor in adopting):
             await self._changed.wait()
         self._draining_nodes.resume(self._desired.draining_nodes)
@@ -110,7 +110,7 @@ class Controller:
     # calls of gateways
 
     async def wait_view(self, request: WaitView) -> FleetView:
-        """See WaitView. Each call shows that the fleet is no orphan; an owner's call shows that it has an owner."""
+        """See WaitView. A call shows that the fleet is in use; an owner's call shows that it has an owner."""
         known = (request.controller_incarnation, request.version)
         await self._until(
             lambda: known != (self._incarnation, self._version), request.wait_s, by_owner=request.is_owner
@@ -151,8 +151,8 @@ class Controller:
     async def drain(self, worker: str) -> None:
         """Returns once the worker's requests have ended or moved, and the worker is removed.
 
-        FleetError for the last decode worker. For a worker that was drained before, this returns at once: the caller
-        may have missed the first answer.
+        Raises FleetError for the last decode worker. Returns at once if the worker was already removed by a
+        drain: the caller may have missed the first answer.
         """
         if self._desired.was_there(worker):
             return
@@ -166,10 +166,11 @@ class Controller:
         await self._remove(worker)
 
     async def drain_node(self, node: str, timeout_s: float) -> None:
-        """Returns once the node of this address or name has no workers: they were drained, and have ended.
+        """Drains all workers of the node with this address or name; returns once these workers have ended.
 
-        No worker is placed there for as long as the node lives. The next incarnations begin on other nodes, once there
-        is room. FleetError if the node is unknown, or the only one, or the time is over; draining then continues.
+        The node gets no new workers for as long as it lives. The next incarnations begin on other nodes, once
+        those have room. Raises FleetError if the node is unknown or the only one. Raises FleetError also
+        after `timeout_s`; draining then continues.
         """
         here = await self._draining_nodes.mark(node)
         self._desired.draining_nodes = self._draining_nodes.names
@@ -177,7 +178,7 @@ class Controller:
         await self._draining_nodes.empty(here, timeout_s)
 
     async def set_role(self, worker: str, role: WorkerRole) -> None:
-        """Returns once the worker serves in its new role. FleetError if it keeps its old one."""
+        """Returns once the worker serves in its new role. Raises FleetError if it keeps its old role."""
         supervisor = self._supervisor(worker)
         replica = self._desired.replicas[worker]
         if supervisor.replica.role is role:
@@ -206,15 +207,15 @@ class Controller:
             self._save()
 
     async def flush_caches(self, workers: tuple[str, ...], *, force: bool) -> CachesFlushed:
-        """Makes these workers, or all, forget their prefix caches, and says of each whether it has."""
+        """Flushes the prefix caches of these workers (all if none is given); returns each worker's result."""
         supervisors = list(map(self._supervisor, dict.fromkeys(workers))) or list(self._supervisors.values())
         flushes = [supervisor.flush_cache(force=force) for supervisor in supervisors]
         return CachesFlushed(tuple(await asyncio.gather(*flushes)))
 
     async def rollout(self, workers: tuple[str, ...] = ()) -> AsyncIterator[RolloutStep]:
-        """Restarts these workers, or all, one after the other; yields once each new incarnation serves.
+        """Restarts these workers (all if none is given) one by one; yields when a new incarnation serves.
 
-        FleetError ends the rollout half-way.
+        Raises FleetError if a restart fails; the workers after it are then not restarted.
         """
         if self._rolling is not None:
             raise FleetError(f"a rollout is under way, at worker {self._rolling}; wait for its end")
@@ -259,7 +260,7 @@ class Controller:
     # calls of the fleet's owner
 
     async def is_owned(self, within_s: float) -> bool:
-        """Whether an owner calls within the time."""
+        """Whether an owner calls within `within_s`."""
         self._owner_called.clear()
         try:
             async with awake_timeout(within_s):
@@ -278,7 +279,7 @@ class Controller:
             await asyncio.sleep(look_every_s if self._num_waiting else min(left_s, look_every_s))
 
     async def shutdown(self, *, may_drain: bool) -> None:
-        """Ends all workers together, drained first if they may be. Nothing of the fleet is left then."""
+        """Ends all workers together, after a drain if `may_drain`. Then nothing of the fleet is left."""
         if self._scaling is not None:
             self._scaling.cancel()
             await asyncio.gather(self._scaling, return_exceptions=True)
@@ -293,7 +294,7 @@ class Controller:
         self._store.clear()
 
     async def _until(self, has_changed: Callable[[], bool], timeout_s: float, *, by_owner: bool) -> None:
-        """Returns once `has_changed` holds, or after `timeout_s`. While a call waits, the fleet is no orphan."""
+        """Waits until `has_changed` is true, or for `timeout_s`. A fleet with a waiting call is no orphan."""
         self._num_waiting += 1
         if by_owner:
             self._owner_called.set()

@@ -1,7 +1,8 @@
-"""How workers share the cores of the machines they are on; knows no process and no Ray.
+"""How workers share the cores of their machines; knows no process and no Ray.
 
-Only for engines that compute on a CPU. Each rank's threads are as many as the configuration says; where it says
-nothing, ranks get equal parts of what is left. The cores of a machine are divided in the same proportions.
+Only for engines that compute on a CPU. The configuration may set the number of threads of a rank. Ranks
+without this setting get equal parts of the cores that are left. The cores of a machine are divided in the
+same proportions.
 """
 
 from collections.abc import Collection
@@ -12,14 +13,16 @@ from baton.worker import WorkerRole
 
 
 class CpuShares:
-    """Remembers which worker has which share of which machine. A replica keeps its share, whatever process fills it
-    and whatever its role is, unless another worker has got the cores meanwhile.
+    """Remembers each worker's share of each machine.
+
+    After a restart or a change of role, a replica gets the same share again, unless another worker has its
+    cores.
     """
 
     def __init__(self, config: BatonConfig) -> None:
         self._config = config
         self._pinned: dict[tuple[str, str], CpuShare] = {}
-        """By worker and host: its latest share there, if it was pinned."""
+        """The latest pinned share of each worker on each host, by worker name and host."""
 
     def take(
         self,
@@ -30,10 +33,11 @@ class CpuShares:
         alive: Collection[str],
         num_nodes: int = 1,
     ) -> CpuShare:
-        """The share of a worker that is about to start. `alive`: the workers that have processes on this host;
-        `num_nodes`: the machines over which the fleet spreads.
+        """The share of a worker that is about to start.
 
-        It is not pinned if too few cores are free, or if the machine's cores are not this process's own.
+        `alive`: the workers that have processes on this host. `num_nodes`: the number of machines of the
+        fleet. The share is not pinned if too few cores are free, or if the machine's cores are not this
+        process's own.
         """
         num_threads, num_cores = divide(self._config, role, machine.num_cores, num_nodes)
         if not machine.may_pin:
@@ -52,18 +56,19 @@ class CpuShares:
         return share
 
     def note(self, name: str, host: str, share: CpuShare) -> None:
-        """This worker has this share, for example since a former controller started it."""
+        """Records a worker's share, for example that of a worker that a former controller started."""
         if share.cpus:
             self._pinned[name, host] = share
 
 
 def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int = 1) -> tuple[int, int]:
-    """Threads and cores of each rank of a worker of this role, if the fleet spreads over so many such machines.
+    """Threads and cores of each rank of a worker of this role, in a fleet on `num_nodes` such machines.
 
-    0 cores if all threads together are more than the cores: then no worker is pinned, and the system balances them.
+    The number of cores is 0 if the fleet has more threads than cores. Then no worker is pinned, and the
+    operating system balances the threads.
     """
     num_ranks = {each: most_workers(config, each) * config.num_ranks(each) for each in WorkerRole}
-    num_ranks[role] = max(num_ranks[role], config.num_ranks(role))  # also a role that the fleet began without
+    num_ranks[role] = max(num_ranks[role], config.num_ranks(role))  # the role may have begun without workers
     threads = {each: config.num_threads(each) for each in WorkerRole}
     total = num_cores * num_nodes
     left = total - sum(num_ranks[each] * (threads[each] or 0) for each in WorkerRole)
@@ -75,7 +80,7 @@ def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int
 
 
 def most_workers(config: BatonConfig, role: WorkerRole) -> int:
-    """The workers that the fleet begins with; under autoscaling, the most it may have."""
+    """The number of workers of this role that the fleet begins with; with autoscaling, the maximum."""
     if config.autoscaling.mode == "off":
         return int(getattr(config.cluster, role.value))
     return config.worker_bounds(role)[1]

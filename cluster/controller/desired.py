@@ -22,25 +22,25 @@ _OF_ONE_COMMAND = {
     ("model", "path"),
     ("network", "secret_file"),
 }
-"""Timeouts of one command, and paths on its machine: each machine may hold the model elsewhere."""
+"""Timeouts of one command, and paths on its machine: each machine may store the model under another path."""
 
 
 _ADDRESSES = {("cluster", key) for key in ("ray_address", "ray_timeout_s", "fleet_address", "fleet_port")}
-"""Addresses: several of them may lead to the same fleet."""
+"""Keys of addresses: different addresses may lead to the same fleet."""
 
 _COUNTS = {("cluster", role.value) for role in WorkerRole}
 """Keys of the initial numbers of workers, which may change while the fleet runs."""
 
 _LEFT_TO_THE_FLEET = (("model", "dtype"), "auto")
-"""A key and the value that agrees with any other: the command that began the fleet has decided. So it has on the commit
-of a model that is named by the Hub's name alone."""
+"""A key, and the value of it that agrees with any other value: the command that started the fleet decided.
+That command also decided the commit of a model that is named without a commit (`leaves_open`)."""
 
 
 def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False) -> list[str]:
-    """One line for each key in which two configurations mean different fleets. The sections `gateway` and `logging`
-    may differ.
+    """One line for each key whose two values mean different fleets.
 
-    `only_set` compares only keys that are set here, without those that belong to one command.
+    The sections `gateway` and `logging` may differ. `only_set` compares only keys that are set in `here`, and
+    skips keys that concern only one command.
     """
     found = []
     for section in BatonConfig.model_fields:
@@ -56,7 +56,7 @@ def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False
             if (section, key) == ("model", "path") and leaves_open(other, value):
                 continue
             if (section, key) == ("speculation", "draft_model") and is_same_repository(other, value):
-                continue  # another commit of it guesses other tokens, and changes none
+                continue  # another commit guesses other drafts; the answer stays the same
             if value != other and ((section, key), other) != _LEFT_TO_THE_FLEET:
                 found.append(f"{section}.{key} is {value!r} there, {other!r} here")
     return found
@@ -69,9 +69,9 @@ class DesiredReplica:
     name: str
     role: WorkerRole
     num_starts: int = 0
-    """Incarnations begun so far: the number of the latest."""
+    """How many incarnations have begun; also the number of the latest one."""
     is_draining: bool = False
-    """The worker is being drained, and is removed then."""
+    """The worker is draining. It is removed when the drain ends."""
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class DesiredFleet:
 
 
 class Store(Protocol):
-    """Keeps bytes for the controller's next incarnation; they are stored when `save` returns."""
+    """Keeps bytes for the controller's next incarnation. When `save` returns, the bytes are stored."""
 
     def load(self) -> bytes | None: ...
 

@@ -1,4 +1,4 @@
-"""Draining nodes: no worker is placed on them, and the workers there move away; knows no process."""
+"""Draining nodes: they get no new workers, and their workers move to other nodes; knows no process."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ class DrainingNodes:
     async def mark(self, node: str) -> tuple[str, ...]:
         """Marks the nodes of this address or name as draining, and returns their names.
 
-        FleetError if there is no such node, or no other one.
+        Raises FleetError if no node has this address or name, or if the fleet has no other node.
         """
         alive = [known for known in await self._launcher.nodes() if known.is_alive]
         here = [known.name for known in alive if node in (known.name, known.address)]
@@ -42,7 +42,7 @@ class DrainingNodes:
         return tuple(here)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
-        """Returns once these nodes have no workers. FleetError after `timeout_s`; their move continues."""
+        """Returns once these nodes have no workers. FleetError after `timeout_s`; the moves continue."""
         moving = self._move_away()
         if moving:
             await asyncio.wait(moving, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Waits for the first start of a fleet, until all workers serve or the reason is known why one cannot."""
+"""Waits for the first start of a fleet: until all workers serve, or until the start has failed."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ OnEnough = Callable[[], Awaitable[None]]
 """Called once workers of each role serve."""
 
 OnServing = Callable[[ControlApi], Awaitable[None]]
-"""The same, with the fleet's control API."""
+"""Like OnEnough, but called with the fleet's control API."""
 
 
 async def first_start(
@@ -29,11 +29,11 @@ async def first_start(
     on_progress: OnProgress,
     on_enough: OnEnough | None = None,
 ) -> None:
-    """Returns once every worker serves. After a call of `on_enough`, the end of the time limit is no error: it
-    returns, and the controller keeps trying to start the missing workers.
+    """Returns once every worker serves.
 
-    Raises errors that another try would not change, and ClusterError once the time is over. Its message is `no_room` if
-    a worker found no room, else the list of workers that are not ready.
+    Raises at once an error that another try would not change. After `timeout_s`, it returns if `on_enough`
+    was called: the controller keeps trying to start the missing workers. Otherwise it raises ClusterError.
+    The message is `no_room` if a worker found no room, else the list of workers that are not ready.
     """
     report = await control.call(WaitStart(-1, timeout_s))  # waits only for the controller's process to start
     left_s, is_enough = timeout_s, False

@@ -19,7 +19,7 @@ LOOK_EVERY_S = 2.0
 async def scale_to(config: BatonConfig, before: BatonConfig, control: ControlApi) -> None:
     """Sets the worker count of each role whose count differs from `before`.
 
-    Does nothing with autoscaling, where the configuration has only the initial counts.
+    With `autoscaling.mode: on`, it does nothing: the configuration then has only the initial counts.
     """
     if config.autoscaling.mode == "on":
         return
@@ -38,7 +38,8 @@ async def follow_counts(
 ) -> None:
     """Scales the fleet, which was started with `config`, whenever `read` returns other counts. Runs until cancelled.
 
-    Logs each other difference once: it takes effect when the fleet is started again. Retries what fails.
+    When the file changes, logs all other differences: they take effect when the fleet is started again. A
+    failed call is retried.
     """
     done = seen = config
     while True:

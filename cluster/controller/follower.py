@@ -1,4 +1,4 @@
-"""Follows a fleet: passes on each new view, and keeps a gateway's workers those of the latest view."""
+"""Follows a fleet: passes on each view, and makes a gateway's workers match the latest view."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ RETRY_S = 1.0
 
 
 class Registry(Protocol):
-    """The gateway, which connects to workers."""
+    """The part of a gateway that connects to workers."""
 
     def add_worker(self, endpoint: WorkerEndpoint) -> None: ...
 
@@ -69,7 +69,7 @@ class ViewFollower:
 
 
 class Follower:
-    """Adds and removes a gateway's workers. A worker of a new incarnation replaces the one of its name."""
+    """Adds and removes a gateway's workers. A new incarnation of a worker replaces the former one."""
 
     def __init__(self, control: ControlApi, registry: Registry, *, is_owner: bool = False) -> None:
         self._views = ViewFollower(control, self._apply, is_owner=is_owner)

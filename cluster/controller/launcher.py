@@ -1,4 +1,4 @@
-"""The seam between a controller and the runtime of its workers: Ray's actors, or child processes."""
+"""The interface between a controller and the runtime of its workers: Ray actors or child processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,9 +45,9 @@ class Incarnation(Protocol):
         ...
 
     async def stop(self, timeout_s: float) -> None:
-        """Ends the process: cleanly within the time, else by force. Returns its room. Never raises.
+        """Ends the process, after `timeout_s` by force, and frees its room. Never raises.
 
-        May be called at any moment of an incarnation, and more than once.
+        May be called at any time, and more than once.
         """
         ...
 
@@ -58,7 +58,7 @@ class Found:
 
     incarnation: Incarnation
     endpoint: WorkerEndpoint
-    """With the worker's present role."""
+    """The worker's endpoint, with its present role."""
 
 
 class Launcher(Protocol):
@@ -67,7 +67,7 @@ class Launcher(Protocol):
     async def place(self, name: str, role: WorkerRole, number: int) -> Incarnation:
         """Finds room and starts a process for a worker's next incarnation; waits while there is no room.
 
-        A cancelled call leaves nothing behind. ClusterError if waiting cannot help.
+        A cancelled call leaves nothing behind. Raises ClusterError if waiting cannot help.
         """
         ...
 
@@ -78,12 +78,12 @@ class Launcher(Protocol):
     async def adopt(self, patience_s: float) -> Mapping[str, Found]:
         """The latest incarnation of each worker that already serves, by name.
 
-        Ends everything else of the fleet, also workers that do not answer within the time.
+        Ends everything else of the fleet, also workers that do not answer within `patience_s`.
         """
         ...
 
     def avoid(self, nodes: Sequence[str]) -> None:
-        """From now on, workers are placed on all nodes but these."""
+        """From now on, no worker is placed on these nodes."""
         ...
 
     async def nodes(self) -> tuple[NodeDescription, ...]: ...

@@ -7,7 +7,7 @@ from baton.fleet import GatewayReport, ReplicaDescription, ReplicaState
 from baton.worker import WorkerRole, WorkerStatus
 
 MIN_FINISHED = 5
-"""The 99th percentile of the time to first token of fewer requests is ignored."""
+"""If a gateway finished fewer requests, the 99th percentile of its times to first token is ignored."""
 
 COMING = frozenset({ReplicaState.PLACING, ReplicaState.STARTING})
 CHANGING = COMING | {ReplicaState.DRAINING}
@@ -50,7 +50,7 @@ class Observation:
 def merge(replicas: Sequence[ReplicaDescription], reports: Iterable[GatewayReport]) -> Observation:
     """Merges the reports of all gateways: the worst latencies and queues count, since each gateway has its own clients.
 
-    All gateways receive the same status of a worker, so any of them is used.
+    All gateways receive the same status of a worker, so the status from any gateway is used.
     """
     reports = list(reports)
     status_by_name = {status.ref.name: status for report in reports for status in report.workers}

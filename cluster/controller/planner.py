@@ -93,7 +93,7 @@ class _Role:
 
     @property
     def count(self) -> int:
-        """Replicas, those of dead workers included: these restart, and must not exceed `high` then."""
+        """The number of replicas, with those of dead workers: these restart, and count towards `high`."""
         return len(self.all)
 
     @property
@@ -116,7 +116,7 @@ class _Role:
 
 
 class Planner:
-    """Takes observations at a fixed pace, and remembers only how long conditions have lasted."""
+    """Gets observations at a fixed pace, and remembers only how long conditions have lasted."""
 
     def __init__(self, config: AutoscalingConfig, bounds: Bounds, may_change_roles: bool) -> None:
         """`bounds`: the fewest and the most workers of each role."""
@@ -141,7 +141,7 @@ class Planner:
         return decision
 
     def refused(self, change: ScaleDecision | RoleChange, now: float) -> None:
-        """The change failed. After a failed change of role, none is tried for a while."""
+        """Records that the change failed. After a failed change of role, no other is tried for a while."""
         if isinstance(change, RoleChange):
             self._refused_at = now
 
@@ -175,7 +175,7 @@ class Planner:
             yield _scale(role, count, why)
 
     def _relieve(self, role: _Role, shortage: Shortage, now: float) -> Decision:
-        """The change that helps a role that misses a target, or why there is none."""
+        """The change that helps a role that misses a target, or the reason why nothing changes."""
         if shortage.lasted_s < self._config.grow_after_s:
             until = f"this has lasted {seconds(shortage.lasted_s)} of {seconds(self._config.grow_after_s)}"
             return _nothing(role, Reason.NOT_YET, f"{shortage.worst}, but {until}")
@@ -200,14 +200,14 @@ class Planner:
         return _scale(role, min(role.count + max(1, step), role.high), why)
 
     def _no_help(self, role: _Role, shortage: Shortage) -> str | None:
-        """More prefill workers do not help if the present ones are mostly idle."""
+        """Why more workers would not help, or None. Prefill workers that are mostly idle need no others."""
         utilisation = role.watch.utilisation(len(role.serving))
         if role.role is WorkerRole.DECODE or shortage.worst.what != TTFT or utilisation >= BUSY:
             return None
         return f"prefill workers are only {percent(utilisation)} busy, so more of them would not help"
 
     def _change_role(self, short: _Role, why: str, now: float) -> Decision | None:
-        """Gives a spare worker of the other role to this one, which is faster than a new worker and costs nothing."""
+        """Gives this role a spare worker of the other role, which is faster and cheaper than a new worker."""
         config, other = self._config, next(role for role in self._roles if role is not short)
         has_waited = now - max(other.changed_at, self._refused_at) >= config.grow_cooldown_s
         if not self._may_change_roles or not has_waited or other.changing:
@@ -247,7 +247,7 @@ class Planner:
         long = seconds(role.watch.calm_for())
         since = role.incomplete_since
         if since is not None:
-            # A replica without a serving worker goes first: the targets were met without it.
+            # A replica without a serving worker is removed first: the targets were met without it.
             is_stuck = now - since >= max(config.shrink_cooldown_s, config.shrink_after_s)
             absent = next(w.replica for w in role.all if w.replica.state is not ReplicaState.SERVING)
             if is_stuck and absent.state is not ReplicaState.DRAINING:

@@ -31,11 +31,11 @@ class RestartPolicy:
     """How soon a dead worker is replaced. Times are in seconds."""
 
     delay_s: float
-    """Before the third incarnation in a row that does not last. The second begins at once; each later one waits twice
-    as long."""
+    """The wait before the third incarnation, if the first two failed early. The second begins at once. From
+    the fourth on, each wait is twice as long as the one before."""
     longest_delay_s: float
     crash_loop_deaths: int
-    """So many deaths within `crash_loop_window_s` are a crash loop."""
+    """This many deaths within `crash_loop_window_s` are a crash loop."""
     crash_loop_window_s: float
     stable_after_s: float
     """After an incarnation that served this long, earlier failures no longer count."""
@@ -52,7 +52,7 @@ class RestartPolicy:
 
 
 class Restarts:
-    """Decides after each death how long to wait. Only an incarnation that lasts ends a crash loop."""
+    """Decides after each death how long to wait. Only an incarnation that is stable ends a crash loop."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy

@@ -8,9 +8,9 @@
       |________/           \\______________    below for `shrink_after_s`, and the work of that time fits on
       +---------------------------------- t    one worker fewer: one worker is spare
 
-Whether the work fits is learned. A role that was short remembers the work of each worker at that time. No worker is
-spare as long as the others would have more than 0.7 of that work. Requests change, so the limit fades: with each hour
-it grows by 1 / 0.7.
+Whether the work fits is learned. A role that was short remembers the work of each worker at that time. No
+worker is spare as long as each of the others would have more than 0.7 of that work. Requests change, so the
+limit fades: with each hour, it grows by the factor 1 / 0.7.
 """
 
 from collections import deque
@@ -42,11 +42,11 @@ class _Work:
     at: float
     amount: float
     blocks_used: float
-    """In workers' worth of blocks."""
+    """KV blocks in use, counted in workers: 1.0 means all blocks of one worker."""
 
 
 class RoleWatch:
-    """Takes every observation; time must not run backwards."""
+    """Gets every observation, in the order of time."""
 
     def __init__(self, config: AutoscalingConfig, role: WorkerRole) -> None:
         self._config = config
@@ -58,7 +58,7 @@ class RoleWatch:
         self._work: deque[_Work] = deque(maxlen=_MAX_SAMPLES)
         self._earlier: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_SAMPLES)
         self._limit: tuple[float, float] | None = None
-        """The work of each worker when the role was short, and the time of that."""
+        """The work of each worker when the role was last short, and the time of that shortage."""
 
     def note(self, observation: Observation, signals: list[Signal], now: float) -> None:
         self._now = now
@@ -108,9 +108,9 @@ class RoleWatch:
         return self._mean(self._config.grow_after_s)[0] / num_serving if num_serving else 1.0
 
     def spare(self, num_left: int, over_s: float) -> str | None:
-        """If `num_left` workers could do the work of the last `over_s`: the load of each of them, in words.
+        """The load of each worker, in words, if `num_left` workers did the work of the last `over_s` seconds.
 
-        None if they could not, or if a target was nearly missed in that time.
+        None if they could not do this work, or if a target was nearly missed in that time.
         """
         if self.calm_for() < over_s or num_left < 0:
             return None
@@ -129,9 +129,10 @@ class RoleWatch:
         return f"{noun} would decode {each:.0f} tokens/s{'' if num_left == 1 else ' each'}"
 
     def _work_now(self, observation: Observation, now: float) -> _Work:
-        """The number of prefill workers with work, whose mean is their utilisation; or the tokens/s of decode workers.
+        """For prefill workers, how many of them have requests; for decode workers, their tokens/s.
 
-        Running requests are no measure of work: slower workers have more of them.
+        The mean of the former is the utilisation. The number of running requests does not measure work:
+        slower workers have more running requests.
         """
         serving = observation.serving(self._role)
         statuses = [worker.status for worker in serving if worker.status is not None]
@@ -141,7 +142,7 @@ class RoleWatch:
         return _Work(now, sum(_tokens_per_s(status) for status in statuses), used)
 
     def _bearable(self) -> float:
-        """The most work that one worker may have, as far as known."""
+        """The most work that one worker may have; infinite for decode workers while no limit is known."""
         at_most = ROOM_TO_SPARE if self._role is WorkerRole.PREFILL else float("inf")
         if self._limit is None:
             return at_most

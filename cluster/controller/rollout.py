@@ -1,4 +1,4 @@
-"""Keeps the steps of running rollouts, so that a caller may ask for a step again."""
+"""Stores the steps of rollouts, so that a caller may request the same step again."""
 
 import asyncio
 import secrets
@@ -9,7 +9,7 @@ from baton.fleet import RolloutStep
 from baton.messages.control import RolloutBegun, RolloutProgress
 
 _NUM_ENDED = 8
-"""Rollouts that have ended, kept for callers that still ask for the last steps."""
+"""How many ended rollouts are kept, for callers that still request the last steps."""
 
 
 class Rollouts:
@@ -20,7 +20,7 @@ class Rollouts:
         self._rollouts: dict[str, _Rollout] = {}
 
     async def begin_rollout(self, workers: tuple[str, ...]) -> RolloutBegun:
-        """The rollout continues if its caller leaves."""
+        """Begins a rollout. The rollout continues even if its caller disconnects."""
         rollout_id = secrets.token_hex(4)
         ended = [known for known, rollout in self._rollouts.items() if rollout.is_over]
         for known in ended[:-_NUM_ENDED]:

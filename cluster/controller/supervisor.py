@@ -29,15 +29,15 @@ class Patience:
 
     start_s: float
     unresponsive_s: float
-    """A process that does not answer for longer hangs."""
+    """A process that does not answer for longer than this counts as hanging."""
     drain_s: float
-    """What running requests get when a worker drains or changes its role."""
+    """The time that running requests get when a worker drains or changes its role."""
     leave_s: float
-    """A drain or a change of role, as a whole: requests, then transfers and leases."""
+    """The time for a whole drain or change of role: first requests, then transfers and leases."""
 
     @classmethod
     def of(cls, config: BatonConfig) -> "Patience":
-        """Transfers end or fail within their own timeout, and leases without a reader soon after."""
+        """`leave_s` includes the timeout of transfers, and the time until leases without a reader expire."""
         cluster = config.cluster
         return cls(
             start_s=cluster.start_timeout_s,
@@ -48,7 +48,7 @@ class Patience:
 
 
 class Supervisor:
-    """Owns the incarnations of one replica. `run` is its loop; the other methods command its worker, one at a time.
+    """Owns the incarnations of one replica. `run` is its loop; the other methods send commands to its worker.
 
     All methods belong to one event loop. `on_change` is called after each change of the replica or its worker's role.
     """
@@ -65,7 +65,7 @@ class Supervisor:
         """`on_incarnation` records that another incarnation of this worker begins, and returns its number."""
         self.replica = replica
         self.endpoint: WorkerEndpoint | None = None
-        """While it serves or drains."""
+        """Set while the worker serves or drains."""
         self.status: WorkerStatus | None = None
         """From the worker's last answer."""
         self.progress: StartProgress | None = None
@@ -80,11 +80,11 @@ class Supervisor:
         self._on_change = on_change
         self._incarnation: Incarnation | None = None
         self.was_adopted = False
-        """An incarnation has served. A found one does so before `run` waits for anything else."""
+        """Whether an incarnation has served. A found one serves before `run` waits for the first time."""
         self._ready: Found | None = None
         """The next incarnation, already started; it serves as soon as the present one has ended."""
         self._preparing: asyncio.Task[None] | None = None
-        """The task that starts it."""
+        """The task that starts the next incarnation."""
         self._serves_since = 0.0
         self._is_over = False
         self._changed = asyncio.Event()
@@ -95,7 +95,7 @@ class Supervisor:
         return self.replica.state is ReplicaState.SERVING
 
     async def run(self, found: Found | None = None) -> None:
-        """Keeps the replica filled until it is cancelled; then nothing of the worker is left.
+        """Starts one process after another for this replica. Cancel it to end the worker and its processes.
 
         Begins with the incarnation `found`, if there is one.
         """
@@ -122,9 +122,9 @@ class Supervisor:
             await self._discard_ready()
 
     async def drain(self) -> bool:
-        """Drains a serving worker; True if no request was lost. The worker takes no more requests.
+        """Drains a serving worker; True if no request was lost. The worker accepts no more requests.
 
-        Its process still runs: cancel `run` to end it.
+        Its process still runs: cancel `run` to end the process.
         """
         async with self._commands:
             return await self._drain()
@@ -132,8 +132,8 @@ class Supervisor:
     async def renew(self) -> WorkerEndpoint:
         """Replaces the serving incarnation by a new one; returns the new endpoint once it serves.
 
-        If there is room, the new one is started before the old one is drained. FleetError, with the reason, if the new
-        one fails; if it failed before the old one was drained, the old one still serves.
+        If there is room, the new incarnation starts before the old one drains. Raises FleetError, with the
+        reason, if the new incarnation fails. If it fails before the old one drains, the old one still serves.
         """
         async with self._commands:
             former, incarnation = (
@@ -145,12 +145,12 @@ class Supervisor:
             if incarnation is not None and self._incarnation is incarnation:
                 await self._drain()
                 await incarnation.stop(_STOP_TIMEOUT_S)
-            else:  # it failed meanwhile, so its successor already starts
+            else:  # the old incarnation failed meanwhile, so `run` already starts another one
                 await self._discard_ready()
             return await self._next_endpoint(except_for=former)
 
     async def set_role(self, role: WorkerRole) -> None:
-        """FleetError if the worker keeps its old role."""
+        """Changes the worker's role. Raises FleetError if the worker keeps its old role."""
         async with self._commands:
             incarnation, endpoint = self._incarnation, self.endpoint
             if incarnation is None or endpoint is None or not self.is_serving:
@@ -168,13 +168,13 @@ class Supervisor:
             self._take_role(role)
 
     async def flush_cache(self, *, force: bool) -> CacheFlush:
-        """Beside other commands: the worker does it between two steps, whatever else it does."""
+        """Flushes the prefix cache between two steps of the worker, also while another command runs."""
         incarnation, patience_s = self._incarnation, self._patience.unresponsive_s
         try:
             if incarnation is None or self.endpoint is None:
                 raise FleetError(f"it {self._state_text()}")
             async with awake_timeout(patience_s):
-                await incarnation.call(FlushCache(force, patience_s / 2))  # its refusal comes in time
+                await incarnation.call(FlushCache(force, patience_s / 2))  # a refusal must arrive in time
         except (TimeoutError, BatonError) as error:
             return CacheFlush(self.replica.name, str(error) or "it did not answer in time")
         return CacheFlush(self.replica.name)
@@ -186,7 +186,7 @@ class Supervisor:
     async def move_away(self, nodes: Collection[str]) -> None:
         """Drains and ends the present incarnation if it is on one of these nodes.
 
-        The next one begins as soon as there is room; this call does not wait for it.
+        The next incarnation begins as soon as there is room; this call does not wait for it.
         """
         async with self._commands:
             incarnation = self._incarnation
@@ -224,7 +224,7 @@ class Supervisor:
             raise ClusterError(f"it was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
 
     async def _prepare(self) -> None:
-        """Starts a second incarnation beside the serving one. It ends with the replica."""
+        """Starts a second incarnation beside the serving one. Cancelling `run` also cancels this start."""
         if self._is_over:
             raise FleetError(f"worker {self.replica.name} was stopped")
         preparing = self._preparing = asyncio.create_task(
@@ -301,7 +301,7 @@ class Supervisor:
         return 0.0 if self.endpoint is None else self._clock.now() - self._serves_since
 
     async def _end_incarnation(self, reason: str, timeout_s: float) -> None:
-        """Withdraws the endpoint, ends the process and returns its room."""
+        """Withdraws the endpoint, ends the process and frees its room."""
         if self.endpoint is not None and self.is_serving:
             self.death = (self.endpoint.ref.incarnation, reason)
         self.endpoint, self.status, self.progress = None, None, None
@@ -325,11 +325,11 @@ class Supervisor:
         replica.move(ReplicaState.PLACING)
 
     async def _next_endpoint(self, except_for: str) -> WorkerEndpoint:
-        """The endpoint of another incarnation, once it serves; FleetError if it fails first, or takes too long."""
+        """Waits until an incarnation other than `except_for` serves; FleetError if it fails or is late."""
         with contextlib.suppress(TimeoutError):
             async with awake_timeout(self._patience.start_s):
                 while self.is_serving and self.endpoint is None and not self._is_over:
-                    self._changed.clear()  # its own end is not a failure of the next one
+                    self._changed.clear()  # the end of the former incarnation is no failure of the next one
                     await self._changed.wait()
                 failure_before = self.failure
                 while not (self.is_serving and self.endpoint and self.endpoint.ref.incarnation != except_for):

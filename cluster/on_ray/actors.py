@@ -29,7 +29,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ACTOR_THREADS = 16
-"""Each call holds a thread until it returns, even if its caller has died."""
+"""Each call occupies a thread until it returns, even if its caller has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class Introduction:
     host: str
     pid: int
     machine: Machine
-    """As the actor's process may use it."""
+    """The machine, as far as the actor's process may use it."""
     endpoint: WorkerEndpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Introduce(ControlRequest[Introduction]):
-    """Answered once the actor has a process."""
+    """Asks an actor where it runs. The answer arrives once the actor has a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +54,24 @@ class StartWorker(ControlRequest[WorkerEndpoint]):
     """Loads the model and binds the ports."""
 
     share: CpuShare | None
-    """None on a GPU."""
+    """The worker's CPU share; None on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatestProgress:
-    """None once the start is over."""
+    """The latest progress of a worker's start; None once the start is over."""
 
     progress: StartProgress | None
 
 
 @dataclass(frozen=True, slots=True)
 class WaitProgress(ControlRequest[LatestProgress]):
-    """Answered once the start has progressed since the last call."""
+    """Asks for the progress of a start. The answer arrives once there is progress since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopWorker(ControlRequest[Done]):
-    """Ends the worker; its actor stays."""
+    """Ends the worker, but not its actor."""
 
 
 ACTOR_CODEC = ControlCodec((*WORKER_CALLS, Introduce, StartWorker, WaitProgress, StopWorker))
@@ -117,7 +117,7 @@ class WorkerActor:
 
     def _start(self, share: CpuShare | None) -> WorkerEndpoint:
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here
-        # because the controller names this class and must not load torch.
+        # because the controller imports this class and must not load torch.
         for name, value in share.environment.items() if share is not None else ():
             os.environ.setdefault(name, value)
         from engine.loading.pretrained import default_cache_dir, folder_here
@@ -158,8 +158,8 @@ def whereabouts() -> Introduction:
 def keys_of_node(network: NetworkConfig, digest: str) -> ClusterKeys:
     """The cluster's keys, from the secret that this node has: neither secret nor keys travel through Ray.
 
-    ConfigError if the node has no secret, or not the one of the command that began the fleet. `digest`: that command's
-    `keys_digest`.
+    Raises ConfigError if the node has no secret, or another secret than the command that started the fleet.
+    `digest`: that command's `keys_digest`.
     """
     keys = derive_keys(load_secret(network, os.environ, may_create=False))
     if keys_digest(keys) != digest:

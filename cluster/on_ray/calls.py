@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def as_actor(kind: type, **options: Any) -> Any:
-    """The class as a detached actor, to be made with `.remote(...)`; the actor outlives the process that makes it."""
+    """The class as a detached actor. `.remote(...)` creates the actor, which outlives its creator."""
     return ray.remote(kind).options(lifetime="detached", **options)
 
 
@@ -30,13 +30,14 @@ _ENDS = (
     ("killed by `ray.kill`", "it was ended by `ray.kill`"),
     ("worker process has died", "its process died, as by a crash, a SIGKILL or for lack of memory"),
 )
-"""Ray's words for the end of an actor, and ours. The first match counts."""
+"""Part of Ray's message about the end of an actor, and Baton's message instead. The first match counts."""
 
 
 async def answer(reference: Awaitable[T], who: str | None) -> T:
-    """The result or the BatonError of a call; a ClusterError of one line for any other failure or the actor's end.
+    """The result of a call. Raises the call's BatonError, or a ClusterError for any other failure.
 
-    The line begins with `who`; None if the caller adds the name.
+    The end of the actor is also a failure. The message of the ClusterError is one line, which begins with
+    `who`. `who` None: the caller adds the name.
     """
     try:
         return await reference
@@ -62,7 +63,7 @@ async def kill_process(pid: int, node_id: str) -> None:
 
 def _kill(pid: int) -> None:
     try:
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):  # or the pid was reused
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):  # else the pid was reused
             os.kill(pid, signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         pass

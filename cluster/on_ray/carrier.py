@@ -29,8 +29,10 @@ class RayCarrier:
     connection = 0  # constant: an actor's handle never refers to another fleet
 
     def __init__(self, actor: Any, start_s: float = RESTART_S) -> None:
-        """`start_s`: how long a call waits, beyond its own time, for a controller that has not answered yet. On a busy
-        machine, its process may take minutes to start."""
+        """`start_s`: how long a call waits, beyond its own time, for a controller that has never answered.
+
+        On a busy machine, the controller's process may take minutes to start.
+        """
         self.actor = actor
         self._start_s = start_s
         self.has_answered = False
@@ -39,9 +41,10 @@ class RayCarrier:
         """The process of the controller that replied last."""
 
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
-        """Kills a controller that hangs, for example after SIGSTOP; Ray restarts it.
+        """The reply. Kills a controller that hangs, for example after SIGSTOP; Ray restarts it.
 
-        FleetEnded if the controller has ended by itself, as it does when no gateway has called for long.
+        Raises FleetEnded if the controller has ended by itself, for example because no gateway has called for
+        long.
         """
         if hangs_after_s is None:
             return await self._ask(frame)

@@ -41,7 +41,7 @@ class RayStore:
     """Bytes in Ray's key-value store, which lasts as long as the cluster. See cluster.controller.desired.Store."""
 
     def __init__(self, name: str, fleet: str) -> None:
-        """`name` and id of the fleet."""
+        """`name` and `fleet`: the name and the id of the fleet."""
         self._namespace = f"baton/{name}".encode()
         self._key = fleet.encode()
 
@@ -56,14 +56,14 @@ class RayStore:
         internal_kv._internal_kv_del(self._key, namespace=self._namespace)
 
     def clear_others(self) -> None:
-        """Removes what earlier fleets of this name left."""
+        """Removes the stored bytes of earlier fleets of this name."""
         for key in internal_kv._internal_kv_list(b"", namespace=self._namespace):
             if key != self._key:
                 internal_kv._internal_kv_del(key, namespace=self._namespace)
 
 
 class ControllerActor:
-    """The actor. After a restart, a call may come a second time."""
+    """The actor of the controller. After a restart, Ray may repeat a call."""
 
     # Ray awaits this before the first call. An error here is raised by every call.
     async def __init__(self, config: BatonConfig, digest: str, model_path: Path) -> None:  # type: ignore[misc]
@@ -72,7 +72,7 @@ class ControllerActor:
         self._config = config
         fleet = fleet_of(str(ray.get_runtime_context().get_actor_id()))
         store = RayStore(config.cluster.name, fleet)
-        if store.load() is None:  # our first start. Others of our name have no controller: its name is ours
+        if store.load() is None:  # the first start. Earlier fleets of this name have no controller any more
             remove_incarnations(lambda title: title.fleet != fleet)
             store.clear_others()
         launcher = RayLauncher(config, digest, model_path, fleet)
@@ -117,7 +117,7 @@ class OwnedController:
         return self._carrier.has_answered
 
     async def shutdown(self, *, may_drain: bool) -> None:
-        """Ends the workers; `end` does the rest. Kills a controller that hangs."""
+        """Ends the workers; call `end` afterwards to end the controller. Kills a controller that hangs."""
         await self._carrier.ask_or_kill(self.control.patience.unresponsive_s)
         await self.control.call(EndFleet(may_drain))
 
@@ -131,8 +131,8 @@ class OwnedController:
 def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController:
     """Starts a new fleet in this driver's namespace; its controller begins to start the workers.
 
-    ClusterError if a fleet of this name exists. The controller's name decides between two commands at once: nothing
-    else happens before Ray has given it.
+    Raises ClusterError if a fleet of this name exists. If two commands run at the same time, Ray gives the
+    controller's name to only one of them. Nothing else is started before that.
     """
     actor = as_actor(
         ControllerActor,
@@ -144,14 +144,14 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
     )
     try:
         return OwnedController(actor.remote(config, digest, model_path), config)
-    except ValueError:  # another command began one since `find_fleet`
+    except ValueError:  # another command began a fleet since `find_fleet`
         raise ClusterError(_in_use(config.cluster.name)) from None
 
 
 async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController | None:
     """A fleet of this name without an owner; None if there is no fleet.
 
-    ClusterError if the fleet is in use, or if its configuration differs.
+    Raises ClusterError if the fleet is in use, or if its configuration differs.
     """
     if (actor := controller_actor()) is None:
         return None

@@ -30,7 +30,7 @@ class RayFleet:
     """See cluster.serve.owned_fleet.Fleet. Needs a connection to Ray."""
 
     def __init__(self, config: BatonConfig, digest: str, model_path: Path) -> None:
-        """`digest`: of the keys of this cluster, which each node derives itself."""
+        """`digest`: the digest of the cluster's keys. Each node derives the keys itself."""
         self._config = config
         self._digest = digest
         self._model_path = model_path

@@ -1,4 +1,4 @@
-"""One incarnation of a worker: a detached actor in a placement group of its own, both with one name, a Title."""
+"""One incarnation of a worker: a detached actor in its own placement group, with the same name, a Title."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _REAP_TIMEOUT_S = 10.0
 
 
 class Title(NamedTuple):
-    """WORKER/NUMBER@FLEET. Fleets of one name, of which one ends while the next begins, differ in `fleet`."""
+    """WORKER/NUMBER@FLEET. If one fleet ends while the next of its name begins, `fleet` tells them apart."""
 
     worker: str
     number: int
@@ -45,18 +45,18 @@ class Title(NamedTuple):
 
 
 def parse_title(text: str) -> Title | None:
-    """None for any other name."""
+    """The title in this text; None if the text is no title."""
     match = _TITLE.fullmatch(text)
     return None if match is None else Title(match[1], int(match[2]), match[3])
 
 
 def fleet_of(actor_id: str) -> str:
-    """The fleet of a controller, by the id of its actor, which a restart does not change."""
+    """The fleet's id, from the id of its controller's actor, which a restart does not change."""
     return actor_id[:_FLEET_DIGITS]
 
 
 def remove_incarnations(is_theirs: Callable[[Title], bool]) -> None:
-    """Ends by force the workers in this namespace of which this is true."""
+    """Ends by force the workers in this namespace for whose titles `is_theirs` is true."""
     for title in filter(None, map(parse_title, ray.util.list_named_actors())):
         if is_theirs(title):
             with contextlib.suppress(ValueError):  # the actor has just ended
@@ -74,16 +74,16 @@ class RayIncarnation:
         self.node_id = target
         """The actor's node; before that is known, the requested node."""
         self.share: CpuShare | None = None
-        """What the worker gets of its node; None on a GPU."""
+        """The worker's CPU share; None on a GPU."""
         self.is_over = False
         self._actor = actor
         self._pid: int | None = None
         self._has_started = False
         self._hangs = False
-        """The actor did not answer in time, so it may not react to its end either."""
+        """The actor did not answer in time, so it may not react to `ray.kill` either."""
 
     async def introduce(self) -> Introduction:
-        """Waits until the actor has room and a process; returns where."""
+        """Waits until the actor has room and a process; returns where the process runs."""
         introduction = await self._exchange(Introduce())
         self.node_id, self._pid = introduction.node_id, introduction.pid
         self.host = introduction.host

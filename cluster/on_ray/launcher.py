@@ -38,7 +38,7 @@ class RayLauncher:
     """See cluster.controller.launcher.Launcher. Ray's autoscaler sees which incarnations wait for room."""
 
     def __init__(self, config: BatonConfig, digest: str, model_path: Path, fleet: str) -> None:
-        """`digest`: of the keys that each worker derives on its node; `fleet`: see Title."""
+        """`digest`: the digest of the keys that each worker derives on its node. `fleet`: see Title."""
         self._config = config
         self._digest = digest
         self._model_path = model_path
@@ -46,7 +46,7 @@ class RayLauncher:
         self._shares = CpuShares(config)
         self._avoided: tuple[str, ...] = ()
         self._incarnations: list[RayIncarnation] = []
-        """Of one worker there may be two: the next one starts while the former serves."""
+        """A worker may have two incarnations: the next one starts while the present one serves."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> RayIncarnation:
         rooms = await self._rooms()
@@ -130,7 +130,7 @@ class RayLauncher:
         return title is not None and title.fleet == self._fleet
 
     async def _meet(self, title: Title, patience_s: float) -> Found | None:
-        """An incarnation that this fleet's former controller began; ends one that does not serve."""
+        """Adopts an incarnation that the fleet's former controller began, or ends it if it does not serve."""
         try:
             incarnation = RayIncarnation(title, ray.get_actor(str(title)), None)
         except ValueError:
@@ -150,7 +150,7 @@ class RayLauncher:
         return None
 
     async def _rooms(self) -> list[NodeRoom]:
-        """All live nodes. Counts workers on their way too: Ray does not know those yet when several start at once."""
+        """All live nodes. Also counts workers that wait for their process: Ray may not count these yet."""
         nodes, free = await asyncio.gather(
             asyncio.to_thread(ray.nodes), asyncio.to_thread(available_resources_per_node)
         )

@@ -25,13 +25,13 @@ class NodeRoom:
     free: Mapping[str, float]
     labels: Mapping[str, str]
     num_workers: int
-    """Workers of this fleet on this node, or on their way to it."""
+    """The number of this fleet's workers that are on this node, or are about to start there."""
     is_draining: bool = False
-    """The node takes no more workers."""
+    """The node gets no more workers."""
     host: str = ""
     """The machine of this node; several nodes may share one."""
     total: Mapping[str, float] = field(default_factory=dict)
-    """Its resources while it is empty. A head that only manages the cluster offers no CPUs."""
+    """The node's resources when it is empty. A head that only manages the cluster offers no CPUs."""
 
 
 def bundle_of(config: BatonConfig, role: WorkerRole) -> Bundle:
@@ -51,7 +51,7 @@ def labels_of(config: BatonConfig, role: WorkerRole) -> dict[str, str]:
 
 
 def labels_text(config: BatonConfig) -> str:
-    """A supplement to `no_room` if only nodes with certain labels count; else empty."""
+    """The end of the message `no_room` if workers need nodes with certain labels; else empty."""
     wanted = [(role, labels) for role in WorkerRole if (labels := labels_of(config, role))]
     texts = (", ".join(f"{name}: {value}" for name, value in labels.items()) for _, labels in wanted)
     kinds = (
@@ -78,8 +78,10 @@ def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeR
 
 
 def num_machines(config: BatonConfig, host: str, rooms: Collection[NodeRoom]) -> int:
-    """Over how many machines the fleet spreads once it is whole: those that are there for it, but not fewer than its
-    workers' CPUs need where the other machines are like this one. Machines may join after its first workers.
+    """The number of machines that the fleet will use when all its workers run.
+
+    It is the larger of two numbers: the present machines that can hold a worker, and the machines like `host`
+    that all workers need for their CPUs. Machines may join the cluster after the first workers.
     """
     here = {
         room.host
@@ -103,7 +105,7 @@ def num_machines(config: BatonConfig, host: str, rooms: Collection[NodeRoom]) ->
 
 
 def check_room(bundles: Sequence[Bundle]) -> None:
-    """ClusterError, with the requested and the present resources, if the empty cluster could not hold all bundles."""
+    """Raises ClusterError if the cluster could not hold all bundles even when it is empty."""
     if not fits(bundles, (node["Resources"] for node in ray.nodes() if node["Alive"])):
         raise ClusterError(no_room(bundles))
 
@@ -111,8 +113,9 @@ def check_room(bundles: Sequence[Bundle]) -> None:
 def fits(bundles: Sequence[Bundle], nodes: Iterable[Bundle]) -> bool:
     """Whether all bundles fit on otherwise empty nodes, each bundle on one node.
 
-    The largest bundle is placed first, each on the first node with room. That is exact on one node, as in a private
-    Ray; on several nodes it may miss a way to place unequal bundles.
+    Places the largest bundles first, each bundle on the first node with room. The result is exact for one
+    node, as in a private Ray. For several nodes, it may be False although another placement of unequal
+    bundles would fit.
     """
     free = [dict(node) for node in nodes]
     for bundle in sorted(bundles, key=lambda bundle: sorted(bundle.items()), reverse=True):
@@ -152,7 +155,7 @@ def _has(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
 
 
 def _are_conditions(labels: Mapping[str, str]) -> bool:
-    """Only Ray understands them."""
+    """Whether some labels are conditions, which only Ray understands."""
     return any(value.startswith("!") or "(" in value for value in labels.values())
 
 

@@ -37,9 +37,10 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 4,
-    # Else `ray.init` ignores Ctrl-C until a Python process per CPU has started.
+    # Otherwise, `ray.init` ignores Ctrl-C until a Python process per CPU has started.
     "prestart_worker_first_driver": False,
-    # The raylet asks for a socket that a thread of its own opens at that moment. If it is too early, it would wait 1 s.
+    # The raylet connects to a socket that one of its threads opens at that moment. By default, the raylet
+    # waits 1 s if the socket is not open yet.
     "raylet_client_connect_timeout_milliseconds": 100,
     "raylet_client_num_connect_attempts": 100,
 }
@@ -51,8 +52,8 @@ _TRY_AGAIN_S = 1.0
 _MAX_SOCKET_PATH = 107  # sun_path of unix(7) less its terminator
 
 _RAYS_OWN = "r"
-"""Ray's folder, inside one that only this user may enter: Ray makes its own folder writable for all users. The name is
-short because the sockets below have long names."""
+"""Ray's folder, inside a folder that only this user may enter: Ray makes its own folder writable for all
+users. The name is short because the paths of the sockets inside are long."""
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -72,8 +73,8 @@ _PACKAGES = (
 def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, str], home: Path) -> None:
     """Sets variables that Ray reads when it is first imported, so call this before any import of Ray.
 
-    A private Ray stays on loopback and requires a secret token. For a cluster that is joined by its address, Ray would
-    not look for a token by itself.
+    A private Ray stays on loopback and requires a secret token. To join a cluster by its address, Ray
+    does not look for a token by itself, so this function does.
     """
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Else Ray prints lost workers and repeated calls to the driver's stdout, which is for JSON.
@@ -88,11 +89,11 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
 
 @contextmanager
 def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path | None]:
-    """Starts or joins Ray for the body, then ends or leaves it. Yields the folder with the logs of a private Ray and
-    its workers; None for a joined cluster.
+    """Starts or joins Ray for the body, then ends or leaves it.
 
-    Raises ClusterError. A private Ray declares CPUs for `num_ranks` ranks even if the machine has fewer cores: Ray only
-    counts them, and a laptop should serve too. Its logs are kept only if the body fails.
+    Yields the folder with the logs of a private Ray and its workers; None for a joined cluster. Raises
+    ClusterError. A private Ray declares CPUs for `num_ranks` ranks even if the machine has fewer cores: Ray
+    only counts them, and a laptop should serve too. Its logs are kept only if the body fails.
     """
     assert threading.current_thread() is threading.main_thread(), (
         "a private Ray dies with the thread that starts it"
@@ -127,9 +128,10 @@ def connect(config: ClusterConfig, num_ranks: int, device: str) -> Iterator[Path
 
 
 def check_token(config: ClusterConfig) -> None:
-    """ConfigError if other hosts may reach this Ray, and Ray asks for no token.
+    """Raises ConfigError if other hosts may reach this Ray, and Ray requires no token.
 
-    For a process of the cluster. A driver cannot tell: with a token it joins a cluster that asks for none, too.
+    Only a process of the cluster can check this. A driver with a token can also join a cluster that requires
+    none.
     """
     import ray
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
@@ -155,7 +157,7 @@ def _private(
                 address="local",
                 namespace=config.name,
                 num_cpus=max(os.cpu_count() or 1, math.ceil(num_ranks * config.cpus_per_worker)),
-                num_gpus=None if device == "cuda" else 0,  # None: those the machine has
+                num_gpus=None if device == "cuda" else 0,  # None: all GPUs of the machine
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 _temp_dir=str(folder),
@@ -179,7 +181,7 @@ def _join(ray: ModuleType, config: ClusterConfig) -> None:
     """Retries until the cluster answers or the time is over."""
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
-    # Without compiled files, which would make a different package each time.
+    # Excludes compiled files, which would make a different package each time.
     environment = {"py_modules": modules, "excludes": ["__pycache__"]}
     deadline, is_announced = time.monotonic() + config.ray_timeout_s, False
     while True:
@@ -201,7 +203,7 @@ def _join(ray: ModuleType, config: ClusterConfig) -> None:
 
 
 def _probe(address: str) -> None:
-    """Fails fast where nothing listens: Ray itself would retry for more than a minute."""
+    """Fails fast if nothing listens at the address: Ray itself would retry for more than a minute."""
     match = re.fullmatch(r"([^:/]+):(\d+)", address)
     if match is None:
         return  # `auto`, or an address that only Ray can check
@@ -223,21 +225,22 @@ def _longest_socket(folder: str) -> str:
 
 @contextmanager
 def _fewer_processes() -> Iterator[None]:
-    """Ray starts without its autoscaler, its log reader and its dashboard, which it starts even if it shows none.
+    """Makes Ray start without its autoscaler, its log reader and its dashboard server.
 
-    A private Ray uses none of them, and `ray.init` waits for the dashboard: on two cores for as long as for the rest.
+    A private Ray uses none of these. Ray starts the server even if the dashboard is off, and `ray.init` waits
+    for the server. On two cores, this wait doubles the time of the start.
     """
     from ray._private import node
 
     class Node(node.Node):
         def start_monitor(self) -> None:
-            """The autoscaler: there are no nodes to add."""
+            """Starts no autoscaler: there are no nodes to add."""
 
         def start_log_monitor(self) -> None:
-            """It prints the logs of actors in the driver, which `log_to_driver` refuses."""
+            """Starts no log reader: it prints actors' logs in the driver, and `log_to_driver` is False."""
 
         def start_api_server(self, **_options: object) -> None:
-            """The dashboard."""
+            """Starts no dashboard server."""
 
     names = vars(node)
     former, names["Node"] = node.Node, Node

@@ -83,16 +83,16 @@ class ProcessIncarnation:
 
 
 class ProcessLauncher:
-    """See cluster.controller.launcher.Launcher. There is room for any number of workers, but not for a spare one."""
+    """See cluster.controller.launcher.Launcher. Every worker has room, but none for a second incarnation."""
 
     def __init__(self, config: BatonConfig, config_path: Path, secret: ClusterSecret | None) -> None:
-        """`config_path`: of a file with this configuration."""
+        """`config_path`: the file with this configuration."""
         self._config_path = config_path
         self._secret = secret
         self._machine = find_machine()
         self._shares = CpuShares(config)
         self.incarnations: dict[str, ProcessIncarnation] = {}
-        """The latest of each worker, by name."""
+        """The latest incarnation of each worker, by name."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> ProcessIncarnation:
         alive = [other for other, incarnation in self.incarnations.items() if not incarnation.is_over]

@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class WorkerProcess:
-    """One worker process. It ends with this process, whose end closes the worker's stdin."""
+    """One worker process. It also ends when this process ends, because that closes the worker's stdin."""
 
     def __init__(
         self,
@@ -32,8 +32,10 @@ class WorkerProcess:
         log_level: str | None = "INFO",
         share: CpuShare | None = None,
     ) -> None:
-        """`log_level` None: the configuration's. `share` None: all of this machine's cores. The secret goes into the
-        environment, since all users can read the arguments of a process."""
+        """`log_level` None: the level in the configuration. `share` None: all cores of this machine.
+
+        The secret is passed in the environment, because all users can read the arguments of a process.
+        """
         self.name = name
         environment = dict(os.environ)
         if secret is not None:
@@ -66,7 +68,7 @@ class WorkerProcess:
         return endpoint_from_json(line)
 
     def control(self) -> StdioControlClient:
-        """Needs a serving worker. Only the client reads the worker's stdout from now on."""
+        """A client for a serving worker. From now on, only this client reads the worker's stdout."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         return StdioControlClient(self.name, self._process.stdin, self._process.stdout)
@@ -100,7 +102,7 @@ class WorkerProcess:
 
 
 def write_config(folder: str, config: BatonConfig, model_path: Path) -> Path:
-    """The configuration as a file for `WorkerProcess`, without unset keys: their defaults may depend on the device."""
+    """Writes the file for `WorkerProcess`, without unset keys: their defaults may depend on the device."""
     values = config.model_dump(exclude_unset=True)
     values.setdefault("model", {})["path"] = str(model_path)
     path = Path(folder) / "baton.json"

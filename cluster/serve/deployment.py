@@ -48,7 +48,8 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
         keys = derive_keys(secret)
         config, model_path = resolve_model(config, screen)
         fleet = make_fleet(config, secret, model_path, screen, stack)
-        # Not before Ray runs: its start would wait for the interpreter's lock. Now this process waits for workers.
+        # Loading begins only once Ray runs: otherwise Ray's start would wait for the interpreter's lock. From
+        # now on, this process only waits for workers.
         loading = stack.push(Loading(partial(load_tokenizer, config, model_path)))
         loading.begin()
         signals.run(_run(config, keys, model_path, fleet, loading.result, screen, while_ready, signals))

@@ -25,7 +25,8 @@ from cluster.serve.owned_fleet import (
 from cluster.serve.screen import Screen, workers_text
 
 _FAREWELL_S = 1.0
-"""Gateways call WaitView again at once after an answer, and a second after an error."""
+"""How long gateways have to learn of the end. They call WaitView again at once after an answer, and a second
+after an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ def run_fleet(
 ) -> None:
     """Starts a fleet, or adopts one without an owner, and ends it after `while_open` or a signal.
 
-    `reread` returns the current configuration. It is called every few seconds, and the fleet is scaled to its worker
-    counts.
+    `reread` returns the current configuration. This function calls `reread` every few seconds, and scales the
+    fleet to the worker counts of that configuration.
 
     Raises BatonError if the start fails, FleetEnded if the fleet ends by itself, and KeyboardInterrupt for a SIGINT
     before the event loop runs. In every case, no process of the fleet is left.
@@ -70,7 +71,7 @@ async def _run(
     reread: Callable[[], BatonConfig],
     signals: StopSignals,
 ) -> None:
-    # Bound before the workers start, which takes minutes: a port in use is an error at once.
+    # The port is bound before the workers start, which takes minutes: a port in use is an error at once.
     server = ControlServer(config.network, config.cluster.fleet_port, keys)
     server.open()
 
@@ -107,7 +108,7 @@ async def _run(
 
 
 async def _either(*works: Awaitable[None]) -> None:
-    """Returns when the first one does, or raises its error; cancels the others."""
+    """Returns when the first of `works` ends, or raises its error; cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

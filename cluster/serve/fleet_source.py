@@ -13,7 +13,7 @@ from cluster.control_api.zmq_carrier import ZmqCarrier
 
 
 class AnotherFleet(ClusterError):
-    """The fleet there is not the requested one; waiting longer does not help."""
+    """The fleet that was found is not the requested one; waiting longer does not help."""
 
 
 class Sighting(NamedTuple):
@@ -28,13 +28,13 @@ class Sighting(NamedTuple):
 
     @classmethod
     async def of(cls, control: ControlApi) -> "Sighting":
-        """Reads the fleet's configuration. ClusterError if the fleet does not answer yet."""
+        """Reads the fleet's configuration. Raises ClusterError if the fleet does not answer yet."""
         configuration = await control.call(GetConfiguration())
         return cls(control, *unpack_configuration(configuration), configuration.keys_digest)
 
 
 class FleetSource(Protocol):
-    """A place to look for a fleet, until there is one."""
+    """A place where a gateway looks for its fleet."""
 
     @property
     def absence(self) -> str:
@@ -42,21 +42,23 @@ class FleetSource(Protocol):
         ...
 
     async def find_fleet(self) -> Sighting:
-        """The fleet that is there. ClusterError, with the reason, if none answers yet; AnotherFleet if one refuses the
+        """The fleet at this place.
+
+        Raises ClusterError, with the reason, if no fleet answers yet; AnotherFleet if a fleet refuses the
         connection.
         """
         ...
 
 
 class RaySource:
-    """Needs a connection to Ray."""
+    """Finds a fleet by its name on a Ray cluster. Needs a connection to Ray."""
 
     def __init__(self, config: BatonConfig) -> None:
         self._config = config
         self.absence = f"there is no fleet named '{config.cluster.name}' (cluster.name) on this Ray cluster"
 
     async def find_fleet(self) -> Sighting:
-        from cluster.on_ray.controller import running_fleet  # not above: a gateway needs no Ray elsewhere
+        from cluster.on_ray.controller import running_fleet  # imported here: other gateways need no Ray
 
         control = await asyncio.to_thread(running_fleet, self._config)
         if control is None:
@@ -65,7 +67,7 @@ class RaySource:
 
 
 class ControlServerSource:
-    """Needs an open carrier."""
+    """Finds the fleet behind a control server. Needs an open carrier."""
 
     def __init__(self, client: ControlClient, carrier: ZmqCarrier) -> None:
         self._client = client

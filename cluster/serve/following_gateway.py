@@ -38,7 +38,7 @@ WhileReady = Callable[[Service], Awaitable[None]]
 
 
 class FollowingGateway:
-    """`stop` may be called after any outcome of `start`."""
+    """A gateway, and the tasks that follow its fleet. `stop` may be called after any outcome of `start`."""
 
     def __init__(
         self, config: BatonConfig, gateway: "Gateway", control: ControlApi, *, is_owner: bool
@@ -51,9 +51,9 @@ class FollowingGateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Service:
-        """Returns once a decode worker serves and all serving workers are connected; ClusterError after the time."""
+        """Returns once a decode worker serves and all serving workers are connected; ClusterError if late."""
         gateway = self._gateway
-        settle()  # it takes half a second, in which a client of an open port would wait
+        settle()  # takes half a second, so call it before clients can connect
         await gateway.start()
         follower = Follower(self._control, gateway, is_owner=self._is_owner)
         endpoints, _ = await asyncio.gather(self._until_some_decode(follower), gateway.warm_up())
@@ -77,7 +77,7 @@ class FollowingGateway:
         )
 
     async def use(self, work: Awaitable[None]) -> None:
-        """Returns when `work` does; FleetEnded if the fleet ends first."""
+        """Returns when `work` ends. Raises FleetEnded if the fleet ends first."""
         working = asyncio.ensure_future(work)
         try:
             await asyncio.wait([working, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -89,7 +89,7 @@ class FollowingGateway:
             await asyncio.gather(working, return_exceptions=True)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Takes no new requests; running ones get `cluster.drain_timeout_s`, unless `hurry` is set."""
+        """Accepts no new requests; running requests get `cluster.drain_timeout_s`, unless `hurry` is set."""
         if not await unless(hurry, self._gateway.stop(self._config.cluster.drain_timeout_s)):
             await self._gateway.stop(0.0)
         for task in self._tasks:

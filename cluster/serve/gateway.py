@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 def check_access(config: BatonConfig) -> None:
-    """ConfigError if the gateway cannot use its API keys, certificates or ports, or may open too few files. Checked
-    before workers take minutes to start."""
+    """ConfigError if the gateway cannot use its API keys, certificates or ports, or may open too few files.
+
+    Call this before the workers start, which takes minutes.
+    """
     clock = SystemClock()
     Authenticator(config.gateway, clock)
     if config.gateway.tls is not None:
@@ -36,8 +38,10 @@ def check_access(config: BatonConfig) -> None:
 
 
 def check_ports(config: GatewayConfig) -> None:
-    """ConfigError if another process listens on a port of the gateway. The ports are not kept: of two commands at the
-    same moment, one may fail only when its gateway opens.
+    """Raises ConfigError if another process listens on a port of the gateway.
+
+    The ports are not kept. If two commands check at the same moment, one of them fails only when its gateway
+    opens.
     """
     for key, port in (("grpc_port", config.grpc_port), ("http_port", config.http_port)):
         try:
@@ -53,7 +57,10 @@ def check_ports(config: GatewayConfig) -> None:
 
 
 def load_tokenizer(config: BatonConfig, model_path: Path) -> "Tokenizer":
-    """Also imports all that a gateway consists of: seconds, for a thread beside the start of Ray and the workers."""
+    """Loads the tokenizer, and imports the modules of the gateway.
+
+    This takes seconds, so it runs on a thread while Ray and the workers start.
+    """
     from gateway import Gateway, Tokenizer  # noqa: F401 (`make_gateway` needs it)
 
     name = config.gateway.answer_format
@@ -86,7 +93,7 @@ def make_gateway(
 
 
 def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
-    """What clients are told about the model, from its folder and the configuration."""
+    """The description of the model for clients, from its folder and the configuration."""
     architecture = read_architecture(model_path)
     hub_name = HubName.parse(config.model.path) if commit_of(model_path) is not None else None
     known_name = config.model.path if config.model.path in PRETRAINED else model_path.name

@@ -45,11 +45,12 @@ class JoinedFleet(NamedTuple):
 
 
 def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
-    """Serves the fleet `cluster.name` while `while_ready` runs; a signal cancels that. The fleet outlives the gateway.
+    """Runs a gateway for the fleet `cluster.name` while `while_ready` runs; the fleet outlives the gateway.
 
-    `config` sets the section `gateway`. Other keys set in it must agree with the fleet's; keys not set are taken from
-    the fleet. Raises BatonError if there is no such fleet within `cluster.start_timeout_s`, if the fleet differs, or
-    when the fleet ends; KeyboardInterrupt for a SIGINT before the event loop runs.
+    A signal cancels `while_ready`. `config` sets the section `gateway`. Other keys set in it must agree with
+    the fleet's; keys not set are taken from the fleet. Raises BatonError if there is no such fleet within
+    `cluster.start_timeout_s`, if the fleet differs, or when the fleet ends. Raises KeyboardInterrupt for a
+    SIGINT before the event loop runs.
     """
     address = config.cluster.ray_address
     uses_ray = config.cluster.fleet_address is None
@@ -68,7 +69,7 @@ def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) ->
 
 
 def _connect_ray(config: BatonConfig, screen: Screen, stack: ExitStack) -> None:
-    from cluster.on_ray.session import connect  # not above: a gateway's machine may do without Ray
+    from cluster.on_ray.session import connect  # imported here: a gateway's machine may have no Ray
 
     address = config.cluster.ray_address
     with screen.stage("ray", f"connecting to {address}") as outcome:
@@ -103,7 +104,7 @@ async def _run(config: BatonConfig, screen: Screen, while_ready: WhileReady, sig
 
 
 async def _source(config: BatonConfig, stack: AsyncExitStack) -> FleetSource:
-    """Usable until `stack` is closed."""
+    """The place to look for the fleet; usable until `stack` is closed."""
     address = config.cluster.fleet_address
     if address is None:
         return RaySource(config)

@@ -77,10 +77,12 @@ def most_ranks(config: BatonConfig) -> int:
 
 
 def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Path]:
-    """The model's folder, downloaded now if necessary; on a Ray of several hosts, each worker's host downloads weights.
+    """The configuration and the model's folder, which is downloaded now if necessary.
 
-    So is a draft model, and the configuration returned names its commit, so that all workers guess alike. Says what
-    the models take. ModelError if this machine's workers have no room for them.
+    On a Ray cluster of several hosts, each worker's host downloads the weights itself. A draft model is
+    downloaded, too. The returned configuration names the draft model's commit, so that all workers guess the
+    same drafts. Prints how much memory the models need. Raises ModelError if the workers on this machine have
+    no room for the models.
     """
     draft, draft_folder = config.speculation.draft_model, None
     is_here = config.cluster.ray_address in ("none", "local")
@@ -114,7 +116,7 @@ async def with_choices_of(
 
 
 def fleets_folder(agreed: BatonConfig, model_path: Path, screen: Screen) -> Path:
-    """`model_path`, or the folder of the commit that an adopted fleet serves; a gateway needs no weights of it."""
+    """`model_path`, or the folder of the commit that an adopted fleet serves, without its weights."""
     name = HubName.parse(agreed.model.path)
     if name is None or name.commit in (None, commit_of(model_path)):
         return model_path

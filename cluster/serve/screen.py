@@ -69,7 +69,7 @@ class ScreenStage:
         self.outcome = outcome
 
     def say(self, status_text: str) -> None:
-        """Shows a status beside the stage's text, on a terminal only; each call replaces the last."""
+        """Shows a status beside the stage's text, on a terminal only; a new status replaces the last."""
         self._status.update(f"{self._doing} [dim]({status_text})[/]")
 
     def note(self, text: str) -> None:
@@ -77,7 +77,7 @@ class ScreenStage:
         self._write(text)
 
     def report(self, part: str, what: str, fraction: float) -> None:
-        """Shows the progress of a part; each report of a part replaces its last."""
+        """Shows the progress of a part, instead of the part's former progress."""
         self._parts[part] = (what, fraction)
         table = Table.grid(padding=(0, 2))
         for name, (doing, done) in sorted(self._parts.items()):
@@ -93,12 +93,12 @@ def workers_text(endpoints: Iterable[WorkerEndpoint]) -> str:
 
 
 def _weights_text(endpoint: WorkerEndpoint) -> str:
-    """How the worker keeps its weights; empty if in the model's data type."""
+    """How the worker stores its weights; empty if in the model's data type."""
     return f", {endpoint.quantization} weights" if endpoint.quantization else ""
 
 
 def _cores_text(endpoint: WorkerEndpoint) -> str:
-    """The part of its machine that a worker on a CPU computes with; empty on a GPU."""
+    """The threads and CPUs of a worker that computes on a CPU; empty on a GPU."""
     if not endpoint.num_threads:
         return ""
     threads = f", {endpoint.num_threads} thread{'s' if endpoint.num_threads > 1 else ''}"

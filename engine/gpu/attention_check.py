@@ -1,7 +1,8 @@
-"""check_attention: compares a worker's attention kernels with torch, on this GPU, as its assembler made them.
+"""check_attention: compares a worker's assembled attention kernels with torch, on this GPU.
 
-Some assemblers silently make wrong code of them (engine/gpu/compiler.py), which only a test on this GPU can detect. So
-before a worker serves, it computes one prefill step and one decode step over random numbers in its own pool.
+Some assemblers silently make wrong code of the kernels (engine/gpu/compiler.py). Only a test on this GPU can
+detect this. So before a worker serves, it computes one prefill step and one decode step over random numbers
+in its own pool.
 
 Shape suffixes: T tokens of the step, B its requests, M blocks of a table, Q query heads, P query, key and value heads,
 N blocks, K the pair (keys, values), H kv heads, S tokens of a block, D head dimension.
@@ -24,21 +25,22 @@ from engine.layers.fp8 import as_bytes
 from engine.loading.loader import LoadedModel
 
 NUM_RUNS = 3
-"""Runs of each step. Registers that are reused too early hold wrong values in some runs only."""
+"""Runs of each step: registers that are reused too early have wrong values only in some runs."""
 CONTEXT = 700
-"""Keys: enough for several turns of every buffer, with a last block that is not full."""
+"""Number of keys: enough to use every buffer several times, with a last block that is not full."""
 CHUNK = 100
-"""Tokens of the prefill step: a tile or more, the last not full."""
+"""Tokens of the prefill step: at least one tile; the last tile is not full."""
 NUM_DECODES = 4
 QUERY_SCALE = 4.0
 """Standard deviation of queries. It makes the attention weights unequal: swapped weights would not show otherwise."""
 TOLERANCES = {torch.float32: 2**-13, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""By dtype of queries and output, as shares of the weighted sum of |values|.
+"""Tolerances by dtype of queries and output, as shares of the weighted sum of |values|.
 
-A 16-bit kernel rounds each weight and each result once, by at most half a unit in the last place. Together that is one
-unit, 2^-10 or 2^-7 of the sum; the tolerance is twice that. A float32 product is three products in TF32, so a score of
-40 may be 1e-5 off, and its weight is then off by that share. An 8-bit cache changes nothing: both sides read the same
-8-bit numbers, and the kernel's float16 holds them exactly.
+A 16-bit kernel rounds each weight and each result once, by at most half a unit in the last place. Together
+this is one unit, 2^-10 or 2^-7 of the sum; the tolerance is twice as much. A float32 product is computed as
+three TF32 products, so a score of 40 may be wrong by 1e-5, and its weight by the same share. An 8-bit cache
+needs no other tolerance: both sides read the same 8-bit numbers, and the kernel's float16 represents them
+exactly.
 """
 
 
@@ -48,9 +50,10 @@ class AttentionCase:
 
     name: str
     run: Callable[[], torch.Tensor]
-    """Computes it by the kernels: T x Q x D, of latents without the rotated part."""
+    """Computes it by the kernels: T x Q x D, for latents without the rotated part."""
     expect: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    """Computes it by torch in float64, and each number's tolerance; both float32 and of the same shape."""
+    """Computes it by torch in float64; also returns each number's tolerance. Both are float32 with the same
+    shape."""
 
 
 def check_attention(model: LoadedModel, parts: DeviceParts, pool: KVPool, compiler: Compiler) -> None:

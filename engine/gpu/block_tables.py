@@ -1,6 +1,7 @@
 """pack_tables: a step's block tables of all KV groups as one array; knows no kernel and no device.
 
-A windowed group's tables begin where its windows do. So the array hardly grows with the number of such groups.
+The tables of a group with a window begin at the first block of each window. So the array hardly grows with
+the number of such groups.
 
 Shape suffixes as in engine/batch.py; X block ids of all groups, G groups.
 """
@@ -17,15 +18,16 @@ from engine.request_table import IntArray
 
 @dataclass(frozen=True, slots=True)
 class PackedTables:
-    """Group by group, and within a group sequence by sequence."""
+    """Block ids, ordered by group, and within a group by sequence."""
 
     block_ids_X: IntArray
     first_entries_GB: tuple[IntArray, ...]
-    """Where the block of a sequence's first token is, or would be: below zero if such blocks are left out."""
+    """For each sequence, the index at which the block of its first token is. If the table leaves out this
+    block, the index at which it would be, perhaps below zero."""
 
 
 def pack_tables(batch: StepBatch, groups: KVGroups, block_size: int, num_keys: int) -> PackedTables:
-    """`num_keys`: kernels read as many keys at a time, from multiples of this number on."""
+    """`num_keys`: how many keys kernels read at a time, beginning at multiples of this number."""
     columns_M = np.arange(batch.block_ids_BM.shape[1])
     is_used_BM = columns_M < batch.num_blocks_B[:, None]
     num_entries_B, first_entries_B = batch.num_blocks_B, np.cumsum(batch.num_blocks_B) - batch.num_blocks_B
@@ -45,10 +47,11 @@ def pack_tables(batch: StepBatch, groups: KVGroups, block_size: int, num_keys: i
 
 
 def most_entries(limits: StepLimits, groups: KVGroups, block_size: int, num_keys: int) -> int:
-    """The most block ids of a step that is packed so."""
+    """The most block ids that `pack_tables` returns for a step."""
     num_sequences, max_blocks = limits.max_num_seqs, -(-limits.max_model_len // block_size)
     whole = num_sequences * max_blocks
     num_tokens = max(limits.max_num_batched_tokens, num_sequences)
-    # Of n tokens that begin at p, blocks from key p - window + 1, down to a multiple of `num_keys`, to p + n - 1.
+    # n tokens from position p on need the blocks of the keys p - window + 1 (rounded down to a multiple of
+    # `num_keys`) to p + n - 1.
     of_windows = num_sequences * ((groups.window + num_keys) // block_size + 2) + num_tokens // block_size
     return groups.num_full * whole + groups.num_windowed * min(whole, of_windows)

@@ -35,11 +35,11 @@ class Compiler:
     cache_dir: str
     """Where compiled kernels are kept."""
     is_suspect: bool
-    """The assembler is known to make wrong code of some kernels for this GPU."""
+    """Whether the assembler is known to make wrong code of some kernels for this GPU."""
 
     @property
     def advice(self) -> str:
-        """What a message about wrong kernels ends with."""
+        """The end of a message about wrong kernels."""
         return (
             f"They were assembled by ptxas {self.version} ({self.ptxas}); set TRITON_PTXAS_PATH to a ptxas of CUDA "
             f"13.3 or later (docs/gpu.md)"
@@ -64,11 +64,11 @@ def naming_assembler(compiler: Compiler, device: torch.device) -> Iterator[None]
 
 
 def find_compiler(capability: tuple[int, int]) -> Compiler:
-    """For a GPU of this compute capability.
+    """The compiler for a GPU of this compute capability.
 
-    TRITON_PTXAS_PATH applies to every GPU, unless TRITON_PTXAS_BLACKWELL_PATH is set too: which of the two Triton reads
-    depends on the GPU and on Triton's version. ConfigError names a variable whose path is no ptxas; Triton itself would
-    silently use its bundled assembler.
+    TRITON_PTXAS_PATH applies to every GPU, unless TRITON_PTXAS_BLACKWELL_PATH is set, too. Which of the two
+    variables Triton reads depends on the GPU and on Triton's version. ConfigError names a variable whose path
+    is no ptxas; Triton itself would silently use its bundled assembler.
     """
     for variable in PTXAS_VARIABLES:
         if path := os.environ.get(variable):
@@ -83,7 +83,7 @@ def find_compiler(capability: tuple[int, int]) -> Compiler:
 
 
 def _version(path: str, what: str) -> str:
-    """ConfigError, whose text begins with `what`, if the path is no working ptxas."""
+    """The version of a ptxas; ConfigError, whose text begins with `what`, if it does not work."""
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
@@ -97,7 +97,7 @@ def _version(path: str, what: str) -> str:
 
 
 def _cache_dir() -> str:
-    """ConfigError if the folder is not writable."""
+    """Triton's cache folder; ConfigError if it is not writable."""
     folder = str(triton.knobs.cache.dir)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)

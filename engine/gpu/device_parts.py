@@ -31,8 +31,9 @@ from engine.loading.loader import LoadedModel
 from engine.runner import ModelRunner
 
 MIN_COPY_BYTES = 512 * 1024
-"""The copy engine swaps blocks of at least this size, one copy each: a copy takes some 10 us, in which PCIe moves as
-many bytes, and needs no multiprocessor. One kernel launch copies all smaller blocks."""
+"""The copy engine swaps blocks of at least this size, with one copy per block. A copy takes at least about 10
+us, in which PCIe moves this many bytes, and needs no multiprocessor. Smaller blocks are all copied by one
+kernel launch."""
 
 # Fuses products and sums. Triton 3.9 warns if this default is not set, and later versions will change the default.
 triton.knobs.language.default_fp_fusion = True
@@ -44,8 +45,8 @@ REHEARSED = (
         temperature=1.0, seed=0, repetition_penalty=1.1, logit_bias={0: -1.0}, logprobs=MAX_LOGPROBS
     ),
 )
-"""A step for each of these compiles every sampling kernel, and the last one needs the most memory. The variant of a
-kernel depends on whether any row of a step is drawn, or processed."""
+"""One step with each of these compiles every sampling kernel; the last step needs the most memory. Kernels
+have variants for steps with and without rows that are drawn, and with and without rows that are processed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class DeviceParts:
         for count in NUM_ROWS:
             self.forward.rehearse(1, min(count, limits.max_num_batched_tokens, limits.max_model_len))
             self.forward.rehearse(min(count, num_requests), 1)
-        # A few long contexts are split. For chunks, a separate kernel merges the parts.
+        # With few requests, long contexts are split. For chunks, a separate kernel merges the parts.
         for num_tokens in (1, min(2, limits.max_num_batched_tokens, limits.max_model_len)):
             self.forward.rehearse(1, num_tokens, limits.max_model_len)
         self.choose_products()
@@ -87,7 +88,7 @@ class DeviceParts:
             self.timed_products.choose(GpuTimer())
 
     def record(self, recorder: Recorder, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Records decode steps, and small steps with prompts, the largest first: the others fit in its memory.
+        """Records decode steps, and small steps with prompts, the largest first: all share its memory.
 
         `on_progress` receives the number of recorded graphs and their total.
         """

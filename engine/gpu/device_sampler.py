@@ -1,7 +1,8 @@
-"""Samples on the device with our own kernels: what `engine/sampler.py` does, without waiting for the tokens.
+"""Samples on the device with Baton's own kernels, as in `engine/sampler.py`, without waiting for the tokens.
 
-The host sends each row's parameters, and the edits of processed rows, in one copy each. The device draws the tokens,
-leaves them where the next step's embedding reads them, and copies them to the host asynchronously.
+The host sends the parameters of all rows in one copy, and the edits of processed rows in another. The device
+draws the tokens, leaves them where the next step's embedding reads them, and copies them to the host
+asynchronously.
 
 Shape suffixes: R rows, V vocabulary, P rows that are processed, L rows that want log-probabilities, F fields, N top
 tokens.
@@ -57,7 +58,8 @@ class DeviceSampler:
     ) -> None:
         num_columns = -(-max_num_rows // 4) * 4  # both rows at a multiple of 16 bytes, as in `_processed`
         self._results_2R = torch.zeros((2, num_columns), dtype=torch.int32, device=device)
-        """The last step's tokens, and which rows are not finite: one copy to the host takes both."""
+        """The last step's tokens, and which rows are not finite, together so that one copy to the host is
+        enough."""
         self.sampled_R = self._results_2R[0, :max_num_rows]
         """The last step's tokens, row by row; always the same memory."""
         self._workspace = allocate_workspace(max_num_rows, vocab_size, device, chunk, chunks_per_part)
@@ -112,7 +114,8 @@ class DeviceSampler:
         """P x V float32."""
         edits = list_edits(requests, rows, self._vocab_size)
         arrays = (edits.rows_P, edits.mask_rows_P, edits.edits_EF, edits.masks_GW)
-        # Each begins at a multiple of 16 bytes: Triton compiles another variant for other alignments.
+        # Each array begins at a multiple of 16 bytes: for other alignments Triton would compile another
+        # variant.
         starts = np.cumsum([0] + [-(-array.size // 4) * 4 for array in arrays])
         host = np.zeros(starts[-1], dtype=np.int32)
         for array, start in zip(arrays, starts, strict=False):
@@ -128,7 +131,7 @@ class DeviceSampler:
 
 
 class _Batch:
-    """What stays the same while the same requests sample in the same rows."""
+    """Values that stay the same while the same requests sample in the same rows."""
 
     def __init__(self, requests: list[SampledRequest], vocab_size: int, device: torch.device) -> None:
         all_params = [request.sampling_params for request in requests]
@@ -164,7 +167,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """On their way to the host, for the rows that want them."""
+    """Log-probabilities that are being copied to the host, for the rows that want them."""
 
     logprobs_L: torch.Tensor
     ranks_L: torch.Tensor

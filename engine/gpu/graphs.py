@@ -19,8 +19,9 @@ class Recorder(Protocol):
 class CudaGraphs:
     """Graphs that share one pool of memory: only one may run at a time, and each overwrites another's result.
 
-    Results lie in the pool too, which the replays keep alive; no tensor owns them. Otherwise no graph could reuse the
-    memory of another's logits: 64 MB for 256 rows of 128,256, for each of dozens of graphs.
+    Results are in the pool, too. The replays keep the pool alive, and no tensor owns a result. If tensors
+    owned results, each of dozens of graphs would need its own memory for logits: 64 MB for 256 rows of
+    128,256.
     """
 
     def __init__(self) -> None:
@@ -65,9 +66,9 @@ class _View:
 
 
 MIXED_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
-"""Numbers of tokens for which steps with prompts are recorded. For larger steps the GPU takes longer than Python needs
-to queue them (some 10 ms for 8 billion parameters). Up to some 200 tokens a step mostly reads weights, so padding is
-free."""
+"""Numbers of tokens for which steps with prompts are recorded. A larger step takes the GPU longer than Python
+needs to queue it (about 10 ms for 8 billion parameters), so a graph would save nothing. With up to about 200
+tokens, a step mostly reads weights, so padding is free."""
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:

@@ -28,7 +28,7 @@ class LogitEdits:
 
 
 def list_edits(requests: Sequence[SampledRequest], rows: Sequence[int], vocab_size: int) -> LogitEdits:
-    """For these rows of the step, which all need processing. All their tokens must be known."""
+    """The edits of these rows of the step. All rows need processing, and all their tokens must be known."""
     num_words = -(-vocab_size // 32)
     mask_rows: list[int] = []
     masks: list[Int32Array] = []
@@ -69,7 +69,7 @@ def _edits(request: SampledRequest, processed_row: int, vocab_size: int) -> Int3
     floats_EF[np.searchsorted(tokens, biased), 2] = list(bias.values())
     floats_EF[:, 3] = 1.0
     floats_EF[np.searchsorted(tokens, seen), 3] = p.repetition_penalty
-    # In float32 step by step, as torch does it.
+    # Computed in float32 step by step, as torch does.
     off = np.float32(p.presence_penalty) + np.float32(p.frequency_penalty) * counts.astype(np.float32)
     floats_EF[np.searchsorted(tokens, outputs), 4] = off
     edits_EF[np.searchsorted(tokens, forbidden), 5] = 1

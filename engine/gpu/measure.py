@@ -24,9 +24,10 @@ from engine.loading.loader import LoadedModel
 logger = logging.getLogger(__name__)
 
 NUM_MEASURED_GRAPHS = 2
-"""For each kind: the largest, whose memory all share, and the next, which shows what each further graph takes."""
+"""Graphs that are measured of each kind: the largest, whose memory all share, and the next, which shows the
+memory of each further graph."""
 COLLECTIVES_BYTES = 512 * 2**20
-"""What NCCL may take when the ranks connect, later."""
+"""Memory that is reserved for NCCL, which allocates it later, when the ranks connect."""
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 ENOUGH = 0.95
 """Share of the best throughput. Smaller chunks are handed over sooner and delay running requests less."""
@@ -87,10 +88,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def graphs_bytes(parts: DeviceParts, recorder: Recorder, free_now: Callable[[], int]) -> int:
-    """Bytes that all graphs will take; `free_now` returns the device's free bytes.
+    """The bytes of all graphs; `free_now` returns the device's free bytes.
 
-    Records the largest two graphs of each kind, and keeps them until all are measured. The next shares the memory of
-    the largest; the bytes that it takes on top are assumed for every other graph of its kind.
+    Records the two largest graphs of each kind, and keeps them until all are measured. The second graph
+    shares the memory of the largest one. The bytes that it needs in addition are assumed for every further
+    graph of its kind.
     """
     limits, total = parts.limits, 0
     for sizes, has_chunks in (

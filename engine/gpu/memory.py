@@ -17,23 +17,26 @@ class DeviceMemory:
 
     total: int
     used_by_others: int
-    """By other processes, the driver, and this process' context."""
+    """Bytes used by other processes, the driver, and this process' context."""
     weights: int
     activations: int
-    """The most that a step takes on top of what is allocated between steps; kernels included."""
+    """The most bytes that a step allocates in addition to those that stay allocated between steps; with
+    kernels."""
     graphs: int
     utilization: float
     """Share of the total that this worker and earlier users may fill."""
 
     @property
     def for_kv(self) -> int:
-        """What is left; negative if the rest is too large already."""
+        """The bytes that are left; negative if weights and the rest already exceed the budget."""
         budget = int(self.total * self.utilization)
         return budget - self.used_by_others - self.weights - self.activations - self.graphs
 
     def num_blocks(self, block_bytes: int, num_needed: int, min_tokens: int) -> int:
-        """Blocks that fit, the null block included. OutOfGpuMemory if they are fewer than `num_needed`, which a request
-        of `min_tokens` tokens needs beside the null block."""
+        """The number of blocks that fit, including the null block.
+
+        OutOfGpuMemory if, without the null block, fewer than `num_needed` fit: a request of `min_tokens`
+        tokens needs this many."""
         num_blocks, needed = max(0, self.for_kv) // block_bytes, num_needed + 1
         if num_blocks < needed:
             raise OutOfGpuMemory(

@@ -1,4 +1,4 @@
-"""MemoryWait: waits for GPU memory that other processes hold, as a killed worker does until its process is gone."""
+"""MemoryWait: waits for GPU memory of other processes, such as a killed worker that has not ended yet."""
 
 import gc
 import logging
@@ -17,14 +17,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""In all. Longer than a consumer keeps a dead producer's pool open if no kernel reports the producer's end."""
+"""Limit of all waits together. It is longer than a consumer keeps a dead producer's pool open if no kernel
+reports the producer's end."""
 RETRY_S = 1.0
 UNOWNED_BYTES = 2 * GIB
-"""Up to this much belongs to the driver, and to this process beside its tensors: it will not be released."""
+"""Up to this much memory is used by the driver, and by this process outside of tensors. It will not be
+released."""
 
 
 class MemoryWait:
-    """Retries what found too little memory while others hold some. One per start of a worker; the limit covers all."""
+    """Retries calls that found too little memory, as long as other processes use some.
+
+    A start of a worker has one MemoryWait, and its limit applies to all calls together.
+    """
 
     def __init__(
         self,
@@ -54,7 +59,7 @@ class MemoryWait:
                     if isinstance(error, OutOfGpuMemory):
                         raise ConfigError(str(error)) from error
                     raise
-            # The error is gone by now, and with it the frames that held partial allocations.
+            # Here the error is freed, and with it the stack frames that kept partial allocations.
             self._sleep(RETRY_S)
             self._release()
 

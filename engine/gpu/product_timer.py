@@ -9,7 +9,7 @@ from engine.gpu.graphs import CudaGraphs, Recorder
 from engine.layers.timed_products import Work
 
 MIN_LAUNCHES = 64
-"""In a graph, so that starting the graph does not count."""
+"""Least number of launches in a graph, so that the time to start the graph does not matter."""
 NUM_REPLAYS = 5
 
 
@@ -21,7 +21,7 @@ class GpuTimer:
 
     @torch.inference_mode()
     def __call__(self, works: Sequence[Work]) -> float:
-        """Seconds for all works, taken in turn: if the cache cannot hold all inputs, none finds its own there.
+        """Seconds for all works, run in turn, so that works with large inputs do not find them in the cache.
 
         Replays a graph, as a step does: Python would queue the shortest works more slowly than the GPU runs them.
         Returns the median of a few replays.

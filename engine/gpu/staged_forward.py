@@ -1,7 +1,7 @@
-"""StagedForward: a step's arrays in, logits out, on an asynchronous device; knows no request.
+"""StagedForward: computes a step's logits from its arrays on an asynchronous device; knows no request.
 
-A step is staged (one copy), then queued kernel by kernel. A small step is replayed from the graph of the next larger
-number of tokens instead. Nothing here waits for the device.
+A step is staged (one copy to the device), then queued kernel by kernel. A small step is padded to the next
+larger number of tokens that has a graph, and this graph is replayed. Nothing here waits for the device.
 
 Shape suffixes: T tokens of a step, E hidden size, R rows that sample, V vocabulary.
 """
@@ -49,7 +49,7 @@ class StagedForward:
         self._staging = StepStaging((4 + num_groups) * (most + ALIGNMENT) + attention.max_staged, device)
         self._max_num_seqs = limits.max_num_seqs
         self._recorded: dict[bool, list[_Recorded]] = {False: [], True: []}
-        """For steps without and with chunks, by size."""
+        """Recorded steps by size, for steps without chunks (False) and with chunks (True)."""
 
     @torch.inference_mode()
     def record(
@@ -122,7 +122,10 @@ class StagedForward:
     def _stage(
         self, batch: StepBatch, size: int | None, *, has_chunks: bool
     ) -> tuple[InputTokens, TritonStepAttention, torch.Tensor]:
-        """Puts the step on the device. With a size: padded to that many tokens, at the same place each time."""
+        """Copies the step to the device.
+
+        With a `size`, pads it to that many tokens, at the same place each time.
+        """
         num_tokens = size or batch.num_tokens
         num_rows = min(size, self._max_num_seqs) if size else len(batch.sampling_rows_R)
         sections = [
@@ -152,7 +155,7 @@ class _Recorded:
 
 
 def _rows_of(logits_TV: torch.Tensor, rows_R: torch.Tensor, batch: StepBatch) -> torch.Tensor | None:
-    """The rows that sample: mostly all, in order."""
+    """The logits of the rows that sample, which are mostly all decodes, in order."""
     if len(rows_R) == batch.num_decodes:
         return logits_TV[: len(rows_R)]
     return logits_TV[rows_R] if len(rows_R) else None
@@ -171,7 +174,7 @@ def unstored_step(
     block_size: int,
     groups: KVGroups,
 ) -> StepBatch:
-    """A step of token 0 throughout that stores nothing. The last token of each request samples.
+    """A step in which every token is 0, and that stores nothing. The last token of each request samples.
 
     All KV groups read the same blocks.
     """

@@ -40,12 +40,12 @@ class StepStaging:
     def stage(self, sections: Sequence[StagedArray]) -> list[torch.Tensor]:
         """Queues the copy; returns views of the sections' capacities on the device, valid until the next call.
 
-        Elements behind an array within its capacity are undefined. Unused capacity is copied except in the last
-        section: put the section that is mostly empty last.
+        Elements between an array's end and its capacity are undefined. Unused capacity is copied, too, except
+        in the last section. So put the section that is mostly empty last.
         """
         index, self._next = self._next, (self._next + 1) % NUM_BUFFERS
         if self._is_cuda:
-            self._copied[index].synchronize()  # of three steps ago: long done
+            self._copied[index].synchronize()  # the copy of three steps ago, which ended long ago
         starts, end = [], 0
         for section in sections:
             assert section.values.size <= section.capacity, f"{section.values.size} > {section.capacity}"

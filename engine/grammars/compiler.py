@@ -1,4 +1,4 @@
-"""Structured output: grammars are compiled on a thread of their own; then each guides one request token by token.
+"""Structured output: a thread compiles grammars; then a matcher guides each request token by token.
 
 A gateway compiles every grammar in a process of its own before a worker sees it (`gateway/grammars/`), with less
 time, memory and stack than here. Knows no scheduler and no logits.
@@ -25,14 +25,16 @@ from engine.grammars.library import Compiled, GrammarLibrary, in_one_line, threa
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 60.0
-"""A worker whose compiler works at one grammar for this long ends: a gateway admits none that takes over a second."""
+"""If one grammar takes this long to compile, the worker ends: gateways refuse grammars that take over a
+second."""
 MAX_TOKENS_LOOKED_AT = 10_000
-"""In the search for forced tokens: takes some 10 ms. The library looks at the rest of a forced text for each token."""
+"""Limit of the search for forced tokens, about 10 ms: for each token, the library looks at all the forced
+text left."""
 MAX_KEPT_BYTES = 256 * 2**20
-"""Compiled grammars kept beside those in use, most recently used: clients tend to repeat theirs. An ordinary one takes
-0.1 to 0.4 MiB."""
+"""Memory for compiled grammars that are not in use, the most recently used ones, since clients tend to repeat
+grammars. An ordinary grammar takes 0.1 to 0.4 MiB."""
 STACK_BYTES = 256 * 2**20
-"""Stack of the compiling thread, eight times a gateway's limit. The system only provides the touched part."""
+"""Stack of the compiling thread, eight times a gateway's limit. Only the used part takes memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,10 @@ class Matcher:
         return 0
 
     def take_forced(self, limit: int, stop_token_ids: Set[int]) -> tuple[int, ...]:
-        """Advances by the next tokens as long as only one is allowed, up to the first that ends the request. Of `limit`
-        tokens or a long text it may take fewer than are forced.
+        """Advances as long as only one token is allowed, and returns these tokens.
+
+        Stops after a token that ends the request, after `limit` tokens, and perhaps earlier in a long forced
+        text.
         """
         forced: list[int] = []
         num_looked_at = 0
@@ -92,8 +96,10 @@ class Matcher:
         return tuple(forced)
 
     def allowed(self, drafts: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
-        """[vocab_size]: which tokens may come next, or after these drafts. Once the grammar is complete, only
-        end-of-sequence. What may follow a draft that is not allowed itself has no meaning.
+        """[vocab_size]: which tokens may come next, or after these drafts.
+
+        Once the grammar is complete, only end-of-sequence is allowed. If a draft is not allowed, the result
+        for the tokens after it has no meaning.
         """
         mask = np.frombuffer(self._mask(drafts), np.uint8)
         allowed = np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
@@ -114,14 +120,20 @@ class Matcher:
             self._num_consumed = num_tokens
 
     def _forced(self) -> list[int]:
-        """The next tokens that are forced. Only the first is sure: behind it, the library looks at the rest anew."""
+        """The next forced tokens.
+
+        Only the first is certain: after it, the library may divide the text differently.
+        """
         if not self._matcher.is_stopped():
             return list(self._matcher.compute_ff_tokens())
         allowed: list[int] = np.flatnonzero(self.allowed()).tolist()
         return allowed if len(allowed) == 1 else []
 
     def _mask(self, drafts: Sequence[int]) -> bytes:
-        """Allows all tokens after a defect: the next one fails the request."""
+        """The mask of allowed tokens, as bits.
+
+        After a defect it allows all tokens: the next token fails the request.
+        """
         if self._defect is None:
             try:
                 num_consumed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
@@ -144,10 +156,12 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars, each once however many requests share it; knows no request. Callers take turns.
+    """Compiles grammars, each only once even if several requests share it; knows no request.
 
-    The engine's thread orders grammars and learns of their end. A thread of its own compiles; the device's thread
-    asks for matchers and never compiles.
+    Callers take turns.
+
+    The engine's thread requests compilations and collects results. A separate thread compiles. The device's
+    thread requests matchers, and never compiles.
     """
 
     def __init__(
@@ -158,7 +172,7 @@ class GrammarCompiler:
         on_compiled: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """Thread and tokenizer start with the first grammar; `on_compiled` is called from the compiler's thread."""
+        """The first grammar starts the thread and loads the tokenizer. The thread calls `on_compiled`."""
         self.vocab_size = vocab_size
         """The model's vocabulary."""
         self.progress = Progress("its compiler of grammars", clock, PROGRESS_TIMEOUT_S)
@@ -189,8 +203,9 @@ class GrammarCompiler:
             self._thread.join()
 
     def compile(self, output: StructuredOutput, caller: int = 0) -> None:
-        """Returns at once; `take_compiled` names the grammar when it is done. Other callers' grammars delay it by one
-        compilation at most.
+        """Queues a grammar and returns at once; `take_compiled` returns the grammar when it is done.
+
+        Grammars of other callers delay it by one compilation at most.
         """
         if self._thread is None:
             self._thread = thread_with_stack(STACK_BYTES, self._run, "grammar")
@@ -204,7 +219,7 @@ class GrammarCompiler:
         self._wanted = wanted
 
     def take_compiled(self) -> list[CompiledGrammar]:
-        """Grammars that ended since the last call."""
+        """The grammars whose compilation has ended since the last call."""
         compiled = []
         while not self._done.empty():
             compiled.append(self._done.get())
@@ -275,7 +290,7 @@ class GrammarCompiler:
                 self._is_evicted = False
 
     def _find(self, output: StructuredOutput) -> Compiled | None:
-        """Its matcher is only ever copied; marks it as most recently used."""
+        """Finds a compiled grammar and marks it as most recently used. Callers must copy its matcher."""
         with self._lock:
             compiled = self._compiled.pop(output, None)
             if compiled is not None:

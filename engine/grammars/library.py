@@ -1,8 +1,8 @@
-"""GrammarLibrary: a model's tokenizer and a grammar become a matcher; the only user of llguidance.
+"""GrammarLibrary: makes a matcher from a model's tokenizer and a grammar; the only user of llguidance.
 
-A hostile grammar may end the process that compiles it: the library recurses once per link from rule to rule, and a
-stack overflow ends the process. So gateways test each grammar in an expendable process. The library is imported with
-the first grammar, so machines that serve none need not have it.
+A hostile grammar may end the process that compiles it: the library recurses once for each link between rules,
+and a stack overflow ends the process. So gateways test each grammar in an expendable process. The library is
+imported with the first grammar, so machines without structured outputs need not have it.
 """
 
 import ctypes
@@ -18,7 +18,8 @@ from baton.sampling import GrammarKind, StructuredOutput
 MAX_COMPLAINT_CHARACTERS = 300
 LEAST_BYTES = 100_000
 BYTES_PER_CHARACTER = 40
-"""The memory of compiled grammars at least: measured ones keep 0.09 MiB or more, and up to 200 bytes per character."""
+"""Lower bounds for the memory of a compiled grammar. Measured grammars took at least 0.09 MiB, and up to 200
+bytes per character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,11 @@ class Compiled:
     matcher: Any
     """An llguidance.LLMatcher at its start."""
     num_bytes: int
-    """The memory that it keeps; an estimate if other threads took or freed memory meanwhile."""
+    """The memory that it takes; only an estimate if other threads allocated or freed memory meanwhile."""
 
 
 class GrammarLibrary:
-    """For one thread at a time."""
+    """Compiles grammars; only one thread may use it at a time."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """The file is read with the first grammar, or by `load_tokenizer`."""
@@ -100,7 +101,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Memory in use on the C library's heap, by all threads of this process (mallinfo(3)); 0 where it does not say."""
+    """Memory in use on the C library's heap, by all threads of this process (mallinfo(3)); 0 if unknown."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except AttributeError:  # no glibc, or one before 2.33

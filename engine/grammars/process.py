@@ -3,11 +3,11 @@
     python -m engine.grammars.process TOKENIZER_FILE VOCAB_SIZE EOS_TOKEN_ID[,...]
 
     parent    loads the tokenizer once, forks, waits, reports which grammar ended a child, forks again
-    child     reads grammars from stdin, one at a time, and answers on stdout; its time, memory and stack are limited
+    child     reads grammars from stdin one by one, answers on stdout; has limited time, memory and stack
 
-A fork has the tokenizer already, so a child is replaced within milliseconds. A child also matches a few tokens under
-the same limits: some grammars compile quickly and then take seconds and a gigabyte for a token. Knows no gateway;
-parent and child end when stdin does.
+A forked child already has the tokenizer, so a child is replaced within milliseconds. A child also matches a
+few tokens under the same limits, since some grammars compile quickly, but then need seconds and a gigabyte
+for a token. Knows no gateway; parent and child end when stdin closes.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ from engine.grammars.library import GrammarLibrary, in_one_line, thread_with_sta
 NUM_FOLLOWED_TOKENS = 8
 ORDINARY_CHARACTERS = 4_000
 ORDINARY_CPU_S = 0.01
-"""Compile time of an ordinary grammar. Small ones that compile faster are cheap to match, so their answer need not
-wait for the proof."""
+"""The longest compile time of an ordinary grammar. Ordinary grammars are cheap to match, so they are answered
+before the child has matched tokens."""
 MAX_GRAMMARS_PER_CHILD = 1_000
-"""A child that reaches this is replaced, to return to the parent's memory size."""
+"""A child that has answered this many grammars is replaced: a new child has only the parent's memory size."""
 
 PR_SET_PDEATHSIG = 1
 EXIT_NO_MORE_GRAMMARS = 0
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 class NumberUnderWay:
-    """The grammar a child works on, in memory that its parent can read after the child's end; 0: none."""
+    """The number of the child's present grammar, 0 if none; the parent can read it after the child's end."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 8)
@@ -110,7 +110,7 @@ def serve_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> None:
 
 
 def end_with_parent() -> None:
-    """On Linux. Elsewhere a child whose parent was killed goes on, and is not replaced once it ends."""
+    """Makes Linux kill this child when its parent ends; on other systems the child continues."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -128,7 +128,7 @@ def set_limits() -> None:
 
 
 def answer_grammars(library: GrammarLibrary, under_way: NumberUnderWay) -> int:
-    """Returns the exit code, once stdin ends or it has answered enough."""
+    """Answers grammars until stdin ends or the child has answered enough; returns the exit code."""
     for _ in range(MAX_GRAMMARS_PER_CHILD):
         job = read_grammar()
         if job is None:
@@ -168,7 +168,10 @@ def compile_within_limits(library: GrammarLibrary, output: StructuredOutput) -> 
 
 
 def follow(matcher: Any) -> None:
-    """Matches a few tokens, each the last allowed one: the first may be the end. Does not return beyond the limits."""
+    """Matches a few tokens. Beyond the limits, the process ends.
+
+    Each token is the last allowed one, since the first allowed one may be end-of-sequence.
+    """
     limit_cpu_time(FOLLOW_LIMIT_S)
     with contextlib.suppress(
         Exception
@@ -182,7 +185,7 @@ def follow(matcher: Any) -> None:
 
 
 def limit_cpu_time(limit_s: float = CPU_LIMIT_S) -> None:
-    """Limits this process from now on; 0: no limit. The system ends it with SIGPROF, whatever code it is in."""
+    """Limits this process' CPU time from now on; 0: no limit. Beyond it, the system sends SIGPROF."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
@@ -198,8 +201,9 @@ def read_grammar() -> TryGrammar | None:
 
 
 def read(num_bytes: int) -> bytes:
-    """Exactly this many bytes from stdin, without a buffer that would be lost with this process; fewer once stdin has
-    ended.
+    """Reads exactly this many bytes from stdin; returns no bytes if stdin ends before.
+
+    It has no buffer, whose content would be lost with this process.
     """
     data = b""
     while len(data) < num_bytes and (part := os.read(0, num_bytes - len(data))):

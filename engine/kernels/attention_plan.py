@@ -1,8 +1,9 @@
-"""Cuts the attention of one launch into work items of equal weight; pure numpy, knows neither a device nor a tensor.
+"""Cuts the attention of one launch into work items of similar cost; pure numpy, knows no device or tensor.
 
-An item is a tile of a request's queries and a range of the keys that they see. Contexts that are too long for one
-program are split along their keys (flash-decoding: https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Each part
-then writes its own rows in a buffer of partial results, and the plan lists the rows to merge.
+An item is a tile of a request's queries, with a range of the keys to which these queries attend. A context
+that is too long for one program is split along its keys (flash-decoding:
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Each part then writes its own rows in a buffer of
+partial results, and the plan lists the rows to merge.
 
 Axis letters: B requests of the launch, I items, R merged rows, X tiles before they are split.
 """
@@ -17,17 +18,19 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 ITEM_FIELDS = 8
-"""Fields of an item: its request's first entry in the block tables, first query's row in the step, number of queries,
-first query's position, first key, end of the keys, first partial row (DIRECT: none, the result is final), and the merge
-of its first query (if it has partial rows). 32 bytes: one sector of memory."""
+"""Number of an item's fields, which take 32 bytes, one sector of memory. The fields are: the request's first
+entry in the block tables, the first query's row in the step, the number of queries, the first query's
+position, the first key, the end of the keys, the first partial row (DIRECT: the result is final), and the
+first query's merge (if there are partial rows)."""
 MERGE_FIELDS = 4
-"""Fields of a merge: output row, first partial row, number of parts, and rows from one part to the next."""
+"""Number of a merge's fields: output row, first partial row, number of parts, and rows from one part to the
+next."""
 DIRECT = -1
 
 MIN_SPLIT_KEYS = 256
-"""With fewer keys an item's fixed cost would dominate."""
+"""Least keys of a part: with fewer keys, most of an item's cost would be fixed cost."""
 MAX_WAVES = 4
-"""Splitting aims at no more items per program than this; more waves balance better, but cost more starts."""
+"""The most items per program that splitting aims at. More items balance better, but cost more starts."""
 ITEM_COST_KEYS = 96
 """Fixed cost of an item, in keys: about 2 us of latency, and a program takes about 1 us for 64 keys."""
 MERGE_COST_KEYS = 128
@@ -52,11 +55,11 @@ class AttentionPlan:
 
     items_IF: Int32s
     merges_RF: Int32s
-    """Merges of a tile's queries follow one another."""
+    """Merges; those of one tile's queries are consecutive."""
     num_partial_rows: int
 
     def over_tables(self, distance: int) -> "AttentionPlan":
-        """The same work over tables that lie `distance` entries behind."""
+        """The same work, with tables that begin `distance` entries later."""
         items_IF = self.items_IF.copy()
         items_IF[:, 0] += distance
         return replace(self, items_IF=items_IF)
@@ -81,9 +84,9 @@ def plan_attention(
 ) -> AttentionPlan:
     """Plans requests that have `num_queries` consecutive rows of the step from `first_rows` on.
 
-    Context lengths include the step's own tokens, so the last query is at the last position. A query at position p sees
-    the keys up to p, but only the last `window` of them, itself included. Over all items, each pair of a query and a
-    visible key is covered once.
+    Context lengths include the step's own tokens, so the last query is at the last position. A query at
+    position p attends to the keys up to p, with a window only to the last `window` of them, including its
+    own. The items together cover each pair of a query and such a key exactly once.
     """
     assert window is None or window > 0, f"a window of {window} keys"
     assert bool(np.all(num_queries_B > 0))
@@ -94,11 +97,12 @@ def plan_attention(
 
 
 def plan_bounds(max_requests: int, max_tokens: int, grid: TileGrid) -> PlanBounds:
-    """For launches of at most so many requests with so many queries in all: sizes of buffers allocated once."""
+    """Bounds for launches of at most this many requests and tokens, to allocate buffers once."""
     num_requests = min(max_requests, max_tokens)
     num_tiles = num_requests + (max_tokens - num_requests) // grid.queries
-    # A split tile has more than 1 / (programs x waves) of all heads' steps, and so has each of its parts but the last.
-    # So fewer tiles than `num_shares` are split, into fewer than twice as many parts: at most that many extra items.
+    # A split tile has more than 1 / (programs x waves) of all heads' steps. So has each of its parts except
+    # the last one. So fewer than `num_shares` tiles are split, into fewer than 2 x `num_shares` parts. This
+    # adds at most `num_shares` items.
     num_shares = MAX_WAVES * grid.num_programs // grid.num_kv_heads
     rows_per_tile = min(grid.queries, max_tokens)
     return PlanBounds(
@@ -173,7 +177,7 @@ def _choose_parts(num_steps_X: Int64s, grid: TileGrid) -> Int64s:
 
 
 def _cost(num_steps_X: Int64s, num_parts_X: Int64s, grid: TileGrid) -> tuple[float, float]:
-    """Costs of the busiest and of the average program, in keys; programs take items as in the kernel."""
+    """Costs of the busiest and of the average program, in keys; programs choose items as in the kernel."""
     tiles_I, _ = _repeat(num_parts_X)
     cost_I = -(-num_steps_X // num_parts_X)[tiles_I] * grid.keys + ITEM_COST_KEYS
     cost_U = np.repeat(np.sort(cost_I)[::-1], grid.num_kv_heads)

@@ -1,7 +1,8 @@
-"""How attention is launched: tile sizes, warps and stages from shapes alone; knows no tensor.
+"""Chooses tile sizes, warps and stages of attention's launches, by shapes alone; knows no tensor.
 
-Each kernel has two tunings. Decoding is bound by memory: few rows, many keys in flight, several programs on a
-multiprocessor. Prefill is bound by the matrix units: tiles with as many rows as the registers allow.
+Each kernel has two tunings. Memory limits the speed of decoding, so its tuning has few rows, many keys in
+flight, and several programs on a multiprocessor. The matrix units limit the speed of prefill, so its tuning
+has tiles with as many rows as the registers allow.
 """
 
 from dataclasses import dataclass
@@ -10,19 +11,20 @@ from engine.kernels.attention_plan import TileGrid
 from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM
 
 RESERVED_BYTES = 3 * 1024
-"""Shared memory of a multiprocessor that launches take for themselves."""
+"""Shared memory of a multiprocessor that launches need for themselves."""
 SHARED_BYTES = 227 * 1024 - RESERVED_BYTES
-"""Shared memory that programs on an H100's or H200's multiprocessor can have together."""
+"""Shared memory that all programs on a multiprocessor of an H100 or H200 can use together."""
 DECODE_BYTES = 64 * 1024
-"""Of keys and values that a program of decodes loads ahead. More is no faster, and leaves less to the L1 cache."""
+"""Bytes of keys and values that a program of decodes loads ahead. More bytes are no faster, and leave less L1
+cache."""
 MIN_BLOCK_N = 16
 MIN_PRODUCT = 16
-"""The matrix units multiply at least so many numbers of a row."""
+"""The least number of a row's elements that the matrix units multiply."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The same for every launch of one rank of a model."""
+    """Shapes that are the same in every launch of one rank of a model."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -35,10 +37,11 @@ class AttentionShape:
     has_copy_engine: bool = True
     """Whether the GPU copies tensors in bulk: compute capability 9.0 and later."""
     shared_bytes: int = SHARED_BYTES
-    """Shared memory that all programs on a multiprocessor can have together."""
+    """Shared memory that all programs on a multiprocessor can use together."""
     latent_rank: int | None = None
-    """With a latent of each token instead of keys and values of heads: its numbers, which are the value of all query
-    heads. The key is these and, behind them, a rotated part: `head_dim` numbers in all."""
+    """Length of a token's latent, if the cache stores latents instead of keys and values. The latent is the
+    value of all query heads. The key is the latent followed by a rotated part, together `head_dim`
+    numbers."""
 
     def __post_init__(self) -> None:
         assert self.num_query_heads % self.num_kv_heads == 0, "query heads come in equal groups"
@@ -51,24 +54,24 @@ class AttentionShape:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share a tile: those of a kv head, or as many as a tile of latents serves."""
+        """How many query heads share a tile: those of a kv head, or as many as fit into a tile of latents."""
         if self.latent_rank is None:
             return self.num_query_heads // self.num_kv_heads
         return max(n for n in range(1, self._most_rows + 1) if self.num_query_heads % n == 0)
 
     @property
     def num_groups(self) -> int:
-        """Of query heads; programs take each item once for each group."""
+        """Number of groups of query heads; programs compute each item once for each group."""
         return self.num_query_heads // self.group_size
 
     @property
     def value_dim(self) -> int:
-        """Of a value, and of a result."""
+        """Length of a value, and of a head's result."""
         return self.head_dim if self.latent_rank is None else self.latent_rank
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a key that are no value."""
+        """How many numbers of a key are not part of the value."""
         return self.head_dim - self.value_dim
 
     @property
@@ -87,8 +90,9 @@ class AttentionShape:
     def uses_tma(self) -> bool:
         """Whether the bulk copy engine fetches keys and values.
 
-        It needs blocks of a power of two of tokens, and rows of whole 16-byte units. It copies one span of a block at a
-        time; with fewer than 32 tokens that is too little for a tile.
+        The engine needs blocks whose number of tokens is a power of two, and rows of a multiple of 16 bytes.
+        It copies one span of a block at a time. In blocks of fewer than 32 tokens, a span is too small for a
+        tile.
         """
         row_bytes = (self.head_dim * self.kv_dtype_bytes, self.value_dim * self.kv_dtype_bytes)
         if not self.has_copy_engine or any(size % 16 != 0 for size in row_bytes):
@@ -97,8 +101,9 @@ class AttentionShape:
 
     @property
     def _most_rows(self) -> int:
-        """Rows of a tile whose sums over latents fit into registers. Before Hopper, products read their operands from
-        registers, and so do those of float32."""
+        """How many rows a tile may have so that its sums over latents fit into registers.
+
+        Before Hopper, and with float32, the operands of products need registers, too."""
         if self.dtype_bytes > 2:
             return 16
         return 64 if self.has_copy_engine else 32
@@ -128,23 +133,25 @@ class AttentionTuning:
 
 
 def decode_tuning(shape: AttentionShape, num_queries: int = 1) -> AttentionTuning:
-    """For requests of a few queries, `num_queries` each."""
+    """The tuning for requests with a few queries, `num_queries` each."""
     block_m = max(16, _power_of_two(num_queries * shape.group_size))
     preferred = _block_n(shape, 64 if shape.padded_head_dim <= 128 else 32)
-    # Two programs a multiprocessor: while one begins or ends an item, the other keeps memory busy. Operands of such
-    # small products are read into registers first, so shared memory holds one stage less than there are.
+    # Two programs run on a multiprocessor: while one begins or ends an item, the other keeps memory busy.
+    # Operands of such small products are first read into registers, so shared memory needs one stage less
+    # than `num_stages`.
     tile_bytes = block_m * (shape.padded_head_dim + preferred) * shape.dtype_bytes
     shared_bytes = shape.shared_bytes // 2 - tile_bytes
     block_n = _fitting(shape, preferred, shared_bytes)
     num_buffers = _num_buffers(
         shape, block_n, shared_bytes, max(2, DECODE_BYTES // _buffer_bytes(shape, block_n))
     )
-    # The limit gives two programs all registers, so that the assembler does not spill to make room for a third.
+    # The limit gives all registers to two programs, so that the assembler does not spill to make room for a
+    # third one.
     return AttentionTuning(block_m, block_n, 4, num_buffers + 1, 2, max_registers=248)
 
 
 def prefill_tuning(shape: AttentionShape) -> AttentionTuning:
-    """For chunks of many queries; also computes decodes among them."""
+    """The tuning for chunks of many queries, and for decodes in the same step."""
     is_float32 = shape.dtype_bytes > 2
     block_m = max(64 if is_float32 else 128, _power_of_two(shape.group_size))
     preferred = _block_n(shape, _prefill_keys(shape))
@@ -154,18 +161,19 @@ def prefill_tuning(shape: AttentionShape) -> AttentionTuning:
 
 
 def latent_tuning(shape: AttentionShape, *, has_chunks: bool) -> AttentionTuning:
-    """For attention to latents, in steps of decodes alone or with chunks, which may hold decodes, too."""
+    """The tuning for latents: for steps with only decodes, or for steps with chunks, perhaps with decodes."""
     rows = shape._most_rows if has_chunks else max(16, _power_of_two(shape.group_size))
     is_small = rows == 16 and shape.kv_dtype_bytes == 2
     num_programs = 2 if is_small else 1
     num_warps = 4 if is_small else 8
-    # Converted 8-bit tiles take more registers a key; those for the matrix units of Hopper also take shared memory.
+    # A converted 8-bit tile needs more registers per key. For the matrix units of Hopper it also needs shared
+    # memory.
     is_wide = rows == 32 or (rows == 64 and shape.kv_dtype_bytes == 2)
     block_n = _block_n(shape, 64 if is_wide else 32)
     size = shape.padded_rank + shape.padded_rotary_dim
 
     def needed_bytes(block_n: int, num_buffers: int) -> int:
-        """Queries and weights, and tiles: as they are loaded and, for the matrix units of Hopper, converted."""
+        """Bytes of queries, weights and tiles, including converted tiles for the matrix units of Hopper."""
         converted = block_n * size * shape.dtype_bytes if rows == 64 and shape.kv_dtype_bytes == 1 else 0
         tiles = num_buffers * block_n * size * shape.kv_dtype_bytes + converted
         return rows * (size + block_n) * shape.dtype_bytes + tiles
@@ -174,7 +182,7 @@ def latent_tuning(shape: AttentionShape, *, has_chunks: bool) -> AttentionTuning
     while block_n > MIN_BLOCK_N and needed_bytes(block_n, 2) > room:
         block_n //= 2
     num_buffers = max(n for n in (1, 2, 3) if n == 1 or needed_bytes(block_n, n) <= room)
-    # Operands of the matrix units but Hopper's are read into registers first, which frees a stage.
+    # Except on Hopper, operands of the matrix units are first read into registers, which frees a stage.
     num_stages = num_buffers if rows == 64 or shape.dtype_bytes > 2 else num_buffers + 1
     return AttentionTuning(rows, block_n, num_warps, num_stages, num_programs)
 

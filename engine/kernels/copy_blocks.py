@@ -54,7 +54,7 @@ def copy_blocks(source_NB: torch.Tensor, target_MB: torch.Tensor, pairs_P2: torc
 
 
 def max_programs(source: torch.Tensor, target: torch.Tensor) -> int:
-    """As many programs as keep the path between the two busy."""
+    """How many programs keep the path between the two pools busy."""
     is_on_device = source.device.type == target.device.type == "cuda"
     return MAX_DEVICE_PROGRAMS if is_on_device else MAX_HOST_PROGRAMS
 

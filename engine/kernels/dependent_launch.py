@@ -1,8 +1,8 @@
-"""Programmatic dependent launch: a kernel starts while the previous one ends, and waits before it uses its results.
+"""Programmatic dependent launch: a kernel starts while the previous kernel ends, and waits for its results.
 
-Without it, a finished multiprocessor idles until all others are done, the kernel has ended and the next is launched:
-some 3 us for each of a step's kernels. With it, the next programs are resident already, as far as there is room, and
-have loaded what does not depend on earlier kernels.
+Without it, a finished multiprocessor is idle until all others are done, the kernel has ended, and the next
+kernel is launched. This takes about 3 us for each of a step's kernels. With it, the next kernel's programs
+are already resident, if there is room, and have loaded data that does not depend on earlier kernels.
 
 A kernel that is launched this way must call `wait_for_former` in every program: before it stores anything, and before
 it loads anything that an earlier kernel may have written. A kernel lets the next one start only after it has itself
@@ -12,10 +12,12 @@ kernels have ended.
 
 An early start can cost more than it saves, as measured on an H200 (benchmarks/results/gpu-nvidia-h200.json):
 
-* Programs that start early go where there is room at that time. If a kernel has one large program for each
-  multiprocessor or fewer, several of them share one while others have none. Such kernels start normally.
-* A multiprocessor divides its memory into L1 cache and shared memory, and changes that only while it is idle. Attention
-  takes most of it as shared memory. A product that starts early after it would read weights through a tiny L1.
+* Programs that start early run on multiprocessors that have room at that time. If a kernel has few large
+  programs, at most one per multiprocessor, several may then share a multiprocessor while others are idle. So
+  such kernels start normally.
+* A multiprocessor divides its memory into L1 cache and shared memory, and changes this division only while it
+  is idle. Attention uses most of the memory as shared memory. A product that starts early after attention
+  would read weights through a tiny L1 cache.
 """
 
 from functools import cache
@@ -31,7 +33,10 @@ FIRST_ARCHITECTURE = 90
 
 
 def launch_options(*, starts_early: bool = True) -> dict[str, bool]:
-    """For a launch of a kernel that calls `wait_for_former(PDL)`. `starts_early`: before the previous one has ended."""
+    """Options to launch a kernel that calls `wait_for_former(PDL)`.
+
+    `starts_early`: whether it starts before the previous kernel has ended.
+    """
     if not kernel_switches().pdl or knobs.runtime.interpret:
         return {"PDL": False}
     return (
@@ -43,7 +48,7 @@ def launch_options(*, starts_early: bool = True) -> dict[str, bool]:
 
 @cache
 def _is_supported(_device: int) -> bool:
-    """For the current device; its number is only the cache's key."""
+    """Whether the current device supports it; the device's number is only the cache's key."""
     target = driver.active.get_current_target()
     return bool(target.backend == "cuda" and target.arch >= FIRST_ARCHITECTURE)
 

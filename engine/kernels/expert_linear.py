@@ -1,10 +1,11 @@
-"""The products of a mixture of experts in one launch: each row with the matrices of its experts.
+"""The products of a mixture of experts in one launch: multiplies each row by the matrices of its experts.
 
-A row and one of its experts are a pair. Pairs are sorted by expert, and a program multiplies up to a tile's rows of one
-expert. Which expert, it finds by the experts' numbers of pairs, which only the device knows: the host launches as many
-programs as there can be, and those without a tile end at once. So nothing waits for the device, and a graph serves any
-routing. An expert without pairs is not read. With expert parallelism, pairs with experts of other ranks are sorted
-behind all others, and no tile has them.
+A row and one of its experts form a pair. Pairs are sorted by expert, and a program multiplies up to one tile
+of rows of one expert. The program finds its expert by the number of pairs of each expert, which only the
+device knows. So the host launches the largest possible number of programs, and programs without a tile end at
+once. Nothing waits for the device, and one graph can be used for any routing. An expert without pairs is not
+read. With expert parallelism, pairs with experts of other ranks are sorted to the end, and no tile contains
+them.
 
 Shape suffixes: T tokens, K experts of a token, N pairs (T x K), X experts, I input features, O output features.
 """
@@ -17,7 +18,8 @@ import triton
 import triton.language as tl
 
 MAX_FEW_TOKENS = 16
-"""Steps of so few tokens have tiles of 16 pairs, the matrix units' minimum: an expert mostly has fewer."""
+"""Steps with at most this many tokens use tiles of 16 pairs, the matrix units' minimum: most experts have
+fewer pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class SortedPairs:
 
     @classmethod
     def of(cls, experts_TK: torch.Tensor, num_experts: int, *, has_others: bool = False) -> "SortedPairs":
-        """Asks nothing of the device that the host would have to wait for.
+        """Sorts pairs by expert, without waiting for the device.
 
-        `has_others`: number `num_experts` stands for any expert of another rank.
+        `has_others`: whether the number `num_experts` means an expert of another rank.
         """
         experts_N = experts_TK.flatten()
         counts_X = torch.zeros(num_experts + has_others, dtype=torch.int32, device=experts_N.device)

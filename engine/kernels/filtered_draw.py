@@ -1,4 +1,4 @@
-"""Ends the draw of each row: its winner over all tokens, or over those that top_k, top_p and min_p keep. Sorts nothing.
+"""Ends the draw of each row: finds the winner among the tokens that the filters keep; sorts nothing.
 
 If the arg max of score + noise over all tokens is kept, it is also the arg max over the kept tokens. Otherwise no token
 of its weight or less is kept, so the next candidate is the arg max over the tokens above. How many tokens weigh more,
@@ -45,10 +45,11 @@ def filtered_draw(
     tokens_R: torch.Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
-    """After `gumbel_draw`: writes the token of each random row to `tokens_R`.
+    """Writes the token of each random row to `tokens_R`; call it after `gumbel_draw`.
 
-    Tokens of greedy rows, and of rows whose largest logit is not finite, stay as `row_stats` left them. One program
-    computes a row, and reads little of it. Its loops end: each round leaves fewer weights that may be kept.
+    Does not change the tokens of greedy rows, and of rows whose largest logit is not finite. One program
+    computes a row, and reads only a small part of it. Its loops end, since each round leaves fewer weights
+    that may be kept.
     """
     _filtered_draw_kernel[(logits_RV.shape[0],)](
         logits_RV,

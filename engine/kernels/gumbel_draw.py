@@ -34,10 +34,10 @@ def gumbel_draw(
     tokens_R: torch.Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
-    """After `row_stats`, which left each row's arg max in `tokens_R`.
+    """Writes each part's largest score with noise, and its token, to the workspace.
 
-    Writes each part's largest score with noise, and its token, to the workspace's `part_best_RS` and `part_token_RS`.
-    Skips greedy rows, and rows whose largest logit is not finite.
+    Call it after `row_stats`, which writes each row's arg max to `tokens_R`. Results are in `part_best_RS`
+    and `part_token_RS`. Skips greedy rows, and rows whose largest logit is not finite.
     """
     _gumbel_draw_kernel[(workspace.num_parts, logits_RV.shape[0])](
         logits_RV,

@@ -1,9 +1,9 @@
-"""Attention of a whole step over paged latents, which all query heads share; knows items of work, not requests.
+"""Attention of a whole step over paged latents, which all query heads share; knows work items, no requests.
 
-As `paged_attention` in plan, programs and softmax, but a tile has the query heads of a few tokens, and one tile of
-latents is the keys of all of them, and their values too: it is loaded once for both products (absorbed multi-head
-latent attention, DeepSeek-V2: https://arxiv.org/abs/2405.04434). A key has a rotated part beside its latent, which no
-value has.
+Plan, programs and softmax are the same as in `paged_attention`. But a tile has the query heads of a few
+tokens, and one tile of latents is both the keys and the values of all these heads. So a tile is loaded once
+for both products (absorbed multi-head latent attention, DeepSeek-V2: https://arxiv.org/abs/2405.04434). A key
+also has a rotated part, which is not part of the value.
 
 Shape suffixes: T tokens of the step, Q query heads, C latent, R rotated part, D = C + R, N blocks, S tokens of a block,
 B rows of the block table, M its columns, I items, F their fields.
@@ -29,10 +29,10 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class LatentKV:
-    """One layer's latents of all blocks, as launches take them; made once, since the pool never moves.
+    """One layer's latents of all blocks, as launches need them; made once, since the pool never moves.
 
     `latents_NSD` is blocks_NLKHTD[:, layer, 0, 0] of `engine.kv_cache`. Slots after a request's last token are
-    multiplied by zero, so they may hold any finite number.
+    multiplied by zero, so they may contain any finite number.
     """
 
     latents_NSD: torch.Tensor
@@ -49,7 +49,7 @@ class LatentKV:
     def operands(
         self, block_n: int
     ) -> "tuple[torch.Tensor, None] | tuple[TensorDescriptor, TensorDescriptor]":
-        """The tensor, or descriptors of latents and of rotated parts, through which the kernel reads."""
+        """The tensor, or the descriptors of latents and of rotated parts, through which the kernel reads."""
         if not self.shape.uses_tma:
             return self.latents_NSD, None
         if block_n not in self._descriptors:
@@ -71,8 +71,9 @@ class LatentKV:
         return elements // self.shape.head_dim if self.shape.uses_tma else elements
 
     def _descriptor(self, block_n: int, first: int, size: int, padded_size: int) -> TensorDescriptor:
-        """`size` numbers of each token from number `first` on, from this layer in the first block to its end in the
-        last; columns past `size` read as 0."""
+        """Describes `size` numbers of each token, from number `first` on, in this layer of all blocks.
+
+        Columns after `size` are 0."""
         num_blocks, block_size, stride = self.latents_NSD.shape
         num_rows = (num_blocks - 1) * self.block_stride + block_size
         assert num_rows < 2**31, f"{num_rows} rows: the copy engine counts them in 32 bits"
@@ -92,12 +93,13 @@ def latent_attention(
     tuning: AttentionTuning,
     num_programs: int,
 ) -> None:
-    """Writes only what the first `num_items` (a tensor of one int32) of `items_IF` name in `out_TQC` and `partials`.
+    """Computes the first `num_items` (a tensor of one int32) of `items_IF` into `out_TQC` and `partials`.
 
-    Queries were projected into the latent space, and end with their rotated part; results are latents. `merge_partials`
-    must merge rows that are split. Over an 8-bit cache, bfloat16 queries become float16 and are clamped to +-65,504.
-    Items were planned for `tuning.grid` with the same `num_programs`. A token's heads are contiguous in queries and
-    output; tokens may lie apart. Returns when the launch is queued: the host knows all sizes.
+    Writes nothing else. Queries must be projected into the latent space, and end with their rotated part.
+    Results are latents. `merge_partials` must merge rows that are split. With an 8-bit cache, bfloat16
+    queries become float16 and are clamped to +-65,504. Items must be planned for `tuning.grid` with the same
+    `num_programs`. A token's heads are contiguous in queries and output, but tokens need not be contiguous.
+    Returns when the launch is queued.
     """
     _, num_query_heads, size = q_TQD.shape
     shape = kv.shape
@@ -138,7 +140,7 @@ def latent_attention(
         FIELDS=ITEM_FIELDS,
         USES_TMA=shape.uses_tma,
         TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,  # as in `paged_attention`
-        # Three products in TF32 would spill: their operands are in registers, thrice.
+        # Three TF32 products would need three times as many registers for operands, and would spill.
         PRECISION="ieee" if q_TQD.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

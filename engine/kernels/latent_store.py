@@ -1,4 +1,4 @@
-"""Between projections and attention to latents: rotates queries in place, and writes a token's latent to the pool.
+"""Runs between projections and attention to latents: rotates queries in place, writes latents to the pool.
 
 Knows the pool's layout (docs/decisions/0023), no request.
 

@@ -24,10 +24,11 @@ def merge_partials(
     num_programs: int,
     sinks_Q: torch.Tensor | None = None,
 ) -> None:
-    """Writes only the rows of `out_TQD` that the first `num_merges` (a tensor of one int32) of `merges_RF` name.
+    """Computes the first `num_merges` of `merges_RF`, and writes only their rows of `out_TQD`.
 
-    Partial results are averages, and their weights are log2 of sums: the result is the average weighted by those sums.
-    At least one weight of each row is finite. `sinks_Q`: see `paged_attention`. Returns when the launch is queued.
+    `num_merges` is a tensor of one int32. Partial results are averages, and their weights are log2 of sums.
+    The result is the average weighted by these sums. At least one weight of each row is finite. `sinks_Q`:
+    see `paged_attention`. Returns when the launch is queued.
     """
     _, num_heads, head_dim = partial_PQD.shape
     assert partial_PQD.is_contiguous()

@@ -1,9 +1,10 @@
-"""Attention of a whole step over the paged KV cache, in one persistent launch; knows items of work, not requests.
+"""Attention of a whole step over the paged KV cache, in one persistent launch; knows work items, no requests.
 
-A fixed number of programs shares the items of `attention_plan.py`, each item for every kv head. The device reads the
-number of items, so one captured CUDA graph serves any contexts. Within a tile this is FlashAttention-2
-(https://arxiv.org/abs/2307.08691): scores never leave the multiprocessor, and the softmax is computed online and in
-base 2. The query heads of a kv head share a tile: keys and values are read once for all of them.
+A fixed number of programs shares the items of `attention_plan.py`; each item is computed for every kv head.
+The device reads the number of items, so one captured CUDA graph can be used for any contexts. Within a tile
+the algorithm is FlashAttention-2 (https://arxiv.org/abs/2307.08691): scores stay on the multiprocessor, and
+the softmax is computed online and in base 2. The query heads of a kv head share a tile, so keys and values
+are read once for all of them.
 
 Shape suffixes: T tokens of the step, Q query heads, D head dimension, N blocks, K the pair (keys, values), H kv heads,
 S tokens of a block, B rows of the block table, M its columns, I items, F their fields, P rows of partial results.
@@ -27,7 +28,8 @@ from engine.kernels.merge_partials import add_sinks, merge_row
 _LOG2_E = math.log2(math.e)
 
 MAX_MERGED_ELEMENTS = 8192
-"""Elements of parts that a program reads together: 64 registers of 128 threads, which are otherwise free by then."""
+"""Elements of parts that a program reads at a time: 64 registers of each of 128 threads, which are free by
+then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +38,9 @@ class Softmax:
 
     scale: float
     window: int | None = None
-    """A query sees the last so many keys, itself included."""
+    """If set, a query attends to only this many keys, the last ones, including its own."""
     cap: float | None = None
-    """A scaled score s becomes cap x tanh(s / cap)."""
+    """If set, a scaled score s becomes cap x tanh(s / cap)."""
 
     def __post_init__(self) -> None:
         assert self.scale > 0
@@ -48,10 +50,10 @@ class Softmax:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer's keys and values of all blocks, as launches take them; made once, since the pool never moves.
+    """One layer's keys and values of all blocks, as launches need them; made once: the pool never moves.
 
     `kv_NKHSD` is blocks_NLKHTD[:, layer] of `engine.kv_cache`. Slots after a request's last token are multiplied by
-    zero, so they may hold any finite number; the engine clears them when a request gets the block.
+    zero, so they may contain any finite number. The engine clears them when a request gets the block.
     """
 
     kv_NKHSD: torch.Tensor
@@ -67,7 +69,7 @@ class LayerKV:
         assert self.kv_NKHSD.element_size() == shape.kv_dtype_bytes
 
     def operand(self, block_n: int) -> "torch.Tensor | TensorDescriptor":
-        """The tensor, or the descriptor, through which the kernel reads."""
+        """The tensor or the descriptor through which the kernel reads keys and values."""
         if not self.shape.uses_tma:
             return self.kv_NKHSD
         if block_n not in self._descriptors:
@@ -85,7 +87,7 @@ class LayerKV:
         return elements // self.shape.head_dim if self.shape.uses_tma else elements
 
     def _descriptor(self, block_n: int) -> TensorDescriptor:
-        """The rows from this layer in the first block to its end in the last; columns past the head read as 0."""
+        """All rows from this layer's start in the first block to its end in the last; columns past D: 0."""
         num_blocks, _, num_heads, block_size, head_dim = self.kv_NKHSD.shape
         num_rows = (num_blocks - 1) * self.block_stride + 2 * num_heads * block_size
         assert num_rows < 2**31, f"{num_rows} rows: the copy engine counts them in 32 bits"
@@ -100,7 +102,7 @@ class Partials:
     out_PQD: torch.Tensor
     """float32."""
     weight_PQ: torch.Tensor
-    """float32; -inf if a query sees no key of its item."""
+    """float32; -inf if a query attends to no key of its item."""
 
     @classmethod
     def empty(cls, num_rows: int, shape: AttentionShape, device: torch.device) -> "Partials":
@@ -110,11 +112,12 @@ class Partials:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """Makes the launch merge its parts: for each tile and kv head, the program that ends last merges."""
+    """Makes the launch merge: for each tile and kv head, the program that ends last merges the parts."""
 
     merges_RF: torch.Tensor
     num_arrived_RH: torch.Tensor
-    """int32, 0 before and after a launch; consecutive launches share it."""
+    """int32: how many programs have ended; 0 before and after a launch. Consecutive launches share the
+    tensor."""
 
 
 def paged_attention(
@@ -131,13 +134,14 @@ def paged_attention(
     merging: Merging | None = None,
     sinks_Q: torch.Tensor | None = None,
 ) -> None:
-    """Writes only what the first `num_items` (a tensor of one int32) of `items_IF` name in `out_TQD` and `partials`.
+    """Computes the first `num_items` (a tensor of one int32) of `items_IF` into `out_TQD` and `partials`.
 
-    `merge_partials` must merge rows that are split, unless `merging` merges them in this launch. Over an 8-bit cache,
-    bfloat16 queries become float16 and are clamped to +-65,504. Items were planned for `tuning.grid` with the same
-    window and `num_programs`. A token's heads are contiguous in queries and output; tokens may lie apart. `sinks_Q`
-    (float32): a logit of each query head beside its scores, which takes weight and has no value. Partial results lack
-    it: `merge_partials` adds it. Returns when the launch is queued: the host knows all sizes.
+    Writes nothing else. `merge_partials` must merge rows that are split, unless `merging` merges them in this
+    launch. With an 8-bit cache, bfloat16 queries become float16 and are clamped to +-65,504. Items must be
+    planned for `tuning.grid` with the same window and `num_programs`. A token's heads are contiguous in
+    queries and output, but tokens need not be contiguous. `sinks_Q` (float32): one logit per query head,
+    which takes part in the softmax but has no value. Partial results do not contain the sinks:
+    `merge_partials` adds them. Returns when the launch is queued.
     """
     _, num_query_heads, head_dim = q_TQD.shape
     shape = kv.shape
@@ -189,8 +193,8 @@ def paged_attention(
         USES_TMA=shape.uses_tma,
         HAS_WINDOW=softmax.window is not None,
         TANH_SCALE=None if softmax.cap is None else 2 * _LOG2_E * softmax.scale / softmax.cap,
-        # One instruction converts two 8-bit numbers to float16; bfloat16 takes several. float16, too, holds all of them
-        # exactly.
+        # One instruction converts two 8-bit numbers to float16; bfloat16 needs several. float16 represents
+        # all 8-bit floats exactly, too.
         TO_FLOAT16=shape.kv_dtype_bytes == 1 and q_TQD.dtype == torch.bfloat16,
         PRECISION="tf32x3" if q_TQD.dtype == torch.float32 else "tf32",
         num_warps=tuning.num_warps,
@@ -209,7 +213,7 @@ def paged_attention_reference(
     softmax: Softmax,
     sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in torch for requests with consecutive queries, literally, in float64, rounded once."""
+    """The same in torch, step by step in float64, rounded once; the requests' queries are consecutive."""
     out_TQD = torch.empty(q_TQD.shape, dtype=q_TQD.dtype, device=q_TQD.device)
     group_size, first_row = q_TQD.shape[1] // kv_NKHSD.shape[2], 0
     for block_ids_M, num_queries, num_keys in zip(

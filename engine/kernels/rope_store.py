@@ -1,4 +1,4 @@
-"""Between the fused projection and attention: rotates queries in place, and writes keys and values to the pool.
+"""Runs between the projection and attention: rotates queries in place, writes keys and values to the pool.
 
 One launch replaces a norm, a rotation and a scatter. Knows the pool's layout (docs/decisions/0001), no request.
 

@@ -28,11 +28,11 @@ def row_stats(
     is_non_finite_R: torch.Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
-    """Writes each row's arg max, the lowest index on ties, to `tokens_R` (int32). `is_non_finite_R` (int32) becomes 1
-    for rows whose logits, before any processing, have a NaN, a +inf, or nothing above -inf; 0 for others.
+    """Writes each row's arg max, the lowest index on ties, to `tokens_R` (int32).
 
-    Fills the workspace's `chunk_max_RC`, `row_max_R` and, if the temperature is above 0, `row_sum_R`. A NaN counts as
-    +inf, so the first of either is the arg max.
+    `is_non_finite_R` (int32) becomes 1 for rows whose logits, before any processing, contain NaN or +inf, or
+    only -inf; 0 for all other rows. Fills the workspace's `chunk_max_RC`, `row_max_R` and, if the temperature
+    is above 0, `row_sum_R`. NaN counts as +inf, so the arg max is the first NaN or +inf.
     """
     num_rows = logits_RV.shape[0]
     _row_stats_kernel[(workspace.num_parts, num_rows)](

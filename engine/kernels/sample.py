@@ -25,8 +25,9 @@ def sample(
     workspace: SamplingWorkspace,
     is_greedy: bool,
 ) -> None:
-    """Writes `tokens_R` and `is_non_finite_R` (int32; see row_stats). `params_RF` (int32) is laid out as
-    `sampling_parts.NUM_FIELDS` says.
+    """Writes `tokens_R` and `is_non_finite_R` (int32; see row_stats).
+
+    `sampling_parts.NUM_FIELDS` describes the layout of `params_RF` (int32).
 
     Rows of `logits_RV` (bf16, fp16 or float32) may be strided; their elements are contiguous. A row whose parameters
     name a row of `processed_PV` (float32, contiguous) is drawn from that instead. `is_greedy`: every row is greedy, so

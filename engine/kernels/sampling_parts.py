@@ -1,4 +1,4 @@
-"""Shared by the sampling kernels: a row's parameters, logits, scores and noise, and the memory between launches.
+"""Common to the sampling kernels: rows' parameters, logits, scores, noise, and memory between launches.
 
 A token's *score* is (logit - largest logit) / temperature; its *weight* is exp(score), at most 1. Weights are compared
 by their bits: non-negative floats have the same order as their bits read as 32-bit integers.

@@ -1,6 +1,6 @@
 """The activation of the gated MLP, such as silu(gate) * up, optionally quantised for a W8A8 linear.
 
-Shape suffixes: T tokens, I intermediate size, M = 2 x I (the gates, then what they scale).
+Shape suffixes: T tokens, I intermediate size, M = 2 x I (gates, then ups, which the gates scale).
 """
 
 import torch
@@ -70,7 +70,7 @@ def silu_mul_fp8(
 
 
 def _constants(activation: Activation) -> dict[str, object]:
-    """What the kernels are compiled for."""
+    """The constants with which the kernels are compiled for this activation."""
     if isinstance(activation, ClampedSwiglu):
         return {"KIND": "swiglu", "ALPHA": activation.alpha, "LIMIT": activation.limit}
     return {"KIND": activation.value, "ALPHA": None, "LIMIT": None}

@@ -1,8 +1,9 @@
 """A matrix product with few rows, as in decode at small batch: as fast as its weights can be read.
 
-Each weight is used only T times, so arithmetic does not limit the speed. The bytes of weights in flight do: a Hopper
-needs some 25 KiB per multiprocessor. There are two kernels: products and sums for up to 2 rows, matrix units beyond.
-Neither splits a sum over programs, so results are deterministic and need one launch.
+Each weight is used only T times, so arithmetic does not limit the speed. The limit is how many bytes of
+weights are in flight: a Hopper needs about 25 KiB per multiprocessor. There are two kernels: one with
+products and sums for up to 2 rows, one with matrix units for more rows. Neither splits a sum over programs,
+so results are deterministic and need one launch.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -19,7 +20,7 @@ from engine.kernels.skinny_linear_fma import FmaLaunch, launch_fma
 Launch = FmaLaunch | DotLaunch
 
 MAX_TOKENS = 16
-"""The matrix units' minimum of rows, and about where other kernels saturate the memory too."""
+"""The matrix units' minimum of rows. With about this many rows, other kernels saturate the memory, too."""
 
 MAX_FMA_TOKENS = 2
 """With 4 rows, sums take a fifth longer than the matrix units (measured on an H200)."""
@@ -30,7 +31,8 @@ MAX_X_ELEMENTS_FLOAT8 = 8_192
 """Converting float8 takes registers too: with more, too few programs fit a multiprocessor, or registers spill."""
 
 NUM_MULTIPROCESSORS = 132
-"""A Hopper has so many. On other GPUs the same launches are correct, and a little less balanced."""
+"""Number of multiprocessors of a Hopper. On other GPUs the same launches are correct, but a little less
+balanced."""
 
 
 def skinny_linear(
@@ -86,7 +88,7 @@ def skinny_add_(
 
 
 def norms_input(num_tokens: int, num_inputs: int, weight_bytes: int) -> bool:
-    """Whether a product of this shape holds all of x in registers, and so can norm it."""
+    """Whether a product of this shape has all of x in registers, and so can norm x."""
     return isinstance(choose_launch(num_tokens, num_inputs, 1, weight_bytes), FmaLaunch)
 
 
@@ -126,7 +128,10 @@ def _launch(operands: Operands, launch: Launch | None) -> None:
 def choose_launch(
     num_tokens: int, num_inputs: int, num_outputs: int, weight_bytes: int, *, is_normed: bool = False
 ) -> Launch:
-    """By shape alone; `weight_bytes`: of an element. Measured on an H200 for 16-bit weights of an 8B model."""
+    """Chooses by shape alone, by measurements on an H200 with 16-bit weights of an 8B model.
+
+    `weight_bytes`: the bytes of one element of the weights.
+    """
     padded_tokens = triton.next_power_of_2(num_tokens)
     padded_inputs = triton.next_power_of_2(num_inputs)
     max_elements = MAX_X_ELEMENTS if weight_bytes > 1 else MAX_X_ELEMENTS_FLOAT8

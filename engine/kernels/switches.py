@@ -1,7 +1,8 @@
-"""KernelSwitches: which optimisations kernels use; each can be left out, to compare it or to avoid a fault.
+"""KernelSwitches: which optimisations kernels use; each can be switched off, to compare or to avoid a fault.
 
-A worker reads them from the environment variable BATON_KERNELS, as in BATON_KERNELS=no-pdl,no-fused-silu. With all of
-them off a step is launched kernel by kernel (docs/kernels.md, "Launches of a decode step").
+A worker reads the switches from the environment variable BATON_KERNELS, as in
+BATON_KERNELS=no-pdl,no-fused-silu. With all switches off, a step is launched kernel by kernel
+(docs/kernels.md, "Launches of a decode step").
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ class KernelSwitches:
     fused_residual: bool = True
     """The product of few rows that ends a branch adds it to the residual stream."""
     fused_norm: bool = True
-    """The product of few rows norms its input, where a program holds all of that in registers."""
+    """The product of few rows norms its input, if a program has the whole input in registers."""
     timed_products: bool = True
     """torch's library computes an unfused product of few rows where it was faster when the worker started."""
 
@@ -55,19 +56,19 @@ _current = KernelSwitches()
 
 
 def kernel_switches() -> KernelSwitches:
-    """Those of this process."""
+    """The switches of this process."""
     return _current
 
 
 def set_kernel_switches(switches: KernelSwitches) -> None:
-    """For this process from now on. Kernels that are compiled, and graphs that are recorded, keep what they have."""
+    """Sets this process' switches. Kernels already compiled, and graphs already recorded, do not change."""
     global _current
     _current = switches
 
 
 @contextmanager
 def switched(switches: KernelSwitches | None = None, **changes: bool) -> Iterator[KernelSwitches]:
-    """Within it these apply (None: the present ones) with `changes`: for tests, and for benchmarks that compare."""
+    """A context with these switches (None: the present ones) and `changes`, for tests and benchmarks."""
     before = kernel_switches()
     set_kernel_switches(replace(switches or before, **changes))
     try:

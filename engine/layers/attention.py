@@ -26,7 +26,7 @@ class HeadNorm:
         self._weight_RD = torch.cat([q_weight_D.expand(num_heads, -1), k_weight_D.expand(num_kv_heads, -1)])
 
     def apply_(self, qk_TRD: torch.Tensor) -> None:
-        """Normalises in place. Query heads come before key heads."""
+        """Normalises queries and keys in place. Query heads come before key heads."""
         qk_TRD.copy_(F.rms_norm(qk_TRD, qk_TRD.shape[-1:], None, self.eps).mul_(self._weight_RD))
 
 
@@ -40,13 +40,14 @@ class Attention(Protocol):
         head_norm: HeadNorm | None,
         sinks_Q: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Norms queries and keys if there is a `head_norm`, rotates them, stores keys and values, and attends.
+        """Applies `head_norm` (if any) and the rotation, stores keys and values, and returns T x (Q x D).
 
-        Every token attends to its request so far. Returns T x (Q x D). `qkv_TPD` is the projection's output (queries,
-        keys, values) and may be overwritten. Query heads are grouped: head i reads kv head i // (Q / H).
-        `sinks_Q` (float32): a logit of each query head beside its scores, which takes weight and has no value.
+        Every token attends to its request's tokens up to itself. `qkv_TPD` is the projection's output
+        (queries, keys, values), and may be overwritten. Query heads are grouped: head i reads kv head i // (Q
+        / H). `sinks_Q` (float32): one learned logit per query head. It takes part in the softmax, but has no
+        value.
 
-        With a latent, the last row of a token is it, key and value of all heads. Each head's result begins with that of
-        the latent; it may end there, or have numbers behind it that mean nothing.
+        With a latent, the last row of each token is its latent, which is key and value of all heads. Each
+        head's result then begins with the weighted sum of latents. Numbers that may follow it mean nothing.
         """
         ...

@@ -17,7 +17,7 @@ from engine.layers.grouped_weight import GroupedWeight
 from engine.mixture_config import Mixture
 
 Matrix = torch.Tensor | GroupedWeight | Fp8Weight
-"""O x I: numbers in the activations' dtype or, on CPUs, in 4 or 8 bits, or 8-bit floats."""
+"""A matrix O x I: numbers in the activations' dtype, 8-bit floats, or (on CPUs) groups in 4 or 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +26,26 @@ class InputTokens:
 
     ids_T: torch.Tensor
     sources_T: torch.Tensor | None = None
-    """The token's row in `sampled_R`, or -1 if `ids_T` has the token. None: `ids_T` has all tokens."""
+    """For each token its row in `sampled_R`, or -1 if `ids_T` has its id. None: `ids_T` has all ids."""
     sampled_R: torch.Tensor | None = None
-    """The previous step's tokens, which only the device knows."""
+    """The tokens that the previous step sampled, and that only the device knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Activations that were quantised to 8 bits where they were computed: values_TI x scales_T1."""
+    """Activations values_TI x scales_T1, quantised to 8 bits by the kernel that computed them."""
 
     values_TI: torch.Tensor
     """float8_e4m3fn."""
     scales_T1: torch.Tensor
     """float32."""
     dtype: torch.dtype
-    """The original activations' dtype."""
+    """The activations' dtype before they were quantised."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnnormedRows:
-    """Few rows that the next product norms; they must not change before."""
+    """A few rows that are normed in the next product's kernel. They must not change until then."""
 
     rows_TE: torch.Tensor
     weight_E: torch.Tensor
@@ -53,11 +53,11 @@ class UnnormedRows:
 
 
 Activations = torch.Tensor | QuantizedRows | UnnormedRows
-"""Input of a layer's projection, made by the same backend; in 8 bits only for projections by `fp8_linear`."""
+"""Input of a projection, made by the same backend. Only projections of `fp8_linear` accept QuantizedRows."""
 
 
 class LinearLayer(Protocol):
-    """`x_TI @ weight_OI.T + bias_O`, with the weights laid out once for the device."""
+    """Computes `x_TI @ weight_OI.T + bias_O`; the weights were laid out for the device once."""
 
     def __call__(self, x_TI: Activations) -> torch.Tensor: ...
 
@@ -68,12 +68,12 @@ MakeLinear = Callable[[Matrix, torch.Tensor | None], LinearLayer]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The matrix by which a mixture scores its experts, whole on each rank."""
+    """The matrix with which a mixture scores its experts; every rank has the whole matrix."""
 
     weight_XE: torch.Tensor
     bias_X: torch.Tensor | None = None
     choice_bias_X: torch.Tensor | None = None
-    """float32, added to scores for the choice of experts alone, if the mixture has it."""
+    """float32: added to scores only to choose experts, if the mixture has such a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,19 @@ class Expert:
     up_IE: Matrix
     down_EI: Matrix
     biases_I: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Of gates and of what they multiply."""
+    """The biases of gates and of ups."""
     down_bias_E: torch.Tensor | None = None
-    """On one rank only, if several have a share of this expert."""
+    """None on all ranks but one, if several ranks have a share of this expert."""
 
 
 class MixtureLayer(Protocol):
-    """Every row's experts, weighted and summed. A row's result depends on no other row where its products' do not."""
+    """Computes the weighted sum of each row's experts.
+
+    A row's result depends on other rows only if the results of the products do.
+    """
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """T x E, which the caller may overwrite."""
+        """T x E; the caller may overwrite the result."""
         ...
 
 
@@ -101,11 +104,14 @@ class Backend(Protocol):
     """The parts of a decoder layer besides attention."""
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
-        """The layer need not keep the given weight."""
+        """Makes a projection. The layer need not keep the given weight."""
         ...
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
-        """The same with 8-bit floats as weights, quantized here if they are none; not for a matrix in 4 or 8 bits."""
+        """Makes a projection with weights in 8-bit floats; quantizes other weights.
+
+        Not for a GroupedWeight.
+        """
         ...
 
     def mixture(
@@ -116,30 +122,31 @@ class Backend(Protocol):
         linear: MakeLinear,
         here: range | None = None,
     ) -> MixtureLayer:
-        """A mixture of `experts`, which are taken one after another. `linear` makes the model's other projections.
+        """A mixture of `experts`, which are read one after another. `linear` makes the experts' projections.
 
-        `here`: the numbers of `experts`, if other ranks have the others (None: these are all). The result is then the
-        sum of a row's experts that are here, or zeros.
+        `here`: the numbers of `experts`, if other ranks have more experts (None: these are all). Then the
+        result is the sum over those of a row's experts that are on this rank; zeros if none is.
         """
         ...
 
     def embed(self, tokens: InputTokens, weight_VE: Matrix, first_token: int) -> torch.Tensor:
-        """T x E: rows of `weight_VE`, which begins with token `first_token`; zeros for tokens of other ranks. In
-        float32 if the matrix is in 4 or 8 bits."""
+        """T x E: each token's row of `weight_VE`, or zeros for tokens of other ranks.
+
+        The first row of `weight_VE` is token `first_token`. The result is in float32 for a GroupedWeight."""
         ...
 
     def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> Activations:
-        """Weights of this and of the other norms are in the activations' dtype, or in float32."""
+        """RMSNorm. The weights of all norms are in the activations' dtype, or in float32."""
         ...
 
     def normed_rows(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-        """The same, always as numbers of the activations' dtype."""
+        """RMSNorm, always as plain numbers in the activations' dtype."""
         ...
 
     def add_rms_norm(
         self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> Activations:
-        """Adds `x_TE` to the residual stream, in place, and returns its norm."""
+        """Adds `x_TE` to the residual stream in place, and returns the norm of the stream."""
         ...
 
     def add_normed(
@@ -149,9 +156,9 @@ class Backend(Protocol):
         ...
 
     def gated(self, gate_up: LinearLayer, x_TE: Activations, gate: Activation = Gate.SILU) -> Activations:
-        """T x I: the activation of the first I outputs of `gate_up`, times the other I."""
+        """T x I: the activation of the first I outputs of `gate_up`, times the other I outputs."""
         ...
 
     def adds(self, linear: LinearLayer, x_TI: Activations, residual_TE: torch.Tensor) -> bool:
-        """Adds `linear(x_TI)` to the residual stream in place, if one launch can do both; returns whether it did."""
+        """Adds `linear(x_TI)` to the residual stream in place and returns True, if one launch can do both."""
         ...

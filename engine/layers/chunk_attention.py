@@ -1,6 +1,7 @@
-"""Attention of a prefill chunk: the last N tokens of S attend causally to all of them; knows no cache.
+"""Attention of a prefill chunk: the last N of S tokens attend causally to all S tokens; knows no cache.
 
-Shape suffixes: N queries, S keys, Q query heads, H kv heads, G = Q / H, D head dimension, n and s those of a tile.
+Shape suffixes: N queries, S keys, Q query heads, H kv heads, G = Q / H, D head dimension, n queries and s
+keys of a tile.
 """
 
 import math
@@ -13,11 +14,11 @@ import torch.nn.functional as F
 from engine.layers.workspace import Workspace
 
 TILE = 128
-"""Queries computed together; best of 32 to 256 on an AVX-512 machine for heads of 64 and 128."""
+"""Queries per tile; the fastest of 32 to 256 on an AVX-512 machine, for head dimensions 64 and 128."""
 
 
 class ChunkAttention(Protocol):
-    """Prepared for one chunk and window; called with the tensors of every layer."""
+    """Attention of one chunk with one window; called with the tensors of every layer."""
 
     def __call__(
         self,
@@ -32,7 +33,7 @@ class ChunkAttention(Protocol):
 
 
 class FusedAttention:
-    """torch's fused kernel: one call, scores kept in float32."""
+    """Attention by torch's fused kernel: one call, with scores in float32."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class FusedAttention:
         *,
         scale: float,
     ) -> None:
-        """`scale`: of scores."""
+        """`scale`: the factor of scores."""
         self._scale = scale
         is_plain = num_queries == num_keys and (window is None or window >= num_keys)
         self._mask_NS = None if is_plain else _mask(num_queries, 0, num_keys, window, dtype, device)
@@ -74,17 +75,17 @@ class FusedAttention:
 class _Tile:
     queries: slice
     keys: slice
-    """Keys that any of the queries can see."""
+    """Keys that at least one of the queries attends to."""
     masked: slice
-    """Keys that only some of the queries can see, counted from the first of `keys`."""
+    """Keys that only some of the queries attend to, counted from the first of `keys`."""
     mask_ns: torch.Tensor
 
 
 class TiledAttention:
-    """Two matrix products and a softmax per tile of queries, over only the keys that the tile can see.
+    """Attention by two matrix products and a softmax per tile of queries, over only the keys it needs.
 
-    In bfloat16 on CPU this runs 1.6 to 2 times as fast as the fused kernel, which computes in float32; here the
-    scores are rounded to bfloat16 before the softmax, as everything else between two layers is.
+    In bfloat16 on a CPU this runs 1.6 to 2 times as fast as the fused kernel, which computes in float32. Here
+    the scores are rounded to bfloat16 before the softmax, like all other values between two layers.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class TiledAttention:
         scale: float,
         cap: float | None = None,
     ) -> None:
-        """`scale`: of scores. `cap`: see `cap_`."""
+        """`scale`: the factor of scores. `cap`: see `cap_`."""
         self._scores, self._weights = scores, weights
         self._scale, self._cap = scale, cap
         self._tiles = [
@@ -147,7 +148,10 @@ def cap_(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def weights_beside(sinks: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The softmax of scores, whose rows have a logit more: that of a sink, whose weight is left out."""
+    """The softmax of scores with a sink's logit added to each row.
+
+    The result leaves out the sink's weight.
+    """
     column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
@@ -174,7 +178,7 @@ def _mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """0 where a query sees a key, -inf elsewhere; the last query is at the last key."""
+    """0 where a query attends to a key, -inf elsewhere. The last query has the position of the last key."""
     keys_S = torch.arange(first_key, end_key, device=device)
     queries_N1 = torch.arange(end_key - num_queries, end_key, device=device).unsqueeze(1)
     hidden_NS = keys_S > queries_N1

@@ -1,4 +1,4 @@
-"""Groups a step's decodes by context length, with one padded table each; knows no cache and no layer.
+"""Groups a step's decodes by context length; each group has one padded table; knows no cache and no layer.
 
 Shape suffixes: B requests of a group, M blocks of a padded table.
 """
@@ -12,27 +12,30 @@ import torch
 from engine.batch import StepBatch
 
 MIN_GROUP_BLOCKS = 8
-"""Decodes of up to this many blocks share a group: padding costs less than another kernel call."""
+"""Decodes with at most this many blocks share one group, since padding costs less than another kernel
+call."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows `start` to `start + B` of the step: one token each."""
+    """The B rows of the step from `start` on, with one token each."""
 
     start: int
     block_ids_BM: torch.Tensor
-    """Padded with the null block."""
+    """The blocks of each context, padded with the null block."""
     context_lens_B: torch.Tensor
-    """Tokens to attend to, the step's own included."""
+    """How many tokens each row attends to, including its own."""
 
 
 def decode_groups(batch: StepBatch, device: torch.device) -> Iterator[DecodeGroup]:
-    """Longest first, in the batch's order. A group ends at the first context of half its longest, so that about half of
-    a table is padding at most."""
+    """Yields groups in the batch's order, with the longest contexts first.
+
+    A group ends before the first context with at most half as many blocks as its longest. So at most about
+    half of a table is padding."""
     num_blocks = batch.num_blocks_B.tolist()
     start = 0
     while start < batch.num_decodes:
-        most = max(num_blocks[start : batch.num_decodes])  # a request's drafts, behind it, are longer
+        most = max(num_blocks[start : batch.num_decodes])  # drafts follow their request, but are longer
         limit = 0 if most <= MIN_GROUP_BLOCKS else most // 2
         end = start + 1
         while end < batch.num_decodes and num_blocks[end] > limit:

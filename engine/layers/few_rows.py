@@ -1,4 +1,4 @@
-"""FewRows: a projection for steps of few tokens, and its fusions.
+"""FewRows: a projection for steps of few tokens, fused with the operations before or after it.
 
 Shape suffixes: T tokens, I input features, O output features, P = O / 2.
 """
@@ -14,12 +14,12 @@ from engine.kernels.skinny_linear import MAX_TOKENS, norms_input, skinny_add_, s
 from engine.layers.backend import Activations, UnnormedRows
 
 NUM_ROWS = (1, 2, 4, MAX_TOKENS)
-"""Numbers of rows with different kernels; other numbers use the kernel of the next larger."""
+"""Numbers of rows that have their own kernel; other numbers use the kernel of the next larger number."""
 
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """Computed by our own kernels (engine/kernels/skinny_linear.py)."""
+    """A projection computed by Baton's own kernels (engine/kernels/skinny_linear.py)."""
 
     weight_OI: torch.Tensor
     bias_O: torch.Tensor | None
@@ -27,7 +27,7 @@ class FewRows:
     """Scales of 8-bit weights."""
 
     def takes(self, x_TI: Activations) -> bool:
-        """At most 16 rows that are not in 8 bits, and not float32 if the weights are in 8 bits."""
+        """Whether kernels support `x_TI`: at most 16 rows, not in 8 bits, no float32 for 8-bit weights."""
         rows_TI = x_TI.rows_TE if isinstance(x_TI, UnnormedRows) else x_TI
         if not isinstance(rows_TI, torch.Tensor) or len(rows_TI) > MAX_TOKENS:
             return False
@@ -55,7 +55,7 @@ class FewRows:
 
 
 def normed(x_TI: Activations) -> torch.Tensor:
-    """Rows that are not in 8 bits; a separate launch norms them if they are not normed yet."""
+    """The rows, normed by a separate launch if they are not normed yet. They must not be in 8 bits."""
     if isinstance(x_TI, UnnormedRows):
         return rms_norm(x_TI.rows_TE, x_TI.weight_E, x_TI.eps)
     assert isinstance(x_TI, torch.Tensor), "8-bit activations are for 8-bit products"

@@ -15,9 +15,10 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""The largest value of FP8, which has no infinity. Larger values become NaN on some devices, so values are clamped."""
+"""The largest value of FP8, which has no infinity. Values are clamped, since larger ones become NaN on some
+devices."""
 MIN_MAGNITUDE = 1e-12
-"""Stands for the largest value of a row of zeros, so that its scale is not 0."""
+"""Replaces the largest value of a row of zeros, so that the row's scale is not 0."""
 
 
 def saturate(x: torch.Tensor) -> torch.Tensor:
@@ -26,10 +27,11 @@ def saturate(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x_TI = quantized_TI x scale_T1, as nearly as 8 bits can: each row's largest value becomes 448.
+    """Returns quantized_TI and scale_T1 with x_TI close to quantized_TI x scale_T1.
 
-    Scales are float32. Bit for bit the same as engine/kernels/quantize_fp8.py, on every device. It divides by a tensor:
-    on a GPU torch multiplies by the reciprocal of a Python number, which is off by a unit in many rows.
+    The largest magnitude of each row becomes 448. Scales are float32. The result is the same, bit for bit, as
+    that of engine/kernels/quantize_fp8.py, on every device. To get it, the code divides by a tensor: on a
+    GPU, torch would multiply by the reciprocal of a Python number, which is off by one unit in many rows.
     """
     largest_T1 = x_TI.abs().amax(-1, keepdim=True).to(torch.float32).clamp_(min=MIN_MAGNITUDE)
     scale_T1 = largest_T1.div_(torch.full_like(largest_T1, FP8_MAX))
@@ -37,7 +39,7 @@ def quantize_rows(x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as uint8, whose rows torch can index on every device; any other tensor unchanged."""
+    """8-bit floats as uint8, since torch can index rows of uint8 on every device; other tensors unchanged."""
     return x.view(torch.uint8) if x.dtype is FP8 else x
 
 
@@ -50,7 +52,7 @@ class Fp8Weight:
     scales_O1: torch.Tensor
     """float32."""
     dtype: torch.dtype
-    """Of the activations that it is multiplied with."""
+    """The dtype of the activations that are multiplied with the weight."""
 
     def __post_init__(self) -> None:
         assert self.values_OI.dtype is FP8
@@ -59,12 +61,12 @@ class Fp8Weight:
 
     @classmethod
     def quantize(cls, weight_OI: torch.Tensor) -> Self:
-        """The nearest weight of this kind."""
+        """Rounds a weight to the nearest 8-bit values."""
         return cls(*quantize_rows(weight_OI), weight_OI.dtype)
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self]) -> Self:
-        """The outputs of all parts, which have the same inputs."""
+        """Concatenates the outputs of parts that have the same inputs."""
         values_OI = torch.cat([as_bytes(part.values_OI) for part in parts]).view(FP8)
         return cls(values_OI, torch.cat([part.scales_O1 for part in parts]), parts[0].dtype)
 
@@ -82,7 +84,7 @@ class Fp8Weight:
         return (self.values_OI.to(torch.float32) * self.scales_O1).to(self.dtype)
 
     def outputs(self, index: slice | torch.Tensor) -> Self:
-        """The outputs of a slice, or of a tensor of indices."""
+        """A weight with only the outputs of a slice, or of a tensor of indices."""
         index = index.to(self.device) if isinstance(index, torch.Tensor) else index
         values_OI = as_bytes(self.values_OI)[index].view(FP8)
         return replace(self, values_OI=values_OI, scales_O1=self.scales_O1[index])

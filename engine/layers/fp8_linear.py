@@ -1,9 +1,9 @@
-"""Fp8Linear: a matrix product whose weights are 8-bit floats with a scale for each output; knows no layer's meaning.
+"""Fp8Linear: a matrix product with weights in 8-bit floats; does not know what a layer means.
 
 Shape suffixes: T tokens, I input features, O output features.
 
-One scale per output channel, and one per token if activations are quantized too, keeps a large channel or token from
-reducing the precision of others; benchmarks/quantization.py measures the loss.
+Each output has its own scale, and each token, too, if activations are quantized. So a large output channel or
+token does not reduce the precision of others. benchmarks/quantization.py measures the loss.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,16 @@ from engine.layers.backend import Activations, QuantizedRows
 from engine.layers.fp8 import Fp8Weight, quantize_rows
 
 QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""T x I to 8-bit floats of that shape and T x 1 float32 scales."""
+"""Converts T x I to 8-bit floats of the same shape, and float32 scales T x 1."""
 
 
 class Fp8Linear:
-    """`x_TI @ weight_OI.T + bias_O`; a weight of numbers is quantized here, and not kept.
+    """`x_TI @ weight_OI.T + bias_O`; quantizes the given weight if necessary, and does not keep it.
 
-    On GPUs with 8-bit matrix units (compute capability 8.9 and newer) activations in bfloat16 or float16 are quantized
-    too, token by token: half the bytes and twice the arithmetic rate of 16 bits. Elsewhere only weights are quantized,
-    and each call converts them back to the activations' dtype: that saves memory, not time.
+    On GPUs with 8-bit matrix units (compute capability 8.9 and newer), activations in bfloat16 or float16 are
+    quantized token by token, too. This halves the bytes and doubles the arithmetic rate. On other devices
+    only weights are quantized, and each call converts them back to the activations' dtype. This saves memory,
+    but no time.
     """
 
     def __init__(
@@ -48,17 +49,18 @@ class Fp8Linear:
         assert isinstance(x_TI, torch.Tensor), "rows come normed"
         if self._quantizes_activations:
             return self.multiply(*self._quantize(x_TI), x_TI.dtype)
-        # e4m3 is exact in the 16-bit formats, and the product with the float32 scale is rounded once.
+        # 16-bit formats represent e4m3 exactly, and the product with the float32 scale is rounded only once.
         weight_OI = self.weight_OI.to(x_TI.dtype).mul_(self.scale_O1)
         return F.linear(x_TI, weight_OI, self.bias_O)
 
     def multiply(self, x_TI: torch.Tensor, scale_T1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The product of activations that are quantized already, as by `quantize_rows`: T x O, in `dtype`.
+        """The product of activations that are already quantized, as by `quantize_rows`: T x O, in `dtype`.
 
-        Only for devices that multiply in 8 bits (`can_multiply_fp8`). torch needs a column-major second operand and
-        float32 scales of shapes T x 1 and 1 x O. Then cuBLAS (Hopper, CUDA 12.9 and newer) or CUTLASS return bfloat16,
-        the only type that both support. Hopper's 8-bit units keep partial sums with 14 bits (`use_fast_accum`), far
-        more than the operands' 4; accumulating in float32 registers every few steps instead would cost speed.
+        Only for devices that multiply in 8 bits (`can_multiply_fp8`). torch needs a column-major second
+        operand, and float32 scales of shapes T x 1 and 1 x O. The product is computed by cuBLAS (Hopper, CUDA
+        12.9 and newer) or CUTLASS. Both support only bfloat16 as the result's type. Hopper's 8-bit units keep
+        partial sums with 14 bits (`use_fast_accum`), far more than the 4 bits of the operands. Adding up in
+        float32 registers would be slower.
         """
         y_TO = torch._scaled_mm(
             x_TI,
@@ -74,13 +76,16 @@ class Fp8Linear:
 
 
 def can_multiply_fp8(weight_OI: torch.Tensor | Fp8Weight) -> bool:
-    """Whether torch multiplies 8-bit floats on this device in this shape. Never for float32: the result is bfloat16."""
+    """Whether torch multiplies this shape in 8-bit floats on this device.
+
+    Never for a float32 weight, since the result would be bfloat16.
+    """
     is_aligned = weight_OI.shape[0] % 16 == 0 and weight_OI.shape[1] % 16 == 0
     return is_aligned and has_fp8_units(weight_OI.device, weight_OI.dtype)
 
 
 def has_fp8_units(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device multiplies 8-bit floats, for activations of this dtype."""
+    """Whether the device multiplies 8-bit floats if activations have this dtype."""
     gpu = gpu_of(device)
     if gpu is None or dtype is torch.float32:
         return False

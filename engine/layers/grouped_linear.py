@@ -1,4 +1,4 @@
-"""GroupedLinear: a matrix product with weights in 4 or 8 bits, by torch; knows no layer's meaning.
+"""GroupedLinear: a matrix product with weights in 4 or 8 bits, by torch; does not know what a layer means.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -11,7 +11,10 @@ from engine.layers.grouped_weight import GroupedWeight
 
 
 class GroupedLinear:
-    """`x_TI @ weight_OI.T + bias_O` in float32. Every call makes numbers of the weights: it saves memory, not time."""
+    """`x_TI @ weight_OI.T + bias_O` in float32.
+
+    Every call dequantises the weights. This saves memory, but no time.
+    """
 
     def __init__(self, weight_OI: GroupedWeight, bias_O: torch.Tensor | None = None) -> None:
         self._weight_OI = weight_OI

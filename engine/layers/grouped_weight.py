@@ -1,4 +1,4 @@
-"""GroupedWeight: a matrix in 4 or 8 bits with a scale and a minimum for each group of inputs; knows no kernel.
+"""GroupedWeight: a matrix in 4 or 8 bits, with a scale and a minimum per group of inputs; knows no kernel.
 
 Shape suffixes: O output features, I input features, G groups of a row, N groups of several rows, S inputs of a group.
 """
@@ -12,12 +12,15 @@ import torch
 
 GROUP_SIZES = (16, 32)
 SEARCHED_RANGES = (1.0, 0.94, 0.88, 0.8)
-"""Parts of a group's range that 4-bit values may span. A narrower range has finer steps and cuts off the outermost."""
+"""Shares of a group's range that are tried for 4-bit values. A narrower range has finer steps, but clamps the
+largest and smallest weights."""
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""The 16 floats of 4 bits (one sign bit, two of exponent, one of mantissa) in halves, plus 12: 0, 0.5, 1, 1.5, 2, 3, 4,
-6, and the same with a sign. So they are whole numbers, which products of integers take."""
+"""The 16 floats of 4 bits, as integers: 12 + 2 x float. The floats have one sign bit, two bits of exponent
+and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative. Integers are what the products of
+integers need."""
 CHUNK_VALUES = 2**18
-"""Values that are quantized at a time, so that what they need stays in the processor's cache."""
+"""How many values are quantized at a time: so few that the intermediate values stay in the processor's
+cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +28,7 @@ class GroupedWeight:
     """weight = scale x value + minimum, with a scale and a minimum for each `group_size` inputs of an output."""
 
     values_OI: torch.Tensor
-    """uint8, one value per byte, below 2^bits."""
+    """uint8: one value per byte, less than 2^bits."""
     bits: Literal[4, 8]
     group_size: int
     scales_OG: torch.Tensor
@@ -33,7 +36,7 @@ class GroupedWeight:
     mins_OG: torch.Tensor
     """float32."""
     is_e2m1: bool = False
-    """Whether a value v of 4 bits stands for E2M1[v]."""
+    """Whether a 4-bit value v means E2M1[v]."""
 
     def __post_init__(self) -> None:
         num_outputs, num_inputs = self.values_OI.shape
@@ -46,10 +49,11 @@ class GroupedWeight:
 
     @classmethod
     def quantize(cls, weight_OI: torch.Tensor, bits: Literal[4, 8], group_size: int = 32) -> Self:
-        """The nearest weight of this kind; inputs must be whole groups.
+        """Rounds a weight to groups; the number of inputs must be a multiple of `group_size`.
 
-        8 bits: symmetric, each group's largest magnitude becomes 127 steps from 128, which stands for zero. 4 bits: of
-        some ranges for each group, the one with the least squared error, with scale and minimum fitted to its values.
+        8 bits: the value 128 means zero, and a group's largest magnitude becomes 127 steps. 4 bits: of
+        several ranges for each group, the one with the least squared error, with a scale and a minimum that
+        fit the values best.
         """
         num_outputs, num_inputs = weight_OI.shape
         assert num_inputs % group_size == 0, f"{num_inputs} inputs in groups of {group_size}"
@@ -69,7 +73,7 @@ class GroupedWeight:
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self]) -> Self:
-        """The outputs of all parts, which have the same inputs, bits and group size."""
+        """Concatenates the outputs of parts that have the same inputs, bits and group size."""
         first = parts[0]
         assert all(part.kind == first.kind for part in parts)
         return replace(
@@ -86,7 +90,7 @@ class GroupedWeight:
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """What matrices of one product have in common."""
+        """Bits, group size and format: matrices of one product must have the same kind."""
         return self.bits, self.group_size, self.is_e2m1
 
     def dequantized(self) -> torch.Tensor:
@@ -96,7 +100,7 @@ class GroupedWeight:
         return groups_OGS.mul_(self.scales_OG.unsqueeze(-1)).add_(self.mins_OG.unsqueeze(-1)).flatten(1)
 
     def outputs(self, index: slice | torch.Tensor) -> Self:
-        """The outputs of a slice, or of a tensor of indices."""
+        """A weight with only the outputs of a slice, or of a tensor of indices."""
         return replace(
             self,
             values_OI=self.values_OI[index],
@@ -105,7 +109,7 @@ class GroupedWeight:
         )
 
     def inputs(self, index: slice) -> Self:
-        """The inputs of a slice, which must be whole groups."""
+        """A weight with only the inputs of a slice, which must consist of whole groups."""
         begin, end, _ = index.indices(self.shape[1])
         first, last = begin // self.group_size, end // self.group_size
         assert (begin, end) == (first * self.group_size, last * self.group_size), f"inputs {begin}:{end}"
@@ -118,7 +122,7 @@ class GroupedWeight:
 
 
 def decoded_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """What E2M1 has for each value of 4 bits: float32."""
+    """E2M1 of each 4-bit value, as float32."""
     table = torch.tensor(E2M1, dtype=torch.float32, device=values.device)
     return table.index_select(0, values.flatten().to(torch.int32)).view(values.shape)
 
@@ -160,13 +164,13 @@ def _round_to_4_bits(groups_NS: torch.Tensor) -> Rounded:
 def _nearest(
     groups_NS: torch.Tensor, scales_N1: torch.Tensor, mins_N1: torch.Tensor, largest: int
 ) -> torch.Tensor:
-    """A group without a scale is all minimum."""
+    """The nearest values from 0 to `largest`. In a group whose scale is 0, all values are 0."""
     inverse_N1 = torch.where(scales_N1 > 0, 1.0 / scales_N1, 0.0)
     return (groups_NS - mins_N1).mul_(inverse_N1).round_().clamp_(0, largest)
 
 
 def _fit(groups_NS: torch.Tensor, values_NS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and minimum with the least squared error for these values: linear regression."""
+    """The scale and minimum with the least squared error for these values, by linear regression."""
     mean_value_N1, mean_weight_N1 = values_NS.mean(-1, keepdim=True), groups_NS.mean(-1, keepdim=True)
     centred_NS = values_NS - mean_value_N1
     variance_N1 = centred_NS.square().sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Linear: a matrix product with weights laid out once for the device; knows no layer's meaning.
+"""Linear: a matrix product with weights laid out once for the device; does not know what a layer means.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -12,9 +12,9 @@ from engine.layers.backend import Activations
 class Linear:
     """`x_TI @ weight_OI.T + bias_O`.
 
-    On CPU, oneDNN needs weights in its own blocked layout and otherwise reorders them on every call, which at decode
-    sizes costs as much as the product itself (see benchmarks/cpu_engine.py). So they are reordered once, here, and the
-    given weight is not kept.
+    On a CPU, oneDNN needs weights in its own blocked layout. It would reorder other weights on every call,
+    which takes as long as the product itself in a decode step (see benchmarks/cpu_engine.py). So the weights
+    are reordered once, here, and the given weight is not kept.
     """
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:

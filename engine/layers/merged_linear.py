@@ -1,4 +1,4 @@
-"""merged_linear: projections of one input as one layer; knows no projection's meaning.
+"""merged_linear: projections of one input as one layer; does not know what a projection means.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -15,7 +15,7 @@ from engine.layers.grouped_weight import GroupedWeight
 def merged_linear(
     linear: MakeLinear, parts: Sequence[Matrix], biases: Sequence[torch.Tensor] | None
 ) -> LinearLayer:
-    """One layer whose outputs are those of all parts, in order: a single product if the parts are of one kind."""
+    """One layer with the outputs of all parts, in order; a single product if all parts have the same kind."""
     bias_O = None if biases is None else _joined(biases)
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if len(tensors) == len(parts):
@@ -26,7 +26,7 @@ def merged_linear(
     floats = [part for part in parts if isinstance(part, Fp8Weight)]
     if len(floats) == len(parts):
         return linear(Fp8Weight.concatenated(floats), bias_O)
-    if floats:  # kernels fuse what follows one product only
+    if floats:  # kernels can only fuse the operation that follows a single product
         return merged_linear(linear, [_numbers(part) for part in parts], biases)
     own_biases = [None] * len(parts) if biases is None else biases
     return SideBySide([linear(part, bias) for part, bias in zip(parts, own_biases, strict=True)])
@@ -50,6 +50,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenates the output features."""
     first = parts[0]
     if first.is_meta:
-        # PyTorch would work out the shape in Python, and import its compiler for it: a second of each worker's start.
+        # To find the shape, PyTorch would import its compiler, which takes a second at each start of a
+        # worker.
         return first.new_empty(sum(len(part) for part in parts), *first.shape[1:])
     return torch.cat(list(parts))

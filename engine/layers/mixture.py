@@ -1,7 +1,7 @@
-"""A mixture of experts: which experts a row takes, and their products, one expert after another; knows no checkpoint.
+"""A mixture of experts: chooses each row's experts, computes one expert after another; knows no checkpoint.
 
-Shape suffixes: T tokens of a step, X experts, G groups of them, K experts of a token, R rows of one expert, E hidden
-size.
+Shape suffixes: T tokens of a step, X experts, G groups of experts, K experts of a token, R rows of one
+expert, E hidden size.
 """
 
 import math
@@ -17,9 +17,9 @@ LEAST_SUM = 1e-20
 
 
 class LoopedMixture:
-    """Satisfies `engine.layers.backend.MixtureLayer`: one product for all rows of an expert; none for one without rows.
+    """Satisfies `engine.layers.backend.MixtureLayer`, with one product for all rows of an expert.
 
-    The host must know how many rows each expert has.
+    Experts without rows are skipped. The host must know how many rows each expert has.
     """
 
     def __init__(
@@ -29,8 +29,9 @@ class LoopedMixture:
         gated: Callable[[LinearLayer, torch.Tensor], Activations],
         here: range | None = None,
     ) -> None:
-        """`experts`: for each expert, the projection to gate and up, and the projection back (down). `here`: their
-        numbers; None: these are all."""
+        """`experts`: for each expert, the projection to gate and up, and the projection back (down).
+
+        `here`: the numbers of these experts; None: these are all experts."""
         self._here = range(choice.num_experts) if here is None else here
         assert len(experts) == len(self._here)
         self._choice = choice
@@ -39,7 +40,7 @@ class LoopedMixture:
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         experts_TK, weights_TK = self._choice(x_TE)
-        # A row's experts are added in the order of their numbers, whatever the other rows take.
+        # A row's experts are added in the order of their numbers, whatever experts the other rows use.
         sums_TE = torch.zeros(x_TE.shape, dtype=torch.float32, device=x_TE.device)
         rows_by_expert = _rows_by_expert(experts_TK, weights_TK, self._choice.num_experts)
         for expert, (gate_up, down) in zip(self._here, self._experts, strict=True):
@@ -54,7 +55,7 @@ class ExpertChoice:
     """Chooses the experts of rows."""
 
     def __init__(self, mixture: Mixture, router: Router, scores: LinearLayer) -> None:
-        """`scores`: the product with the router's matrix."""
+        """`scores`: computes the product with the router's matrix."""
         assert (router.choice_bias_X is not None) == mixture.has_choice_bias
         self.mixture = mixture
         self._scores = scores
@@ -91,7 +92,7 @@ def route(
 
 
 def _within_best_groups(ranked_TX: torch.Tensor, mixture: Mixture) -> torch.Tensor:
-    """Hides all experts but those of each row's best groups."""
+    """For each row, sets the scores of all experts outside of the best groups to -inf."""
     ranked_TGX = ranked_TX.unflatten(-1, (mixture.num_groups, -1))
     groups_TG = ranked_TGX.topk(mixture.num_compared, -1).values.sum(-1)
     best_TG = groups_TG.topk(mixture.num_chosen_groups, -1).indices
@@ -103,7 +104,7 @@ def _within_best_groups(ranked_TX: torch.Tensor, mixture: Mixture) -> torch.Tens
 def _rows_by_expert(
     experts_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each expert the rows that take it, and their weights."""
+    """For each expert, the rows that use it, and its weight in each of these rows."""
     order = experts_TK.flatten().argsort(stable=True)
     counts = torch.bincount(experts_TK.flatten(), minlength=num_experts).tolist()
     rows, weights = order // experts_TK.shape[1], weights_TK.flatten()[order]

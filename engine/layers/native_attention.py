@@ -1,4 +1,4 @@
-"""NativeAttention: attention of a mixed step over the paged pool by our own CPU kernels; knows blocks, not requests.
+"""NativeAttention: attention of a mixed step over the paged pool by Baton's CPU kernels; knows no request.
 
 Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, or Q + 1 with a latent, D head dimension,
 B requests of a step, M blocks of a table, X positions, F rotated dimensions.
@@ -32,23 +32,25 @@ from engine.request_table import IntArray
 
 CPU = torch.device("cpu")
 UNLIMITED = 2**30
-"""The window of a layer that has none: more keys than any request has."""
+"""The window of a layer without a window: more keys than any request has."""
 FIRST_POSITIONS = 1024
 
 
 def is_supported(shape: KVBlockShape, num_heads: int) -> bool:
-    """Whether the kernels compute heads of this size, grouped like this."""
+    """Whether the kernels support this head dimension and this number of query heads per KV head."""
     is_head = shape.head_dim % HEAD_DIM_MULTIPLE == 0 and shape.head_dim <= MAX_HEAD_DIM
     return is_head and num_heads // shape.num_kv_heads <= TILE_ROWS
 
 
 class NativeAttention:
-    """Prepares steps; owns the memory that their layers share.
+    """Prepares the attention of steps; owns memory that is reused in every layer.
 
-    All arithmetic is in float32. Only a chunk with activations in bfloat16 multiplies bfloat16, where the machine can.
+    All arithmetic is in float32, with one exception: chunks with bfloat16 activations are multiplied in
+    bfloat16, if the machine has such instructions.
 
-    A token's result is the same, bit for bit, for any number of threads and beside any other requests. It is also the
-    same wherever its chunk begins and ends. Only a chunk of one token, which is a decode, may differ in the last bits.
+    A token's result is the same, bit for bit, for any number of threads and with any other requests in the
+    step. It also does not depend on where the token's chunk begins and ends. Only in a chunk of one token,
+    which is a decode, the last bits may differ.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class NativeAttention:
         num_heads: int,
         dtype: torch.dtype,
     ) -> None:
-        """`num_heads`: this rank's query heads. `dtype`: of activations; the pool's may have fewer bits, as
-        `can_store` says."""
+        """`num_heads`: this rank's query heads. `dtype`: the dtype of activations.
+
+        The pool's dtype may have fewer bits; see `can_store`."""
         shape = pool.shape
         assert is_supported(shape, num_heads), f"{num_heads} heads in {shape}"
         assert can_store(shape.dtype, dtype), f"{dtype} in a pool of {shape.dtype}"
@@ -75,7 +78,7 @@ class NativeAttention:
         self._out, self._partials = Workspace(CPU), Workspace(CPU)
 
     def prepare(self, batch: StepBatch) -> "NativeStepAttention":
-        """Cuts a step's attention into items, once for all layers. One step at a time: they share memory."""
+        """Cuts a step's attention into items, once for all layers. Steps share memory: only one at a time."""
         last_position = int(batch.context_lens_B.max()) - 1
         a = self._architecture
         if last_position >= len(self._cos_sin_XF[0]):
@@ -133,19 +136,22 @@ class NativeAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a step is cut for the layers with one window."""
+    """The items of work of a step, for all layers with the same window."""
 
     window: int
     where: tuple[int, int, int, int]
-    """Addresses and numbers of items and of merges."""
+    """Address and number of the items, then address and number of the merges."""
     num_partials: int
-    """Floats of partial results."""
+    """How many floats the partial results take."""
     kept: tuple[IntArray, IntArray]
-    """The items and merges."""
+    """The arrays of items and merges; kept here so that their addresses stay valid."""
 
 
 class NativeStepAttention:
-    """Satisfies `engine.layers.attention.Attention` for one step. What it returns is valid until the next layer's."""
+    """Satisfies `engine.layers.attention.Attention` for one step.
+
+    A result is valid until the next layer's call.
+    """
 
     def __init__(
         self,
@@ -157,7 +163,10 @@ class NativeStepAttention:
         partials: torch.Tensor,
         out_TX: torch.Tensor,
     ) -> None:
-        """`kept`: what `step` has the addresses of. `cos_sin_XF` and `plans`: of every layer."""
+        """`kept`: the objects to whose memory `step` points.
+
+        `cos_sin_XF` and `plans`: one of each per layer.
+        """
         self._kernels = kernels
         self._step, self._kept = ctypes.byref(step), kept
         self._cos_sin_XF, self._plans = cos_sin_XF, plans

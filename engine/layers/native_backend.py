@@ -1,4 +1,4 @@
-"""NativeBackend: the parts of a decoder layer by our own CPU kernels, each in one pass over memory that is reused.
+"""NativeBackend: the parts of a decoder layer by Baton's CPU kernels, each in one pass over reused memory.
 
 Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I.
 """
@@ -25,7 +25,8 @@ CPU = torch.device("cpu")
 class NativeBackend(TorchBackend):
     """Satisfies `engine.layers.backend.Backend` on a CPU.
 
-    What a method returns is valid until its next call: a decoder consumes it before. So one step runs at a time.
+    A method's result is valid until the method's next call; a decoder uses the result before. So only one
+    step may run at a time.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -86,5 +87,5 @@ class NativeBackend(TorchBackend):
 
 
 def has_matrix_units(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies matrices of this type in units that only torch's library uses."""
+    """Whether the processor has matrix units for this type; only torch's library uses these units."""
     return dtype is torch.bfloat16 and "amx_bf16" in cpu_flags()

@@ -1,4 +1,4 @@
-"""NativeLinear: a matrix product by our own CPU kernels; knows no layer's meaning.
+"""NativeLinear: a matrix product by Baton's own CPU kernels; does not know what a layer means.
 
 Shape suffixes: T tokens, I input features, O output features, P = O / 2.
 """
@@ -15,13 +15,15 @@ from engine.native.products import ADD, GATE, STORE, FloatLayer, GroupedLayer, P
 from engine.native.types import TYPE_CODES
 
 GATED_MULTIPLE = 32
-"""Outputs of which `gated` takes a multiple."""
+"""The number of outputs of `gated` must be a multiple of this number."""
 
 
 class NativeLinear:
-    """`x_TI @ weight_OI.T + bias_O`. Weights are laid out once, here; the given weight is not kept.
+    """Computes `x_TI @ weight_OI.T + bias_O`.
 
-    A row's result depends on the row alone: neither on the other rows of the step nor on the number of threads.
+    Lays out the weights once, here, and does not keep the given weight.
+
+    A row's result depends only on the row, not on the other rows of the step or on the number of threads.
     """
 
     def __init__(
@@ -42,10 +44,11 @@ class NativeLinear:
 
     @classmethod
     def of_groups(cls, products: Products, weight_OI: GroupedWeight, bias_O: torch.Tensor | None) -> Self:
-        """Weights in 4 or 8 bits; activations are rounded to 8 bits, each group with a scale of its own."""
+        """Weights in 4 or 8 bits. Activations are rounded to 8 bits, with one scale for each group."""
         w = weight_OI
         size = (*w.shape, w.bits, w.group_size)
-        # Scales and minima are kept in 16 bits: times a power of two, so that the largest are far from the smallest.
+        # Scales and minima are kept in 16 bits, divided by a power of two that makes the best use of
+        # float16's range.
         largest = max(w.scales_OG.abs().max().item(), w.mins_OG.abs().max().item())
         factor = 2.0 ** (math.frexp(largest)[1] - 15)
         values_OI = w.values_OI.contiguous()
@@ -65,8 +68,9 @@ class NativeLinear:
     def of_floats(cls, products: Products, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Self:
         """Weights in 32 or 16 bits.
 
-        Float32 weights that 16 bits hold exactly, such as those of most checkpoints, are kept in 16 bits: equal results
-        for half the memory traffic. Bfloat16 weights are multiplied by the processor's units for them, if it has any.
+        Float32 weights that fit into 16 bits exactly, as in most checkpoints, are kept in 16 bits. The
+        results are equal, with half the memory traffic. Bfloat16 weights are multiplied by the processor's
+        bfloat16 units, if it has any.
         """
         by_units = weight_OI.dtype is torch.bfloat16 and products.has_bfloat16_units
         weight_OI = shortened(weight_OI).contiguous()
@@ -77,7 +81,7 @@ class NativeLinear:
 
     @property
     def can_gate(self) -> bool:
-        """Whether `gated` takes this number of outputs."""
+        """Whether `gated` supports this number of outputs."""
         return self.num_outputs % (2 * GATED_MULTIPLE) == 0
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
@@ -91,7 +95,7 @@ class NativeLinear:
         self._multiply(x_TI, y_TO, ADD)
 
     def gated(self, x_TI: Activations, y_TP: torch.Tensor) -> None:
-        """Writes silu of the first P outputs, times the other P."""
+        """Writes to `y_TP` silu of the first P outputs, times the other P outputs."""
         self._multiply(x_TI, y_TP, GATE)
 
     def _multiply(self, x_TI: Activations, y_TO: torch.Tensor, epilogue: int) -> None:
@@ -107,7 +111,7 @@ class NativeLinear:
 
 
 def shortened(weight_OI: torch.Tensor) -> torch.Tensor:
-    """The same values in 16 bits, if they have such a type."""
+    """The same values in a 16-bit type, if one can represent all of them exactly."""
     if weight_OI.dtype is torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
             short_OI = weight_OI.to(dtype)

@@ -30,10 +30,10 @@ from engine.model_config import ModelArchitecture
 @dataclass(frozen=True, slots=True)
 class _DecodePlan:
     rows: slice
-    """Which rows of the step these are."""
+    """The rows of this group's decodes in the step."""
     block_rows: torch.Tensor
     mask_XGS: dict[int | None, torch.Tensor]
-    """By window; 0 where a query sees a key, -inf elsewhere."""
+    """A mask for each window: 0 where a query attends to a key, -inf elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class _PrefillPlan:
     rows: slice
     num_keys: int
     block_rows: torch.Tensor | None
-    """None: the chunk begins the request, so it needs only the step's own keys and values."""
+    """None if the chunk begins the request, and so needs only keys and values of this step."""
     attend: dict[int | None, ChunkAttention]
-    """By window."""
+    """The chunk's attention, by window."""
 
 
 class PagedAttention:
-    """Prepares steps; owns the memory that their layers share."""
+    """Prepares the attention of steps; owns memory that is reused in every layer."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class PagedAttention:
         num_heads: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`num_heads`: this rank's query heads. `dtype`: of activations; None: the pool's.
+        """`num_heads`: this rank's query heads. `dtype`: the dtype of activations; None: that of the pool.
 
-        A pool of fewer bits is written and read without a scale.
+        A pool with fewer bits is written and read without a scale.
         """
         self._pool = pool
         self._num_heads = num_heads
@@ -74,7 +74,10 @@ class PagedAttention:
         self._stored = Workspace(self._device)
 
     def prepare(self, batch: StepBatch) -> "TorchStepAttention":
-        """Indices, angles and masks of a step, computed once for all layers. One step at a time: they share memory."""
+        """Computes a step's indices, angles and masks once for all layers.
+
+        Steps share memory: only one at a time.
+        """
         for block_id, offset in batch.new_tails:
             self._pool.clear_from(block_id, offset)
         positions_T = torch.from_numpy(batch.positions_T).to(self._device)
@@ -165,7 +168,7 @@ class TorchStepAttention:
         gathered: Workspace,
         stored: Workspace,
     ) -> None:
-        """`angles`: of every layer."""
+        """`angles`: cosines and sines of every layer."""
         self._pool = pool
         self._num_heads = num_heads
         self._windows = architecture.sliding_windows
@@ -201,10 +204,10 @@ class TorchStepAttention:
         return out_TQD.view(len(out_TQD), -1)
 
     def _store(self, layer: int, kv_TKD: torch.Tensor) -> torch.Tensor:
-        """Returns the keys and values as the pool now holds them.
+        """Stores keys and values, and returns them as the pool rounded them.
 
-        A chunk attends to these rounded values even if it reads nothing from the pool. Otherwise a token would depend
-        on how its prompt was cut into chunks, and on whether its prefix was in the cache.
+        A chunk attends to these rounded values even if it reads nothing from the pool. Otherwise a token
+        would depend on how its prompt was cut into chunks, and on whether its prefix was cached.
         """
         slot_rows_RD = self._pool.layers[layer].slot_rows_RD
         stored_TKD = saturate(kv_TKD) if slot_rows_RD.dtype is FP8 else kv_TKD.to(slot_rows_RD.dtype)
@@ -220,8 +223,10 @@ class TorchStepAttention:
         out_BQD: torch.Tensor,
         sinks_Q: torch.Tensor | None,
     ) -> None:
-        """All requests of a group at once. The G query heads of a kv head are the rows of one small product, so no
-        key or value is repeated. Products of this shape run 2 to 4 times faster on CPU than the fused kernel."""
+        """Computes all decodes of a group at once.
+
+        The G query heads of a kv head are the rows of one small product, so no key or value is copied for
+        each of them. Products of this shape run 2 to 4 times as fast on a CPU as the fused kernel."""
         mask_XGS = plan.mask_XGS[self._windows[layer]]
         shape_XGD = (*mask_XGS.shape[:2], q_BQD.shape[-1])
         kv_KXSD = self._gather(layer, plan.block_rows).view(-1, shape_XGD[0], mask_XGS.shape[2], shape_XGD[2])
@@ -240,7 +245,7 @@ class TorchStepAttention:
     def _chunk_kv(
         self, layer: int, plan: _PrefillPlan, kv_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each H x S x D, of everything up to the chunk's end."""
+        """Keys and values, each H x S x D, of all tokens up to the end of the chunk."""
         num_kv_heads, head_dim = self._pool.shape.num_kv_heads, kv_TKD.shape[2]
         if plan.block_rows is None:
             return kv_TKD[:, :num_kv_heads].transpose(0, 1), kv_TKD[:, -num_kv_heads:].transpose(0, 1)
@@ -250,7 +255,7 @@ class TorchStepAttention:
         return kv_KHSD[0, :, : plan.num_keys], kv_KHSD[-1, :, : plan.num_keys]
 
     def _gather(self, layer: int, block_rows: torch.Tensor) -> torch.Tensor:
-        """Keys and values of whole blocks, copied together; valid until the next call."""
+        """Copies keys and values of whole blocks; the result is valid until the next call."""
         source_RX = self._pool.layers[layer].block_rows_RX
         gathered_RX = self._gathered.take(self._angles[layer][0].dtype, len(block_rows), source_RX.shape[1])
         if source_RX.dtype is gathered_RX.dtype:
@@ -262,5 +267,5 @@ class TorchStepAttention:
 
 
 def can_store(stored: torch.dtype, activations: torch.dtype) -> bool:
-    """Whether a pool of one data type may hold keys and values that were computed in another."""
+    """Whether a pool of one data type may store keys and values that were computed in another data type."""
     return stored in (activations, FP8) or (stored, activations) == (torch.bfloat16, torch.float32)

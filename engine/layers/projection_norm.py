@@ -1,6 +1,6 @@
 """ProjectionNorm: RMSNorm over the heads of all ranks; knows no attention.
 
-Shape suffixes: T tokens of a step, X outputs of a rank's projection, Q those that are queries, K those that are keys.
+Shape suffixes: T tokens of a step, X outputs of a rank's projection, of which Q are queries and K are keys.
 """
 
 import torch
@@ -9,18 +9,21 @@ from engine.collectives import Collectives
 
 
 class ProjectionNorm:
-    """RMSNorm of the queries of all heads together, and of the keys likewise (OLMo 2)."""
+    """RMSNorm of the queries of all heads together, and of the keys of all heads together (OLMo 2)."""
 
     def __init__(
         self, q_weight_Q: torch.Tensor, k_weight_K: torch.Tensor, eps: float, collectives: Collectives
     ) -> None:
-        """Weights are this rank's."""
+        """`q_weight_Q` and `k_weight_K`: this rank's part of the weights."""
         self._weights = q_weight_Q, k_weight_K
         self._eps = eps
         self._collectives = collectives
 
     def apply_(self, qkv_TX: torch.Tensor) -> None:
-        """Norms in place: in float32, rounded once. Queries come first, then keys; what follows stays."""
+        """Norms queries and keys in place, in float32, and rounds once.
+
+        Queries come first, then keys, then values.
+        """
         q_weight_Q, k_weight_K = self._weights
         num_queries, num_keys = len(q_weight_Q), len(k_weight_K)
         parts = qkv_TX[:, :num_queries], qkv_TX[:, num_queries : num_queries + num_keys]

@@ -15,7 +15,8 @@ from engine.rope_config import RopeConfig, RopeType, mscale
 class RotaryEmbedding:
     """Rotates pairs (i, i + D/2) of every head by position x frequency i, as most Hugging Face weights expect.
 
-    The last pairs have frequency 0 if fewer dimensions are rotated (see `head_order`), and all of them if none is.
+    If fewer dimensions are rotated (see `head_order`), the last pairs have frequency 0. If none is rotated,
+    all have.
     """
 
     def __init__(self, config: RopeConfig | None, head_dim: int, device: torch.device) -> None:
@@ -29,7 +30,7 @@ class RotaryEmbedding:
         self._scale_F = F.pad(torch.full_like(frequencies_F, scale), (0, num_fixed), value=1.0).to(device)
 
     def table(self, num_positions: int) -> torch.Tensor:
-        """num_positions x D, float32: the cosines of every frequency, then the sines."""
+        """num_positions x D, float32: the cosines of all frequencies, then the sines."""
         angles_PF = (
             torch.arange(num_positions, device=self._frequencies_F.device).unsqueeze(-1) * self._frequencies_F
         )
@@ -49,17 +50,18 @@ class RotaryEmbedding:
 def rope_tables(
     ropes: Sequence[RopeConfig | None], head_dim: int, num_positions: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Every layer's `RotaryEmbedding.table`; layers that rotate alike share one."""
+    """The `RotaryEmbedding.table` of every layer; layers with the same rotation share one table."""
     tables = {rope: RotaryEmbedding(rope, head_dim, device).table(num_positions) for rope in set(ropes)}
     return [tables[rope] for rope in ropes]
 
 
 def head_order(head_dim: int, rotary_dim: int, *, is_interleaved: bool = False) -> torch.Tensor | None:
-    """Which of a checkpoint's outputs for a head come first, second and so on, so that pairs are half a head apart.
+    """The order of a checkpoint's outputs for a head in which the numbers of a pair are half a head apart.
 
-    A checkpoint has the rotated dimensions first, with pairs half of them apart, or next to each other if they are
-    interleaved. Dimensions that are not rotated fill up both halves of the head. None: the order is right already.
-    Scores do not depend on the order, which is the same for queries and keys.
+    In a checkpoint the rotated dimensions come first. The two numbers of a pair are neighbours if
+    `is_interleaved`, else half the rotated dimensions apart. In the new order, dimensions that are not
+    rotated fill up both halves of the head. None means that the order is right already. Scores do not depend
+    on the order, since it is the same for queries and keys.
     """
     if rotary_dim == head_dim and not is_interleaved:
         return None
@@ -75,9 +77,9 @@ def rotate_(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -
 
 
 def rope_frequencies(config: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
-    """Angle per position of each rotated pair (float32), and the factor on all their cosines and sines.
+    """Angle per position of each rotated pair (float32), and the factor of all cosines and sines.
 
-    `dynamic` scaling begins only beyond `max_position_embeddings`, which no request exceeds; up to there it equals the
+    `dynamic` scaling begins only beyond `max_position_embeddings`. No request is longer, so it equals the
     default.
     """
     exponents_F = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
@@ -94,14 +96,14 @@ def rope_frequencies(config: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor,
 
 
 def _llama3(config: RopeConfig, frequencies_F: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: slow waves are stretched by `factor`, fast ones kept, those between blended by wavelength."""
+    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and blends between both."""
     turns_F = config.original_max_position_embeddings * frequencies_F / (2 * math.pi)
     blend_F = (turns_F - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     return _blend(frequencies_F / config.factor, frequencies_F, blend_F)
 
 
 def _yarn(config: RopeConfig, frequencies_F: torch.Tensor) -> torch.Tensor:
-    """YaRN (2023), "NTK-by-parts": a linear ramp over the dimensions between `beta_fast` and `beta_slow` turns."""
+    """YaRN (2023), "NTK-by-parts": blends linearly between `beta_fast` and `beta_slow` turns."""
     num_frequencies = frequencies_F.shape[0]
     first, last = (
         _dimension_of(turns, config, 2 * num_frequencies) for turns in (config.beta_fast, config.beta_slow)
@@ -115,13 +117,13 @@ def _yarn(config: RopeConfig, frequencies_F: torch.Tensor) -> torch.Tensor:
 
 
 def _dimension_of(turns: float, config: RopeConfig, head_dim: int) -> float:
-    """The (fractional) frequency index that makes this many turns over the original context."""
+    """The (fractional) index of the frequency with this many turns over the original context."""
     length = config.original_max_position_embeddings
     return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
 
 def _yarn_scale(config: RopeConfig) -> float:
-    """YaRN's attention temperature, applied to queries and keys alike through the cosines and sines."""
+    """YaRN's attention temperature; cosines and sines contain it, so it applies to queries and keys."""
     if config.attention_factor is not None:
         return config.attention_factor
     if config.mscale and config.mscale_all_dim:
@@ -130,7 +132,7 @@ def _yarn_scale(config: RopeConfig) -> float:
 
 
 def _longrope_scale(config: RopeConfig) -> float:
-    """LongRoPE's attention temperature, applied as YaRN's."""
+    """LongRoPE's attention temperature; cosines and sines contain it."""
     if config.attention_factor is not None:
         return config.attention_factor
     if config.factor <= 1.0:

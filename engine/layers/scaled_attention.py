@@ -1,4 +1,4 @@
-"""ScaledAttention: attention over a cache whose keys and values are divided by a scale of their layer; knows no cache.
+"""ScaledAttention: attention over a cache of keys and values divided by their layer's scales; knows no cache.
 
 Shape suffixes: T tokens of a step, Q query heads, H kv heads, P = Q + 2 x H, D head dimension.
 """
@@ -15,7 +15,7 @@ from engine.layers.attention import Attention, HeadNorm
 
 @dataclass(frozen=True, slots=True)
 class KVScale:
-    """What a layer's keys and values are divided by before the cache rounds them (`k_scale`, `v_scale`)."""
+    """The divisors of a layer's keys and values, before the cache rounds them (`k_scale`, `v_scale`)."""
 
     key: float
     value: float
@@ -23,7 +23,7 @@ class KVScale:
 
 @dataclass(frozen=True, slots=True)
 class HeadFactors:
-    """What a layer's projected heads are multiplied by, and its result."""
+    """The factors of a layer's projected heads, and the factor of its attention's result."""
 
     qkv_P1: torch.Tensor
     value: float
@@ -32,22 +32,25 @@ class HeadFactors:
     def of(
         cls, scale: KVScale, num_heads: int, num_kv_heads: int, device: torch.device, *, has_head_norm: bool
     ) -> Self:
-        """`has_head_norm`: a norm of heads follows. It undoes any factor of queries and keys, so its own weights have
-        these factors."""
+        """`has_head_norm`: whether a norm of heads follows.
+
+        Such a norm would undo factors of queries and keys. So the weights of the norm contain these factors
+        instead."""
         query, key = (1.0, 1.0) if has_head_norm else (scale.key, 1.0 / scale.key)
         factors = [query] * num_heads + [key] * num_kv_heads + [1.0 / scale.value] * num_kv_heads
         return cls(torch.tensor(factors, dtype=torch.float32, device=device).unsqueeze(1), scale.value)
 
 
 class ScaledAttention:
-    """Satisfies `Attention`, around another one.
+    """Satisfies `Attention`, by calls of another `Attention`.
 
-    Queries are multiplied by the scale that divides keys, and the result by the scale that divides values. So scores
-    and results are those without scales, and no kernel has to know them. Rotations change nothing about that.
+    Queries are multiplied by the scale that divides keys, and the result by the scale that divides values. So
+    scores and results are the same as without scales, and no kernel has to know the scales. A rotation does
+    not change this.
     """
 
     def __init__(self, attention: Attention, factors: Mapping[int, HeadFactors]) -> None:
-        """`factors`: by layer. The others' keys and values have no scales."""
+        """`factors`: by layer. Layers without factors have no scales."""
         self._attention = attention
         self._factors = factors
 

@@ -1,4 +1,4 @@
-"""TimedProducts: which products of few rows torch's library computes faster than our own kernels; has no clock.
+"""TimedProducts: finds products of few rows that torch computes faster than Baton's kernels; has no clock.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -17,33 +17,34 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[], torch.Tensor]
 Timer = Callable[[Sequence[Work]], float]
-"""Returns the seconds that a device takes for all works, one after another."""
+"""Returns how many seconds a device needs for all works, one after another."""
 
 MIN_GAIN = 0.1
-"""Share of the time. A smaller gain is not worth different choices in two starts."""
+"""The least share of time that torch must save. A smaller gain could lead to different choices at each
+start."""
 
 
 class ProductsOfShape:
-    """Every layer's weight of one shape, dtype and kind, and what multiplies it."""
+    """The weights of all layers with one shape, dtype and kind, and whether torch multiplies them."""
 
     def __init__(self) -> None:
         self._layers: list[FewRows] = []
         self._by_library: dict[int, bool | None] = {}
-        """By number of rows; None: used, but not timed yet."""
+        """Whether torch multiplies this number of rows; None: the number is used, but not timed yet."""
 
     def add(self, few_rows: FewRows) -> None:
         self._layers.append(few_rows)
 
     def are_by_library(self, num_rows: int) -> bool:
-        """Whether torch's library multiplies `num_rows` rows, at most 16.
+        """Whether torch's library multiplies `num_rows` rows (at most 16).
 
-        False before `choose`, which times every number that was asked for.
+        Returns False before `choose`, and notes the number of rows: `choose` times all noted numbers.
         """
         rows = NUM_ROWS[bisect_left(NUM_ROWS, num_rows)]
         return bool(self._by_library.setdefault(rows, None))
 
     def choose(self, timer: Timer) -> None:
-        """Times the numbers of rows that were asked for and have no choice yet, on all layers' weights in turn."""
+        """Times the noted numbers of rows that have no choice yet, on the weights of all layers in turn."""
         for num_rows, choice in self._by_library.items():
             if choice is None:
                 self._by_library[num_rows] = self._is_library_faster(num_rows, timer)
@@ -74,7 +75,7 @@ class TimedProducts:
         self._shapes: dict[tuple[torch.Size, torch.dtype, bool], ProductsOfShape] = {}
 
     def add(self, few_rows: FewRows) -> ProductsOfShape:
-        """Returns the products of its shape, which keep its weight."""
+        """Adds a layer to the products of its shape, and returns these products."""
         weight_OI = few_rows.weight_OI
         key = (weight_OI.shape, weight_OI.dtype, few_rows.bias_O is not None)
         products = self._shapes.setdefault(key, ProductsOfShape())
@@ -82,7 +83,10 @@ class TimedProducts:
         return products
 
     def choose(self, timer: Timer) -> None:
-        """See `ProductsOfShape`. A second call times only what was asked for since the first."""
+        """Calls `ProductsOfShape.choose` for all shapes.
+
+        A second call times only numbers noted since the first.
+        """
         for products in self._shapes.values():
             products.choose(timer)
 

@@ -1,9 +1,14 @@
-"""TritonAttention: attention of a step over the paged pool by our own kernels; knows blocks, not requests.
+"""TritonAttention: attention of a step over the paged pool by Baton's GPU kernels; knows no request.
 
-A layer takes two or three launches: norm, rotation and store (`rope_store`), attention (`paged_attention`), and, if
-contexts are split in a step with chunks, the merge (`merge_partials`). The host cuts the work once per step and window.
-Over latents these are `latent_store` and `latent_attention`, and the merge in steps of decodes, too. All KV groups of a
-step share these cuts, each over tables of its own.
+A layer needs two or three launches:
+
+* `rope_store`: norm, rotation and store
+* `paged_attention`: attention
+* `merge_partials`: merges the parts of contexts that are split, in steps with chunks
+
+With latents, the first two are `latent_store` and `latent_attention`, and steps of decodes have the merge,
+too. The host cuts the work into items once per step and window. All KV groups of a step share these items,
+but each group has its own block tables.
 
 Shape suffixes: T tokens of a step, B its requests, G KV groups, Q query heads, P query, key and value heads or
 positions, D head dimension, C latent, I items of work, R merged rows, F their fields, X block ids of all requests and
@@ -58,16 +63,16 @@ Window = int | None
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """The work of one window in one KV group, on the device."""
+    """The items of work of one window in one KV group, on the device."""
 
     items_IF: torch.Tensor
     merges_RF: torch.Tensor
     counts_2: torch.Tensor
-    """int32: how many items and merges there are."""
+    """int32: the number of items and the number of merges."""
 
 
 class TritonAttention:
-    """Plans steps; owns the memory that their layers share."""
+    """Plans the attention of steps; owns memory that all layers share."""
 
     def __init__(
         self,
@@ -79,7 +84,10 @@ class TritonAttention:
         limits: StepLimits,
         num_multiprocessors: int,
     ) -> None:
-        """`num_heads`: this rank's query heads; `dtype`: of queries and output. The pool's dtype may differ."""
+        """`num_heads`: this rank's query heads; `dtype`: that of queries and output.
+
+        The pool's may differ.
+        """
         shape, device = pool.shape, pool.blocks_NLKHTD.device
         gpu = gpu_of(device)
         self.groups = layer_groups.groups
@@ -96,7 +104,7 @@ class TritonAttention:
             shared_bytes=_shared_bytes(gpu),
             latent_rank=None if architecture.latent is None else architecture.latent.rank,
         )
-        # The rows of a tile of latents are too many for one program to merge.
+        # A tile of latents has too many rows for one program to merge.
         merges = kernel_switches().fused_merge and architecture.latent is None
         decode, prefill = _tunings(self._shape)
         self._decode = Launch(decode, decode.grid(self._shape, num_multiprocessors), merges)
@@ -107,7 +115,7 @@ class TritonAttention:
         places = [layer_groups.places[layer] for layer in range(a.num_layers)]
         planned = [(group, window) for (group, _), window in zip(places, a.sliding_windows, strict=True)]
         self._planned = tuple(dict.fromkeys(planned))
-        """The groups and windows for which a step's attention is cut."""
+        """The pairs of group and window for which a step's attention is cut into items."""
         self._layers = [
             Layer(
                 kv[index],
@@ -129,7 +137,7 @@ class TritonAttention:
 
     @property
     def max_staged(self) -> int:
-        """The most int32s that the sections of a step take."""
+        """The most int32 values that the sections of a step need."""
         bounds = [self._bounds(launch) for launch in (self._decode, self._prefill)]
         per_plan = max(
             b.num_items * ITEM_FIELDS + b.num_merges * MERGE_FIELDS + 3 * ALIGNMENT for b in bounds
@@ -137,9 +145,9 @@ class TritonAttention:
         return len(self._planned) * per_plan + self._max_block_ids + ALIGNMENT
 
     def sections(self, batch: StepBatch, *, has_chunks: bool, room: int | None = None) -> list[StagedArray]:
-        """The arrays that `bind` needs on the device. `room`: reserve space for a step of that many tokens.
+        """The arrays that `bind` needs on the device. `room`: reserves space for a step of `room` tokens.
 
-        `has_chunks`: how the step is launched; if False, every request has one token.
+        `has_chunks`: which kernel the step uses. If False, every request has one token.
         """
         launch = self._launch(has_chunks)
         bounds = (
@@ -165,7 +173,7 @@ class TritonAttention:
         *,
         has_chunks: bool,
     ) -> "TritonStepAttention":
-        """Attention of the step with these staged `sections`. `slots_GT`: of each KV group."""
+        """Attention of the step with these staged `sections`. `slots_GT`: the slots of each KV group."""
         plans = [
             WindowPlan(items.view(-1, ITEM_FIELDS), merges.view(-1, MERGE_FIELDS), counts)
             for counts, items, merges in zip(sections[:-1:3], sections[1:-1:3], sections[2:-1:3], strict=True)
@@ -183,7 +191,7 @@ class TritonAttention:
         )
 
     def clear_tails(self, batch: StepBatch) -> None:
-        """Kernels multiply whole blocks, with 0 for masked keys; see `StepBatch.new_tails`."""
+        """Zeroes the slots in `StepBatch.new_tails`: kernels multiply whole blocks, and masked keys by 0."""
         for blocks in batch.blocks:
             for block_id, offset in blocks.new_tails:
                 self._pool.clear_from(block_id, offset)
@@ -194,7 +202,10 @@ class TritonAttention:
         return most_entries(self._limits, self.groups, self.block_size, num_keys)
 
     def _plans(self, batch: StepBatch, tables: PackedTables, grid: TileGrid) -> Iterator[AttentionPlan]:
-        """One for each of `_planned`. Groups with the same window have the same items, over tables of their own."""
+        """One plan for each of `_planned`.
+
+        Groups with the same window have equal items, but their own tables.
+        """
         made: dict[Window, tuple[AttentionPlan, IntArray]] = {}
         for group, window in self._planned:
             entries_B = tables.first_entries_GB[group]
@@ -220,13 +231,13 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the kernel is launched, and how its work is cut for that."""
+    """How the kernel is launched, and how its work is cut into items."""
 
     tuning: AttentionTuning
     grid: TileGrid
     merges: bool
-    """Whether the kernel merges the parts of long contexts itself. Not for chunks: their tiles have many rows, and the
-    other programs would wait for the one that merges."""
+    """Whether the kernel itself merges the parts of long contexts. It does not for chunks: their tiles have
+    many rows, and the other programs would wait for the program that merges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +247,11 @@ class Layer:
     kv: LayerKV | LatentKV
     softmax: Softmax
     group: int
-    """Its KV group, in whose slots it stores."""
+    """The layer's KV group, which determines its slots."""
     plan: int
-    """The index of its group's and window's plan among the step's plans."""
+    """The index of the plan for the layer's group and window, among the step's plans."""
     cos_sin_PD: torch.Tensor
-    """How it rotates; layers that rotate alike share the tensor."""
+    """Cosines and sines of the layer's rotation; layers with the same rotation share the tensor."""
 
 
 class TritonStepAttention:
@@ -258,7 +269,9 @@ class TritonStepAttention:
         plans: Sequence[WindowPlan],
         block_ids_X1: torch.Tensor,
     ) -> None:
-        """`block_ids_X1`: the tables of all groups, packed; an item's row is the entry of its request's first block."""
+        """`block_ids_X1`: the packed tables of all groups.
+
+        An item's row is the index of the entry of its request's first block."""
         self._layers = layers
         self._launch = launch
         self._shape = shape
@@ -294,7 +307,7 @@ class TritonStepAttention:
         return self.attend(layer, qkv_TPD[:, : self._shape.num_query_heads], sinks_Q)
 
     def attend(self, layer: int, q_TQD: torch.Tensor, sinks_Q: torch.Tensor | None = None) -> torch.Tensor:
-        """T x (Q x D), or T x (Q x C) over latents: only attention, of rotated queries, over the pool."""
+        """Only the attention of rotated queries over the pool: T x (Q x D), or T x (Q x C) over latents."""
         at, launch = self._layers[layer], self._launch
         plan = self._plans[at.plan]
         out_TQD = q_TQD.new_empty(*q_TQD.shape[:2], self._shape.value_dim)
@@ -332,7 +345,7 @@ class TritonStepAttention:
 
 
 def _tunings(shape: AttentionShape) -> tuple[AttentionTuning, AttentionTuning]:
-    """For steps of decodes, and for steps with chunks."""
+    """The tunings for steps of decodes, and for steps with chunks."""
     if shape.latent_rank is None:
         return decode_tuning(shape), prefill_tuning(shape)
     return latent_tuning(shape, has_chunks=False), latent_tuning(shape, has_chunks=True)
@@ -345,7 +358,7 @@ def _layer_kv(pool: KVPool, index: int, shape: AttentionShape) -> LayerKV | Late
 
 
 def _shared_bytes(gpu: torch.device | None) -> int:
-    """Shared memory that programs on one multiprocessor of this GPU can have together."""
+    """How much shared memory all programs on one multiprocessor of this GPU can use together."""
     if gpu is None:
         return SHARED_BYTES  # interpreted kernels have no such limit
     properties = driver.active.utils.get_device_properties(gpu.index or 0)

@@ -1,4 +1,4 @@
-"""TritonBackend: the parts of a decoder layer by our own kernels, large matrix products by torch's library.
+"""TritonBackend: the parts of a decoder layer by Baton's own kernels; torch computes large matrix products.
 
 Shape suffixes: T tokens of a step, E hidden size, V vocabulary, I intermediate size, M = 2 x I, R sampled tokens.
 """
@@ -39,9 +39,9 @@ from engine.mixture_config import Mixture
 class TritonBackend:
     """Satisfies `engine.layers.backend.Backend`.
 
-    If it has made 8-bit linears, the kernels that compute their inputs also quantise them, which saves a pass. Steps of
-    few tokens are different: those linears take unquantised inputs, and are fused with their neighbours as far as
-    `KernelSwitches` allow.
+    If it has made 8-bit linears, the kernels that compute their inputs also quantise these inputs, which
+    saves a pass. In steps of few tokens, 8-bit linears use unquantised inputs instead. They are fused with
+    the operations before and after them, as far as `KernelSwitches` allow.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class TritonBackend:
         self._has_fp8_linears = False
 
     def linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> TritonLinear | TritonFp8Linear:
-        """A checkpoint in 8-bit floats may also have others, so its linears quantise their own inputs."""
+        """An Fp8Weight's linear quantises its own inputs, since other layers may have 16-bit weights."""
         if isinstance(weight_OI, Fp8Weight):
             return TritonFp8Linear(weight_OI, bias_O)
         assert isinstance(weight_OI, torch.Tensor), "4 and 8 bits in groups are for CPUs"
@@ -68,7 +68,11 @@ class TritonBackend:
         linear: MakeLinear,
         here: range | None = None,
     ) -> TritonMixture:
-        """Each rank routes for itself, so all must multiply alike: their timed products may differ."""
+        """The router uses plain torch.
+
+        Each rank computes the routing, so all ranks must multiply in the same way; timed products may differ
+        between ranks.
+        """
         choice = ExpertChoice(mixture, router, Linear(router.weight_XE, router.bias_X))
         return TritonMixture(choice, experts, here, is_fp8=linear == self.fp8_linear)
 
@@ -110,18 +114,18 @@ class TritonBackend:
         return few_rows is not None
 
     def gate_mul(self, gate_up_TM: torch.Tensor, gate: Activation = Gate.SILU) -> Activations:
-        """T x I: the activation of the first I columns, times the others."""
+        """T x I: the activation of the first I columns, times the other I columns."""
         if self._quantizes(gate_up_TM, gate_up_TM.shape[1] // 2):
             return QuantizedRows(*silu_mul_fp8(gate_up_TM, gate), gate_up_TM.dtype)
         return silu_mul(gate_up_TM, gate)
 
     def _quantizes(self, x_TE: torch.Tensor, width: int) -> bool:
-        """8-bit products exclude float32, and a program holds a whole row."""
+        """Whether kernels quantise these rows: not if few, float32, or too wide for a program's registers."""
         is_taken = len(x_TE) > MAX_TOKENS and x_TE.dtype is not torch.float32
         return self._has_fp8_linears and is_taken and width <= MAX_WIDTH
 
 
 def _few_rows(linear: LinearLayer, x_TI: Activations) -> FewRows | None:
-    """The layer's product of few rows, if that takes `x_TI`."""
+    """The layer's product of few rows, if this product supports `x_TI`."""
     assert isinstance(linear, TritonLinear | TritonFp8Linear), "made by another backend"
     return linear.few_rows if linear.few_rows.takes(x_TI) else None

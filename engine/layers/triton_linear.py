@@ -1,4 +1,4 @@
-"""Matrix products on a GPU: by our own kernels for few tokens, by torch's library for many.
+"""Matrix products on a GPU: by Baton's own kernels for few tokens, by torch's library for many.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -16,7 +16,7 @@ from engine.layers.timed_products import TimedProducts, by_library
 
 
 class TritonLinear:
-    """`x_TI @ weight_OI.T + bias_O`. The library also computes few rows if it was timed to be faster."""
+    """`x_TI @ weight_OI.T + bias_O`. torch's library also computes few rows if it was timed to be faster."""
 
     def __init__(
         self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, timed_products: TimedProducts
@@ -30,15 +30,20 @@ class TritonLinear:
         return by_library(self.few_rows, normed(x_TI))
 
     def _is_by_library(self, x_TI: Activations) -> bool:
-        """False for a product that is fused with a norm, which saves a launch."""
+        """Whether torch's library was faster.
+
+        False for a product that is fused with a norm: this saves a launch.
+        """
         if not isinstance(x_TI, torch.Tensor) or not kernel_switches().timed_products:
             return False
         return self._timed.are_by_library(len(x_TI))
 
 
 class TritonFp8Linear:
-    """The same with 8-bit weights; see Fp8Linear. Few tokens are multiplied unquantised: reading the weights takes the
-    same time, and the result is more precise."""
+    """The same with 8-bit weights; see Fp8Linear.
+
+    If there are few tokens, their activations are not quantised: reading the weights takes the same time, and
+    the result is more precise."""
 
     def __init__(self, weight_OI: torch.Tensor | Fp8Weight, bias_O: torch.Tensor | None = None) -> None:
         is_narrow = weight_OI.shape[1] <= MAX_WIDTH  # a program holds a whole row

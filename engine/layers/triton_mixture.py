@@ -1,7 +1,7 @@
-"""TritonMixture: a mixture of experts on a GPU, without waiting for it; knows no checkpoint.
+"""TritonMixture: a mixture of experts on a GPU; the host does not wait for the GPU; knows no checkpoint.
 
-Shape suffixes: T tokens of a step, K experts of a token, N pairs of both, X experts, O outputs, E hidden size, I
-intermediate size.
+Shape suffixes: T tokens of a step, K experts of a token, N pairs of token and expert, X experts, O outputs, E
+hidden size, I intermediate size.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,9 +17,9 @@ from engine.layers.mixture import ExpertChoice
 
 
 class TritonMixture:
-    """Satisfies `engine.layers.backend.MixtureLayer`: one launch for the products of all experts.
+    """Satisfies `engine.layers.backend.MixtureLayer`, with one launch for the products of all experts.
 
-    `is_fp8`: the experts' matrices become 8-bit floats, here; activations keep their dtype.
+    `is_fp8`: converts the experts' matrices to 8-bit floats; activations keep their dtype.
     """
 
     def __init__(
@@ -52,14 +52,17 @@ class TritonMixture:
 
 
 def _places(here: range, num_experts: int, device: torch.device) -> torch.Tensor:
-    """Each expert's number among those here; for an expert of another rank, the next number after them."""
+    """Each expert's index among this rank's experts; other ranks' experts get the next index after them."""
     places_X = torch.full((num_experts,), len(here), device=device)
     places_X[here.start : here.stop] = torch.arange(len(here), device=device)
     return places_X
 
 
 class _Stack:
-    """One matrix of each expert, in one tensor that is filled while they arrive: none is held twice but the last."""
+    """One matrix of each expert, in one tensor that is filled as the experts arrive.
+
+    So only one expert's matrix is in memory twice at a time.
+    """
 
     def __init__(self, num_experts: int, *, is_fp8: bool) -> None:
         self._num_experts = num_experts
@@ -69,7 +72,10 @@ class _Stack:
         self._bias_XO: torch.Tensor | None = None
 
     def put(self, number: int, parts: Sequence[Matrix], biases: Sequence[torch.Tensor] | None) -> None:
-        """The outputs of all parts, in order; either all experts have `biases` or none has."""
+        """Stores the outputs of all parts, in order, for one expert.
+
+        Either all experts have `biases`, or none.
+        """
         if self._weight_XOI is None:
             self._allocate(parts, has_bias=biases is not None)
             assert self._weight_XOI is not None
@@ -86,7 +92,7 @@ class _Stack:
             self._scales_XO[number, outputs] = weight.scales_O1.squeeze(1)
 
     def _allocate(self, parts: Sequence[Matrix], *, has_bias: bool) -> None:
-        """For all experts, like these parts of the first one: a checkpoint in 8-bit floats keeps them."""
+        """Allocates tensors for all experts by the first expert's parts; 8-bit floats stay 8-bit floats."""
         first = parts[0]
         is_fp8 = self._is_fp8 or isinstance(first, Fp8Weight)
         shape = (self._num_experts, sum(part.shape[0] for part in parts))

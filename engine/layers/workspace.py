@@ -1,4 +1,4 @@
-"""Workspace: memory that is reused from layer to layer and step to step."""
+"""Workspace: memory that all layers and steps reuse."""
 
 import torch
 
@@ -6,8 +6,8 @@ import torch
 class Workspace:
     """A buffer that grows to the largest size ever requested.
 
-    The allocator returns large temporaries to the system after every use. Taking them anew costs page faults, which on
-    CPU take longer than the computation.
+    Without it, the allocator returns large temporary tensors to the system after every use. New memory costs
+    page faults, which on a CPU take longer than the computation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -16,7 +16,7 @@ class Workspace:
         self._taken = self._bytes
 
     def take(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Uninitialised; valid until the next `take`."""
+        """Returns uninitialised memory, which is valid until the next `take`."""
         if self._last != (dtype, shape):
             size = dtype.itemsize
             for dimension in shape:

@@ -1,9 +1,9 @@
-"""fetch: a folder of an object store, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER, becomes a folder of the cache.
+"""fetch: copies a folder of an object store, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER, to the cache.
 
-    CACHE/buckets/DIGEST/NAME/      the digest is of the URL and of the files' names, sizes and versions there
+    CACHE/buckets/DIGEST/NAME/      DIGEST is of the URL and of the names, sizes and versions of its files
 
-Each file appears complete, by a rename; a partial one is continued. Credentials are those of s3fs and gcsfs: the
-environment's, or the machine's.
+Each file appears by a rename when it is complete. A partial file is continued. s3fs and gcsfs find
+credentials in the environment or on the machine.
 """
 
 import fnmatch
@@ -23,12 +23,15 @@ from engine.loading.model_files import SMALL, gguf_file, has_safetensors, indexe
 OnProgress = Callable[[str, float], None]
 
 EXTRAS = {"s3": "s3fs", "gs": "gcsfs"}
-"""Scheme -> the package that reads it; Baton's extra has the scheme's name."""
+"""Scheme -> the package that reads it. Baton's extra for the package has the name of the scheme."""
 CHUNK_BYTES = 8 << 20
 
 
 def fetch(url: str, cache_dir: Path, on_progress: OnProgress, *, weights: bool = True) -> Path:
-    """The folder in the cache, or the GGUF file in it, downloaded as far as necessary. ModelError says what to do."""
+    """The folder in the cache, or the GGUF file in it; downloads missing files.
+
+    ModelError says what to do.
+    """
     scheme = url.partition("://")[0]
     if scheme not in EXTRAS:
         raise ModelError(f"model {url!r}: {scheme}:// is not supported; supported are s3:// and gs://")
@@ -77,7 +80,7 @@ def _fetch(url: str, cache_dir: Path, on_progress: OnProgress, weights: bool) ->
 
 
 def _digest(url: str, files: dict[str, dict[str, Any]]) -> str:
-    """Another one when a file is replaced, as far as the store tells its versions."""
+    """Changes if a file of the folder is replaced, if the store reports the files' versions."""
     versions = ("ETag", "etag", "md5Hash", "crc32c", "LastModified", "updated", "mtime", "created")
     listing = [
         [name, info["size"], *(str(info[key]) for key in versions if key in info)]

@@ -20,28 +20,31 @@ from engine.model_config import read_json
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One model that is here, and what a configuration would make of it."""
+    """One cached model, and how a configuration would load it."""
 
     name: str
-    """What `--model` takes."""
+    """The name for `--model`."""
     path: Path
     """The folder, or the GGUF file."""
     size_bytes: int
     commit: str | None
     refs: tuple[str, ...]
-    """Branches and tags of this commit that were asked for."""
+    """Branches and tags of this commit under which it was downloaded."""
     architecture: str
     stored_as: str
-    """The data type or quantisation of most of its weights; empty if unknown."""
+    """The data type or quantisation of most weights; empty if unknown."""
     dtype: str
-    """The data type in which it would be served; empty if it would not."""
+    """The data type in which it would be served; empty if it cannot be served."""
     takes: Footprint | None
     problem: str
-    """Why it would not load here; empty if it would."""
+    """Why it cannot be loaded on this machine; empty if it can."""
 
 
 def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
-    """Known names first, then the Hub's by name, each one's latest commit first. Reads headers, no weights."""
+    """Known names, then models of the Hub by name, with the latest commit first.
+
+    Reads headers, no weights.
+    """
     known = [name for name in PRETRAINED if is_cached(name, cache_dir)]
     found = [_examined(config, cache_dir, name, resolve(name, cache_dir)) for name in known]
     try:
@@ -60,7 +63,7 @@ def cached_models(config: BatonConfig, cache_dir: Path) -> list[CachedModel]:
 def _of_revision(
     config: BatonConfig, cache_dir: Path, repo: CachedRepoInfo, revision: CachedRevisionInfo
 ) -> Iterator[CachedModel]:
-    """The folder, and each of its GGUF files."""
+    """The revision's folder, and each of its GGUF files."""
     name = repo.repo_id if "main" in revision.refs else f"{repo.repo_id}@{revision.commit_hash}"
     folder = revision.snapshot_path
     sizes = {str(file.file_path.relative_to(folder)): file.size_on_disk for file in revision.files}
@@ -104,7 +107,7 @@ def _examined(
 
 
 def _description(folder: Path) -> tuple[str, str]:
-    """Architecture, and how most of the weights are stored."""
+    """The architecture, and the data type or quantisation of most weights."""
     values = read_json(folder / "config.json")
     names = values.get("architectures") or [values.get("model_type") or ""]
     if (gguf := gguf_of(folder)) is not None:

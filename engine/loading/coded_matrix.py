@@ -1,6 +1,7 @@
-"""CodedMatrix: integers or 8-bit floats with scales, of whatever format; and how integers are packed; knows no file.
+"""CodedMatrix: integers or 8-bit floats with scales, in any format; unpacks integers; knows no file.
 
-weight = (value - zero point) x scale. The formats differ in which inputs share a scale, and in where a value lies.
+weight = (value - zero point) x scale. The formats differ in which inputs share a scale, and in how values are
+packed.
 
 Shape suffixes: O outputs, I inputs, G groups of inputs, N runs of S inputs, R rows and C columns of a packed
 tensor, V values of a row.
@@ -16,9 +17,10 @@ from engine.layers.fp8 import FP8, Fp8Weight
 from engine.layers.grouped_weight import GROUP_SIZES, GroupedWeight, decoded_e2m1
 
 CHUNK_VALUES = 2**24
-"""Values that are made floats at a time, so that a large matrix is not held in float32."""
+"""How many values are converted to floats at a time, so that a large matrix is never in memory in float32."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of 8 outputs in an int32 of AWQ's GEMM format: in which 4 bits each lies (AutoAWQ, awq/utils/packing_utils.py)."""
+"""The position of each of the 8 outputs in an int32 of AWQ's GEMM format, in units of 4 bits (AutoAWQ,
+awq/utils/packing_utils.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,14 @@ class CodedMatrix:
     groups_I: torch.Tensor
     """Each input's group."""
     is_e2m1: bool = False
-    """Whether a value of 4 bits stands for another number; see `GroupedWeight`."""
+    """Whether a 4-bit value is a code for a float; see `GroupedWeight`."""
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """O x I, computed in float32 and rounded once.
 
-        With the scales' own dtype as `dtype`, these are the numbers of the reference libraries, which compute in it: a
-        difference of integers is exact, and so is its product with 16 bits in float32.
+        If `dtype` is the scales' own dtype, the numbers equal those of the reference libraries, which compute
+        in this dtype. The reason: a difference of integers is exact, and its product with a 16-bit scale is
+        exact in float32.
         """
         num_outputs, num_inputs = self.values_OI.shape
         numbers_OI = torch.empty(num_outputs, num_inputs, dtype=dtype, device=self.values_OI.device)
@@ -60,7 +63,7 @@ class CodedMatrix:
         return numbers_OI
 
     def grouped(self) -> GroupedWeight | None:
-        """The same in groups that the kernels take; larger groups become several. None if there are no such groups."""
+        """The matrix in groups that kernels support, None if impossible; a larger group is divided."""
         runs = self._runs(*sorted(GROUP_SIZES, reverse=True))
         if runs is None or self.zeros_OG is None:
             return None
@@ -70,13 +73,16 @@ class CodedMatrix:
         return GroupedWeight(self.values_OI, self.bits, size, scales_ON, mins_ON, self.is_e2m1)
 
     def in_fp8(self, dtype: torch.dtype) -> Fp8Weight | None:
-        """The same if all inputs of an output share a scale. `dtype`: of activations."""
+        """The matrix in 8-bit floats, if all inputs of an output share a scale.
+
+        `dtype`: that of activations.
+        """
         if self.values_OI.dtype is not FP8 or self.scales_OG.shape[1] != 1:
             return None
         return Fp8Weight(self.values_OI.contiguous(), self.scales_OG.contiguous(), dtype)
 
     def _runs(self, *sizes: int) -> tuple[int, torch.Tensor] | None:
-        """The first of these sizes of which all runs of inputs have one group each, and the runs' groups."""
+        """The first size for which each run of inputs belongs to one group, and the groups of the runs."""
         for size in sizes:
             if len(self.groups_I) % size == 0:
                 groups_NS = self.groups_I.view(-1, size)
@@ -86,25 +92,26 @@ class CodedMatrix:
 
 
 def unpacked(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:
-    """uint8, R x V: of each int32 the lowest bits first.
+    """Unpacks each int32, lowest bits first: uint8, R x V.
 
-    An int32 is four bytes, the lowest first, so no integers of 32 bits are made for values of 4.
+    In memory, an int32 is four bytes, lowest first. So bytes can be split without 32-bit operations.
     """
     bytes_RV = packed_RC.reshape(-1).view(torch.uint8).view(len(packed_RC), -1)
     return bytes_RV if bits == 8 else torch.stack((bytes_RV & 15, bytes_RV >> 4), -1).flatten(1)
 
 
 def unpacked_awq(packed_RC: torch.Tensor) -> torch.Tensor:
-    """uint8, V x R: 4-bit values in AWQ's order, of which each int32 has 8 of a row."""
+    """Unpacks 4-bit values in AWQ's order: uint8, V x R. Each int32 contains 8 values of a row."""
     packed_CR = packed_RC.t().contiguous()
     planes = [((packed_CR >> 4 * place) & 15).to(torch.uint8) for place in _AWQ_ORDER]
     return torch.stack(planes, 1).flatten(0, 1)
 
 
 def gptq_zeros(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:
-    """Packed zero points of GPTQ's first format, to which 1 is added: to the packed numbers, with their carries.
+    """Adds 1 to each packed zero point of GPTQ's first format, by additions of packed numbers with carries.
 
-    So does GPTQModel (`convert_gptq_v1_to_v2_format`). It also subtracts so: a zero point of 0 borrows from the next.
+    GPTQModel does the same (`convert_gptq_v1_to_v2_format`). It also subtracts in this way, so that a zero
+    point of 0 borrows from the next one.
     """
     ones = 0x11111111 if bits == 4 else 0x01010101
     return (packed_RC.to(torch.int64) + ones).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The commit of the Hub that a model's folder holds: part of its digest, and of the name that all workers load by."""
+"""The Hub's commit of a model's folder: part of the model's digest, and of the name that all workers load."""
 
 import re
 from itertools import pairwise
@@ -10,7 +10,7 @@ from engine.loading.gguf_folder import gguf_of
 
 
 def commit_of(folder: Path) -> str | None:
-    """By the layout of the Hub's cache, .../snapshots/COMMIT; None for a folder that is not there."""
+    """The commit in a path of the Hub's cache, .../snapshots/COMMIT; None for a folder elsewhere."""
     gguf = gguf_of(folder)
     place = gguf.readlink() if gguf is not None and gguf.is_symlink() else folder
     for parent, name in reversed(list(pairwise(place.parts))):
@@ -20,7 +20,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def with_commit(config: BatonConfig, model_path: Path) -> BatonConfig:
-    """The same configuration, in which `model.path` means the same on all machines and after any restart."""
+    """The configuration with a `model.path` that means the same on all machines and after a restart."""
     path = pinned(config.model.path, model_path)
     if path == config.model.path:
         return config
@@ -28,8 +28,9 @@ def with_commit(config: BatonConfig, model_path: Path) -> BatonConfig:
 
 
 def pinned(text: str, folder: Path) -> str:
-    """A name of the Hub gets the commit of its folder `folder`. A folder whose relative path could be such a name gets
-    its whole path."""
+    """A name of the Hub with the commit of its folder `folder`; other texts unchanged.
+
+    If the text is a relative path that looks like a name of the Hub, returns the folder's whole path."""
     name = HubName.parse(text)
     if name is None:
         return text

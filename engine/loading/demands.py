@@ -1,4 +1,4 @@
-"""demands: what a configuration may not ask of a model or a kind of device, by its key; imports no torch."""
+"""demands: checks what a configuration asks of a model and a kind of device; imports no torch."""
 
 import re
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from engine.mixture_config import Mixture
 from engine.model_config import ModelArchitecture, check_device
 
 GROUPED = ("int8", "int4")
-"""Values of `model.quantization` whose products only a CPU computes."""
+"""Values of `model.quantization` that only a CPU supports."""
 _ALL_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.weight)?$")
 _OF_SINGLE_EXPERTS = (Family.QWEN3_MOE, Family.MIXTRAL)
 
 
 def check_demands(config: BatonConfig, architecture: ModelArchitecture) -> None:
-    """ConfigError, or ModelError for the kind of device, if a worker of either role would refuse this model."""
+    """ConfigError or ModelError if a worker of either role would refuse this model."""
     check_device(architecture, config.engine.device)
     check_quantization(config.model, config.engine.device)
     for role in WorkerRole:
@@ -25,7 +25,7 @@ def check_demands(config: BatonConfig, architecture: ModelArchitecture) -> None:
 
 
 def check_quantization(config: ModelConfig, device: str) -> None:
-    """ConfigError if this kind of device cannot multiply what `model.quantization` says."""
+    """ConfigError if this kind of device does not support `model.quantization`."""
     if config.quantization in GROUPED and device != "cpu":
         raise ConfigError(
             f"model.quantization: {config.quantization!r} is for engine.device 'cpu'; with {device!r}, use 'fp8', "
@@ -34,7 +34,7 @@ def check_quantization(config: ModelConfig, device: str) -> None:
 
 
 def check_shares(architecture: ModelArchitecture, num_ranks: int, *, expert_parallel: bool = False) -> None:
-    """ConfigError if ranks cannot share heads equally, or experts; see Shard for the other dimensions."""
+    """ConfigError if the ranks cannot share heads or experts equally; Shard checks the other dimensions."""
     kv_heads = [] if architecture.latent is not None else [("KV", architecture.num_kv_heads)]
     for what, count in (("attention", architecture.num_heads), *kv_heads):
         if count % num_ranks:
@@ -68,7 +68,7 @@ def _check_expert_parallel(architecture: ModelArchitecture, mixture: Mixture | N
 
 
 def check_experts(architecture: ModelArchitecture, names: Iterable[str]) -> None:
-    """ModelError if a checkpoint's tensors, by these names, hold all experts of a layer at once."""
+    """ModelError if a tensor of these names contains all experts of a layer, if the family forbids that."""
     if architecture.family in _OF_SINGLE_EXPERTS:
         for name in names:
             if _ALL_EXPERTS.search(name):

@@ -1,6 +1,6 @@
-"""The data type that `model.dtype: auto` means; decided once, where a fleet or a single worker is composed.
+"""The data type that `model.dtype: auto` means; chosen once, when a fleet or a single worker is configured.
 
-Imports no torch: the command that starts a fleet computes nothing itself.
+Imports no torch, since the command that starts a fleet computes nothing itself.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ class ChosenDtype(NamedTuple):
 
 
 def choose_dtype(config: BatonConfig, model_path: Path) -> ChosenDtype:
-    """The data type for a model's folder, on this machine or, for GPUs, on any."""
+    """The data type for a model's folder: on a CPU, for this machine; on GPUs, for any machine."""
     if config.model.dtype != "auto":
         return ChosenDtype(config.model.dtype)
     if config.engine.device == "cuda":
@@ -42,8 +42,10 @@ def with_chosen_dtype(config: BatonConfig, model_path: Path) -> BatonConfig:
 
 
 def _for_cpu(flags: frozenset[str]) -> ChosenDtype:
-    """bfloat16 where there are instructions for products of it; else they are slower than those of float32, which keep
-    a checkpoint's 16-bit weights as they are (`NativeLinear.of_floats`)."""
+    """bfloat16 if the CPU has instructions for its products, else float32.
+
+    Without such instructions, products of float32 are faster. They keep a checkpoint's weights in 16 bits,
+    too (`NativeLinear.of_floats`)."""
     for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")):
         if flag in flags:
             return ChosenDtype("bfloat16", f"this CPU has {name}")
@@ -51,7 +53,7 @@ def _for_cpu(flags: frozenset[str]) -> ChosenDtype:
 
 
 def _for_gpu(model_path: Path) -> ChosenDtype:
-    """Every GPU that Baton supports computes with 16 bits several times as fast as with 32."""
+    """A type of 16 bits: every supported GPU computes several times as fast with 16 bits as with 32."""
     config = read_json(model_path / "config.json")
     own = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if own in ("bfloat16", "float16"):

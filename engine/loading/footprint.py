@@ -1,4 +1,4 @@
-"""footprint: what a model takes on a worker, reckoned from its files before anything is loaded; imports no torch."""
+"""footprint: a model's memory on a worker, computed from the headers of its files; imports no torch."""
 
 import os
 import subprocess
@@ -20,10 +20,11 @@ from engine.native.compilers import may_have_kernels
 from engine.quantization_config import Quantization, check_kv_cache_scheme, read_quantization
 
 CPU_KV_CACHE_MIB = 1024
-"""A CPU's pool for keys and values of 16 or 8 bits; twice as much in float32, which then holds as many tokens as 16
-bits."""
+"""Size of a CPU's pool for keys and values of 16 or 8 bits. In float32 the pool is twice as large, so that it
+has room for as many tokens as with 16 bits."""
 BITS_KEPT = {"fp8": 8.0, "int8": 9.0, "int4": 5.0}
-"""Bits of a weight by `model.quantization`; 8 and 4 have a scale and a minimum of 16 bits for every 32 numbers."""
+"""Bits of a weight by `model.quantization`; int8 and int4 have a scale and a minimum of 16 bits per 32
+weights."""
 GGUF_BITS_KEPT = {
     GgufType.F32: 32,
     GgufType.F16: 16,
@@ -37,12 +38,13 @@ GGUF_BITS_KEPT = {
     GgufType.Q8_0: 9,
     GgufType.Q6_K: 10,
 }
-"""Likewise, on a CPU: 5 and 6 bits are kept in 8, and groups of Q6_K have 16 numbers."""
+"""Bits of a weight by its type in a GGUF file, on a CPU: 5 and 6 bits are stored in 8; groups of Q6_K have 16
+weights."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 EXPERTS = ".experts."
-"""In the names of tensors of a mixture's experts."""
+"""Part of the names of tensors of a mixture's experts."""
 FIRST_WITH_FP8 = 8.9
-"""Compute capability of Ada, the first with matrix units for 8-bit floats."""
+"""Compute capability of Ada, the first GPUs with matrix units for 8-bit floats."""
 GPU_BLOCK_SIZE = 64
 """The default of `scheduler.block_size` on a GPU, whose copy engine needs blocks of 64 tokens
 (engine/kernels/attention_tuning.py)."""
@@ -54,35 +56,39 @@ class StoredWeights:
 
     num_parameters: int
     num_bytes: int
-    """In the files; of a GGUF file's tensors, as a CPU keeps them."""
+    """Their bytes in the files; for a GGUF file, their bytes in a CPU's memory."""
     is_gguf: bool
     num_expert_bytes: int = 0
-    """Of these, those of a mixture's experts, without shared ones."""
+    """How many of these bytes belong to a mixture's experts, without shared experts."""
     quantization: Quantization | None = None
-    """Of a checkpoint that is quantized already."""
+    """The quantization of the checkpoint, if it is quantized already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one worker holds. Weights are about so many bytes: norms and embeddings may have other bits."""
+    """The memory of one worker.
+
+    Bytes of weights are approximate: norms and embeddings may have other bits.
+    """
 
     weights: StoredWeights | None
-    """None if none are read, or none are in the folder here."""
+    """None if no weights are read, or if this folder has none."""
     weight_bytes: int
-    """As the worker keeps them; 0 without weights."""
+    """Bytes of the weights in the worker's memory; 0 without weights."""
     kv_bytes_per_token: int
-    """Of all ranks together: a latent is on each of them."""
+    """Bytes on all ranks together; every rank stores the whole latent."""
     kv_pool_bytes: int | None
-    """Of all ranks together; None if it is measured when the worker starts, or this machine has no such device."""
+    """Bytes on all ranks together; None if a worker measures the size at its start, or this machine lacks the
+    device."""
     num_kv_tokens: int | None
-    """How many tokens of KV the pool holds; more if `gives_back`."""
+    """For how many tokens of KV the pool has room; more if `gives_back`."""
     gives_back: bool = False
-    """Layers with a window give back KV that left it."""
+    """Whether layers with a window free KV that has left the window."""
     draft_weight_bytes: int = 0
-    """Of another model that guesses; its KV is in the pool's bytes, and in those of a token."""
+    """Bytes of a draft model's weights. Its KV is included in `kv_pool_bytes` and `kv_bytes_per_token`."""
     fullest_rank_bytes: int | None = None
-    """Weights of the rank that has most, of workers of either role; None without expert parallelism, where all ranks
-    have as many."""
+    """Bytes of the weights on the rank with the most, among workers of both roles. None without expert
+    parallelism, since then all ranks have the same bytes."""
 
     def __str__(self) -> str:
         parts = []
@@ -104,8 +110,12 @@ class Footprint:
 
 
 def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = None) -> Footprint:
-    """`config` names the data type; `draft_folder`: of the model of `speculation.draft_model`. ModelError if a model is
-    not supported, or a file is damaged; ConfigError if the configuration asks for what this model cannot do."""
+    """Computes the footprint of the model in `folder`.
+
+    `draft_folder`: the folder of `speculation.draft_model`.
+
+    `config` must name the data type. ModelError if a model is not supported, or a file is damaged.
+    ConfigError if the configuration asks for something that this model cannot do."""
     architecture = read_architecture(folder)
     check_demands(config, architecture)
     if config.engine.kv_cache_dtype == "fp8":
@@ -137,9 +147,9 @@ def footprint(config: BatonConfig, folder: Path, draft_folder: Path | None = Non
 
 
 def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -> None:
-    """ModelError, with the numbers, if a worker on this machine cannot hold the model and its KV pool.
+    """ModelError, with the numbers, if model and KV pool do not fit into a worker's memory on this machine.
 
-    `name`: the model's, if it is not the configuration's.
+    `name`: the model's name, if it is not the one in the configuration.
     """
     needed = takes.weight_bytes + takes.draft_weight_bytes
     needs = f"{_mib(needed)} of weights"
@@ -167,9 +177,9 @@ def check_room(takes: Footprint, config: BatonConfig, name: str | None = None) -
 
 
 def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights | None:
-    """None if the folder has no weights, or not all. ModelError if a file is damaged.
+    """The tensors of a folder; None if it lacks some weights. ModelError if a file is damaged.
 
-    `unread`: what the names of tensors begin with that do not count.
+    `unread`: prefixes of the names of tensors that do not count.
     """
     if (gguf := gguf_of(folder)) is not None:
         kinds = [(prod(tensor.shape), tensor.type) for tensor in read_gguf(gguf).tensors.values()]
@@ -193,19 +203,19 @@ def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights 
 
 
 def gpu_memory() -> int | None:
-    """Bytes of this machine's smallest GPU; None without one."""
+    """Memory of this machine's smallest GPU in bytes; None without a GPU."""
     least = _least_of_gpus("memory.total")
     return None if least is None else int(least) * 2**20
 
 
 def _multiplies_fp8() -> bool:
-    """Whether this machine's GPUs have matrix units for 8-bit floats. Those of other hosts are taken to have them."""
+    """Whether this machine's GPUs have matrix units for 8-bit floats; True if it has no GPU."""
     least = _least_of_gpus("compute_cap")
     return least is None or least >= FIRST_WITH_FP8
 
 
 def _least_of_gpus(field: str) -> float | None:
-    """A number of each GPU, as the driver's own command says: the smallest; None without a GPU."""
+    """The smallest value of this field among the GPUs, as nvidia-smi reports it; None without a GPU."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -215,16 +225,17 @@ def _least_of_gpus(field: str) -> float | None:
 
 
 def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
-    """On a CPU, a GGUF file's groups are kept, and weights that have 16 bits stay so in float32.
+    """Bytes of the weights in a worker's memory.
 
-    A quantized checkpoint's matrices are kept in groups on a CPU, with a scale and a minimum for every 32 numbers, and
-    in 8-bit floats on a GPU.
+    A CPU keeps a GGUF file's groups, and keeps 16-bit weights in 16 bits even if the model computes in
+    float32. It keeps matrices of a quantized checkpoint in groups, with a scale and a minimum per 32 numbers.
+    A GPU keeps 8-bit floats.
     """
     is_cpu, quantization = config.engine.device == "cpu", config.model.quantization
     in_dtype = weights.num_parameters * BYTES[config.model.dtype]
     if is_cpu and quantization in ("auto", "none") and not may_have_kernels(os.environ):
         return in_dtype
-    if quantization in BITS_KEPT:  # at most: what has fewer bits stays
+    if quantization in BITS_KEPT:  # at most this many bits: a matrix that has fewer bits is kept
         auto = config.model_copy(update={"model": config.model.with_values("model", quantization="auto")})
         at_most = int(weights.num_parameters * BITS_KEPT[quantization] / 8)
         return min(at_most, _kept_bytes(auto, weights) if is_cpu and quantization != "fp8" else in_dtype)
@@ -247,7 +258,9 @@ def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
 def _fullest_rank(
     config: BatonConfig, architecture: ModelArchitecture, weights: StoredWeights, kept: int
 ) -> int | None:
-    """Of `kept` bytes. Experts have the same share of them as in the files; ranks divide everything else equally."""
+    """The bytes on the rank with the most of `kept` bytes; None without expert parallelism.
+
+    Experts have the same share of `kept` as of the files. Ranks divide everything else equally."""
     if not any(map(config.has_expert_parallel, WorkerRole)):
         return None
     num_experts = max(mixture.num_experts for mixture in architecture.mixtures if mixture is not None)
@@ -264,7 +277,7 @@ def _fullest_rank(
 
 
 def _draft_bytes(config: BatonConfig, folder: Path) -> int:
-    """As the worker keeps the draft model's weights."""
+    """Bytes of the draft model's weights in the worker's memory."""
     if config.model.load_format != "auto" or (weights := stored_weights(folder)) is None:
         return 0
     quantization = config.speculation.draft_quantization or config.model.quantization
@@ -273,7 +286,7 @@ def _draft_bytes(config: BatonConfig, folder: Path) -> int:
 
 
 def _kv_bytes_per_layer(config: BatonConfig, architecture: ModelArchitecture, num_ranks: int = 1) -> int:
-    """Of one token, on all ranks together."""
+    """Bytes of one token in one layer, on all ranks together."""
     kv_dtype = config.engine.kv_cache_dtype if config.engine.kv_cache_dtype != "auto" else config.model.dtype
     return architecture.kv_numbers(num_ranks) * BYTES[kv_dtype]
 
@@ -287,7 +300,7 @@ def _block_size(config: BatonConfig) -> int:
 def _pool_bytes(
     config: BatonConfig, weight_bytes: int, fullest_rank: int | None, block_bytes: int, num_spare: int
 ) -> int | None:
-    """As engine/capacity.py reckons it; on a GPU about so much, since the largest step's memory is measured later."""
+    """Size of the pool, as in engine/capacity.py; approximate on a GPU, since steps are measured later."""
     engine, ranks = config.engine, max(map(config.num_ranks, WorkerRole))
     if config.scheduler.num_blocks is not None:
         return (config.scheduler.num_blocks + num_spare) * block_bytes
@@ -299,7 +312,7 @@ def _pool_bytes(
     total = gpu_memory()
     if total is None or not weight_bytes:
         return None
-    if fullest_rank is not None:  # all ranks have as many blocks as the one that has fewest
+    if fullest_rank is not None:  # all ranks have as many blocks as the rank with the fewest
         weight_bytes = fullest_rank * ranks
     return max(int(total * engine.gpu_memory_utilization) * ranks - weight_bytes, 0)
 

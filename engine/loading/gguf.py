@@ -1,13 +1,14 @@
-"""GgufFile: what a GGUF file says of itself, and where its tensors lie; knows no model and no tensor library.
+"""GgufFile: the metadata of a GGUF file, and the positions of its tensors; knows no model or tensor library.
 
-The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian, without padding up to the data:
+The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian, without padding before
+the data:
 
     "GGUF"  version: u32  tensor count: u64  metadata count: u64
     metadata    key: string  type: u32  value            a string is its length in bytes (u64), then UTF-8
     tensors     name: string  dimensions: u32  sizes: u64 each, the innermost first  type: u32  offset: u64
     data        begins at a multiple of `general.alignment`; offsets count from there
 
-Every length is compared with the file's before anything is read by it.
+Every length is checked against the file's size before it is used.
 """
 
 import mmap
@@ -25,10 +26,10 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_LIST = 2**24
-"""Values in a list of the metadata: each takes more memory than bytes of the file."""
+"""Most values in a list of the metadata. A value needs more bytes in memory than in the file."""
 
 Value = int | float | bool | str | list[int] | list[float] | list[str]
-"""Of a metadata key."""
+"""The value of a metadata key."""
 T = TypeVar("T", int, float, bool, str)
 
 
@@ -68,11 +69,11 @@ class GgufTensor:
     shape: tuple[int, ...]
     """Row-major: the innermost dimension last."""
     offset: int
-    """Position of its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Of one run along the innermost dimension."""
+        """Bytes of one row along the innermost dimension."""
         return self.shape[-1] // self.type.block_size * self.type.block_bytes
 
     @property
@@ -88,10 +89,13 @@ class GgufFile:
     metadata: dict[str, Value]
     tensors: dict[str, GgufTensor]
     data_offset: int
-    """Everything before it is metadata."""
+    """Where the tensors' data begins; everything before is metadata."""
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """The value of a metadata key; None if the file does not have it. ModelError if it is not of this kind."""
+        """The value of a metadata key; None if the file lacks the key.
+
+        ModelError if the value has another type.
+        """
         value = self.metadata.get(key)
         if isinstance(value, int) and kind is float and not isinstance(value, bool):
             value = float(value)
@@ -100,7 +104,7 @@ class GgufFile:
         return value
 
     def need(self, key: str, kind: type[T]) -> T:
-        """The same; ModelError if the file does not have the key."""
+        """The value of a metadata key; ModelError if the key is missing, or the value has another type."""
         value = self.get(key, kind)
         if value is None:
             raise ModelError(f"{self.path}: the metadata key {key} is missing")
@@ -114,7 +118,7 @@ class GgufFile:
         return [str(text) for text in value]
 
     def numbers(self, key: str) -> list[float]:
-        """The value of a key that must be a list of numbers; empty if the file does not have it."""
+        """The value of a key that must be a list of numbers; empty if the file lacks the key."""
         value = self.metadata.get(key, [])
         if not isinstance(value, list) or (value and isinstance(value[0], str)):
             raise ModelError(f"{self.path}: the metadata key {key} must be a list of numbers")
@@ -122,7 +126,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads everything but the tensors' data. ModelError names the file and what is wrong with it."""
+    """Reads everything except the tensors' data. ModelError names the file and its fault."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _Reader(path, content).read()
@@ -131,7 +135,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """Reads from the beginning to the end of the header."""
+    """Reads the file from its beginning to the start of the data."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self._path = path
@@ -186,7 +190,7 @@ class _Reader:
         return alignment
 
     def _tensor_info(self) -> GgufTensor:
-        """With an offset that counts from the beginning of the data."""
+        """A tensor whose offset still counts from the beginning of the data."""
         name = self._string()
         num_dimensions = self._number("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
@@ -250,7 +254,10 @@ class _Reader:
         return text
 
     def _strings(self, count: int) -> list[str]:
-        """A vocabulary has a hundred thousand, so the loop does no more than it must: a slice ends with the file."""
+        """Reads `count` strings.
+
+        A vocabulary has about 100,000, so the loop leaves most checks to its end.
+        """
         self._check_fits(count, 8)
         content, length_at = self._content, struct.Struct("<Q").unpack_from
         texts, position = [], self._position

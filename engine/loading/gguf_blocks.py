@@ -1,8 +1,9 @@
-"""From a GGUF tensor's bytes to numbers, without rounding: floats, or a GroupedWeight; knows no file.
+"""Converts a GGUF tensor's bytes to floats or to a GroupedWeight, without rounding; knows no file.
 
-A block of bytes holds 32 or 256 values of a row, which are one or more groups with a scale and a minimum each. The
-layouts are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Every value is scale x number +
-minimum, rounded to float32 once. That equals ggml's own dequantisation: its other products are exact in float32.
+A block of bytes contains 32 or 256 values of a row, in one or more groups. Each group has a scale and a
+minimum. The layouts are those of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Every value
+is scale x number + minimum, rounded to float32 once. ggml's own dequantisation gives the same values, since
+its other products are exact in float32.
 
 Shape suffixes: N blocks, B bytes of a block, S values of a block, G groups of a block, O rows, I values of a row.
 """
@@ -23,7 +24,7 @@ Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def matrix_of(kind: GgufType, bytes_OB: torch.Tensor) -> torch.Tensor | GroupedWeight:
-    """The matrix in these rows of uint8: floats as they are stored, everything else in groups."""
+    """The matrix in these rows of uint8: floats as they are stored, all other types in groups."""
     if kind in FLOATS:
         return bytes_OB.contiguous().view(FLOATS[kind])
     layout = _LAYOUTS[kind]
@@ -39,42 +40,42 @@ def matrix_of(kind: GgufType, bytes_OB: torch.Tensor) -> torch.Tensor | GroupedW
 
 
 def _q4_0(b_NB: torch.Tensor) -> Groups:
-    """A half, then 16 bytes of two values each: the low half bytes first. 8 stands for zero."""
+    """A float16 scale, then 16 bytes: 16 values in low half bytes, 16 more in high ones. 8 means zero."""
     scales_N1 = _halves(b_NB[:, :2])
     return _half_bytes(b_NB[:, 2:]), scales_N1, scales_N1 * -8.0
 
 
 def _q4_1(b_NB: torch.Tensor) -> Groups:
-    """The same with a minimum, a half."""
+    """As Q4_0, with a float16 minimum after the scale."""
     return _half_bytes(b_NB[:, 4:]), _halves(b_NB[:, :2]), _halves(b_NB[:, 2:4])
 
 
 def _q5_0(b_NB: torch.Tensor) -> Groups:
-    """As Q4_0, with 5 bits a value: 4 bytes before the half bytes hold each value's fifth bit. 16 stands for zero."""
+    """As Q4_0, with 5 bits per value: 4 bytes before the half bytes have the fifth bits. 16 means zero."""
     scales_N1 = _halves(b_NB[:, :2])
     return _half_bytes(b_NB[:, 6:]) | _fifth_bits(b_NB[:, 2:6]), scales_N1, scales_N1 * -16.0
 
 
 def _q5_1(b_NB: torch.Tensor) -> Groups:
-    """The same with a minimum."""
+    """As Q5_0, with a float16 minimum after the scale."""
     values_NS = _half_bytes(b_NB[:, 8:]) | _fifth_bits(b_NB[:, 4:8])
     return values_NS, _halves(b_NB[:, :2]), _halves(b_NB[:, 2:4])
 
 
 def _q8_0(b_NB: torch.Tensor) -> Groups:
-    """A half, then 32 signed bytes."""
+    """A float16 scale, then 32 signed bytes."""
     scales_N1 = _halves(b_NB[:, :2])
     return b_NB[:, 2:] ^ 0x80, scales_N1, scales_N1 * -128.0  # a signed byte + 128, as an unsigned one
 
 
 def _q4_k(b_NB: torch.Tensor) -> Groups:
-    """8 groups of 32. Scales and minima: two halves times 6 bits; then 4 runs of 32 bytes, of two groups each."""
+    """8 groups of 32: `_scales_and_mins`, then 4 runs of 32 bytes with two groups each."""
     scales_NG, mins_NG = _scales_and_mins(b_NB)
     return _two_by_two(b_NB[:, 16:], 32).flatten(1), scales_NG, mins_NG
 
 
 def _q5_k(b_NB: torch.Tensor) -> Groups:
-    """As Q4_K; between, 32 bytes: bit g of byte i is the fifth bit of value i of group g."""
+    """As Q4_K, with 32 more bytes before the runs: bit g of byte i is the fifth bit of value i of group g."""
     scales_NG, mins_NG = _scales_and_mins(b_NB)
     shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
     fifth = (b_NB[:, 16:48].unsqueeze(1) >> shifts) & 1
@@ -82,8 +83,10 @@ def _q5_k(b_NB: torch.Tensor) -> Groups:
 
 
 def _q6_k(b_NB: torch.Tensor) -> Groups:
-    """16 groups of 16. 4 low bits in 2 runs of 64 bytes, 2 high bits in 2 runs of 32, signed bytes as scales, a half.
-    32 stands for zero."""
+    """16 groups of 16 values, in which 32 means zero.
+
+    4 low bits are in 2 runs of 64 bytes, 2 high bits in 2 runs of 32 bytes. Then follow signed bytes and a
+    float16; a scale is the product of both."""
     low = _two_by_two(b_NB[:, :128], 64).reshape(-1, 8, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(1, 1, 4, 1)
     high = ((b_NB[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
@@ -92,7 +95,7 @@ def _q6_k(b_NB: torch.Tensor) -> Groups:
 
 
 def _halves(b_NB: torch.Tensor) -> torch.Tensor:
-    """Each two bytes as a float16, in float32."""
+    """Reads every two bytes as a float16, and converts them to float32."""
     return b_NB.contiguous().view(torch.float16).to(torch.float32)
 
 
@@ -102,21 +105,22 @@ def _half_bytes(b_NB: torch.Tensor) -> torch.Tensor:
 
 
 def _two_by_two(b_NB: torch.Tensor, run: int) -> torch.Tensor:
-    """Of every `run` bytes the low halves, then the high halves: N x 2 for each run x `run`."""
+    """For every `run` bytes: first the low half bytes, then the high half bytes."""
     runs = b_NB.reshape(b_NB.shape[0], -1, run)
     return torch.stack((runs & 15, runs >> 4), 2).flatten(1, 2)
 
 
 def _fifth_bits(b_NB: torch.Tensor) -> torch.Tensor:
-    """Bit i of 4 bytes, for value i, times 16."""
+    """For value i: bit i of the 4 bytes, times 16."""
     return (((b_NB.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1) << 4).flatten(1)
 
 
 def _scales_and_mins(b_NB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of Q4_K and Q5_K: two halves, then 8 scales and 8 minima of 6 bits in 12 bytes.
+    """Scales and minima of Q4_K and Q5_K: two float16 factors, then 8 scales and 8 minima of 6 bits.
 
-    The first 4 scales are in bytes 0 to 3, the first 4 minima in bytes 4 to 7. The others have their low 4 bits in the
-    last 4 bytes (scales in the low halves), and their high 2 bits above the first ones.
+    The first 4 scales are in bytes 0 to 3, the first 4 minima in bytes 4 to 7. The other 4 of each have their
+    low 4 bits in the last 4 bytes (scales in the low half bytes), and their high 2 bits in the highest bits
+    of bytes 0 to 7.
     """
     scale_bytes, min_bytes, low = b_NB[:, 4:8], b_NB[:, 8:12], b_NB[:, 12:16]
     scales = torch.cat((scale_bytes & 63, (low & 15) | ((scale_bytes >> 2) & 48)), 1)
@@ -127,7 +131,7 @@ def _scales_and_mins(b_NB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @dataclass(frozen=True, slots=True)
 class _Layout:
     bits: Literal[4, 8]
-    """Of GroupedWeight, which has no 5 and 6."""
+    """The bits in a GroupedWeight, which does not support 5 and 6 bits."""
     groups: Callable[[torch.Tensor], Groups]
 
 

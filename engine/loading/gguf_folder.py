@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face folder: what its metadata says, as the files that everyone reads; copies no weights.
+"""Describes a GGUF file as a Hugging Face folder: writes its metadata as the usual files; copies no weights.
 
 FOLDER/config.json, generation_config.json                      the architecture
 FOLDER/tokenizer.json, tokenizer_config.json, chat_template.jinja
@@ -17,7 +17,7 @@ from engine.loading.gguf_tokenizer import special_token_ids, special_tokens, tok
 
 MODEL_FILE = "model.gguf"
 LAYOUT = 2
-"""Counts changes of what is written here, so that a folder of an older version is made anew."""
+"""Version of the written files; a folder of an older version is made again."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -43,29 +43,30 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_ext_factor": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-"""Keys that change what a model computes, and the values that do not. The decoder supports no other value."""
+"""Keys that change what a model computes. With the listed values they change nothing; other values are
+refused."""
 READ = {"gemma3": ("final_logit_softcapping",)}
-"""Which of them an architecture has, with any value."""
+"""The keys of these that an architecture supports with any value."""
 GEMMA3_PATTERN = 6
-"""Every sixth layer has no window. Files do not say so; llama.cpp knows it, too."""
+"""Every sixth layer has no window. Files do not contain this number; llama.cpp has it in its code, too."""
 GEMMA3_27B_LAYERS = 62
 
 
 def gguf_of(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no other weights; None if there is none, or if safetensors lie beside it."""
+    """The GGUF file of a folder; None if it has no such file, or also has safetensors files."""
     file = folder / MODEL_FILE
-    is_there = file.is_file() or file.is_symlink()  # a link to nothing is named where it is read
+    is_there = file.is_file() or file.is_symlink()  # a broken link is reported when it is read
     return file if is_there and not any(folder.glob("*.safetensors")) else None
 
 
 def hint_of_gguf(folder: Path) -> str:
-    """The end of a message about a folder without weights: what to do if it holds GGUF files by other names."""
+    """The end of a message about a folder without weights: what to do if it has other GGUF files."""
     files = sorted(folder.glob("*.gguf"))
     return f"; to serve a GGUF file, name the file: --model {files[0]}" if files else ""
 
 
 def describe(gguf: Path, folder: Path) -> None:
-    """Writes the folder's files, except the GGUF file itself. ModelError says what is not supported."""
+    """Writes the folder's files, except the GGUF file itself; ModelError says what is not supported."""
     file = read_gguf(gguf)
     config = hugging_face_config(file)
     if (num_tokens := len(file.strings("tokenizer.ggml.tokens"))) > config["vocab_size"]:
@@ -91,7 +92,7 @@ def describe(gguf: Path, folder: Path) -> None:
 
 
 def hugging_face_config(file: GgufFile) -> dict[str, Any]:
-    """The content of config.json, without the tokens."""
+    """The content of config.json, without the ids of special tokens."""
     name = file.need("general.architecture", str)
     if name not in ARCHITECTURES:
         raise ModelError(
@@ -136,7 +137,7 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp knows what a file does not say: its pattern of windows, and by what scores are divided."""
+    """Adds values that llama.cpp's code has, but the file lacks: the windows, and the divisor of scores."""
     key = "gemma3.attention.sliding_window_pattern"
     if (pattern := file.metadata.get(key)) not in (None, GEMMA3_PATTERN):
         raise ModelError(f"{file.path}: {key} ({pattern!r:.80}) is not supported")
@@ -171,7 +172,7 @@ def _refuse_unsupported(file: GgufFile, name: str) -> None:
 
 
 def _size(file: GgufFile, key: str, *, default: int | None = None, most: int = 2**18) -> int:
-    """A length or count of the metadata; ModelError if it cannot be one."""
+    """A length or count of the metadata; ModelError if the value is not from 1 to `most`."""
     value = file.need(key, int) if default is None or key in file.metadata else default
     if not 1 <= value <= most:
         raise ModelError(f"{file.path}: {key} must be from 1 to {most:,}, got {value:,}")
@@ -179,7 +180,7 @@ def _size(file: GgufFile, key: str, *, default: int | None = None, most: int = 2
 
 
 def _positive(file: GgufFile, key: str, *, default: float | None = None) -> float:
-    """A number of the metadata that one may divide by, and raise to a power."""
+    """A positive number of the metadata, neither tiny nor huge, which is safe to divide by."""
     value = file.need(key, float) if default is None or key in file.metadata else default
     if not 1e-30 < value < 1e30:
         raise ModelError(f"{file.path}: {key} must be a positive number, got {value}")
@@ -193,7 +194,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
-    """`rope_parameters` of a config.json. As in llama.cpp, a factor without a type is linear."""
+    """`rope_parameters` of a config.json. As in llama.cpp, a factor without a type means linear scaling."""
     theta = _positive(file, f"{name}.rope.freq_base", default=10_000.0)
     kind = file.get(f"{name}.rope.scaling.type", str) or "linear"
     older = _positive(file, f"{name}.rope.scale_linear", default=1.0)
@@ -219,9 +220,10 @@ def _rope(file: GgufFile, name: str, head_dim: int) -> dict[str, object]:
 
 
 def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
-    """Llama 3.1's scaling, of which the file holds only the divisors of all frequencies.
+    """Llama 3.1's scaling. The file contains only the divisors of all frequencies.
 
-    Its largest divisor is the scaling's factor; everything else is the same in all models of Meta, which is checked.
+    The largest divisor is the scaling's factor. The other parameters are the same in all models of Meta; the
+    code checks that the divisors match them.
     """
     divisors = _floats(file, "rope_freqs.weight")
     if not all(1.0 <= divisor < math.inf for divisor in divisors):

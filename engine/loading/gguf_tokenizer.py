@@ -1,9 +1,10 @@
-"""tokenizer.json from a GGUF file's vocabulary: byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`).
+"""Makes tokenizer.json from a GGUF file's vocabulary: byte-level BPE (`gpt2`) or SentencePiece (`llama`).
 
-The result is that of the `tokenizers` library, so whoever reads a Hugging Face folder reads it. A GGUF file does not
-hold how text is cut into words before merging, only a name for it (`tokenizer.ggml.pre`), as llama.cpp knows them:
-https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp. A name without an entry here is refused, since
-a wrong cut gives wrong tokens silently.
+The result has the format of the `tokenizers` library, so every reader of a Hugging Face folder can read it. A
+GGUF file does not describe how text is cut into words before merging. It only has a name for the rule
+(`tokenizer.ggml.pre`). The names are those of llama.cpp:
+https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp. A name without an entry here is
+refused, since a wrong rule silently gives wrong tokens.
 """
 
 from dataclasses import dataclass
@@ -44,13 +45,13 @@ _ENDS = frozenset(
         "<|eom_id|>",
     )
 )
-"""Ends of a text, of a turn and of a message, as chat templates write them. llama.cpp ends an answer at each of them,
-whatever the file's keys name."""
+"""Tokens that end a text, a turn or a message in chat templates. llama.cpp ends an answer at each of these
+tokens, even if the file's keys do not name them."""
 _MAX_TOKEN_CHARS = 4096
 
 
 class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`; others are ordinary."""
+    """Values of `tokenizer.ggml.token_type`; tokens with other values are ordinary."""
 
     CONTROL = 3
     USER_DEFINED = 4
@@ -58,14 +59,15 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How text becomes words, before the merges within each."""
+    """How text is cut into words, before tokens are merged within each word."""
 
     patterns: tuple[str, ...]
-    """Applied one after another: each match becomes a piece of its own, and so does what lies between."""
+    """Patterns that are applied one after another. Each match becomes a piece, and so does the text between
+    matches."""
     prefers_whole_words: bool = False
-    """A word that is in the vocabulary is one token, whatever the merges say."""
+    """Whether a word that is in the vocabulary is always one token, whatever the merges are."""
     is_nfc: bool = False
-    """Text is brought into Unicode's form NFC before, as the model's own tokenizer does."""
+    """Whether text is first converted to Unicode's form NFC, as in the model's own tokenizer."""
 
 
 _CUTS = {
@@ -77,13 +79,13 @@ _CUTS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Cut((_QWEN2,), is_nfc=True)),
     "tekken": _Cut((_TEKKEN,), prefers_whole_words=True),
 }
-"""By `tokenizer.ggml.pre`."""
+"""The rule for each value of `tokenizer.ggml.pre`."""
 _BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
-"""Where the file does not say (`tokenizer.ggml.add_bos_token`)."""
+"""Values of `tokenizer.ggml.pre` with a BOS token, if the file has no `tokenizer.ggml.add_bos_token`."""
 
 
 def tokenizer_json(file: GgufFile) -> Json:
-    """The content of tokenizer.json. ModelError names a kind of tokenizer that is not supported."""
+    """The content of tokenizer.json; ModelError names an unsupported kind of tokenizer."""
     tokens = file.strings("tokenizer.ggml.tokens")
     kind = file.need("tokenizer.ggml.model", str)
     if kind == "gpt2":
@@ -114,7 +116,7 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
 
 
 def special_token_ids(file: GgufFile) -> dict[str, int | list[int]]:
-    """`bos_token_id` and `eos_token_id` of config.json: every end of a text, a turn or a message ends an answer."""
+    """`bos_token_id` and `eos_token_id` of config.json: every token that ends a text, turn or message."""
     tokens = file.strings("tokenizer.ggml.tokens")
     by_key = (_token_id(file, tokens, name) for name in ("eos", "eot", "eom"))
     by_name = (token_id for token_id, token in enumerate(tokens) if token in _ENDS)
@@ -147,7 +149,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
 
 
 def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
-    """Spaces are written as U+2581; bytes without a token of their own as <0x00> to <0xFF>."""
+    """SentencePiece writes spaces as U+2581, and bytes without their own token as <0x00> to <0xFF>."""
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ModelError(f"{file.path}: {len(tokens)} tokens, but {len(scores)} tokenizer.ggml.scores")
@@ -179,9 +181,9 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
 
 
 def _merges_by_score(tokens: list[str], scores: list[float]) -> list[list[str]]:
-    """SentencePiece merges the pair whose result has the highest score; so every pair that makes a token, by its score.
+    """Every pair that makes a token, the highest score first, since SentencePiece merges in this order.
 
-    Pairs of one token come in the order of their own ids, as in transformers' conversion.
+    Pairs that make the same token are in the order of their own ids, as in transformers' conversion.
     """
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     merges = []
@@ -220,7 +222,7 @@ def _pair(file: GgufFile, merge: str, tokens: set[str]) -> list[str]:
 
 
 def _added_tokens(file: GgufFile, tokens: list[str]) -> list[Json]:
-    """Tokens that are found in a text before anything else; a decoder may leave out the special ones."""
+    """Tokens that are found in a text before any other rule; a decoder may skip the special ones."""
     types = file.numbers("tokenizer.ggml.token_type")
     if types and len(types) != len(tokens):
         raise ModelError(
@@ -242,7 +244,7 @@ def _added_tokens(file: GgufFile, tokens: list[str]) -> list[Json]:
 
 
 def _template(file: GgufFile, tokens: list[str], *, has_bos: bool) -> Json:
-    """Adds the special tokens around a text."""
+    """The template that adds special tokens before and after a text."""
     given = file.get("tokenizer.ggml.add_bos_token", bool)
     bos = _token_id(file, tokens, "bos") if (has_bos if given is None else given) else None
     eos = _token_id(file, tokens, "eos") if file.get("tokenizer.ggml.add_eos_token", bool) else None

@@ -1,7 +1,8 @@
 """GgufWeights: a GGUF file's tensors by their Hugging Face names, memory-mapped; knows no architecture.
 
-llama.cpp rotates neighbouring inputs of a head, where Hugging Face rotates inputs that are half a head apart. So its
-converter reorders the outputs of q and k in models of the architecture `llama`; here they get their order back.
+llama.cpp rotates pairs of neighbouring numbers of a head; Hugging Face rotates pairs of numbers half a head
+apart. So llama.cpp's converter reorders the outputs of q and k in models of the architecture `llama`. This
+module restores the original order.
 """
 
 import re
@@ -43,13 +44,14 @@ _NAMES_OF = {
         "post_feedforward_layernorm": "post_ffw_norm",
     }
 }
-"""By architecture: what has another name."""
+"""Names that differ in some architectures."""
 _NORMS_FROM_ZERO = ("gemma3",)
-"""The converter adds 1 to the weights of norms, which transformers adds when it computes."""
+"""Architectures for which the converter adds 1 to the weights of norms; transformers adds this 1 when it
+computes."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REORDERED = ("attn_q", "attn_k")
 _NO_WEIGHT = ("rope_freqs.weight",)
-"""Part of the architecture; see `gguf_folder`."""
+"""Tensors that describe the architecture; see `gguf_folder`."""
 
 
 def gguf_name(name: str, architecture: str) -> str:
@@ -61,7 +63,7 @@ def gguf_name(name: str, architecture: str) -> str:
 
 
 class GgufWeights(WeightSource):
-    """Satisfies WeightSource. A context manager; leave it through `check_all_taken`."""
+    """Satisfies WeightSource. A context manager; call `check_all_taken` at its end."""
 
     def __init__(
         self,
@@ -74,9 +76,10 @@ class GgufWeights(WeightSource):
         takes: Sequence[Take] = (),
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`keeps_groups`: matrices come as the file has them, in 4 or 8 bits on the CPU; otherwise in `dtype`.
+        """`keeps_groups`: matrices stay quantized, in 4 or 8 bits on the CPU; else they become `dtype`.
 
-        `takes`: what will be asked for, as far as it is known; ModelError if one is missing or has another shape.
+        `takes`: the known future requests; ModelError if one of these tensors is missing or has another
+        shape.
         """
         self._file = read_gguf(path)
         self._architecture = self._file.need("general.architecture", str)
@@ -98,7 +101,7 @@ class GgufWeights(WeightSource):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pass  # the file stays mapped for as long as a tensor shows its bytes
+        pass  # the file stays mapped as long as a tensor uses its bytes
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         take = Take(name, shape, shard)
@@ -120,7 +123,7 @@ class GgufWeights(WeightSource):
         unread: tuple[str, ...] = (),  # noqa: ARG002
         elsewhere: Iterable[Take] = (),  # noqa: ARG002 - no such file has experts
     ) -> None:
-        """A GGUF file has nothing else. ModelError if the file holds tensors that were not asked for."""
+        """ModelError if the file has tensors that were not requested; there are no other exceptions."""
         unexpected = sorted(name for name in self._file.tensors if name not in {*self._taken, *_NO_WEIGHT})
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
@@ -139,7 +142,7 @@ class GgufWeights(WeightSource):
         return vector if take.shard is None else vector[take.shard.slice_of(take.name, take.shape)]
 
     def _matrix(self, take: Take) -> Matrix:
-        """The part that `take` asks for, as it is stored."""
+        """The requested part of the matrix, as it is stored."""
         tensor = self._taken_tensor(take)
         rows_OB = self._rows(tensor)
         if self._is_reordered and _kind(tensor) in _REORDERED:
@@ -153,7 +156,8 @@ class GgufWeights(WeightSource):
         inputs = shard.slice_of(take.name, take.shape)
         if isinstance(matrix, torch.Tensor):
             return matrix[:, inputs]
-        # A rank's part that cuts groups has the same numbers, but is multiplied as numbers.
+        # If a rank's part does not consist of whole groups, its values are the same, but it becomes plain
+        # numbers.
         is_whole = is_whole_groups(inputs, matrix.group_size)
         return matrix.inputs(inputs) if is_whole else matrix.dequantized()[:, inputs]
 
@@ -162,7 +166,7 @@ class GgufWeights(WeightSource):
         return self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].view(-1, tensor.row_bytes)
 
     def _order(self, num_outputs: int) -> torch.Tensor:
-        """Where the file has the outputs of whole heads: of each head first the even ones, then the odd ones."""
+        """Indices that restore the outputs' order: of each head first the even outputs, then the odd ones."""
         return torch.arange(num_outputs).view(-1, self._head_dim // 2, 2).transpose(1, 2).flatten()
 
     def _taken_tensor(self, take: Take) -> GgufTensor:
@@ -174,7 +178,7 @@ class GgufWeights(WeightSource):
         return tensor
 
     def _find(self, take: Take) -> GgufTensor:
-        """ModelError if the tensor is missing or has another shape."""
+        """The requested tensor; ModelError if it is missing or has another shape."""
         name = gguf_name(take.name, self._architecture)
         tensor = self._file.tensors.get(name)
         if tensor is None:
@@ -188,7 +192,7 @@ class GgufWeights(WeightSource):
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """The file's bytes. The mapping is private, so the system may refuse a file that exceeds its free memory."""
+    """The file's bytes. The mapping is private, so the system may refuse a file larger than free memory."""
     try:
         return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:

@@ -1,10 +1,11 @@
-"""fetch: a Hub name becomes a folder or GGUF file in the Hub's cache, at one commit, with only the files it needs.
+"""fetch: downloads the files that a Hub name needs, at one commit, to the Hub's cache.
 
-huggingface_hub owns the cache's layout and reads the environment: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
+huggingface_hub defines the cache's layout and reads the environment: HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE.
 
     HF_HOME/hub/models--ORG--NAME/snapshots/COMMIT/   links to blobs/
     HF_HOME/hub/models--ORG--NAME/blobs/SHA256        and SHA256.incomplete, which the next start continues
-    HF_HOME/hub/.locks/models--ORG--NAME/baton.lock   held while weights come: one download a host or shared volume
+    HF_HOME/hub/.locks/models--ORG--NAME/baton.lock   locked during a download: one per host or shared volume
 """
 
 import glob
@@ -31,16 +32,16 @@ from engine.loading.model_files import SMALL, gguf_file, has_safetensors, indexe
 OnProgress = Callable[[str, float], None]
 
 MAX_AT_ONCE = 8
-"""Files that are downloaded at once."""
+"""Most files that are downloaded at the same time."""
 REPORT_EVERY_S = 0.1
 
 
 def fetch(name: HubName, on_progress: OnProgress, *, weights: bool = True) -> Path:
-    """The snapshot's folder, or a GGUF file in it, downloaded as far as necessary.
+    """The snapshot's folder, or a GGUF file in it; downloads missing files.
 
-    A name with a commit that is there needs no network; another name asks the Hub for its commit, and takes the last
-    known one if the Hub cannot be reached. Without `weights`, safetensors files are left out; a GGUF file is needed
-    for its tokenizer. ModelError says what to do.
+    A name with a commit that is in the cache needs no network. For another name, the Hub is asked for the
+    commit; if the Hub is unreachable, the last known commit is used. Without `weights`, safetensors files are
+    left out, but not a GGUF file, since it contains the tokenizer. ModelError says what to do.
     """
     with explained(name):
         folder = Path(_snapshot(name.repo, name.revision, list(SMALL), ["*/*"]))
@@ -52,7 +53,7 @@ def fetch(name: HubName, on_progress: OnProgress, *, weights: bool = True) -> Pa
 
 
 class _NoBar(tqdm):
-    """huggingface_hub would draw bars into logs; `fetch` reports by itself."""
+    """Disables huggingface_hub's progress bars, which would appear in logs; `fetch` reports progress."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
@@ -65,7 +66,7 @@ def _snapshot(repo: str, revision: str | None, allow: list[str], ignore: list[st
 
 
 def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
-    """The files with the model's weights, by their paths in the repository; whether it is a GGUF file."""
+    """The paths of the files with the model's weights, and whether this is one GGUF file."""
     paths = _paths(name.repo, folder)
     if name.gguf is not None or not has_safetensors(paths):
         return [gguf_file(paths, name.gguf, name.repo)], True
@@ -78,7 +79,7 @@ def _weight_paths(name: HubName, folder: Path) -> tuple[list[str], bool]:
 
 
 def _paths(repo: str, folder: Path) -> list[str]:
-    """The repository's files at this commit; those in the cache if an older program filled it and kept no list."""
+    """The repository's files at this commit; if the cache has no such list, the files in the cache."""
     try:
         return [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
     except CachedRepoTreeNotFoundError:
@@ -90,7 +91,7 @@ def _missing(folder: Path, paths: Collection[str]) -> list[str]:
 
 
 def _complete(name: HubName, folder: Path, paths: Collection[str], on_progress: OnProgress) -> None:
-    """Downloads what is missing of `paths`, or waits while another process does."""
+    """Downloads the missing files of `paths`, or waits while another process downloads them."""
     waiting = f"waiting for another process that downloads {name.repo}"
     lock = Path(constants.HF_HUB_CACHE, ".locks", _cache_name(name.repo), "baton.lock")
     with exclusive(lock, lambda: on_progress(waiting, 0.0)) as is_alone:
@@ -101,7 +102,7 @@ def _complete(name: HubName, folder: Path, paths: Collection[str], on_progress: 
         blobs.mkdir(exist_ok=True)
         files = _large_files(name.repo, folder.name, missing)
         _check_room(name.repo, files, blobs)
-        if is_alone:  # else huggingface_hub downloads them: two processes may, each to a file of its own
+        if is_alone:  # else huggingface_hub downloads them: it allows two processes, with separate files
             _download_all(name.repo, files, blobs, on_progress)
         _snapshot(name.repo, folder.name, [glob.escape(path) for path in missing])
 
@@ -111,10 +112,11 @@ def _cache_name(repo: str) -> str:
 
 
 def _large_files(repo: str, commit: str, paths: Collection[str]) -> list[LargeFile]:
-    """Those of `paths` that we download ourselves.
+    """The files of `paths` that `hub_download` downloads.
 
-    huggingface_hub takes files that are in git itself, those too large for HTTP, and all that Xet stores if the user
-    asks for its speed (HF_XET_HIGH_PERFORMANCE), which does not continue partial files.
+    huggingface_hub downloads all others: files in git itself, and files too large for HTTP. With
+    HF_XET_HIGH_PERFORMANCE it also downloads all files that Xet stores; this is fast, but does not continue
+    partial files.
     """
     found = {file.path: file for file in HfApi().list_repo_tree(repo, revision=commit, recursive=True)}
     large = []
@@ -139,7 +141,7 @@ def _check_room(repo: str, files: Collection[LargeFile], blobs: Path) -> None:
 
 
 def _download_all(repo: str, files: list[LargeFile], blobs: Path, on_progress: OnProgress) -> None:
-    """Several at once; the first error, Ctrl-C included, ends all. Partial files stay."""
+    """Downloads several files at once. The first error or Ctrl-C ends all downloads. Partial files stay."""
     total = sum(file.size_bytes for file in files)
     positions = {file.sha256: bytes_there(file, blobs) for file in files}
     stop, turn, reported_at = threading.Event(), threading.Lock(), 0.0

@@ -1,6 +1,7 @@
-"""download: one large file of the Hub, continued where an earlier process stopped, and checked by its sha256.
+"""download: downloads a large file of the Hub; continues where an earlier process stopped; checks the sha256.
 
-huggingface_hub itself throws a partial file away. Its cache finds the finished file under the same name.
+huggingface_hub itself deletes a partial file. Its cache finds the finished file, which has the name that it
+expects.
 """
 
 import hashlib
@@ -19,23 +20,23 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from baton.errors import ModelError
 
 MAX_FRUITLESS = 5
-"""Tries in a row without a single byte."""
+"""Most tries in a row that bring no byte."""
 FIRST_PAUSE_S = 0.5
-"""Pause before the second such try; each next one is twice as long."""
+"""Pause after the first such try; each following pause is twice as long."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class LargeFile:
-    """A file that the Hub keeps by its content's hash."""
+    """A file that the Hub stores under the hash of its content."""
 
     url: str
     size_bytes: int
     sha256: str
 
     def __post_init__(self) -> None:
-        if not _SHA256.fullmatch(self.sha256):  # it becomes a file's name
+        if not _SHA256.fullmatch(self.sha256):  # used as a file's name
             raise ModelError(
                 f"{self.url}: the Hub gives {self.sha256!r:.80} as its sha256, which is not valid"
             )
@@ -50,7 +51,7 @@ def partial_of(file: LargeFile, folder: Path) -> Path:
 
 
 def bytes_there(file: LargeFile, folder: Path) -> int:
-    """How much of the file earlier downloads have left."""
+    """How many bytes of the file earlier downloads have left."""
     for path in (folder / file.sha256, partial_of(file, folder)):
         if path.exists():
             return path.stat().st_size
@@ -60,10 +61,11 @@ def bytes_there(file: LargeFile, folder: Path) -> int:
 def download(
     file: LargeFile, folder: Path, on_position: Callable[[int], None], stop: threading.Event
 ) -> None:
-    """Completes `folder/SHA256`. The caller excludes other writers.
+    """Completes `folder/SHA256`. The caller must exclude other writers.
 
-    A broken connection is tried again while bytes come. Raises the last error, or ModelError if what came is another
-    file; Stopped soon after `stop` is set. In each case but the other file's, what is there stays for the next call.
+    After a broken connection it tries again, as long as tries bring bytes. Then it raises the last error. It
+    raises Stopped soon after `stop` is set. In both cases the partial file stays for the next call. If the
+    sha256 is wrong, it deletes the file and raises ModelError.
     """
     target, partial = folder / file.sha256, partial_of(file, folder)
     if target.exists():
@@ -99,7 +101,10 @@ def download(
 def _append(
     file: LargeFile, partial: Path, on_position: Callable[[int], None], stop: threading.Event
 ) -> None:
-    """One request. The redirect to a content network loses the token, since it is another host."""
+    """Makes one request.
+
+    The redirect to a content network does not get the token, since it is another host.
+    """
     with partial.open("ab") as content:
         position = content.tell()
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
@@ -109,11 +114,11 @@ def _append(
             "GET", file.url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
         ) as response:
             hf_raise_for_status(response)
-            if position and response.status_code != 206:  # the server does not know ranges
+            if position and response.status_code != 206:  # the server does not support ranges
                 content.truncate(0)
                 position = 0
             on_position(position)
-            for chunk in response.iter_raw():  # as they come: what is written survives this process
+            for chunk in response.iter_raw():  # written at once, so that the bytes survive this process
                 if stop.is_set():
                     raise Stopped
                 content.write(chunk)

@@ -1,4 +1,4 @@
-"""explained: errors of huggingface_hub as sentences about one model, which say what to do."""
+"""explained: turns errors of huggingface_hub into sentences about one model that say what to do."""
 
 import errno
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _LATER = "What was downloaded stays; the next start continues"
 
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
-    """Raises ModelError for whatever the Hub, the network or the disk refuses."""
+    """Raises ModelError instead of an error of the Hub, the network or the disk."""
     try:
         yield
     except (httpx2.HTTPError, OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""read_kv_scales: by which scales a checkpoint's keys and values are to be divided in 8 bits; knows no layer."""
+"""read_kv_scales: reads a checkpoint's scales for keys and values in 8 bits; knows no layer."""
 
 import hashlib
 import math
@@ -12,13 +12,14 @@ from engine.model_config import read_json
 from engine.quantization_config import check_kv_cache_scheme
 
 ENDINGS = (".k_scale", ".v_scale", ".kv_scale")
-"""Of the tensors' names: for keys, for values, and for both."""
+"""Endings of the tensors' names: for keys, for values, and for both."""
 
 
 def read_kv_scales(path: Path) -> dict[str, KVScale]:
-    """By the name of a layer's attention (`model.layers.0.self_attn`); a layer without scales is missing.
+    """The scales by the name of a layer's attention (`model.layers.0.self_attn`); only of layers with scales.
 
-    ModelError names a tensor that is no such scale, or a scheme for KV other than one 8-bit float scale for a tensor.
+    ModelError names a tensor that is no valid scale, or an unsupported scheme. The supported scheme is 8-bit
+    floats with one scale for a layer's keys, and one for its values.
     """
     check_kv_cache_scheme(read_json(path / "config.json"))
     index = CheckpointIndex.read(path)
@@ -36,7 +37,7 @@ def read_kv_scales(path: Path) -> dict[str, KVScale]:
 
 
 def digest_of(scales: Mapping[str, KVScale]) -> str | None:
-    """Identifies them, for the model's digest; None without scales."""
+    """Identifies the scales, as a part of the model's digest; None without scales."""
     if not scales:
         return None
     lines = "\n".join(f"{heads} {scale.key!r} {scale.value!r}" for heads, scale in sorted(scales.items()))

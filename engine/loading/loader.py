@@ -1,4 +1,4 @@
-"""load_model: a model's folder becomes a model on a device, with the facts the rest of the engine needs."""
+"""load_model: loads a model's folder to a device, with the facts that the rest of the engine needs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,12 +51,12 @@ from engine.native.library import native_library
 from engine.quantization_config import read_quantization
 
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
-"""Of `model.quantization`."""
+"""Values of `model.quantization`, and their bits."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 KVCacheDtype = Literal["auto", "bfloat16", "fp8"]
-"""Of `engine.kv_cache_dtype`."""
+"""Values of `engine.kv_cache_dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class LoadedModel:
     architecture: ModelArchitecture
     decoder: Decoder
     backend: Backend
-    """What it computes with."""
+    """The kernels that compute the model."""
     collectives: Collectives
-    """The ranks that share the model: each has an equal part of the heads."""
+    """Connects the ranks that share the model; each rank has an equal part of the heads."""
     device: torch.device
     dtype: torch.dtype
     """Data type of activations, and of weights that are not quantized."""
@@ -78,11 +78,11 @@ class LoadedModel:
     digest: str
     """Identifies config and weights, for KVFingerprint."""
     quantization: str | None = None
-    """How matrices are kept, if not as numbers of `dtype`."""
+    """How matrices are stored in memory; None: as numbers of `dtype`."""
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and output tokens that the model's positions allow."""
+        """The most tokens of prompt and output, by the number of the model's positions."""
         return self.architecture.max_position_embeddings
 
     @property
@@ -100,7 +100,7 @@ class LoadedModel:
         return group_layers(self.architecture.sliding_windows, self.architecture.max_position_embeddings)
 
     def kv_block_shape(self, block_size: int) -> KVBlockShape:
-        """The shape of `block_size` tokens of a KV group in this rank's KV pool."""
+        """The shape of a block of `block_size` tokens in this rank's KV pool."""
         a = self.architecture
         num_layers, num_kv_heads = self.layer_groups.num_layers, a.kv_heads_on(self.collectives.size)
         is_latent = a.latent is not None
@@ -121,13 +121,15 @@ def load_model(
 ) -> LoadedModel:
     """Loads the folder at `path`; ModelError says what is missing, misshapen or not supported.
 
-    `config` gives dtype, quantization and load format; its own `path` may be a mere name, which the caller has
-    resolved. `backend` provides the kernels; None takes those of the device. `on_progress` is called for each tensor
-    of a checkpoint. If ranks share the model, this loads this rank's part: with `expert_parallel` whole experts, not a
-    share of each. `max_model_len`: see `read_architecture`.
+    `config` gives dtype, quantization and load format. `config.path` may be a name, since the caller has
+    resolved it to `path`. `backend` provides the kernels; None means those of the device. `on_progress` is
+    called for each tensor of a checkpoint. If ranks share the model, this loads only this rank's part. With
+    `expert_parallel` the part consists of whole experts, instead of a share of each expert. `max_model_len`:
+    see `read_architecture`.
 
-    Weights reach the device in the order in which the model is built: through memory-mapped files on CPU, and read
-    ahead on a GPU. So only the current layer, and what was read ahead, is held twice.
+    Weights reach the device in the order in which the model is built. On a CPU they come from memory-mapped
+    files; for a GPU they are read ahead. So only the current layer, and weights that were read ahead, are in
+    memory twice.
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, device)
     architecture = read_architecture(path, max_model_len)
@@ -166,7 +168,7 @@ def load_model(
 
 
 def _rotation(architecture: ModelArchitecture) -> str | None:
-    """What of the rotation is not in config.json."""
+    """The part of the rotation that config.json does not determine: which of LongRoPE's factors are used."""
     keys = {rope.divisors_key for rope in architecture.ropes if rope is not None}
     return "-".join(sorted(keys)) or None
 
@@ -180,9 +182,9 @@ def outline_model(
     collectives: Collectives = SINGLE_RANK,
     expert_parallel: bool = False,
 ) -> LoadedModel:
-    """The model as `load_model` makes it, of tensors that have no memory (on torch's meta device) and no digest.
+    """The model as `load_model` makes it, but of tensors without memory (meta tensors), and without a digest.
 
-    Its steps compute nothing, but ask for the same kernels.
+    Its steps compute nothing, but launch the same kernels.
     """
     dtype, kv_dtype = DTYPES[config.dtype], kv_dtype_of(config, kv_cache_dtype, torch.device("cuda"))
     architecture = read_architecture(path)
@@ -208,7 +210,7 @@ def outline_model(
 
 
 def _make_backend(device: torch.device) -> Backend:
-    """Our own kernels; plain torch on a CPU for which there are none."""
+    """Baton's own kernels; plain torch on a CPU for which there are no kernels."""
     if device.type == "cpu":
         library = native_library()
         return TorchBackend() if library is None else NativeBackend(library)
@@ -220,7 +222,7 @@ def _make_backend(device: torch.device) -> Backend:
 def takes_of(
     architecture: ModelArchitecture, collectives: Collectives = SINGLE_RANK, *, expert_parallel: bool = False
 ) -> list[Take]:
-    """The tensors that a rank's model of this architecture takes from its weight source, in order."""
+    """The tensors that a rank's model of this architecture requests from its weight source, in order."""
     recorder = TakeRecorder()
     Decoder(architecture, recorder, TorchBackend(), collectives=collectives, expert_parallel=expert_parallel)
     return recorder.takes
@@ -229,7 +231,7 @@ def takes_of(
 def _kv_scales(
     config: ModelConfig, path: Path, architecture: ModelArchitecture, kv_dtype: torch.dtype
 ) -> dict[str, KVScale]:
-    """Of a checkpoint, if KV has so few bits that they matter."""
+    """The scales of a checkpoint; empty unless the KV cache has 8 bits, and so needs them."""
     if kv_dtype is not FP8 or config.load_format == "dummy" or gguf_of(path) is not None:
         return {}
     scales = read_kv_scales(path)
@@ -243,7 +245,7 @@ def _kv_scales(
 
 @dataclass(frozen=True, slots=True)
 class _DecoderParts:
-    """What a rank's decoder is made of, besides weights."""
+    """All that a rank's decoder needs besides weights."""
 
     config: ModelConfig
     architecture: ModelArchitecture
@@ -273,19 +275,19 @@ def _load_decoder(
     takes = takes_of(architecture, parts.collectives, expert_parallel=expert_parallel)
     with _open_weights(parts.config, path, architecture, device, takes, on_progress) as weights:
         decoder = parts.decoder(weights)
-        # Buffers of older checkpoints, a copy of the embeddings that a tied model does not use, and scales of KV, which
-        # are read apart if they matter.
+        # The model need not read: buffers of older checkpoints, a copy of the embeddings in a tied model, and
+        # scales of KV, which `read_kv_scales` reads.
         tied = ("lm_head.weight",) if architecture.tie_word_embeddings else ()
         allowed = (".rotary_emb.inv_freq", *ENDINGS, *tied)
         elsewhere = takes_of(architecture) if expert_parallel else ()
         weights.check_all_taken(allowed=allowed, unread=architecture.unread_tensors, elsewhere=elsewhere)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # frees what was read ahead or merged; the KV pool is sized by free memory
+        torch.cuda.empty_cache()  # frees temporary memory: the size of the KV pool depends on free memory
     return decoder
 
 
 def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch.device) -> torch.dtype:
-    """ConfigError if no attention of this device reads such a cache with such activations."""
+    """The cache's dtype. ConfigError if no attention on this device supports it with the model's dtype."""
     if kv_cache_dtype == "fp8":
         return FP8
     if kv_cache_dtype == "bfloat16" and config.dtype != "bfloat16":
@@ -299,9 +301,9 @@ def kv_dtype_of(config: ModelConfig, kv_cache_dtype: KVCacheDtype, device: torch
 
 
 def _kept_as(config: ModelConfig, path: Path, device: torch.device) -> str | None:
-    """How matrices are kept, if not as numbers of the model's dtype.
+    """How matrices are stored in memory; None: as numbers of the model's dtype.
 
-    Torch alone would dequantise groups at every step, so `auto` keeps them only for our own kernels.
+    torch alone would dequantise groups at every step, so `auto` keeps groups only for Baton's own kernels.
     """
     if config.quantization != "auto" or config.load_format == "dummy":
         return None if config.quantization in ("auto", "none") else config.quantization

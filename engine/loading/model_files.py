@@ -1,4 +1,4 @@
-"""Which files of a repository or folder make a model: by their names alone, and the index; reads no weights."""
+"""Which files of a repository or folder form a model, by their names and the index; reads no weights."""
 
 import fnmatch
 import json
@@ -13,13 +13,16 @@ from engine.model_config import read_json
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Configuration, tokenizer and chat template, beside which other formats' weights may lie."""
+"""Patterns of the files for configuration, tokenizer and chat template."""
 MAX_SHOWN = 12
-"""File names in a message."""
+"""Most file names in a message."""
 
 
 def indexed_files(folder: Path) -> list[str]:
-    """Names of a folder's safetensors files, by its index, else `model.safetensors`; they need not be there."""
+    """Names of a folder's safetensors files, from its index, else `model.safetensors`.
+
+    Files may be missing.
+    """
     if not (folder / INDEX_NAME).is_file():
         return [SINGLE_NAME]
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
@@ -33,14 +36,14 @@ def has_safetensors(paths: Collection[str]) -> bool:
 
 
 def gguf_files(paths: Collection[str]) -> list[str]:
-    """Those that hold a language model; a vision encoder's lies beside it."""
+    """The GGUF files with a language model, without those of vision encoders."""
     return sorted(path for path in paths if path.endswith(".gguf") and "mmproj" not in path.lower())
 
 
 def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
-    """The one GGUF file of `paths` that `wanted` names: a quantisation as in llama.cpp, a file's name or a pattern.
+    """The one GGUF file of `paths` that matches `wanted`: a quantisation, a file's name, or a pattern.
 
-    ModelError, which says what to write after `model`, if there is none or more than one.
+    ModelError, with a proposal what to write after `model`, if no file matches, or more than one.
     """
     found = gguf_files(paths)
     if not found:
@@ -66,16 +69,16 @@ def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
 
 
 class SafetensorsHeader(NamedTuple):
-    """What a file says of its tensors."""
+    """The header of a safetensors file."""
 
     num_bytes: int
-    """The tensors' bytes begin here, and their offsets count from here."""
+    """Length of the header: the tensors' bytes begin here, and offsets count from here."""
     tensors: dict[str, Any]
     """By name: `dtype`, `shape` and `data_offsets`."""
 
 
 def read_safetensors_header(file: Path) -> SafetensorsHeader:
-    """ModelError if the header is damaged."""
+    """Reads a file's header; ModelError if it is damaged."""
     try:
         with file.open("rb") as stream:
             num_bytes = int.from_bytes(stream.read(8), "little")
@@ -100,7 +103,7 @@ def _is_part(path: str) -> bool:
 
 
 def _example(found: list[str]) -> str:
-    """The quantisation in a file's name, as users write it; else the name."""
+    """The quantisation in the name of a file, as users write it; else the first file's name."""
     for path in found:
         if match := re.search(r"[-._]((I?Q\d\w*|BF16|F16|F32|MXFP4\w*))[-._]", path, re.IGNORECASE):
             return match[1]

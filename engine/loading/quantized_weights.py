@@ -1,4 +1,4 @@
-"""QuantizedWeights: another source's matrices in at most so many bits, quantized while they are loaded."""
+"""QuantizedWeights: quantizes another source's matrices to a number of bits while they are loaded."""
 
 from typing import Literal
 
@@ -12,14 +12,16 @@ from engine.loading.weights import Shard, WeightSource
 Bits = Literal[4, 8]
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""4 bits would cost these more than they save: they are read once a step, and decide between similar tokens."""
+"""Matrices that get 8 bits at least. 4 bits would save little, since they are read once per step, but would
+lose much: these matrices distinguish between similar tokens."""
 _GROUP_SIZE = max(GROUP_SIZES)
 
 
 class QuantizedWeights(WeightSource):
-    """Satisfies WeightSource. Matrices that already have so few bits, as a GGUF file's may, stay as they are.
+    """Satisfies WeightSource. Matrices that already have as few bits, as in some GGUF files, stay unchanged.
 
-    A rank quantizes its own part. Groups are whole, so they are those of a single rank.
+    Each rank quantizes its own part. The part consists of whole groups, so the groups are the same for any
+    number of ranks.
     """
 
     def __init__(self, source: WeightSource, bits: Bits) -> None:

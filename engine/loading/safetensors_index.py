@@ -1,9 +1,10 @@
 """CheckpointIndex: the tensors in a folder's safetensors files, and their byte ranges; reads headers only.
 
-The format: 8 bytes of header length (little-endian), a JSON object from names to dtype, shape and the range of bytes
-counted from the header's end, then the bytes, row-major. https://github.com/huggingface/safetensors#format
+The format: 8 bytes with the length of the header (little-endian), then the header, a JSON object, then the
+tensors' bytes, row-major. For each tensor's name, the header has dtype, shape, and a range of bytes that
+counts from the header's end. https://github.com/huggingface/safetensors#format
 
-gpt-oss has one tensor for all experts of a layer. Here each expert's part is a tensor of its own:
+gpt-oss has one tensor for all experts of a layer. The index lists each expert's part as a separate tensor:
 `mlp.experts.3.down_proj.bias` is a part of `mlp.experts.down_proj_bias`.
 """
 
@@ -31,14 +32,15 @@ CODES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""Types that are useless without scales that other tensors hold; see `quantized_checkpoint`."""
+"""Types of quantized values, which have their scales in other tensors; see `quantized_checkpoint`."""
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 _PARTS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
-"""What a stacked tensor's suffix says about an expert's part. Matrices of numbers have inputs first."""
+"""A stacked tensor's suffix, and the name of an expert's part. Matrices of plain numbers have inputs
+first."""
 
 
 def types_for(dtype: torch.dtype | None) -> Mapping[str, torch.dtype]:
-    """What may be stored if it becomes numbers of `dtype`; None: if it stays as it is stored."""
+    """The stored types that can become numbers of `dtype`; None: all types, since tensors stay unchanged."""
     return DTYPES | CODES if dtype is None else DTYPES
 
 
@@ -48,12 +50,13 @@ class StoredTensor:
 
     file: Path
     dtype_name: str
-    """The format's name for it, e.g. `BF16`."""
+    """The format's name of the data type, such as `BF16`."""
     shape: tuple[int, ...]
     offset: int
-    """Position of its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
     part_of: tuple[str, int] | None = None
-    """Of which tensor in the file it is one index of the first dimension; None: it is a whole one."""
+    """Name of a stacked tensor in the file, and the index in its first dimension; None: a whole tensor of the
+    file."""
     is_transposed: bool = False
     """Whether the file has the two dimensions of `shape` in the other order."""
 
@@ -71,7 +74,7 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the index of a model folder; ModelError names a file that is missing or damaged."""
+        """Reads the index of a model folder; ModelError names a missing or damaged file."""
         found = (tensor for file in weight_files(path) for tensor in _tensors_of(file))
         return cls(path, {name: stored for whole in found for name, stored in _parts_of(*whole)})
 
@@ -80,13 +83,13 @@ class CheckpointIndex:
         return self._tensors.keys()
 
     def stored(self, name: str) -> StoredTensor:
-        """One of `names`."""
+        """Where the tensor of this name is stored; it must be one of `names`."""
         return self._tensors[name]
 
     def find(
         self, name: str, shape: Sequence[int], types: Mapping[str, torch.dtype] = DTYPES
     ) -> StoredTensor:
-        """ModelError if the tensor is missing, has another shape, or is not stored in one of these types."""
+        """The tensor of this name; ModelError if it is missing, or has another shape or another type."""
         stored = self._tensors.get(name)
         if stored is None:
             raise ModelError(f"{self._path}: tensor {name} (shape {list(shape)}) is missing")
@@ -111,8 +114,9 @@ class CheckpointIndex:
     def check_all_taken(
         self, taken: Collection[str], *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = ()
     ) -> None:
-        """ModelError if some tensors were not taken, except those ending in one of `allowed`, or beginning with one of
-        `unread`."""
+        """ModelError if some tensors were not taken.
+
+        Exceptions are names that end with one of `allowed`, or begin with one of `unread`."""
         unexpected = sorted(
             n
             for n in self._tensors
@@ -127,7 +131,7 @@ class CheckpointIndex:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder, by name: those of its index, else `model.safetensors`."""
+    """The safetensors files of a model folder, by name: those in its index, else `model.safetensors`."""
     files = [path / name for name in indexed_files(path)]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
@@ -138,7 +142,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def open_safetensors(file: Path) -> safe_open:
-    """Returns an open file; the library checks the header and the file's size. ModelError if it is damaged."""
+    """Opens a file; the library checks its header and size. ModelError if the file is damaged."""
     try:
         handle: safe_open = safe_open(file, framework="pt", device="cpu").__enter__()
     except (SafetensorError, OSError) as error:

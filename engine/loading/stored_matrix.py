@@ -1,7 +1,7 @@
-"""StoredMatrix: which tensors a quantized matrix has, and how they become a CodedMatrix; reads no file.
+"""StoredMatrix: the tensors of a quantized matrix, and how they become a CodedMatrix; reads no file.
 
-Of the values only a rank's part is read, as far as its edges fall between two integers of 32 bits. Scales and zero
-points are read whole: they are small, and any input may have any group.
+Only a rank's part of the values is read, if the part begins and ends between two 32-bit integers. Scales and
+zero points are read as a whole: they are small, and any input may belong to any group.
 
 Sources of the layouts: compressed-tensors (compressors/quantized_compressors), GPTQModel (nn_modules/qlinear),
 AutoAWQ (awq/utils/packing_utils.py), transformers (integrations/finegrained_fp8.py, integrations/mxfp4.py).
@@ -26,7 +26,7 @@ _BYTES = {"U8": torch.uint8}
 _INT32 = {"I32": torch.int32}
 _INDICES = {"I32": torch.int32, "I64": torch.int64}
 MXFP4_BLOCK = 32
-"""Inputs that share a scale; there are no others in the format (Open Compute Project, 2023)."""
+"""Number of inputs that share a scale; fixed by the format (Open Compute Project, 2023)."""
 _MARKS = {
     Layout.NUMBERS: ("weight_scale_inv", "weight_scale"),
     Layout.PACKED: ("weight_packed",),
@@ -44,15 +44,15 @@ class StoredMatrix:
 
     scheme: Scheme
     take: Take
-    """The matrix as the model asks for it."""
+    """The model's request of the matrix."""
     parts: Mapping[str, Take]
-    """By role: values, scales, zeros, order, shape."""
+    """Requests of the stored tensors, by role: values, scales, zeros, order, shape."""
     is_cut: bool
-    """Whether the part of the values is the rank's; else it is cut out of all values."""
+    """Whether only the rank's part of the values is read; else the part is cut out of all values."""
 
     @classmethod
     def find(cls, index: CheckpointIndex, scheme: Scheme, take: Take) -> "StoredMatrix | None":
-        """None if the matrix is not quantized; ModelError if one of its tensors is not as the scheme says."""
+        """Finds a matrix; None if it is not quantized. ModelError if a tensor does not match the scheme."""
         module = take.name.removesuffix(".weight")
         mark = next((name for name in _MARKS[scheme.layout] if f"{module}.{name}" in index.names), None)
         if mark is None:
@@ -65,14 +65,14 @@ class StoredMatrix:
         return cls(scheme, take, parts, is_cut)
 
     def coded(self, tensors: Mapping[str, torch.Tensor]) -> CodedMatrix:
-        """The rank's part, of the tensors that `parts` asks for."""
+        """The rank's part, from the tensors of `parts`."""
         scheme, num_outputs = self.scheme, self.take.shape[0]
         outputs, inputs = self._slices()
         self._check_shape(tensors.get("shape"))
         values_OI = _decoded(scheme, tensors["values"])
         if not self.is_cut:
             values_OI = values_OI[outputs, inputs]
-        rows, columns = self.take.part_shape  # the last integer of a row may have room for more
+        rows, columns = self.take.part_shape  # the last integer of a row may have room for more values
         if _is_by_outputs(scheme):
             scales_OG = _spread(scheme, _scales(scheme, tensors["scales"]), num_outputs)
         else:
@@ -101,7 +101,7 @@ class StoredMatrix:
         return (part, whole) if shard.dim == 0 else (whole, part)
 
     def _zeros(self, stored: torch.Tensor | None, scales_OG: torch.Tensor) -> torch.Tensor:
-        """What stands for zero among unsigned values: O x G, float32."""
+        """The unsigned values that mean zero: O x G, float32."""
         layout, bits, num_outputs = self.scheme.layout, self.scheme.bits, len(scales_OG)
         half = E2M1[0] if layout is Layout.MXFP4 else 2 ** (bits - 1)
         if stored is None:
@@ -117,7 +117,7 @@ class StoredMatrix:
         return zeros_OG[:num_outputs].to(torch.float32)
 
     def _groups(self, order: torch.Tensor | None, scales_OG: torch.Tensor) -> torch.Tensor:
-        """Each input's group; ModelError if there is no such group."""
+        """Each input's group; ModelError if the tensor names a group that does not exist."""
         num_inputs, per_scale = self.take.shape[1], self.scheme.inputs_per_scale
         if order is None:
             inputs_I = torch.arange(num_inputs, device=scales_OG.device)
@@ -131,7 +131,7 @@ class StoredMatrix:
 
 
 def _is_by_outputs(scheme: Scheme) -> bool:
-    """Whether scales lie output by output; GPTQ and AWQ have them group by group."""
+    """Whether scales are stored output by output; GPTQ and AWQ store them group by group."""
     return scheme.layout in (Layout.NUMBERS, Layout.PACKED, Layout.MXFP4)
 
 
@@ -145,9 +145,9 @@ def _value_types(scheme: Scheme) -> Mapping[str, torch.dtype]:
 
 
 def _values(scheme: Scheme, module: str, take: Take) -> tuple[Take, bool]:
-    """The values' tensor, and whether it is only the rank's part."""
+    """The request for the values' tensor, and whether it is only for the rank's part."""
     (num_outputs, num_inputs), per_int = take.shape, 32 // scheme.bits
-    # The tensor's dimensions: which of the matrix's each is, and how many of its values share an integer.
+    # For each dimension of the tensor: its dimension in the matrix, and how many values share an integer.
     if scheme.layout is Layout.NUMBERS:
         name, dims = "weight", ((0, 1), (1, 1))
     elif scheme.layout is Layout.PACKED:
@@ -175,7 +175,7 @@ def _values(scheme: Scheme, module: str, take: Take) -> tuple[Take, bool]:
 def _by_outputs(
     index: CheckpointIndex, scheme: Scheme, module: str, take: Take, mark: str
 ) -> dict[str, Take]:
-    """Scales, zero points and order of compressed-tensors and of fp8."""
+    """Requests for scales, zero points and order in compressed-tensors, fp8 and MXFP4."""
     num_outputs, num_inputs = take.shape
     rows, columns = (
         1 if per_scale is None else -(-size // per_scale)
@@ -206,7 +206,7 @@ def _by_outputs(
 
 
 def _by_inputs(index: CheckpointIndex, scheme: Scheme, module: str, take: Take) -> dict[str, Take]:
-    """The same of GPTQ and AWQ."""
+    """Requests for scales, zero points and order in GPTQ and AWQ."""
     num_outputs, num_inputs = take.shape
     num_groups = 1 if scheme.inputs_per_scale is None else -(-num_inputs // scheme.inputs_per_scale)
     parts = {
@@ -243,14 +243,17 @@ def _decoded(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(scheme: Scheme, stored: torch.Tensor) -> torch.Tensor:
-    """float32. MXFP4 has exponents, whose bias is 127; its values are in halves."""
+    """The scales in float32.
+
+    MXFP4 stores exponents with a bias of 127; its values count halves, so 0.5 is a factor.
+    """
     if scheme.layout is Layout.MXFP4:
         return stored.view(torch.float8_e8m0fnu).to(torch.float32).mul_(0.5)
     return stored.to(torch.float32)
 
 
 def _spread(scheme: Scheme, scales: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """O x G."""
+    """O x G: repeats scales that several outputs share."""
     scales_RG = scales.view(scales.shape[0] if scales.dim() else 1, -1)
     if scheme.outputs_per_scale is None:
         return scales_RG.expand(num_outputs, -1)

@@ -15,10 +15,10 @@ from engine.loading.weights import OnProgress, Shard, Take, WeightSource
 
 
 class StreamedWeights(WeightSource):
-    """Satisfies WeightSource for a model that asks for exactly `takes`, in that order (see TakeRecorder).
+    """Satisfies WeightSource for a model that requests exactly `takes`, in this order (see TakeRecorder).
 
-    Only requested tensors are read. Bytes reach the device as stored, and are converted to `dtype` there. A context
-    manager; leave it through `check_all_taken`.
+    Reads only requested tensors. Copies bytes to the device as they are stored, and converts them to `dtype`
+    there. A context manager; call `check_all_taken` at its end.
     """
 
     def __init__(
@@ -29,9 +29,9 @@ class StreamedWeights(WeightSource):
         copies: Copies,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """ModelError, before anything is read, if a tensor is missing, misshapen or cannot be divided.
+        """ModelError, before weights are read, if a tensor is missing, misshapen or cannot be divided.
 
-        `dtype` None: as tensors are stored, which may be codes.
+        `dtype` None: tensors stay as they are stored, perhaps as codes.
         """
         self._dtype = dtype
         self._index = CheckpointIndex.read(path)
@@ -71,16 +71,19 @@ class StreamedWeights(WeightSource):
     def check_all_taken(
         self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
     ) -> None:
-        """ModelError if the files hold a tensor that was not asked for, unless its name ends in one of `allowed`, or
-        begins with one of `unread`, or it is one of `elsewhere`, which other ranks ask for."""
+        """ModelError if the files have tensors that were not requested.
+
+        Exceptions are names that end with one of `allowed` or begin with one of `unread`, and tensors in
+        `elsewhere`, which other ranks request."""
         assert not self._takes, f"the model did not ask for {self._takes[0][0].name}"
         names = self._names.union(take.name for take in elsewhere)
         self._index.check_all_taken(names, allowed=allowed, unread=unread)
 
 
 def part_of(take: Take, stored: StoredTensor) -> FilePart:
-    """The bytes of a slice: one run if it cuts the first dimension, else one for each index of the
-    dimensions before.
+    """The bytes of a slice of a tensor.
+
+    A slice of the first dimension is one run. Else there is one run for each index of the dimensions before.
     """
     take = take.as_stored(stored)
     shape, itemsize = take.shape, stored.dtype.itemsize

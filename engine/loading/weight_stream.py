@@ -1,9 +1,9 @@
-"""WeightStream: parts of files, read ahead to a device in the order of their use; knows no model.
+"""WeightStream: reads parts of files ahead to a device, in the order of their use; knows no model.
 
     file --preadv, several threads--> pinned buffers, two a thread --copies on a stream of their own--> device
 
-A thread fills one of its buffers while the other one is being copied, so that disk, host memory and PCIe are busy at
-once. Python makes a few calls per buffer of 32 MiB, and does nothing per byte.
+A thread fills one of its two buffers while the other buffer is copied. So disk, host memory and PCIe are busy
+at the same time. Python makes only a few calls per buffer of 32 MiB.
 """
 
 import itertools
@@ -23,13 +23,13 @@ import torch
 from baton.errors import ModelError
 
 NUM_READERS = 4
-"""Number of threads. One copies 3 to 7 GB/s out of the page cache (preadv, per second on a core), and a GPU takes up
-to 50 over PCIe 5."""
+"""Number of threads. Each copies 3 to 7 GB/s from the page cache (preadv, on one core), and PCIe 5 transfers
+up to 50 GB/s to a GPU."""
 BUFFER_BYTES = 32 * 2**20
-"""A copy of this size takes 0.6 ms on PCIe 5, so its set-up costs nothing in comparison. 256 MiB are
-pinned in total."""
+"""A copy of this size takes 0.6 ms on PCIe 5, so the time to start it does not matter. 256 MiB are pinned in
+total."""
 AHEAD_BYTES = 2 * 2**30
-"""Device memory that may be filled ahead of its use; a layer of a 70B model takes 1.7 GiB."""
+"""How much device memory may be filled before the weights are used; a layer of a 70B model has 1.7 GiB."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -50,7 +50,7 @@ class FilePart:
         return self.run_bytes * self.num_runs
 
     def pieces(self, max_bytes: int) -> Iterator[tuple["FilePart", int]]:
-        """The same bytes in parts of limited size, each with its position among this part's bytes."""
+        """Divides this part into smaller parts; yields each with its position in this part's bytes."""
         if self.num_runs > 1 and self.run_bytes <= max_bytes:
             runs_each = max_bytes // self.run_bytes
             for first in range(0, self.num_runs, runs_each):
@@ -68,10 +68,10 @@ class FilePart:
 
 
 class Copied(Protocol):
-    """Tells when a copy is done."""
+    """A copy that may still run."""
 
     def synchronize(self) -> None:
-        """Waits for it."""
+        """Waits until the copy is done."""
         ...
 
 
@@ -87,11 +87,11 @@ class Copies(Protocol):
         ...
 
     def start(self, to: torch.Tensor, source: torch.Tensor) -> Copied | None:
-        """Begins a copy. The source may be overwritten once it is done; None: it is done already."""
+        """Begins a copy; None if it is done already. The source may be overwritten when the copy is done."""
         ...
 
     def hand_over(self, tensor: torch.Tensor) -> None:
-        """Makes the calling thread's later work on the tensor wait for all copies that were started."""
+        """Makes later work of the calling thread on the tensor wait for all copies started before."""
         ...
 
 
@@ -103,7 +103,7 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Pinned: from other memory the driver would copy twice, and the call would block."""
+        """Pinned memory. From other memory, the driver would copy twice, and the call would block."""
         with torch.cuda.device(self._device):  # a new thread's device is 0, which may be another rank's
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
@@ -114,22 +114,24 @@ class CudaCopies:
     def start(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
-            over = torch.cuda.Event(blocking=True)  # waiting threads sleep: the readers need the cores
+            over = torch.cuda.Event(blocking=True)  # waiting threads sleep, since readers need the cores
             over.record(self._stream)
         return over
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        # Otherwise the allocator would attribute it to the copying stream, and freeing it would let the next copy
-        # overwrite it while kernels of the current stream still read it.
+        # Without this, the allocator knows the tensor only on the copying stream. After the tensor is freed,
+        # the next copy could then overwrite its memory while kernels of the current stream still read it.
         tensor.record_stream(current)
 
 
 class WeightStream:
-    """Begins to read at once. Call `take` once per part, in order, then `close`; `close` alone ends it early.
+    """Begins to read at once.
 
-    Waits have no deadline of their own: the starter of the worker decides how long a disk may take.
+    Call `take` once per part, in order, then `close`. An early `close` ends reading.
+
+    Waits have no deadline here: the process that starts the worker limits how long loading may take.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class WeightStream:
             thread.start()
 
     def take(self) -> torch.Tensor:
-        """The next part's bytes (uint8) on the device; ModelError if they cannot be read."""
+        """The bytes (uint8) of the next part, on the device; ModelError if they cannot be read."""
         index = self._num_taken
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or not self._num_missing[index])
@@ -178,7 +180,7 @@ class WeightStream:
         return tensor
 
     def close(self) -> None:
-        """Ends the threads, and waits for them: a few reads at most."""
+        """Ends the threads, and waits until each has finished its present read."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -209,7 +211,7 @@ class WeightStream:
                 self._changed.notify_all()
 
     def _next_piece(self) -> tuple[int, FilePart, int, torch.Tensor] | None:
-        """What to read next, and the memory of its whole part; None when nothing is left."""
+        """The next piece to read, with the memory of its whole part; None when nothing is left to read."""
         with self._changed:
             self._changed.wait_for(self._may_go_on)
             if self._is_over:
@@ -224,7 +226,7 @@ class WeightStream:
         return self._is_closed or self._failure is not None or not self._pieces
 
     def _may_go_on(self) -> bool:
-        """The part that is asked for next may always be read, whatever its size."""
+        """Whether the next piece may be read now. The part that `take` returns next may always be read."""
         if self._is_over:
             return True
         next_index = self._pieces[0][0]
@@ -242,7 +244,7 @@ class _Buffer:
         self.bytes: Bytes = self._tensor.numpy()
 
     def wait(self) -> None:
-        """Waits until it may be overwritten."""
+        """Waits until the buffer may be overwritten."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -267,8 +269,10 @@ class _OpenFile:
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read_into(self, part: FilePart, target: Bytes) -> None:
-        """Reads one run with preadv, which needs no page table entries, and many short ones through the map, where a
-        system call each would cost more than the copy. Neither holds the interpreter's lock."""
+        """Reads the part's bytes into `target`, without the interpreter's lock.
+
+        A single run is read by preadv, which needs no page table entries. Many short runs are copied from the
+        map, since a system call for each run would take longer than the copy."""
         if part.num_runs > 1:
             shape, strides = (part.num_runs, part.run_bytes), (part.stride_bytes, 1)
             runs = np.ndarray(shape, np.uint8, self._map, part.offset, strides)

@@ -1,6 +1,7 @@
 """Sources of a model's tensors: a folder's safetensors files, or random numbers; knows no architecture.
 
-`gguf_weights` has another source; `quantized_checkpoint` and `quantized_weights` have some on top of others.
+Another source is in `gguf_weights`. `quantized_checkpoint` and `quantized_weights` have sources that use
+other sources.
 """
 
 import hashlib
@@ -33,23 +34,23 @@ DIGEST_WINDOWS = 64
 DIGEST_WINDOW_BYTES = 4096
 
 OnProgress = Callable[[int, int], None]
-"""Called with loaded and total bytes, on the thread that builds the model, after each tensor."""
+"""Called after each tensor with loaded and total bytes, on the thread that builds the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The `rank`-th of `num_ranks` equal slices of a tensor along `dim`, or of a part of it."""
+    """Slice number `rank` of `num_ranks` equal slices of a tensor, or of a part of a tensor, along `dim`."""
 
     dim: int
     rank: int
     num_ranks: int
     first: int = 0
-    """Where the part begins that is divided."""
+    """The first index of the part that is divided."""
     size: int | None = None
-    """Of the part; None: up to the end."""
+    """The size of this part; None: up to the end."""
 
     def slice_of(self, name: str, shape: Sequence[int]) -> slice:
-        """The slice of dimension `dim` of a tensor of `shape`; ModelError if it cannot be divided equally."""
+        """The slice of dimension `dim` of a tensor of `shape`; ModelError if the ranks do not divide it."""
         assert 0 <= self.rank < self.num_ranks, f"rank {self.rank} of {self.num_ranks}"
         whole = shape[self.dim] - self.first if self.size is None else self.size
         size, rest = divmod(whole, self.num_ranks)
@@ -68,23 +69,24 @@ class WeightSource(Protocol):
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
         """The tensor, or only its `shard`, in the target dtype, on the source's device.
 
-        `shape` is the whole tensor's. ModelError if there is no such tensor, or it cannot be divided so.
+        `shape` is the shape of the whole tensor. ModelError if there is no such tensor, or it cannot be
+        divided equally.
         """
         ...
 
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
-        """The same for a matrix that is only multiplied, or whose rows are looked up: in whatever form there is."""
+        """The same for a matrix that is only multiplied or looked up by row; it may stay quantized."""
         return self.take(name, num_outputs, num_inputs, shard=shard)
 
     def take_float32(self, name: str, *shape: int) -> torch.Tensor:
-        """A whole tensor in float32, whatever the target dtype is: for numbers that 16 bits would round too much."""
+        """A whole tensor in float32, for numbers that the target dtype would round too much."""
         return self.take(name, *shape).to(torch.float32)
 
 
 def is_whole_groups(inputs: slice, group_size: int) -> bool:
-    """Whether a slice of a row's inputs cuts no group."""
+    """Whether a slice of a row's inputs consists of whole groups."""
     return bool(inputs.start % group_size == 0 and inputs.stop % group_size == 0)
 
 
@@ -106,7 +108,7 @@ class Take:
         return (*self.shape[:dim], part.stop - part.start, *self.shape[dim + 1 :])
 
     def as_stored(self, stored: StoredTensor) -> "Take":
-        """The same with dimensions in the order in which the file has them."""
+        """The same, with the dimensions in the file's order."""
         if not stored.is_transposed:
             return self
         shard = None if self.shard is None else replace(self.shard, dim=1 - self.shard.dim)
@@ -115,13 +117,13 @@ class Take:
 
 @dataclass(slots=True)
 class TakeRecorder(WeightSource):
-    """Satisfies WeightSource without weights: a model built from it on the meta device shows what it will ask for.
+    """Satisfies WeightSource without weights: records which tensors a model requests while it is built.
 
-    So the order and amount of reading ahead are known before a byte is read.
+    The model's tensors are on the meta device. So the order of reading ahead is known before a byte is read.
     """
 
     dtype: torch.dtype | None = None
-    """The dtype of the tensors that it hands out; None: torch's default."""
+    """The dtype of the returned tensors; None: torch's default."""
     takes: list[Take] = field(default_factory=list)
 
     def take(self, name: str, *shape: int, shard: Shard | None = None) -> torch.Tensor:
@@ -130,9 +132,9 @@ class TakeRecorder(WeightSource):
 
 
 class CheckpointWeights(WeightSource):
-    """Tensors of the safetensors files of a folder, on CPU, memory-mapped: a page is read when it is touched.
+    """Tensors of a folder's safetensors files, on a CPU, memory-mapped: a page is read when it is touched.
 
-    A context manager. Leave it through `check_all_taken`, so that no weight is silently ignored.
+    A context manager. Call `check_all_taken` at its end, so that no weight is silently ignored.
     """
 
     def __init__(
@@ -142,8 +144,9 @@ class CheckpointWeights(WeightSource):
         takes: Sequence[Take] = (),
         on_progress: OnProgress | None = None,
     ) -> None:
-        """`dtype` None: as tensors are stored, which may be codes. `takes`: what will be asked for; only `on_progress`
-        needs it."""
+        """`dtype` None: tensors stay as they are stored, perhaps as codes.
+
+        `takes`: the tensors that will be requested; only `on_progress` needs this list."""
         self._dtype = dtype
         self._types = types_for(dtype)
         self._index = CheckpointIndex.read(path)
@@ -184,14 +187,16 @@ class CheckpointWeights(WeightSource):
     def check_all_taken(
         self, *, allowed: tuple[str, ...] = (), unread: tuple[str, ...] = (), elsewhere: Iterable[Take] = ()
     ) -> None:
-        """ModelError if the files hold tensors that were not asked for, except those ending in one of `allowed`, or
-        beginning with one of `unread`, and those of `elsewhere`, which other ranks ask for."""
+        """ModelError if the files have tensors that were not requested.
+
+        Exceptions are names that end with one of `allowed` or begin with one of `unread`, and tensors in
+        `elsewhere`, which other ranks request."""
         names = self._taken.union(take.name for take in elsewhere)
         self._index.check_all_taken(names, allowed=allowed, unread=unread)
 
 
 def _read(handle: safe_open, take: Take, stored: StoredTensor) -> torch.Tensor:
-    """Only the part that is asked for."""
+    """Reads only the requested part of the tensor."""
     tensor: torch.Tensor
     own = take.as_stored(stored)
     cut = () if own.shard is None else (slice(None),) * own.shard.dim
@@ -208,9 +213,9 @@ def _read(handle: safe_open, take: Take, stored: StoredTensor) -> torch.Tensor:
 class DummyWeights(WeightSource):
     """Random tensors of any name and shape, the same in every process on the same kind of device.
 
-    Made on the device, since 8 billion numbers take minutes on the host. Each kind of device has its own random
-    numbers, so the digest of such a model names the kind (see `model_digest`). Every rank makes the whole tensor and
-    keeps its slice, so that shards fit together.
+    The device makes them, since 8 billion numbers take minutes on the host. Each kind of device makes
+    different random numbers, so the model's digest names the kind (see `model_digest`). Every rank makes the
+    whole tensor and keeps its slice, so that the slices fit together.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -239,16 +244,19 @@ def model_digest(
     rotation: str | None = None,
     kv_scales: str | None = None,
 ) -> str:
-    """Identifies what a folder computes: equal for copies, different for two fine-tunes of one model, and for two
-    commits of the Hub.
+    """Identifies the model that a folder contains, with everything that changes its keys and values.
 
-    `dummy_device`: where dummy weights are made, for a model without others. GPUs of different names draw different
-    numbers. `quantization`: how the weights are kept, if not as the folder has them; it changes the keys and values, so
-    it changes the digest. `activations`: their data type, if the KV cache has another, which then does not tell it.
-    `rotation`: which of config.json's factors LongRoPE takes. `kv_scales`: by what keys and values are divided.
+    Copies of a folder have the same digest; two fine-tunes of a model, or two commits of the Hub, have
+    different ones.
 
-    SHA-256 over config.json and, for each weight file, its name, size, header and 64 windows of 4 KiB spread
-    evenly over the content. Hashing everything would read the whole model at every start.
+    `dummy_device`: the device of dummy weights, if the model has no other weights; different GPUs make
+    different numbers. `quantization`: how weights are stored in memory, if not as in the folder.
+    `activations`: the data type of activations, if the KV cache has another one. `rotation`: which of
+    config.json's factors LongRoPE uses. `kv_scales`: identifies the divisors of keys and values.
+
+    The digest is the SHA-256 over config.json and, for each weight file, its name, its size, its header, and
+    64 windows of 4 KiB that are spread evenly over the content. Hashing everything would read the whole model
+    at every start.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     parts = (quantization, activations, rotation, kv_scales, commit_of(path))
@@ -265,7 +273,7 @@ def model_digest(
 
 
 def _kind_of(device: torch.device) -> str:
-    """Empty for CPUs, which all draw the same numbers; the name of a GPU, since its number of processors matters."""
+    """Empty for CPUs, which make equal random numbers; else the GPU's name, since its size matters."""
     return "" if device.type == "cpu" else f"-{device.type}-{torch.cuda.get_device_name(device)}"
 
 

@@ -1,8 +1,9 @@
-"""Decoder: token ids to logits, by layers of any family; knows no request and no block table.
+"""Decoder: computes logits from token ids with the layers of any family; knows no request and no block table.
 
-With tensor parallelism (Megatron-LM, 2019) every rank has its share of the heads, of the MLP's columns and of the
-vocabulary; the residual stream is whole on each, and summed up twice a layer. With expert parallelism a rank has whole
-experts, and the sums stay the same.
+With tensor parallelism (Megatron-LM, 2019) every rank has a share of the heads, of the MLP's columns and of
+the vocabulary. Every rank has the whole residual stream, and the ranks add up their parts twice in each
+layer. With expert parallelism each rank has whole experts; the ranks add up their parts at the same two
+places.
 
 Shape suffixes: T tokens of a step, R rows that sample, V vocabulary (a rank's share), E hidden size.
 """
@@ -37,7 +38,7 @@ class Layer(Protocol):
     """One of a decoder's layers."""
 
     def forward(self, stream: ResidualStream, attention: Attention) -> None:
-        """Adds its branches to the stream."""
+        """Adds the outputs of attention and MLP to the stream."""
         ...
 
 
@@ -62,7 +63,7 @@ LAYERS: Mapping[Family, Callable[[ModelArchitecture, int, Projections], Layer]] 
 
 
 class _AttentionOfRows:
-    """The last layer's attention: stores every token's keys and values, and goes on with some rows alone."""
+    """The last layer's attention: stores the keys and values of all tokens, but returns only `rows_R`."""
 
     def __init__(self, attention: Attention, stream: ResidualStream, rows_R: torch.Tensor) -> None:
         self._attention, self._stream, self._rows_R = attention, stream, rows_R
@@ -80,7 +81,7 @@ class _AttentionOfRows:
 
 
 class Decoder:
-    """Two calls, since most rows of a step need no logits."""
+    """A whole model. Hidden states and logits are two calls, since most rows of a step need no logits."""
 
     def __init__(
         self,
@@ -93,10 +94,11 @@ class Decoder:
         *,
         expert_parallel: bool = False,
     ) -> None:
-        """`linear` makes the layers' projections; None: `backend.linear`, which always makes the projection to logits.
+        """`linear` makes the layers' projections; None: `backend.linear`.
 
-        `kv_scales`: by what keys and values are divided in the cache, by the name of their attention.
-        `expert_parallel`: each rank has whole experts. ModelError if the ranks cannot share other weights equally.
+        `backend.linear` always makes the projection to logits. `kv_scales`: the divisors of keys and values
+        in the cache, by the name of the attention module. `expert_parallel`: each rank has whole experts.
+        ModelError if the other weights cannot be split equally between the ranks.
         """
         a = architecture
         self._architecture = a
@@ -122,7 +124,7 @@ class Decoder:
         self._head_factors = self._factors_of(kv_scales, norm_E.device)
         self._norm_E = norm_E.to(torch.float32) + 1.0 if a.family.is_gemma else norm_E
         self._embedding_scale = a.embedding_scale
-        if a.family.is_gemma:  # which was trained with a scale of the activations' dtype
+        if a.family.is_gemma:  # trained with this scale rounded to the dtype of the activations
             self._embedding_scale = torch.tensor(a.embedding_scale, dtype=self._dtype).item()
         lm_head_VE = (
             self._embed_tokens_VE
@@ -132,8 +134,9 @@ class Decoder:
         self._lm_head = backend.linear(lm_head_VE, None)
 
     def first_layers(self, num_layers: int) -> Self:
-        """A model of only these layers, with this one's embeddings, final norm and projection to logits. It shares all
-        weights."""
+        """A model of the first `num_layers` layers, with this model's embeddings, final norm and LM head.
+
+        It shares all weights with this model."""
         first = copy(self)
         first._layers = self._layers[:num_layers]
         return first
@@ -143,7 +146,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Hidden states before the final norm, R x E: of these rows, or of every token (None).
 
-        Behind the last layer's keys and values, nothing reads the other rows, so they are not computed.
+        After the last layer has stored its keys and values, no code reads the other rows. So they are not
+        computed.
         """
         residual_TE = self._backend.embed(tokens, self._embed_tokens_VE, self._first_token)
         residual_TE = residual_TE.to(self._dtype)
@@ -162,7 +166,7 @@ class Decoder:
         return stream.total()
 
     def logits(self, hidden_RE: torch.Tensor) -> torch.Tensor:
-        """R x the whole vocabulary, in the model's dtype; the same on every rank."""
+        """Logits of the whole vocabulary for R rows, in the model's dtype; the same on every rank."""
         a = self._architecture
         logits_RV = self._lm_head(self._backend.rms_norm(hidden_RE, self._norm_E, a.rms_norm_eps))
         logits_RV = self._collectives.all_gather(logits_RV, -1)
@@ -171,7 +175,7 @@ class Decoder:
         return logits_RV if a.logits_cap is None else cap_(logits_RV, a.logits_cap)
 
     def _factors_of(self, scales: Mapping[str, KVScale], device: torch.device) -> dict[int, HeadFactors]:
-        """By layer."""
+        """The factors for scaled keys and values, by layer; only of layers with scales."""
         a, num_ranks = self._architecture, self._collectives.size
         num_heads, num_kv_heads = a.num_heads // num_ranks, a.num_kv_heads // num_ranks
         return {

@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V2 and -V3: all heads attend to one latent of a token; some experts are shared by all tokens.
+"""Layers of DeepSeek-V2 and -V3: all heads attend to one latent per token; some experts serve all tokens.
 
 The checkpoint projects each latent to keys and values of all heads. Here queries are projected into the latent space,
 and the output of attention is projected back. The results are the same, but the cache holds only latents.
@@ -17,11 +17,11 @@ from engine.models.projections import Columns, ExpertNames, Projections, gate_up
 
 NAMES = ExpertNames("gate_proj", "up_proj", "down_proj")
 LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever config.json says of the others."""
+"""The epsilon of the norms of latents; config.json is about the other norms."""
 
 
 class LatentHeads:
-    """From a layer's input to what its output projection takes."""
+    """Computes attention from a layer's input, up to the input of the output projection."""
 
     def __init__(self, architecture: ModelArchitecture, index: int, parts: Projections, heads: str) -> None:
         a, e, latent = architecture, architecture.hidden_size, architecture.latent
@@ -55,7 +55,7 @@ class LatentHeads:
     def __call__(
         self, stream: ResidualStream, input_norm_E: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """T x (Q x V)."""
+        """The input of the output projection: T x (Q x V)."""
         latent = self._latent
         q_TX, kv_TD = self._input_proj(stream.normed(input_norm_E)).tensor_split([-latent.size], -1)
         if self._q_proj is not None:
@@ -77,7 +77,7 @@ class LatentHeads:
 
 
 class DeepSeekLayer:
-    """Attention, then an MLP, or experts beside an MLP: branches of the residual stream, each after its own norm."""
+    """Attention, then an MLP, in some layers plus experts; each branch begins with its own norm."""
 
     def __init__(self, architecture: ModelArchitecture, index: int, parts: Projections) -> None:
         a, prefix, e = architecture, f"model.layers.{index}", architecture.hidden_size
@@ -109,6 +109,6 @@ class DeepSeekLayer:
 
 
 def _order(num_plain: int, num_rotated: int, *, is_interleaved: bool) -> torch.Tensor | None:
-    """How a head is reordered whose last dimensions are rotated."""
+    """How a head is reordered if its last dimensions are rotated."""
     order_R = head_order(num_rotated, num_rotated, is_interleaved=is_interleaved)
     return None if order_R is None else torch.cat((torch.arange(num_plain), num_plain + order_R))

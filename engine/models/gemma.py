@@ -1,4 +1,4 @@
-"""Layers of Gemma 2 and 3: norms begin and end the branches, and their weights count from one.
+"""Layers of Gemma 2 and 3: norms begin and end the branches; norms multiply by 1 + weight.
 
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """

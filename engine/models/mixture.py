@@ -1,4 +1,4 @@
-"""Layers of Qwen3-MoE and Mixtral: Llama's, with a mixture of experts in the MLP's place; they differ in names.
+"""Layers of Qwen3-MoE and Mixtral: as Llama's, but with experts instead of an MLP; tensors' names differ.
 
 Suffixes: T tokens of a step, P query, key and value heads of this rank, D head dimension, E hidden size.
 """
@@ -14,7 +14,7 @@ BLOCKS = {
     Family.QWEN3_MOE: ("mlp", ExpertNames("gate_proj", "up_proj", "down_proj")),
     Family.MIXTRAL: ("block_sparse_moe", ExpertNames("w1", "w3", "w2")),
 }
-"""What checkpoints call the mixture and its experts' matrices."""
+"""The checkpoints' names of the mixture and of its experts' matrices."""
 
 
 class MixtureOfExpertsLayer:
@@ -46,6 +46,6 @@ class MixtureOfExpertsLayer:
 def mixture_layer(
     architecture: ModelArchitecture, index: int, parts: Projections
 ) -> MixtureOfExpertsLayer | LlamaLayer:
-    """Some layers of Qwen3-MoE may have one MLP for all tokens."""
+    """The layer of this index: with experts, or with one MLP, as in some layers of Qwen3-MoE."""
     layer = LlamaLayer if architecture.mixtures[index] is None else MixtureOfExpertsLayer
     return layer(architecture, index, parts)

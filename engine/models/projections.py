@@ -1,4 +1,4 @@
-"""Projections: a checkpoint's tensors become one rank's share of a decoder layer; knows no layer.
+"""Projections: makes one rank's share of a decoder layer's parts from a checkpoint's tensors; knows no layer.
 
 Shape suffixes: E hidden size, I input and O output features, D head dimension.
 """
@@ -26,21 +26,22 @@ NO_SCALES: Mapping[str, KVScale] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Output features of a checkpoint's projection."""
+    """Some or all output features of a checkpoint's projection."""
 
     name: str
     size: int
     first: int = 0
     num_outputs: int | None = None
-    """Of the whole projection, of which these are `size` from `first` on; None: these are all."""
+    """Number of outputs of the whole projection; these are the `size` outputs from `first` on. None: these
+    are all."""
     order_D: torch.Tensor | None = None
     """How the outputs of each head are reordered; see `head_order`."""
     is_on_every_rank: bool = False
-    """Whether every rank computes all of them, not a share."""
+    """Whether every rank computes all of these outputs, instead of a share."""
 
 
 class ExpertNames(NamedTuple):
-    """What a checkpoint calls the matrices of an expert."""
+    """A checkpoint's names of the matrices of an expert."""
 
     gate: str
     up: str
@@ -60,8 +61,9 @@ class Projections:
         *,
         expert_parallel: bool = False,
     ) -> None:
-        """`kv_scales`: by what keys and values are divided, by the name of their attention. `expert_parallel`: a rank
-        has whole experts of a mixture, not its share of each."""
+        """`kv_scales`: the divisors of keys and values, by the name of the attention module.
+
+        `expert_parallel`: a rank has some whole experts of a mixture, instead of a share of each expert."""
         self.weights = weights
         self.backend = backend
         self.collectives = collectives
@@ -70,21 +72,21 @@ class Projections:
         self._expert_parallel = expert_parallel
 
     def columns(self, parts: Sequence[Columns], num_inputs: int, *, has_bias: bool = False) -> LinearLayer:
-        """Projections of one input, as one product. Every rank computes its share of each."""
+        """Projections of one input, as one product. Every rank computes its share of each projection."""
         matrices = [self._matrix(part, num_inputs) for part in parts]
         if not has_bias:
             return merged_linear(self._linear, matrices, None)
         return merged_linear(self._linear, matrices, [self._bias(part) for part in parts])
 
     def rows(self, name: str, num_outputs: int, num_inputs: int, *, has_bias: bool = False) -> LinearLayer:
-        """A projection of inputs that the ranks share: the caller sums the ranks' results."""
+        """A projection whose inputs are divided among the ranks. The caller adds up the ranks' results."""
         shard = shard_of(1, self.collectives)
         weight_OI = self.weights.take_matrix(f"{name}.weight", num_outputs, num_inputs, shard=shard)
         bias_O = self.weights.take(f"{name}.bias", num_outputs) if has_bias else None
         return self._linear(weight_OI, bias_O if self.collectives.rank == 0 else None)
 
     def numbers(self, name: str, num_outputs: int, num_inputs: int) -> torch.Tensor:
-        """A projection's matrix, of which every rank has its share of outputs: plain numbers, however it is stored."""
+        """This rank's outputs of a projection's matrix, as plain numbers, however the matrix is stored."""
         return self.weights.take(
             f"{name}.weight", num_outputs, num_inputs, shard=shard_of(0, self.collectives)
         )
@@ -98,9 +100,11 @@ class Projections:
         *,
         has_bias: bool = False,
     ) -> MixtureLayer:
-        """A mixture of `experts`, which `experts` or `interleaved_experts` takes: the caller sums the ranks' results.
+        """A mixture of experts made by `experts` or `interleaved_experts`.
 
-        The router is whole on each rank, and keeps its bits however few the matrices have. `has_bias`: of the router.
+        The caller adds up the ranks' results.
+
+        Every rank has the whole router, which is not quantized. `has_bias`: whether the router has a bias.
         """
         weight, size = f"{router}.weight", mixture.num_experts
         take = self.weights.take_float32 if mixture.routes_in_float32 else self.weights.take
@@ -115,7 +119,7 @@ class Projections:
     def experts(
         self, mixture: Mixture, experts: str, names: ExpertNames, num_inputs: int
     ) -> Iterator[Expert]:
-        """This rank's share of a mixture's experts, taken one after another."""
+        """This rank's share of a mixture's experts, read one after another."""
         size, take = mixture.intermediate_size, self.weights.take_matrix
         columns, inputs = self._expert_shard(0), self._expert_shard(1)
         for number in self._experts_here(mixture):
@@ -127,7 +131,7 @@ class Projections:
             )
 
     def interleaved_experts(self, mixture: Mixture, experts: str, num_inputs: int) -> Iterator[Expert]:
-        """The same of a checkpoint with biases that has gates and what they multiply as one projection, in turns."""
+        """The same for a checkpoint with biases, whose one projection has gates and ups in turns."""
         size, columns = mixture.intermediate_size, self._expert_shard(0)
         if columns is not None:
             pairs = columns.slice_of(experts, (size, num_inputs))
@@ -150,12 +154,15 @@ class Projections:
             )
 
     def sinks(self, a: ModelArchitecture, heads: str) -> torch.Tensor:
-        """The logits of this rank's query heads that take weight and have no value: float32."""
+        """The sinks of this rank's query heads, in float32."""
         sinks_Q = self.weights.take(f"{heads}.sinks", a.num_heads, shard=shard_of(0, self.collectives))
         return sinks_Q.to(torch.float32)
 
     def norm(self, name: str, size: int, *, from_one: bool = False) -> torch.Tensor:
-        """A norm's weights. `from_one`: the checkpoint has them less 1 (Gemma); their sum with 1 needs float32."""
+        """A norm's weights.
+
+        `from_one`: the checkpoint has the weights minus 1 (Gemma); 1 is added in float32.
+        """
         weight = self.weights.take(f"{name}.weight", size)
         return weight.to(torch.float32) + 1.0 if from_one else weight
 
@@ -209,12 +216,15 @@ class Projections:
 
 
 def shard_of(dim: int, collectives: Collectives) -> Shard | None:
-    """This rank's share of a whole dimension."""
+    """This rank's share of dimension `dim`; None if there is only one rank."""
     return Shard(dim, collectives.rank, collectives.size) if collectives.size > 1 else None
 
 
 def qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = None) -> list[Columns]:
-    """The projections to queries, keys and values. `order_D`: how queries and keys are reordered."""
+    """The projections to queries, keys and values.
+
+    `order_D`: the new order of the outputs for queries and keys.
+    """
     q_size, kv_size = _sizes(a)
     return [
         Columns(name=f"{heads}.q_proj", size=q_size, order_D=order_D),
@@ -235,7 +245,7 @@ def merged_qkv(a: ModelArchitecture, heads: str, order_D: torch.Tensor | None = 
 
 
 def gate_up(mlp: str, size: int) -> list[Columns]:
-    """The projections of an MLP of this size to gates, and to what they multiply."""
+    """The projections of an MLP of this size to gates and ups."""
     return [Columns(name=f"{mlp}.{name}_proj", size=size) for name in ("gate", "up")]
 
 
@@ -249,14 +259,14 @@ def merged_gate_up(a: ModelArchitecture, mlp: str) -> list[Columns]:
 
 
 def order_of(a: ModelArchitecture, index: int, *, is_interleaved: bool = False) -> torch.Tensor | None:
-    """How the outputs for a head are reordered in this layer."""
+    """The new order of the outputs for a head in this layer."""
     rope = a.ropes[index]
     rotary_dim = a.head_dim if rope is None else rope.rotary_dim or a.head_dim
     return head_order(a.head_dim, rotary_dim, is_interleaved=is_interleaved)
 
 
 def _sizes(a: ModelArchitecture) -> tuple[int, int]:
-    """Output features of the projection to queries, and of that to keys or values."""
+    """The number of outputs for queries, and for keys or values."""
     return a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
 
@@ -271,5 +281,5 @@ def _every_other(matrix: Matrix, first: int) -> Matrix:
 
 
 def _reordered(tensor: torch.Tensor, index_O: torch.Tensor) -> torch.Tensor:
-    """An outline's tensors have no numbers."""
+    """The reordered tensor; a meta tensor, as in an outline, unchanged."""
     return tensor if tensor.is_meta else tensor[index_O.to(tensor.device)]

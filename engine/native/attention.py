@@ -1,4 +1,4 @@
-"""The functions and structures of attention.cpp; attention_step.h says what they mean."""
+"""The functions and structures of attention.cpp; attention_step.h explains them."""
 
 import ctypes
 
@@ -6,17 +6,17 @@ from engine.request_table import IntArray
 
 MAX_HEAD_DIM = 576
 HEAD_DIM_MULTIPLE = 16
-"""The widest vectors have as many lanes."""
+"""The widest vectors have this many lanes."""
 TILE_ROWS = 96
 RANGE_KEYS = 256
 MAX_PARTIALS = 2**24
-"""Floats of a step's partial results: 64 MiB."""
+"""The most floats of a step's partial results; they take 64 MiB."""
 ITEM_FIELDS, MERGE_FIELDS = 10, 2
-"""Of 64 bits each."""
+"""Numbers of fields of an item and of a merge; each field has 64 bits."""
 
 
 class Step(ctypes.Structure):
-    """Addresses are of arrays that live at least as long."""
+    """A step. Its addresses are of arrays that must live at least as long as the step."""
 
     _fields_ = (
         ("activation_type", ctypes.c_int64),
@@ -64,7 +64,7 @@ class AttentionKernels:
 
 
 def most_items(num_tokens_B: IntArray, context_lens_B: IntArray, num_heads: int, num_kv_heads: int) -> int:
-    """As many items as a step can be cut into; there are fewer merges."""
+    """The most items into which a step can be cut; there are always fewer merges."""
     tile = max(1, TILE_ROWS * num_kv_heads // num_heads)
     num_ranges_B = -(-context_lens_B // RANGE_KEYS)
     return num_kv_heads * int((-(-num_tokens_B // tile) * num_ranges_B).sum())

@@ -1,4 +1,4 @@
-"""compilers: which C++ compilers are installed, and whether kernels may be had; compiles nothing, imports no torch."""
+"""compilers: finds installed C++ compilers, and whether kernels are possible; imports no torch."""
 
 import shlex
 import shutil
@@ -13,7 +13,7 @@ VARIABLE = "BATON_NATIVE_KERNELS"
 
 
 def compilers(environment: Mapping[str, str]) -> list[list[str]]:
-    """Commands of those that are installed, in the order in which they are tried."""
+    """The commands of installed compilers, in the order in which they are tried."""
     commands = [shlex.split(environment.get("CXX", "")), ["c++"], ["g++"], ["clang++"]]
     found = [command for command in commands if command and shutil.which(command[0])]
     return [*found, [sys.executable, "-m", "ziglang", "c++"]] if find_spec("ziglang") else found

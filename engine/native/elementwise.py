@@ -12,8 +12,9 @@ from engine.native.types import TYPE_CODES
 
 
 class ElementwiseKernels:
-    """Results are written to tensors of the caller. All tensors of a call have one dtype; a norm's weights may be
-    float32."""
+    """Writes results to tensors of the caller.
+
+    All tensors of a call have the same dtype, but a norm's weights may be float32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int64
@@ -82,7 +83,7 @@ class ElementwiseKernels:
         )
 
     def gate_mul(self, gate_up_TM: torch.Tensor, gate: Activation, out_TI: torch.Tensor) -> None:
-        """Writes the activation of the first I columns, times the others."""
+        """Writes the activation of the first I columns, times the other I columns."""
         assert gate_up_TM.is_contiguous()
         what = (
             TYPE_CODES[gate_up_TM.dtype],

@@ -8,13 +8,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """One build of the kernels. Names of flags are those of Linux' /proc/cpuinfo."""
+    """The instructions of one build of the kernels. Flags have their names in Linux' /proc/cpuinfo."""
 
     name: str
     machine: str
-    """As `platform.machine()` names it."""
+    """The value of `platform.machine()`."""
     needs: frozenset[str]
-    """All that the flags allow a compiler to use, as far as machines and hypervisors differ in it."""
+    """The CPU flags that `compiler_flags` require, except those that all machines have."""
     compiler_flags: tuple[str, ...]
 
 
@@ -55,7 +55,7 @@ def machine_instructions() -> InstructionSet | None:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """What Linux says of the first processor; empty on other systems."""
+    """The flags of the first processor, as Linux reports them; empty on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

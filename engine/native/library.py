@@ -1,8 +1,9 @@
 """NativeLibrary: finds a compiler, compiles the kernels once, and loads them.
 
-The compiled library lies in Baton's cache folder, named after its source, flags and OpenMP runtime. A container image
-may hold it already: `python -m engine.native.library FOLDER` compiles every instruction set of this kind of machine,
-and BATON_NATIVE_KERNELS names that folder. The value `off` computes with torch alone.
+The compiled library is in Baton's cache folder; its name contains a digest of source, flags and OpenMP
+runtime. A container image may already contain it: `python -m engine.native.library FOLDER` compiles every
+instruction set of this kind of machine, and BATON_NATIVE_KERNELS names that folder. With the value `off`,
+torch computes everything.
 """
 
 import ctypes
@@ -36,7 +37,7 @@ COMPILE_TIMEOUT_S = 300.0
 def native_library() -> ctypes.CDLL | None:
     """The kernels for this machine; None, with the reason in the log, if there are none.
 
-    The first process compiles, which takes some seconds; others wait for it.
+    The first process compiles, which takes a few seconds; other processes wait for it.
     """
     if os.environ.get(VARIABLE) == "off":
         logger.info("torch computes everything: %s is off", VARIABLE)
@@ -49,7 +50,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 class _NotAvailableError(Exception):
-    """There are no kernels; its text says why."""
+    """There are no kernels; the text says why."""
 
 
 def _load(environment: Mapping[str, str]) -> ctypes.CDLL:
@@ -94,7 +95,7 @@ def _compiled_in(folder: Path, instructions: InstructionSet) -> Path:
 
 
 def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = "*.cpp") -> None:
-    """Makes the file of the sources that match, whole or not at all, by the first compiler that can."""
+    """Compiles matching sources to `library` with the first compiler that works; leaves no partial file."""
     errors = []
     for compiler in compilers(os.environ):
         try:

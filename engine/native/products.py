@@ -1,14 +1,14 @@
-"""The C++ functions of products.h's kernels, as Python calls them: addresses and sizes, nothing checked."""
+"""The C++ functions of products.h's kernels; arguments are addresses and sizes, which are not checked."""
 
 import ctypes
 from collections.abc import Callable
 
 STORE, ADD, GATE = range(3)
-"""As `products::Epilogue` has them."""
+"""The values of `products::Epilogue`."""
 
 
 class GroupedLayer(ctypes.Structure):
-    """As grouped_products.cpp has it."""
+    """The structure of the same name in grouped_products.cpp."""
 
     _fields_ = (
         ("weights", ctypes.c_void_p),
@@ -23,7 +23,7 @@ class GroupedLayer(ctypes.Structure):
 
 
 class FloatLayer(ctypes.Structure):
-    """As float_products.cpp has it."""
+    """The structure of the same name in float_products.cpp."""
 
     _fields_ = (
         ("weights", ctypes.c_void_p),
@@ -41,7 +41,7 @@ _PRODUCT = (_P, _P, _N, _N, _P, _N, _N, _N, _N, _N)
 
 
 class Products:
-    """The functions of a library; their arguments stand in the .cpp files."""
+    """The functions of a library; the .cpp files describe their arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.grouped_packed_bytes = library.grouped_packed_bytes

@@ -1,4 +1,4 @@
-"""The kernels' names of data types; as in vectors.h."""
+"""The kernels' codes of data types, as in vectors.h."""
 
 import torch
 

@@ -1,7 +1,8 @@
 """RankChannel: one end of the connection between rank 0 and another rank of its worker; knows no message.
 
-Rank 0 makes a pair of Unix sockets, and the other rank inherits one. The pair has no name and no port, so no other
-process can connect. It keeps the order. It closes with either process, so each rank notices the other's end.
+Rank 0 makes a pair of Unix sockets, and the other rank inherits one of them. The pair has no name and no
+port, so no other process can connect. Messages stay in order. The connection closes when either process ends,
+so each rank notices the end of the other rank.
 """
 
 import socket
@@ -17,14 +18,14 @@ S = TypeVar("S")
 R = TypeVar("R")
 
 SEND_TIMEOUT_S = 5.0
-"""The other end reads on a dedicated thread; one that reads nothing for this long is stuck."""
+"""The other end reads on a dedicated thread. If it reads nothing for this long, it is stuck."""
 
 _SEND_BUFFER_BYTES = 4 * 2**20
 _LENGTH = struct.Struct(">I")
 
 
 def frame_of(codec: Codec[S], message: S) -> bytes:
-    """A message as sent. WireError if it is too large."""
+    """The encoded message, as it is sent. WireError if it is too large."""
     data = codec.encode(message)
     return _LENGTH.pack(len(data)) + data
 
@@ -37,7 +38,7 @@ class RankChannel(Generic[S, R]):
         # Large, so that sending a step's plan never waits for the reader. The system may allow less.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         seconds = int(SEND_TIMEOUT_S)
-        # Python's own timeout would also apply to receiving.
+        # A timeout of the system's, since Python's own timeout would also apply to `receive`.
         end.setsockopt(
             socket.SOL_SOCKET,
             socket.SO_SNDTIMEO,
@@ -49,8 +50,10 @@ class RankChannel(Generic[S, R]):
         self._lock = threading.Lock()
 
     def send(self, message: S) -> None:
-        """Returns as soon as the system has the message. OSError if the other end is gone, or reads nothing for
-        SEND_TIMEOUT_S; after that, nothing can be sent. WireError if the message is too large."""
+        """Sends a message; returns as soon as the system has copied it. WireError if it is too large.
+
+        OSError if the other end is gone, or reads nothing for SEND_TIMEOUT_S. After that, no message can be
+        sent."""
         self.send_frame(frame_of(self._sends, message))
 
     def send_frame(self, frame: bytes) -> None:
@@ -78,7 +81,7 @@ class RankChannel(Generic[S, R]):
         self._end.close()
 
     def _read(self, num_bytes: int) -> memoryview | None:
-        """Exactly this many bytes, or None if the connection closes before."""
+        """Reads exactly this many bytes; None if the connection closes before."""
         data = memoryview(bytearray(num_bytes))
         num_read = 0
         while num_read < num_bytes:

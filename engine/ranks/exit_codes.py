@@ -1,4 +1,4 @@
-"""Exit codes of a rank's process, besides 0: it was told to stop."""
+"""Exit codes of a rank's process. 0 means that rank 0 told it to stop."""
 
 EXIT_FAILED = 1
 """The rank failed, and reported that to rank 0."""

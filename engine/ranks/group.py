@@ -1,7 +1,8 @@
-"""RankGroup: the processes of a worker's other tensor-parallel ranks, as rank 0 starts, watches and ends them.
+"""RankGroup: starts, watches and ends the processes of a worker's other tensor-parallel ranks, on rank 0.
 
-Any failure of a rank ends the worker: once a rank has left a step, the others wait for it in a collective, and their
-progress is unknown. So the first failure is kept, every rank is killed, and from then on `check` raises.
+Any failure of a rank ends the worker. Once a rank has left a step, the other ranks wait for it in a
+collective call, and their progress is unknown. So the group stores the first failure and kills every rank;
+from then on `check` raises.
 """
 
 import logging
@@ -64,9 +65,9 @@ class RankLink:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # stdout is for the worker's own messages to its parent
+                stdout=2,  # stdout is reserved for the worker's messages to its parent
                 pass_fds=(theirs.fileno(), setup.meeting_file),
-                # A rank imports modules from where this process did; Ray may have set that.
+                # A rank must import modules from the same folders as this process; Ray may have changed them.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self._reader = threading.Thread(target=self._read, name=f"rank-{self.rank}", daemon=True)
@@ -82,7 +83,10 @@ class RankLink:
         self._reader.join()
 
     def how_it_ended(self) -> str:
-        """For a message. The connection is closed, so the process has ended or is about to."""
+        """Text for a message.
+
+        Call it when the connection is closed, so that the process has ended or soon ends.
+        """
         try:
             code = self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -100,7 +104,7 @@ class RankLink:
 
 
 class RankGroup:
-    """Ranks 1 and up. One thread at a time calls its methods: the engine's, or the one that starts and stops it."""
+    """Ranks 1 and up. Only one thread at a time may call its methods."""
 
     def __init__(
         self,
@@ -109,8 +113,10 @@ class RankGroup:
         on_failure: Callable[[], None],
         module: str = "engine.ranks.entry",
     ) -> None:
-        """Starts a process for each, as `python -m module`. After `serve`, the group's threads call
-        `on_kv_output` when there are outputs to collect, and `on_failure` when a rank has failed.
+        """Starts a process for each setup, as `python -m module`. The group's threads call the two callbacks.
+
+        They call `on_kv_output`, after `serve`, when there are outputs to collect, and `on_failure` when a
+        rank fails.
         """
         self.num_computed = 0
         """How many plans rank 0 has computed."""
@@ -142,13 +148,13 @@ class RankGroup:
         self._wait(lambda link: link.is_ready, "connected to the others", timeout_s)
 
     def serve(self) -> None:
-        """From now on the engine handles failures."""
+        """Begins to call `on_kv_output`. From now on the engine handles failures."""
         self._is_serving = True
         if self._failure is not None:
             self._on_kv_output()
 
     def send(self, message: ToRank) -> None:
-        """Sends to every rank, in the order of the calls; ranks that are gone are skipped."""
+        """Sends to every rank, in the order of the calls; skips ranks whose processes are gone."""
         frame = frame_of(TO_RANK, message)
         for link in self._links:
             self._send_frame(link, frame)
@@ -163,18 +169,18 @@ class RankGroup:
             raise RuntimeError(str(self._failure)) from self._failure
 
     def explain(self, step: int, error: Exception) -> RuntimeError:
-        """Why rank 0 failed to compute a step, which ends all ranks: another rank may be the reason."""
+        """Why rank 0 failed to compute a step; another rank may be the reason. Ends all ranks."""
         self._wait_for_failure()
         self._fail(RuntimeError(f"rank 0 failed to compute step {step}: {error}"))
         return RuntimeError(str(self._failure))
 
     def explain_start(self, error: Exception) -> Exception:
-        """Why rank 0 could not get ready: another rank's error if it reported one, else rank 0's own."""
+        """Why rank 0 could not get ready: another rank's error if it reported one, else rank 0's error."""
         self._wait_for_failure()
         return self._failure or error
 
     def stop(self) -> None:
-        """Ends every process: lets them stop if there is no failure, else kills them. Call it once, in any state."""
+        """Ends every process; without a failure, the processes may stop by themselves first. Call it once."""
         self.begin_stop()
         deadline = time.monotonic() + STOP_TIMEOUT_S
         is_well = self._is_serving and self._failure is None  # a rank that still loads has nothing to lose
@@ -212,7 +218,7 @@ class RankGroup:
             self._changed.wait_for(lambda: self._failure is not None, EXPLANATION_TIMEOUT_S)
 
     def _take(self, link: RankLink, message: FromRank | None) -> None:
-        """On the link's thread."""
+        """Handles a message of a rank; runs on the link's thread."""
         match message:
             case KVOutput(output):
                 link.outputs.put(output)
@@ -239,7 +245,10 @@ class RankGroup:
                 self._fail(RuntimeError(how) if self._is_serving else ClusterError(f"{how} before it served"))
 
     def _fail(self, failure: Exception) -> None:
-        """From any thread. Only the first failure is kept: others follow from it."""
+        """Ends all ranks; may be called from any thread.
+
+        Stores only the first failure: later ones follow from it.
+        """
         with self._changed:
             if self._failure is not None or self._is_stopping:
                 return
@@ -262,11 +271,11 @@ class RankGroup:
             link.channel.send_frame(frame)
         except BlockingIOError:
             self._fail(RuntimeError(f"rank {link.rank} (pid {link.process.pid}) does not read its messages"))
-        except OSError:  # it is gone: its thread reports how it ended
+        except OSError:  # the process is gone; the link's thread reports how it ended
             return
 
 
 def _start_error(rank: int, kind: str, error: str) -> BatonError:
-    """A rank's error as rank 0's: errors of configuration and model concern the whole worker."""
+    """A rank's error as rank 0 raises it: errors of configuration and model concern the whole worker."""
     kinds: dict[str, type[BatonError]] = {"ConfigError": ConfigError, "ModelError": ModelError}
     return kinds[kind](error) if kind in kinds else ClusterError(f"rank {rank} could not start: {error}")

@@ -8,12 +8,12 @@
      |<-- Loaded --------------------------------|
      |--- Join --------------------------------->|   when all have loaded: their collectives connect, and
      |<-- Ready ---------------------------------|   each makes its pipeline, all at the same time
-     |--- Plan, RankCommands ------------------->|   in the order of rank 0's own
+     |--- Plan, RankCommands ------------------->|   in the order in which rank 0 executes its own
      |<-- KVOutput, Report ----------------------|
      |--- Stop --------------------------------->|
 
-A rank does not report computed steps: it computes them in order, and the others wait for it in the collectives. It
-reports its first failure and ends.
+A rank does not report computed steps, since the other ranks wait for it in the collectives. It reports its
+first failure, and ends.
 """
 
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class Setup:
     kv_keys: PlaneKeys | None
     model_path: str
     incarnation: str
-    """The worker's."""
+    """The worker's incarnation."""
     meeting_file: int
-    """A descriptor that the rank inherits: the file through which the ranks' collectives connect."""
+    """A descriptor that the rank inherits, of the file through which the ranks' collectives connect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RankCommands:
-    """For the rank's connector."""
+    """Commands for the rank's connector."""
 
     commands: KVConnectorMetadata
-    """Commands that are due on rank 0."""
+    """The commands that rank 0's connector gets at the same time."""
     num_computed: int
-    """How many plans this rank must have computed before: as many as rank 0 had."""
+    """How many plans this rank must have computed before: as many as rank 0 had when it sent the commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Compute what was planned, and end."""
+    """Compute the steps that were planned, and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class Loaded:
     kv_address: str
     num_blocks: int
     digest: str
-    """The model's."""
+    """The digest of the rank's model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Plans may come."""
+    """The rank is ready for plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,8 @@ ToRank = Setup | Join | Plan | RankCommands | Stop
 FromRank = Loaded | Ready | StartFailed | StepFailed | RankFailed | KVOutput | Report
 
 MAX_PLAN_BYTES = 2**30
-"""A plan contains every prompt that begins with it, even the part whose KV is cached: 160 MiB for 256 requests over one
-document of 131,072 tokens. A larger plan would end the worker."""
+"""A plan contains every prompt that begins in its step, even the part whose KV is cached. 256 requests with
+one document of 131,072 tokens take 160 MiB. A plan above this limit would end the worker."""
 
 TO_RANK: Codec[ToRank] = Codec(Setup, Join, Plan, RankCommands, Stop, max_bytes=MAX_PLAN_BYTES)
 FROM_RANK: Codec[FromRank] = Codec(Loaded, Ready, StartFailed, StepFailed, RankFailed, KVOutput, Report)

@@ -1,8 +1,8 @@
-"""One tensor-parallel rank of a worker as a process: `python -m engine.ranks.entry FD`, started by rank 0 alone.
+"""One tensor-parallel rank of a worker as a process: `python -m engine.ranks.entry FD`, started by rank 0.
 
-FD is its end of the connection to rank 0 (engine/ranks/channel.py). Over it the rank receives its setup, the same plans
-as rank 0 in the same order, and the same commands for its connector. The process ends when the connection closes, so
-that it never outlives rank 0.
+FD is the rank's end of the connection to rank 0 (engine/ranks/channel.py). Through this connection the rank
+receives its setup, the same plans as rank 0 in the same order, and the same commands for its connector. The
+process ends when the connection closes, so it never outlives rank 0.
 
     main thread      builds; then plans and commands, in the order of their arrival
     reader thread    the connection
@@ -63,7 +63,7 @@ from kv_transfer.connector.worker import KVConnectorWorker
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
-"""Between two reads of the connector's counters, which also change without plans."""
+"""Time between two reads of the connector's counters, which also change without plans."""
 
 Channel = RankChannel[FromRank, ToRank]
 
@@ -80,7 +80,7 @@ class OwnConnector(RankConnector, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a rank process drives."""
+    """The parts of a rank's process."""
 
     make_pipeline: Callable[[], Pipeline]
     """Called once the collectives are connected."""
@@ -96,7 +96,7 @@ Build = Callable[[Setup, BatonConfig, Collectives, Callable[[], None]], Rank]
 def build(
     setup: Setup, config: BatonConfig, collectives: Collectives, on_kv_output: Callable[[], None]
 ) -> Rank:
-    """The real one. Rank 0 alone samples and knows grammars."""
+    """Builds the real rank. Only rank 0 samples and uses grammars, so this rank does neither."""
     clock, network = SystemClock(), config.network
     connect = partial(
         KVConnectorWorker,
@@ -125,14 +125,14 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class _KVOutputReady:
-    """Put into the inbox by the transfer thread."""
+    """The connector has outputs; the transfer thread puts this into the inbox."""
 
 
 Inbox = queue.SimpleQueue[ToRank | _KVOutputReady]
 
 
 class RankLoop:
-    """Carries out rank 0's messages. Only the main thread calls it; an exception ends the process."""
+    """Executes rank 0's messages. Only the main thread calls it; an exception ends the process."""
 
     def __init__(
         self, pipeline: Pipeline, connector: OwnConnector, channel: Channel, inbox: Inbox, clock: Clock
@@ -143,7 +143,7 @@ class RankLoop:
         self._inbox = inbox
         self._clock = clock
         self._under_way: deque[int] = deque()
-        """Steps whose results were not taken yet, by number."""
+        """The numbers of the steps whose results were not taken yet."""
         self._num_computed = 0
         self._report = Report({}, ())
         self._report_at = clock.now()
@@ -162,7 +162,7 @@ class RankLoop:
                 case _KVOutputReady():
                     if output := self._connector.get_finished():
                         self._channel.send(KVOutput(output))
-                case None:  # idle: a failed step must be noticed before the next one comes
+                case None:  # idle: takes results, so that a failed step is noticed before the next plan
                     self._take(self._num_computed + len(self._under_way))
                 case _:
                     raise WireError(f"unexpected message {type(message).__name__}")
@@ -170,14 +170,14 @@ class RankLoop:
         self._take(self._num_computed + len(self._under_way))
 
     def _next(self) -> ToRank | _KVOutputReady | None:
-        """None if no message comes before a report is due."""
+        """The next message; None if no message arrives before a report is due."""
         try:
             return self._inbox.get(timeout=max(0.0, self._report_at - self._clock.now()))
         except queue.Empty:
             return None
 
     def _compute(self, plan: SchedulerOutput) -> None:
-        """As the engine does: waits for the previous step when this one is submitted (worker/core.py)."""
+        """Submits a step, then waits for the previous step, as the engine does on rank 0 (worker/core.py)."""
         self._pipeline.submit(plan)
         self._under_way.append(plan.step)
         self._take(self._num_computed + max(0, len(self._under_way) - self._pipeline.num_ahead(plan)))
@@ -201,7 +201,7 @@ class RankLoop:
 
 
 class _StepError(Exception):
-    """The device raised; its error is the cause."""
+    """The device failed to compute a step; `__cause__` is its error."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"step {step} failed")
@@ -272,7 +272,7 @@ def _serve(setup: Setup, channel: Channel, inbox: Inbox, build: Build) -> None:
 
 
 def _watch(transfers: Progress, channel: Channel) -> ProgressWatch:
-    """Rank 0 notices a step that does not end, since it waits for it; it does not see this rank's transfers."""
+    """Watches this rank's transfers. Rank 0 waits for this rank's steps, but cannot see its transfers."""
     watch = ProgressWatch((transfers,), SystemClock(), lambda: channel.send(RankFailed(str(watch.hang))))
     return watch
 
@@ -293,7 +293,7 @@ def _read(channel: Channel, inbox: Inbox) -> None:
 
 
 def _end(code: int, why: str) -> NoReturn:
-    """Ends the process at once: threads may wait in collectives for ever, and torch's own teardown takes seconds."""
+    """Ends the process at once: threads may wait in collectives forever; torch's teardown takes seconds."""
     logger.info("%s", why)
     logging.shutdown()
     os._exit(code)

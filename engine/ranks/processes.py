@@ -1,4 +1,4 @@
-"""RankProcesses: the processes of a worker's other tensor-parallel ranks, which this process, rank 0, drives.
+"""RankProcesses: the processes of a worker's other tensor-parallel ranks, seen from this process, rank 0.
 
 process of rank 0    scheduler, engine loop, request plane; its part of the model       worker/host.py
 process of rank r    its part of the model, the same steps; its own device, KV pool     engine/ranks/process.py
@@ -35,14 +35,14 @@ class RankProcesses:
         on_kv_output: Callable[[], None],
         module: str = "engine.ranks.entry",
     ) -> None:
-        """Starts their processes, which begin to load at once. `stop` must follow."""
+        """Starts the processes, which begin to load at once. The caller must call `stop` at the end."""
         self._start_timeout_s = config.cluster.start_timeout_s
         device = rank_device(config.engine)
-        # In memory, so the file vanishes with the last rank, however that ends. Never closed: torch opens it by this
-        # number, which could then name another file.
+        # The file is in memory, so it vanishes with the last rank. It is never closed: torch opens the file
+        # by its number, and after a close the number could mean another file.
         meeting_file = os.memfd_create("baton-ranks")
         self.collectives = TorchCollectives(meeting_file, 0, num_ranks, device, config.engine.rank_timeout_s)
-        text = config.model_dump_json(exclude_unset=True)  # the device chooses unset values
+        text = config.model_dump_json(exclude_unset=True)  # each rank chooses unset values by its device
         setups = [
             Setup(rank, num_ranks, text, kv_keys, str(model_path), incarnation, meeting_file)
             for rank in range(1, num_ranks)
@@ -70,7 +70,7 @@ class RankProcesses:
         return loaded
 
     def pipeline(self, make_own: Callable[[], Pipeline]) -> Pipeline:
-        """Joins rank 0's pipeline, which `make_own` makes while the others make theirs; all may use collectives."""
+        """The pipeline of all ranks. `make_own` makes rank 0's while the others make theirs."""
         try:
             own = make_own()
         except RuntimeError as error:

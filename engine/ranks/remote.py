@@ -1,7 +1,7 @@
-"""RankedPipeline and RemoteConnector: the engine's access to the other ranks' steps and connectors.
+"""RankedPipeline and RemoteConnector: give the engine access to other ranks' steps and connectors.
 
-A rank carries out its connector's commands once it has computed as many plans as rank 0 had when rank 0 sent them. So
-*when the step is computed* holds for each rank by itself.
+A rank executes its connector's commands when it has computed as many plans as rank 0 had when it sent the
+commands. So a command for *when the step is computed* waits for this rank's own step.
 """
 
 from collections import deque
@@ -28,16 +28,16 @@ class RankedPipeline:
         return self._own.num_ahead(plan)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Sends to the others first: rank 0 may compute the step before this returns."""
+        """Sends the plan to other ranks first, since rank 0 may compute the step before `submit` returns."""
         self._group.send(Plan(replace(plan, kv_connector_metadata=None)))
         self._steps.append(plan.step)
         self._own.submit(plan)
 
     def take(self) -> StepResult:
-        """Rank 0's own result, which includes what the others computed. The failure of any rank makes it an error.
+        """Rank 0's own result, which includes the other ranks' parts; an error if any rank has failed.
 
-        This holds even if rank 0 has a result: on GPUs, an aborted wait for a rank returns without an error, and with
-        arbitrary memory for that rank's part.
+        It is an error even if rank 0 has a result. On GPUs, an aborted wait for a rank returns without an
+        error, and the result then contains arbitrary memory as that rank's part.
         """
         result = self._own.take()
         step = self._steps.popleft()
@@ -62,7 +62,7 @@ class RemoteConnector:
         self._group = group
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """Withdrawn blocks need no wait here: the rank carries out the command before the next step."""
+        """Does not wait for reads of blocks to end: the rank executes the command before its next step."""
         if metadata is not None and metadata.at_once:
             self._send(KVConnectorMetadata(metadata.at_once, (), ()), num_computed=0)
 
@@ -85,15 +85,15 @@ class RemoteConnector:
         return output
 
     def counters(self) -> dict[str, int]:
-        """As the rank last reported."""
+        """The counters in the rank's last report."""
         return self._link.report.counters
 
     def peers(self) -> tuple[KVPeerCounts, ...]:
-        """As the rank last reported."""
+        """The peers in the rank's last report."""
         return self._link.report.peers
 
     def shutdown(self) -> None:
-        """The rank shuts its own connector when it stops."""
+        """Tells the ranks to stop; each rank shuts down its own connector then."""
         self._group.begin_stop()
 
     def _send(self, commands: KVConnectorMetadata, num_computed: int) -> None:

@@ -18,7 +18,8 @@ from gateway.auth.key_store import KeyStore
 from gateway.auth.limits import CallerRates
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""In C if available: reading the file blocks the event loop, and thousands of keys take Python seconds."""
+"""The C loader if available. Reading the file blocks the event loop, and the Python loader takes seconds for
+thousands of keys."""
 _MAX_FILE_BYTES = 16 * 2**20
 _HOW = "send the header `Authorization: Bearer KEY` (in gRPC: as metadata; for /v1/messages also `x-api-key: KEY`)"
 
@@ -27,7 +28,7 @@ class Authenticator:
     """One instance serves both frontends of a gateway. Neither its errors nor its logs contain a key."""
 
     def __init__(self, config: GatewayConfig, clock: Clock) -> None:
-        """ConfigError if the keys cannot be used."""
+        """Raises ConfigError if the keys cannot be used."""
         self._clock = clock
         self._asks_for_keys = config.has_keys
         self._anonymous = _anonymous(config)
@@ -39,8 +40,10 @@ class Authenticator:
             self._key_store = Watched([path], partial(_read_keyring, path, config.api_keys), clock)
 
     def admit(self, caller: Caller, right: Right | None) -> None:
-        """Checks that the caller has `right`; None admits every caller. Raises PermissionDenied or RateLimited. Only
-        calls that send requests count against a rate."""
+        """Checks that the caller has `right`, and room in its rate. Raises PermissionDenied or RateLimited.
+
+        With None, every caller has the right. Only calls with Right.GENERATE count against the rate.
+        """
         if right is not None and not caller.may(right):
             raise _denied(caller, right)
         if right is Right.GENERATE:
@@ -50,11 +53,11 @@ class Authenticator:
             self._rates.count(caller, 1, now)
 
     def caller_of(self, authorizations: Sequence[str]) -> Caller:
-        """The caller, by the values of its `Authorization` headers, of which there should be one; or
-        Unauthenticated, or KeysUnavailable.
+        """Finds the caller by the values of the call's `Authorization` headers; there should be exactly one.
+        Raises Unauthenticated or KeysUnavailable.
         """
         if not self._asks_for_keys and self._anonymous is not None:
-            return self._anonymous  # whatever the header holds: OpenAI's clients always send a key
+            return self._anonymous  # the header is ignored: OpenAI's clients always send a key
         if not authorizations and self._anonymous is not None:
             return self._anonymous
         if not authorizations:
@@ -66,7 +69,7 @@ class Authenticator:
         return self._owner_of(key)
 
     def _owner_of(self, key: str) -> Caller:
-        """Without its file, only the keys of the configuration itself are accepted."""
+        """While the key file cannot be used, only keys in the configuration itself are accepted."""
         unknown: Exception = Unauthenticated(
             "unknown or revoked API key; ask the operator of this gateway for a valid one"
         )
@@ -84,7 +87,7 @@ class Authenticator:
 
 
 def _anonymous(config: GatewayConfig) -> Caller | None:
-    """The caller that requests without a key count as; None: they are refused."""
+    """The caller to which requests without a key belong; None if such requests are refused."""
     if config.has_keys and not config.allow_anonymous:
         return None
     if config.is_open_to_its_machine:

@@ -9,7 +9,7 @@ from baton.config import ANONYMOUS
 
 
 class Right(Enum):
-    """What a call needs, and an API key's scopes grant."""
+    """A right that a call may require. The scopes of an API key grant rights."""
 
     GENERATE = "generate"
     """Send requests."""
@@ -28,7 +28,7 @@ class Caller:
     may_observe: bool = False
     may_generate: bool = True
     is_stranger: bool = False
-    """It showed no key to a gateway that has keys. Its connections make room for others first."""
+    """The caller sent no key to a gateway that has keys. Its connections have the least priority."""
     requests_per_minute: int | None = None
     """Limit at this gateway; None: no limit of its own."""
     tokens_per_minute: int | None = None
@@ -36,11 +36,11 @@ class Caller:
     max_concurrent: int | None = None
     """Limit at this gateway; None: no limit of its own."""
     best_priority: int | None = None
-    """The best priority its requests can have; None: whatever they ask for."""
+    """The best priority that the caller's requests can have; None means any priority."""
 
     @property
     def number(self) -> int:
-        """For workers, which need no names; the same at every gateway."""
+        """A number for workers, which do not need the name; the same at every gateway."""
         return int.from_bytes(blake2b(self.name.encode(errors="surrogatepass"), digest_size=7).digest())
 
     def may(self, right: Right) -> bool:
@@ -54,13 +54,13 @@ class Caller:
 
 
 MAX_WATCH_S = 3600.0
-"""An open-ended call ends after this time. Its client may repeat it if it still has the right to."""
+"""A call without an end of its own ends after this time. The client may call again if it may still call."""
 
 ANYBODY = Caller(ANONYMOUS, may_administer=True, may_observe=True)
 """Everyone who can connect to a gateway on loopback without API keys."""
 
 NO_CALLER = Caller(ANONYMOUS, may_generate=False, is_stranger=True)
-"""The caller of methods that need no key."""
+"""The caller in methods that need no key."""
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller")
 """The caller of the gRPC call that this task serves; set by the interceptor before the call begins."""

@@ -19,15 +19,16 @@ class Certificates:
     key_pem: bytes
     client_ca_pem: bytes | None
     context: ssl.SSLContext
-    """The same as a context for Python's TLS, for connections that begin while this version is current.
+    """The same files as a context for Python's TLS, for connections that begin while this version is current.
 
-    Each version has its own context, which holds its sessions and ticket keys. So no session outlives its
-    version: its client may have been verified by a CA that is gone.
+    Each version has its own context with its own sessions and ticket keys, so a session ends with its
+    version. This is necessary, since the CA that verified the session's client may have been removed.
     """
 
 
 def watched_certificates(tls: Tls, clock: Clock) -> Watched[Certificates]:
-    """ConfigError if the files cannot be used; later, the last usable version stays in use."""
+    """Watches the files. Raises ConfigError if they cannot be used now. Later, the last usable version stays
+    in use."""
     names = (tls.cert_file, tls.key_file, tls.client_ca_file)
     paths = [Path(name).expanduser() for name in names if name is not None]
     return Watched(paths, partial(_read_all, tls), clock)
@@ -76,7 +77,7 @@ def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
         context.options |= ssl.OP_NO_TICKET
-        context.num_tickets = 0  # a resumed session would not show its certificate again
+        context.num_tickets = 0  # in a resumed session, the client does not send its certificate again
     return context
 
 

@@ -1,4 +1,4 @@
-"""Credentials: what a client presents to a gateway, and how it verifies the gateway."""
+"""Credentials: how a client proves its identity to a gateway, and how the client verifies the gateway."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ import grpc.aio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Held in memory; the code that makes them reads the files."""
+    """The contents of keys and certificates. The code that creates the object reads the files."""
 
     api_key: str | None = field(default=None, repr=False)
     uses_tls: bool = False
     """The gateway must prove its identity with a certificate."""
     ca_pem: bytes | None = None
-    """CAs trusted for that; None: those that gRPC trusts by default."""
+    """The CAs that may have signed the gateway's certificate; None: those that gRPC trusts by default."""
     cert_pem: bytes | None = None
     """The client's own certificate, if the gateway requires one (mTLS)."""
     key_pem: bytes | None = field(default=None, repr=False)
-    """Its private key; set both or neither."""
+    """The private key of `cert_pem`; set both or neither."""
 
     def __post_init__(self) -> None:
         assert (self.cert_pem is None) == (self.key_pem is None)

@@ -1,4 +1,4 @@
-"""KeyStore: finds the owner of an API key; knows hashes only."""
+"""KeyStore: finds the owner of an API key; stores only hashes of keys."""
 
 import hashlib
 import hmac
@@ -24,11 +24,12 @@ def hash_of(key: str) -> str:
 
 
 class KeyStore:
-    """Finds a key's owner. The time this takes reveals nothing about other keys. Lookups hash the key with a secret
-    of this process, so an outsider cannot choose how much it resembles another key."""
+    """Finds a key's owner. The time that a lookup takes reveals nothing about other keys: a lookup hashes the
+    key with a secret of this process, so an attacker cannot make a key whose hash resembles that of another
+    key."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        """ConfigError if two of them contradict each other."""
+        """Raises ConfigError if two keys contradict each other."""
         self._blinding = secrets.token_bytes(32)
         keys = tuple(keys)
         if reason := contradiction_among(keys):

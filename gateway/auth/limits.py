@@ -1,4 +1,4 @@
-"""Limits of each caller's key: requests and tokens per minute, and requests at once; pure, time is an argument."""
+"""Limits of each caller's key: requests and tokens per minute, and requests at once; pure."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from baton.errors import RateLimited
 from gateway.auth.callers import Caller
 
 CONCURRENCY_RETRY_S = 1.0
-"""A guess: when one of a caller's own requests will end is unknown."""
+"""A guess, since the gateway does not know when one of the caller's requests will end."""
 
 
 class TokenBucket:
@@ -22,27 +22,27 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, now: float) -> float:
-        """The seconds until it holds a whole token; 0 if it does."""
+        """The seconds until the bucket holds a whole token; 0 if it already does."""
         self.take(0, now)
         lacking = 1.0 - self._level
-        # Rounding must not make a wait as long as this returned too short.
+        # Tolerates rounding, so that a caller that waited for this time is admitted.
         return lacking / self._rate_per_s if lacking > 1e-9 else 0.0
 
     def take(self, number: int, now: float) -> None:
-        """Takes tokens that it may not hold yet: what it then owes comes off what it gains."""
+        """Takes tokens. The level may become negative; tokens that are gained later pay the debt."""
         level = min(self._capacity, self._level + (now - self._at) * self._rate_per_s)
         self._level, self._at = level - number, now
 
 
 class CallerRates:
-    """Every caller's bucket; a caller whose rate changes starts with a full one."""
+    """The buckets of all callers. If a caller's rate changes, the caller gets a new, full bucket."""
 
     def __init__(self, unit: Literal["requests", "tokens"]) -> None:
         self._unit = unit
         self._buckets: dict[str, tuple[int, TokenBucket]] = {}
 
     def check(self, caller: Caller, now: float) -> RateLimited | None:
-        """Why the caller must wait; the error says for how long."""
+        """The error if the caller must wait; it contains the time to wait."""
         bucket = self._bucket(caller, now)
         if bucket is None or not (wait_s := bucket.wait_s(now)):
             return None
@@ -53,7 +53,7 @@ class CallerRates:
         )
 
     def count(self, caller: Caller, number: int, now: float) -> None:
-        """Counts what the caller uses, whether or not it has as much; negative: it was not used after all."""
+        """Counts what the caller uses, even beyond its limit. A negative number takes usage back."""
         if bucket := self._bucket(caller, now):
             bucket.take(number, now)
 
@@ -71,13 +71,13 @@ class CallerRates:
 
 
 class Concurrency:
-    """Unfinished requests of each caller."""
+    """Counts the unfinished requests of each caller."""
 
     def __init__(self) -> None:
         self._running: dict[str, int] = {}
 
     def begin(self, caller: Caller) -> RateLimited | None:
-        """Counts one more request of the caller, until `end`; returns why the caller may not have it."""
+        """Counts one more request of the caller, until `end`. Returns an error if that is too many."""
         running = self._running.get(caller.name, 0)
         if caller.max_concurrent is not None and running >= caller.max_concurrent:
             return RateLimited(

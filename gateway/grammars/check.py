@@ -1,8 +1,8 @@
-"""GrammarCheck: every grammar must compile here, in an expendable process, before it reaches a worker.
+"""GrammarCheck: compiles every grammar in a separate process, which may crash, before a worker gets it.
 
-    known text         its former verdict, at once
-    too deep           refused before it is compiled
-    everything else    compiled, one at a time; callers take turns by the time that their texts took
+    known text         gets its earlier verdict at once
+    too deep           is refused before it is compiled
+    everything else    is compiled, one text at a time; callers take turns by the time that their texts took
 
 A text that ended the process, or took too long, is refused from then on. The latest verdicts are kept.
 """
@@ -50,7 +50,7 @@ TRY_TIMEOUT_S = 30.0
 RETRY_AFTER_S = 1.0
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM})
-"""The compiling process's own limits do not use these signals: they come from the system or an operator."""
+"""Signals from the system or an operator. The limits of the compiling process use other signals."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,11 +64,11 @@ class GrammarTrial:
     digest: bytes
     """The key under which the verdict is kept."""
     verdict: "asyncio.Future[RequestError | None]"
-    """None: it compiles; InvalidRequest: it does not; Overloaded: that could not be determined."""
+    """None: the grammar compiles. InvalidRequest: it does not. Overloaded: the result is unknown."""
 
 
 class GrammarCheck:
-    """Belongs to one event loop. Its process starts with the first grammar, or with `warm_up`."""
+    """Use it from one event loop only. Its process starts at the first grammar, or at `warm_up`."""
 
     def __init__(
         self,
@@ -82,20 +82,21 @@ class GrammarCheck:
         self._on_verdict = on_verdict
         self._process: CompileProcess | None = None
         self._verdicts: dict[bytes, str | None] = {}
-        """Why a text is refused, or None; most recently used last."""
+        """By digest: why the text is refused, or None if it compiles. The latest used entry is last."""
         self._verdict_bytes = 0
         self._queue = FairTurns[str, GrammarTrial]()
         self._number = 0
         self._sent: deque[GrammarTrial] = deque(maxlen=2)
-        """The last ones that the process received: one may still end it after it has reported success."""
+        """The latest grammars sent to the process. A grammar may still end it after it reported success."""
         self._running: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._is_stopped = False
 
     async def check(self, output: StructuredOutput, caller: str, timeout_s: float | None) -> None:
-        """Returns if it compiles. InvalidRequest says why it does not; Overloaded if too many grammars wait.
+        """Returns if the grammar compiles. Raises InvalidRequest if it does not.
 
-        `timeout_s` is the request's remaining time; DeadlinePassed if that does not suffice.
+        Raises Overloaded if too many grammars wait. `timeout_s` is the request's remaining time. Raises
+        DeadlinePassed if this time is too short.
         """
         error: RequestError | None
         if (digest := digest_of(output)) in self._verdicts:
@@ -111,8 +112,8 @@ class GrammarCheck:
             raise error
 
     async def warm_up(self) -> None:
-        """Starts the process, so that the first grammar need not wait for it; a failed start is retried with that
-        grammar."""
+        """Starts the process, so that the first grammar does not wait for it. If the start fails, the first
+        grammar starts it again."""
         with contextlib.suppress(OSError):
             await self._running_process()
 
@@ -149,7 +150,7 @@ class GrammarCheck:
             self._queue.discard(caller, trial)
 
     def _add(self, output: StructuredOutput, digest: bytes, caller: str) -> GrammarTrial:
-        """If there is no room, the caller with the most waiting grammars is refused."""
+        """Queues a grammar. If too many wait, refuses one of the caller with the most waiting grammars."""
         if self._is_stopped:
             raise Overloaded("this gateway is stopping", RETRY_AFTER_S)
         self._number += 1
@@ -200,7 +201,7 @@ class GrammarCheck:
     def _on_message(self, message: Message) -> None:
         trial = next((trial for trial in self._sent if trial.number == message.number), None)
         if trial is None:
-            return  # its grammar was given up long ago
+            return  # the grammar was given up long ago
         match message:
             case GrammarTried(error=error):
                 self._conclude(trial, error, "compiled" if error is None else "invalid")
@@ -217,7 +218,8 @@ class GrammarCheck:
                 self._conclude(trial, _reason(number), "killed")
 
     def _conclude(self, trial: GrammarTrial, error: str | None, result: str) -> None:
-        """A process that ended after its answer revokes it: others will not get it."""
+        """Stores a verdict. If a grammar ends its process after a success, its new verdict replaces the old
+        one."""
         if trial.digest in self._verdicts:
             self._verdict_bytes -= _verdict_bytes(self._verdicts.pop(trial.digest))
         self._verdicts[trial.digest] = error
@@ -229,7 +231,7 @@ class GrammarCheck:
             trial.verdict.set_result(self._known_verdict(trial.digest))
 
     def _ended(self) -> None:
-        """The process itself ended, which no grammar can cause."""
+        """The process itself ended. No grammar can cause this, since forks compile the grammars."""
         for trial in self._sent:
             self._give_up(trial, "the process that compiles grammars ended; try again")
         if not self._is_stopped:

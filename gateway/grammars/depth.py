@@ -1,7 +1,7 @@
 """The depth of a grammar: nested brackets, and rules that refer to rules.
 
-The library that compiles grammars recurses once per level. A bound turns most texts that would crash it into an error
-that says what to change; `gateway/grammars/check.py` catches the rest.
+The library that compiles grammars recurses once per level, and crashes if there are too many levels. With a
+limit, most such texts get an error that says what to change. `gateway/grammars/check.py` catches the others.
 """
 
 import json
@@ -35,7 +35,7 @@ _JSON_TOKEN = re.compile(r'"(?:\\[\s\S]|[^"\\])*+"?|(?P<open>[\[{])|(?P<close>[\
 
 
 def check_depth(output: StructuredOutput) -> None:
-    """InvalidRequest if a grammar is more than MAX_DEPTH levels deep. Invalid grammars pass."""
+    """Raises InvalidRequest if a grammar is deeper than MAX_DEPTH levels. Invalid grammars pass."""
     match output.kind:
         case GrammarKind.JSON_SCHEMA:
             depth, what = _schema_depth(output.source), "its schemas nest and refer to each other"
@@ -51,7 +51,7 @@ def check_depth(output: StructuredOutput) -> None:
 
 def _schema_depth(source: str) -> int:
     if source.count("{") + source.count("[") + source.count('"$ref"') <= MAX_DEPTH:
-        return 0  # it cannot be deeper; ordinary schemas are not parsed for this
+        return 0  # it cannot be too deep, so ordinary schemas are not parsed here
     try:
         schema = json.loads(source)
     except ValueError:
@@ -70,7 +70,7 @@ def _schema_depth(source: str) -> int:
 
 
 def _resolved(schema: Any, reference: object) -> Any:
-    """The target of a reference within the document; None if it has none here."""
+    """The target of a reference within the document; None if the document contains no such target."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     value = schema
@@ -86,7 +86,7 @@ def _resolved(schema: Any, reference: object) -> Any:
 
 
 def _lark_depth(source: str) -> int:
-    """Links from rule to rule, with the brackets of each."""
+    """The longest chain of rules that refer to each other, plus the deepest brackets within one rule."""
     references: dict[str, list[str]] = {}
     brackets: dict[str, list[re.Match[str]]] = {}
     name = ""
@@ -102,7 +102,7 @@ def _lark_depth(source: str) -> int:
 
 
 def _bracket_depth(tokens: Iterable[re.Match[str]]) -> int:
-    """The most brackets open at once."""
+    """The largest number of brackets that are open at once."""
     depth = deepest = 0
     for token in tokens:
         if token["open"]:
@@ -114,7 +114,7 @@ def _bracket_depth(tokens: Iterable[re.Match[str]]) -> int:
 
 
 def _longest_way(start: T, below: Callable[[T], Iterable[T]], key: Callable[[T], object]) -> int:
-    """Nodes on the longest path of a depth-first search that enters each node once, in order."""
+    """How many nodes the longest path of a depth-first search has. The search enters each node once."""
     entered = {key(start)}
     way: list[Iterator[T]] = [iter(below(start))]
     deepest = 1

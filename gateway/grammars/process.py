@@ -20,11 +20,11 @@ ONE_THREAD = {
     "RAYON_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""The process forks, and a fork has none of its parent's threads."""
+"""The process must not have other threads: it forks, and a fork has none of its parent's other threads."""
 
 
 class CompileProcess:
-    """One process from its start to its end. Belongs to one event loop."""
+    """One process from its start to its end. Use it from one event loop only."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class CompileProcess:
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """OSError if it cannot start."""
+        """Starts the process. Raises OSError if this fails."""
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
@@ -56,7 +56,7 @@ class CompileProcess:
         return self._reading is not None and not self._reading.done()
 
     async def send(self, message: TryGrammar) -> None:
-        """Returns once the message is written; if the process has ended, `on_end` is called."""
+        """Returns once the message is written. If the process has ended, drops the message silently."""
         assert self._process is not None, "the process was not started"
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
@@ -70,7 +70,7 @@ class CompileProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Ends the process, and waits for that. `on_end` is called as always."""
+        """Ends the process, and waits for its end. `on_end` is called as after every end."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -99,11 +99,11 @@ class CompileProcess:
 
 
 def _kept(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an interpreter may need to start; secrets are left out."""
+    """The environment variables that an interpreter may need to start. Secrets are left out."""
     return {name: environment[name] for name in ("PATH", "LD_LIBRARY_PATH", "LANG") if name in environment}
 
 
 def process_arguments(model_folder: Path, model: ServedModel) -> list[str]:
-    """Arguments of its command, for a model's own tokenizer."""
+    """The arguments of the process's command, for a model's own tokenizer."""
     eos_token_ids = ",".join(map(str, model.eos_token_ids))
     return [str(model_folder / "tokenizer.json"), str(model.vocab_size), eos_token_ids]

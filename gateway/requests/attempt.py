@@ -1,7 +1,7 @@
 """Attempt: one try at a request on a pair of workers, and what each output or loss means for it; pure.
 
-An attempt has a prefill request and a decode request, or a decode request alone. Each stays open until its worker ends
-it, or until the attempt is closed, which sends the worker an abort.
+An attempt has a prefill request and a decode request, or only a decode request. A sub-request stays open
+until its worker ends it, or until the attempt is closed. Then the worker gets an abort.
 """
 
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from gateway.routing.placement import Placement
 
 
 class Cause(Enum):
-    """Why an attempt failed, which decides whether the failure counts against the request."""
+    """Why an attempt failed. The cause decides whether the failure counts against the request."""
 
     LOST = "lost"
     """A worker ended, is unreachable, or has ended its session with this gateway."""
     FAILED = "failed"
     """A healthy worker reported a failure."""
     GIVEN_BACK = "given_back"
-    """A healthy worker gave the request back: it drains, changes its role, or has no blocks left. Or the gateway took
-    it back, since its caller held more than its share."""
+    """A healthy worker gave the request back: the worker drains, changes its role, or has no blocks left. Or
+    the gateway took the request back, since its caller held more than its share."""
     REFUSED = "refused"
-    """A healthy worker did not start the request, since it is full."""
+    """A healthy worker did not start the request, since the worker is full."""
 
 
 _CAUSES = {ErrorKind.OVERLOADED: Cause.REFUSED, ErrorKind.GIVEN_BACK: Cause.GIVEN_BACK}
 
 _FAILED = (ErrorKind.INTERNAL, ErrorKind.STEP_FAILED)
 _NO_REASONS = (FinishReason.ABORT, FinishReason.HANDED_OVER)
-"""Ends of a prefill request that do not explain why its prompt did not reach the decode worker."""
+"""Finish reasons of a prefill request that do not explain why its prompt did not reach the decode worker."""
 
 
 class Verdict(Enum):
@@ -48,10 +48,10 @@ class AttemptFailure:
     """Why an attempt failed."""
 
     worker: str
-    """Which worker caused it."""
+    """The worker that caused the failure."""
     cause: Cause
     summary: str
-    """In our own words. `reason` is the worker's, and may name machines and files."""
+    """The gateway's description. `reason` is the worker's, and may name machines and files."""
     reason: str = ""
     is_prompt_lost: bool = False
     """The decode worker is healthy, but its prompt's KV did not arrive."""
@@ -66,7 +66,7 @@ class AttemptFailure:
 
 @dataclass(slots=True)
 class Attempt:
-    """Sub-requests are open from the placement on, so that a loss before they are sent does not go unnoticed."""
+    """One attempt. Its sub-requests are open from the placement on, so that an early loss is noticed."""
 
     engine_request_id: str
     """The request's id on its workers."""
@@ -74,30 +74,31 @@ class Attempt:
     num_tokens_before: int
     """How many tokens the client had when the attempt began."""
     decode_recomputes: bool = False
-    """The decode worker computes a prompt that does not arrive."""
+    """If the prompt's KV does not arrive, the decode worker computes the prompt."""
     refs: Mapping[str, WorkerRef] = field(default_factory=dict)
-    """The incarnations of its workers, by name."""
+    """The incarnations of the attempt's workers, by name."""
     on_preemption: OnPreemption = OnPreemption.RESUME
     """What the decode worker does with the request if it runs out of blocks."""
     number: int = 0
-    """Counts from 0."""
+    """The attempt's number within its request, from 0."""
     began_at: float = 0.0
     """On the gateway's clock."""
     ended_at: float | None = None
-    """None while it is open."""
+    """None while the attempt is open."""
     failure: AttemptFailure | None = None
     open_workers: set[str] = field(init=False)
     """Workers whose sub-request is open."""
     _is_decoding: bool = False
-    """The decode worker has sent an output, so it no longer needs the prefill worker."""
+    """The decode worker has sent an output, so the attempt no longer needs the prefill worker."""
     _has_prefilled: bool = False
     """The prefill worker has computed the prompt."""
     _lost_prompt: AttemptFailure | None = None
-    """The decode worker reported that its prompt did not arrive; the prefill worker has yet to report why."""
+    """The decode worker reported that its prompt did not arrive. The prefill worker has not reported the
+    reason yet."""
     _is_prefill_aborted: bool = False
     _is_transfer_reported: bool = False
     _uncounted: set[str] = field(init=False)
-    """Workers whose sub-request's end `newly_ended` has not returned yet."""
+    """Workers that `newly_ended` has not returned yet."""
 
     def __post_init__(self) -> None:
         self.open_workers = set(self.workers)
@@ -105,22 +106,22 @@ class Attempt:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The decode worker first."""
+        """The attempt's workers, the decode worker first."""
         prefill = self.placement.prefill
         return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
 
     def has_progressed(self, num_tokens: int) -> bool:
-        """Whether the client's `num_tokens` include one from this attempt's decode worker.
+        """Whether the client's `num_tokens` tokens include a token of this attempt's decode worker.
 
-        The token that the prefill worker adds does not count: if it did, a request that never decodes would seem to
+        The prefill worker's token does not count. Otherwise a request that never decodes would seem to
         progress.
         """
         return num_tokens > self.num_tokens_before + (self.placement.prefill is not None)
 
     @property
     def contributors(self) -> tuple[WorkerRef, ...]:
-        """The workers that computed part of its answer. A prefill worker that failed did not, though the decode worker
-        may have computed the prompt instead.
+        """The workers that computed part of the answer. This excludes a prefill worker that failed, even if
+        the decode worker computed the prompt instead.
         """
         has_computed = {self.placement.decode: self._is_decoding, self.placement.prefill: self._has_prefilled}
         return tuple(ref for name, ref in self.refs.items() if has_computed[name])
@@ -128,22 +129,23 @@ class Attempt:
     def on_output(self, worker: str, output: RequestOutput) -> Verdict | AttemptFailure:
         """What a worker's output means for the attempt."""
         is_prefill, end = worker == self.placement.prefill, output.finish_reason
-        if end is None and not is_prefill:  # nearly all of them
+        if end is None and not is_prefill:  # nearly all outputs
             self._is_decoding = True
             return Verdict.DELIVER
         if end is not None:
             self.open_workers.discard(worker)
             self._has_prefilled |= is_prefill and end not in (FinishReason.ERROR, FinishReason.ABORT)
         if is_prefill and self._is_decoding:
-            # The prompt arrived or was not needed: the decode worker reported the first token.
+            # The decode worker has sent an output, so the prompt arrived or was not needed.
             return Verdict.IGNORE
         if is_prefill and self._lost_prompt is not None and end in _NO_REASONS:
             return self._lost_prompt
         if end is FinishReason.ABORT and self.open_workers:
-            # A prefill worker that ends the request itself notifies the decode worker first.
+            # Wait for the other output: a prefill worker that ends a request itself notifies the decode
+            # worker first.
             return Verdict.IGNORE
         if output.error_kind is ErrorKind.KV_LOAD_FAILED and self.placement.prefill in self.open_workers:
-            # The prefill worker may yet report that it gave the request back, which does not count as a failure.
+            # Wait for the prefill worker: if it gave the request back, this does not count as a failure.
             self._lost_prompt = self._failure(is_prefill, output)
             return Verdict.IGNORE
         if end in (FinishReason.ERROR, FinishReason.ABORT):
@@ -155,15 +157,15 @@ class Attempt:
         return Verdict.DELIVER
 
     def on_lost(self, worker: str, reason: str, *, was_draining: bool = False) -> AttemptFailure | None:
-        """A worker is lost: the failure that follows, or None if the attempt does not need the worker any more.
+        """Handles a worker's loss. Returns the failure, or None if the attempt no longer needs the worker.
 
-        A request that reached a draining worker too late to be refused is lost with it, and counts as given back.
+        If the worker was draining, the request arrived too late to be refused. It then counts as given back.
         """
         is_prefill = worker == self.placement.prefill
         if is_prefill and self._is_decoding:
-            self.open_workers.discard(worker)  # only its report of the hand-over was still missing
+            self.open_workers.discard(worker)  # only its report of the hand-over is missing
             return None
-        # A hand-over may be lost with its prefill worker, as long as the decode worker has not reported a token.
+        # A prefill worker whose request has ended is still needed until the decode worker has sent an output.
         if worker not in self.open_workers and not is_prefill:
             return None
         if is_prefill and self.decode_recomputes and self.open_workers - {worker}:
@@ -175,7 +177,7 @@ class Attempt:
         return AttemptFailure(worker, Cause.LOST, "the worker was lost", reason, is_prompt_lost=is_prefill)
 
     def transfer_of(self, worker: str, output: RequestOutput) -> TransferRecord | None:
-        """How the hand-over ended for the decode worker, if this output says so; returned once."""
+        """The decode worker's record of the hand-over, if this output has it. Returns each record once."""
         is_news = worker == self.placement.decode and not self._is_transfer_reported
         if not is_news or self.placement.pair is None or output.stage_times is None:
             return None
@@ -184,14 +186,14 @@ class Attempt:
         return transfer
 
     def prefill_to_abort(self) -> str | None:
-        """The prefill worker, if its request is open only to learn how it ended; returned once."""
+        """The prefill worker, once the decode worker reported that the prompt is missing. Returns it once."""
         if self._lost_prompt is None or self._is_prefill_aborted:
             return None
         self._is_prefill_aborted = True
         return self.placement.prefill
 
     def contradiction(self, worker: str) -> AttemptFailure:
-        """A worker sampled another token than the client already has, so its output does not continue the answer."""
+        """The failure of a worker that sampled another token than the client already has at this position."""
         return AttemptFailure(
             worker, Cause.FAILED, "it sampled another token than the one that was delivered"
         )
@@ -203,7 +205,7 @@ class Attempt:
         return AttemptFailure(self.placement.decode, Cause.FAILED, "no worker is still running this request")
 
     def newly_ended(self) -> list[str]:
-        """Workers whose sub-requests ended since the last call; each is returned once."""
+        """Workers whose sub-requests ended since the last call. Returns each worker once."""
         if len(self._uncounted) == len(self.open_workers):
             return []
         ended = sorted(self._uncounted - self.open_workers)
@@ -211,7 +213,7 @@ class Attempt:
         return ended
 
     def close(self) -> list[str]:
-        """Ends all open sub-requests; returns the workers to send an abort to."""
+        """Ends all open sub-requests. Returns the workers that must get an abort."""
         still_open = sorted(self.open_workers)
         self.open_workers.clear()
         return still_open
@@ -234,10 +236,10 @@ class Attempt:
 def sub_requests(
     request: EngineRequest, attempt: Attempt, transfer_id: str
 ) -> list[tuple[str, EngineRequest]]:
-    """What to send to each worker, in this order: the decode worker, which reserves blocks, comes first.
+    """The sub-request for each worker, to be sent in this order: the decode worker first reserves blocks.
 
-    (transfer_id, attempt number) identifies the hand-over; no two attempts share it. A prefill worker that runs out
-    of blocks keeps the request and computes the prompt again later.
+    (transfer_id, attempt number) identifies the hand-over, so each attempt has its own. A prefill worker that
+    runs out of blocks keeps the request and computes the prompt again later.
     """
     decode, prefill = attempt.placement.decode, attempt.placement.prefill
     if prefill is None:
@@ -253,6 +255,6 @@ def sub_requests(
 
 
 def _split_field(reason: str) -> tuple[str, str]:
-    """Splits a worker's refusal into the field it begins with and the problem; see InvalidRequest."""
+    """Splits a worker's message "field: problem" into the field and the problem; see InvalidRequest."""
     name, _, message = reason.partition(": ")
     return (name, message) if message else ("request", reason)

@@ -1,16 +1,16 @@
-"""Dispatcher: sees each client's request through to exactly one end, over as many attempts as needed; sans-IO.
+"""Dispatcher: brings each client's request to exactly one end, with as many attempts as needed; sans-IO.
 
-    effects = dispatcher.handle(event, now)       what happened, and what to do about it: gateway/requests/events.py
-    dispatcher.next_deadline()                    when to send a Tick at the latest
+    effects = dispatcher.handle(event, now)       gateway/requests/events.py defines events and effects
+    dispatcher.next_deadline()                    the latest time for the next Tick
 
     Submitted ----> queue ----> placed on a pair ---- WorkerOutputs ----> Deliver ... Deliver with a finish
                       ^               |
-                      |            failure (an output that says so, or WorkerLost)
+                      |            failure (an output that reports it, or WorkerLost)
                       |               v
                       +------ RetryState.on_failure ----> Refuse
 
-The dispatcher has no clock, no sockets and no randomness of its own, so the simulation runs it as it is. The
-driver is gateway/requests/driver.py.
+The dispatcher has no clock, no sockets and no source of randomness, so the simulator runs it unchanged. In a
+real gateway, gateway/requests/driver.py drives it.
 """
 
 import logging
@@ -72,8 +72,8 @@ class Dispatcher:
         must_not_fall_back: bool = False,
         on_first_token: Callable[[float], None] | None = None,
     ) -> None:
-        """`draw_id` returns a new unique id of that many bytes, in hexadecimal. `on_first_token` gets clients' times
-        to first token in seconds, and must not raise."""
+        """`draw_id(n)` returns a new unique id of n bytes, in hexadecimal. `on_first_token` gets each
+        client's time to first token in seconds, and must not raise."""
         self.router = router
         self._fleet = FleetKnowledge(router)
         self.avoided_pairs = self._fleet.avoided_pairs
@@ -87,7 +87,7 @@ class Dispatcher:
         self._entries: dict[RequestState, QueueEntry[RequestState]] = {}
         """The queue entries of waiting requests."""
         self._placed: dict[str, RequestState] = {}
-        """By the request id that workers know."""
+        """Requests on workers, by the request id that workers know."""
         self._shares = CallerShares(router, max_in_flight)
         self._open = OpenRequests()
         self.suspects = Suspects()
@@ -96,7 +96,7 @@ class Dispatcher:
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """The effects of an event, to be carried out in this order."""
+        """Handles an event. Returns its effects, which the caller must carry out in this order."""
         self._now = now
         match event:
             case WorkerOutputs(worker, outputs):
@@ -123,14 +123,14 @@ class Dispatcher:
         return effects
 
     def next_deadline(self) -> float | None:
-        """None while no request waits."""
+        """The latest time for the next Tick; None while no request waits."""
         return self._queue.next_deadline()
 
     # what observers read
 
     @property
     def num_in_flight(self) -> int:
-        """Requests on workers, and requests whose clients have yet to read the end of their answers."""
+        """Requests on workers, and requests whose clients have not read the end of the answer yet."""
         return len(self._open) - len(self._queue)
 
     @property
@@ -178,7 +178,7 @@ class Dispatcher:
         self._effects.append(Record(record_of(state, outcome, error, self._now)))
 
     def _drop(self, state: RequestState) -> None:
-        """Ends the request everywhere: its client waits no longer."""
+        """Ends the request: removes it from the queue, or aborts it on its workers."""
         if state.phase is RequestPhase.PLACED:
             self._close_attempt(state)
         elif state.phase is RequestPhase.WAITING:
@@ -192,7 +192,7 @@ class Dispatcher:
     # waiting
 
     def _enqueue(self, state: RequestState) -> None:
-        """Places the request or lets it wait; refuses it, or another one in its favour, if it cannot wait."""
+        """Places the request or queues it. If it cannot be queued, refuses it or another request."""
         request, now = state.request, self._now
         least_prefill_s = 0.0
         if state.deadline is not None and not state.num_attempts:
@@ -218,7 +218,7 @@ class Dispatcher:
             self._refuse(refused.item, error)
 
     def _take_back(self, *workers: str) -> None:
-        """Returns requests to the queue whose callers hold more than their share there."""
+        """Returns requests on these workers to the queue if their callers hold more than their share."""
         for state, failure in self._shares.to_give_back(workers, self._now):
             self._fail(state, failure)
 
@@ -259,7 +259,7 @@ class Dispatcher:
     # attempts
 
     def _begin_attempt(self, state: RequestState, placement: Placement) -> None:
-        # The id begins with the client's own, so that a search for that finds what workers log.
+        # The id begins with the client's id: a search for the client's id then finds the workers' log lines.
         engine_request_id = f"{state.request.request_id}.{self._draw_id(8)}"
         attempt = state.begin(placement, engine_request_id, self._now)
         self._placed[engine_request_id] = state
@@ -329,7 +329,7 @@ class Dispatcher:
         is_in_prefill = state.num_output_tokens == attempt.num_tokens_before
         result = state.on_output(worker, output, now)
         if isinstance(result, Delta):
-            self._may_have_room |= is_in_prefill  # for other prompts
+            self._may_have_room |= is_in_prefill  # the prompt is computed, so others may fit
             self._open.count_answer(state.request, len(result.token_ids), now)
             self._effects.append(Deliver(state.request, result))
             if self.suspects and attempt.has_progressed(state.num_output_tokens):
@@ -351,10 +351,10 @@ class Dispatcher:
 
     def _on_worker_lost(self, worker: str, reason: str, is_reachable: bool) -> None:
         logger.warning("lost the requests on worker %s: %s", worker, reason, extra={"worker": worker})
-        listed = self._fleet.workers.get(worker)  # None for a worker that takes no requests
+        listed = self._fleet.workers.get(worker)  # None if it accepts no requests
         was_draining = self._fleet.on_worker_lost(worker)
         if listed is not None and not was_draining and not is_reachable:
-            # Before its requests move, so that the one that ended it does not.
+            # This must come before the retries below, so that a harmful request is not retried.
             places, had = self._open.on(worker, listed.ref)
             if (stopped := self.suspects.worker_lost(places, had, self._now)) is not None:
                 self._stop(*stopped)
@@ -372,7 +372,7 @@ class Dispatcher:
             self._count_ended(attempt)
 
     def _stop(self, identity: Identity, error: RequestError) -> None:
-        """Ends a harmful request, with all equal ones."""
+        """Ends a harmful request, and all open requests that are equal to it."""
         for state in [state for state in self._open if state.identity == identity]:
             if state.phase is not RequestPhase.FINISHED:
                 name, caller = state.request.request_id, state.request.caller.name
@@ -381,8 +381,8 @@ class Dispatcher:
 
     @contextmanager
     def _costs_only(self, state: RequestState) -> Iterator[None]:
-        """A bug that one request meets ends this request. It must not reach the worker connection or the client whose
-        message is handled, nor keep other requests from being served."""
+        """Ends only this request if an unexpected error occurs. The error must not reach the worker
+        connection or the client whose message is handled, and other requests must continue."""
         try:
             yield
         except Exception as error:
@@ -390,7 +390,7 @@ class Dispatcher:
 
 
 def _log(level: int, state: RequestState, what: str) -> None:
-    """Logs both ids: workers' log lines have the attempt's, the client knows the request's."""
+    """Logs both ids: workers log the attempt's id, and the client knows the request's id."""
     if logger.isEnabledFor(level):
         name = state.request.request_id
         extra = {"request_id": name, "engine_request_id": state.attempt.engine_request_id}

@@ -1,4 +1,4 @@
-"""RequestDriver: runs the dispatcher on asyncio, with clients' streams, workers' connections, and one timer.
+"""RequestDriver: runs the dispatcher on asyncio, with clients' streams, worker connections and one timer.
 
 The driver passes each event to the dispatcher and carries out the effects at once, without waiting.
 """
@@ -45,11 +45,11 @@ from gateway.turn_budget import TurnBudget
 from gateway.workers.connections import WorkerConnections
 
 LONG_PROMPT = 16_384
-"""Tokens. Blocks of a shorter one are hashed where they are needed, in about a millisecond."""
+"""In tokens. For shorter prompts, the router itself hashes the blocks, in about a millisecond."""
 
 
 class RequestDriver:
-    """Everything in flight at one gateway. Belongs to one event loop."""
+    """All open requests of one gateway. Use it from one event loop only."""
 
     def __init__(
         self,
@@ -63,8 +63,9 @@ class RequestDriver:
         on_first_token: Callable[[float], None] | None = None,
         scheduler: SchedulerConfig = DEFAULT_SCHEDULER,
     ) -> None:
-        """Each of `on_end` gets every request's record, once, at the request's end. `on_first_token` gets each
-        client's time to first token in seconds. None may raise."""
+        """Each function of `on_end` gets the record of every request once, when the request ends.
+        `on_first_token` gets each client's time to first token in seconds. None of these functions may
+        raise."""
         self._clock = clock
         self._on_end = on_end
         self._max_unread_tokens = config.max_unread_tokens
@@ -90,7 +91,7 @@ class RequestDriver:
         return 0.0 if since is None else self._clock.now() - since
 
     async def generate(self, request: GatewayRequest) -> AsyncGenerator[Delta, None]:
-        """Streams a request's deltas up to the one with `finish`, or raises a RequestError.
+        """Yields a request's deltas; the last one has `finish`. Raises a RequestError if the request fails.
 
         Closing the generator ends the request everywhere.
         """
@@ -111,7 +112,7 @@ class RequestDriver:
             raise
 
     async def _hash_prompt(self, request: GatewayRequest) -> None:
-        """For the router, in turns: a long prompt would hold up everything else."""
+        """Hashes a long prompt for the router. Pauses between portions, so that others are not delayed."""
         if len(request.prompt_token_ids) < LONG_PROMPT or request.skip_reading_prefix_cache:
             return
         budget = TurnBudget(asyncio.get_running_loop().time)
@@ -119,7 +120,7 @@ class RequestDriver:
             await budget.pause_if_spent()
 
     def abort(self, request_id: str, caller: Caller) -> bool:
-        """Ends this caller's request of that id, with all its answers; False if there is none."""
+        """Ends the caller's request with this id, and all its answers. Returns False if there is none."""
         requests = self.dispatcher.requests_of(request_id, caller)
         for request in requests:
             self._answers[request].cut_short(RequestAborted(f"request {request_id} was aborted"))
@@ -143,7 +144,7 @@ class RequestDriver:
         self._handle(WorkerOutputs(worker, outputs))
 
     def on_kv_events(self, worker: str, events: KVEvents) -> None:
-        """After a gap, the next `on_status` subscribes again."""
+        """If events are missing, the next `on_status` subscribes again."""
         self.router.kv_events(worker, events)
 
     def on_worker_lost(self, worker: str, reason: str) -> None:
@@ -180,7 +181,7 @@ class RequestDriver:
                     on_end(record)
 
     def _end(self, request: GatewayRequest, error: BaseException | None) -> None:
-        """A client's stream is over; only the first call counts."""
+        """The client's stream has ended. Only the first call for a request has an effect."""
         if self._answers.pop(request, None) is not None:
             self._handle(StreamEnded(request, error))
 
@@ -202,10 +203,10 @@ class RequestDriver:
 
 
 class UnreadAnswer:
-    """The part of an answer that its client has yet to read; bounded, for one reader.
+    """The part of an answer that the client has not read yet; bounded, for one reader.
 
-    Clients never hold up workers: outputs wait here as they arrive. Everything that waits is read as one delta, so a
-    slow reader costs fewer messages, not more.
+    Outputs are stored here as they arrive, so a client never delays workers. `read` returns all stored
+    outputs as one delta, so a slow reader gets fewer but larger messages.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -220,7 +221,8 @@ class UnreadAnswer:
         self._changed = asyncio.Event()
 
     def put(self, delta: Delta) -> bool:
-        """False if too much waits now: `read` raises SlowReader, and the unread part is dropped."""
+        """Stores a delta. If too much is unread, drops it, makes `read` raise SlowReader, and returns
+        False."""
         if self._is_cut_short:
             return True
         self._token_ids.extend(delta.token_ids)
@@ -240,19 +242,19 @@ class UnreadAnswer:
         return False
 
     def fail(self, error: Exception) -> None:
-        """`read` raises the error once, after everything before it was read."""
+        """Makes `read` raise the error once, after `read` has returned everything stored before."""
         if not self._is_cut_short:
             self._error = error
             self._changed.set()
 
     def cut_short(self, error: Exception) -> None:
-        """`read` raises the error once; the unread part is dropped."""
+        """Drops the unread part, and makes the next `read` raise the error once."""
         self._take_all()
         self.fail(error)
         self._is_cut_short = True
 
     async def read(self) -> Delta:
-        """Waits for the next part, and returns all of it as one delta; raises the error that ended the answer."""
+        """Waits until something is stored. Returns all of it as one delta, or raises the stored error."""
         await self._changed.wait()
         self._changed.clear()
         if not self._is_empty:
@@ -274,7 +276,7 @@ class UnreadAnswer:
 
 
 def _with_seed(request: GatewayRequest) -> GatewayRequest:
-    """A copy, which counts as a request of its own, with a seed: any worker can then continue the answer."""
+    """A copy with a seed, so that any worker can continue the answer. It does not equal `request`."""
     params = request.sampling_params
     if params.seed is None:
         params = replace(params, seed=secrets.randbelow(MAX_SEED + 1))

@@ -1,7 +1,7 @@
 """The dispatcher's events (what happened) and effects (what to do about it).
 
-Treat all as frozen. They are not declared so because every message and token makes one, and creating a frozen
-dataclass takes several times as long.
+Treat events and effects as frozen. They are not declared frozen, since creating a frozen dataclass takes
+several times as long, and every message and token creates one.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Submitted:
 
 @dataclass(slots=True)
 class AbortRequested:
-    """A request must end. Its client already knows."""
+    """A request must end. Its client has already been notified."""
 
     request: GatewayRequest
 
@@ -40,7 +40,7 @@ class StreamEnded:
 
 @dataclass(slots=True)
 class WorkerReported:
-    """A heartbeat. The worker may have room again, or may be a new incarnation."""
+    """A heartbeat arrived. The worker may have room again, or may be a new incarnation."""
 
     status: WorkerStatus
 
@@ -60,7 +60,7 @@ class WorkerLost:
     worker: str
     reason: str
     is_reachable: bool = False
-    """It runs on: only messages were lost."""
+    """The worker still runs: only messages were lost."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ Event = Submitted | AbortRequested | StreamEnded | WorkerReported | WorkerOutput
 
 @dataclass(slots=True)
 class Deliver:
-    """Send this to the client. With a finish, the request is over."""
+    """Send this delta to the client. If the delta has a finish, the request is over."""
 
     request: GatewayRequest
     delta: Delta
@@ -83,7 +83,7 @@ class Deliver:
 
 @dataclass(slots=True)
 class Refuse:
-    """Send this error to the client, after everything it has yet to read. The request is over."""
+    """The request is over. Send this error to the client, behind the unread part of the answer."""
 
     request: GatewayRequest
     error: Exception
@@ -107,7 +107,7 @@ class SubmitTo:
 
 @dataclass(slots=True)
 class AbortAt:
-    """Tell a worker to end a sub-request, if it has it."""
+    """Tell a worker to end a sub-request, if the worker has it."""
 
     worker: str
     engine_request_id: str

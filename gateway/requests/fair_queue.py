@@ -1,15 +1,16 @@
 """FairQueue: waiting requests, in the order in which to serve them; pure, and does not know which workers have room.
 
-Order: priority (lower first), then those that ran already, as they came, then start-time fair queueing over callers
-(Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996), each with the same weight:
+Lower priority values come first. Within one priority, requests that ran before come first, in order of
+arrival. For the others, callers share by start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair
+Queueing", SIGCOMM 1996). All callers have the same weight:
 
-    each served token moves its caller's next request back in virtual time
-    virtual time is the start of the last served request; a new caller starts there, so that idle callers
-    save nothing up
+    each served token moves the start of its caller's next request to a later virtual time
+    the current virtual time is the start of the request that was served last
+    a new caller starts at the current virtual time, so idle callers gain no advantage
 
-Among callers with waiting requests, none gets ahead of another by more than the largest request of each, however
-many requests it has. A request that leaves unserved costs its caller nothing. Once the queue is empty, all callers
-are even again.
+Of two callers with waiting requests, neither gets ahead of the other by more than the largest request of
+each. How many requests a caller has makes no difference. A request that leaves the queue unserved costs its
+caller nothing. Once the queue is empty, all callers are equal again.
 """
 
 import math
@@ -30,22 +31,23 @@ class QueueEntry(Generic[T]):
 
     item: T
     caller: str
-    """By name; callers of the same priority share the workers fairly."""
+    """The caller's name. Callers of the same priority share the workers fairly."""
     num_tokens: int
     """The request's likely cost, at least 1."""
     priority: int = 0
     is_resumed: bool = False
-    """The request ran before. It is never refused for others."""
+    """The request ran before. The queue never refuses it in favour of others."""
     gave_way: bool = False
-    """It ran, and its caller held more than its share: it waits for its caller's turn, first among its requests."""
+    """The request ran, and was taken back since its caller held more than its share. Now it waits for the
+    caller's turn, before the caller's other requests."""
     needs: Callable[[], object] = lambda: None
-    """If two entries have equal needs, either both find a worker or neither does. Each sweep asks again."""
+    """If two entries have equal needs, both find a worker, or neither does. Each sweep calls this."""
     begin_by: float | None = None
     """The latest time at which a placement can meet the deadline."""
     deadline: float | None = None
     """When the entry must have left the queue."""
     patience_s: float = math.inf
-    """How long it may wait. A standstill of this process does not count: no worker could offer room then."""
+    """How long the entry may wait. A standstill of this process does not count as waiting."""
     number: int = 0
     """Grows with each entry that joins."""
     since: float = 0.0
@@ -56,12 +58,12 @@ class QueueEntry(Generic[T]):
 
     @property
     def goes_first(self) -> bool:
-        """Before requests that wait for their callers' turns."""
+        """Whether the entry comes before requests that wait for their callers' turns."""
         return self.is_resumed and not self.gave_way
 
     @property
     def waits_for_others(self) -> bool:
-        """It would still run if its caller were alone, unless its workers are gone."""
+        """Whether the entry was taken back for other callers, and workers for it still exist."""
         return self.gave_way and (self.reason is None or isinstance(self.reason, NoRoom))
 
 
@@ -70,9 +72,9 @@ class _Flow(Generic[T]):
     """One caller's entries at one priority."""
 
     begins_at: float
-    """Where the first entry begins, in virtual time."""
+    """The virtual time at which the first entry begins."""
     entries: dict[QueueEntry[T], None] = field(default_factory=dict)
-    """In order of arrival, but those that gave way come first."""
+    """In order of arrival, but entries that gave way come first."""
     num_tokens: int = 0
 
     def add(self, entry: QueueEntry[T]) -> None:
@@ -123,7 +125,7 @@ class _Level(Generic[T]):
         flow.begins_at += entry.num_tokens
 
     def forget_even(self) -> None:
-        """Forgets callers whose next request would begin where a new caller's does."""
+        """Forgets callers whose next request would begin at the same virtual time as a new caller's."""
         self.flows = {
             name: flow for name, flow in self.flows.items() if flow.entries or flow.begins_at > self.now
         }
@@ -147,7 +149,7 @@ class _Level(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Must not change while it is iterated over."""
+    """All waiting requests. Do not change the queue during an iteration."""
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level[T]] = {}
@@ -172,7 +174,7 @@ class FairQueue(Generic[T]):
         return self.without(())
 
     def without(self, skipped: Container[str]) -> Iterator[QueueEntry[T]]:
-        """Entries in order; none of these callers, of which there may be more while this goes on."""
+        """Yields entries in order, without those of `skipped` callers. `skipped` may grow meanwhile."""
         for priority in sorted(self._levels):
             yield from self._levels[priority].in_order(skipped)
 
@@ -198,7 +200,7 @@ class FairQueue(Generic[T]):
         self.remove(entry)
 
     def num_tokens_before(self, entry: QueueEntry[T]) -> int:
-        """About how many tokens are served before this entry, which was added last; an underestimate if in doubt."""
+        """About how many tokens are served before this entry, which was added last. Never much too high."""
         more_urgent = sum(
             level.num_tokens for priority, level in self._levels.items() if priority < entry.priority
         )
@@ -213,9 +215,10 @@ class FairQueue(Generic[T]):
         return more_urgent + level.resumed.num_tokens + own_tokens + share
 
     def last_of_largest(self) -> QueueEntry[T] | None:
-        """The latest entry of the caller with the most entries, at the lowest priority, among entries that never ran.
+        """The latest entry of the caller with the most entries, at the least urgent priority.
 
-        Among such callers with equally many, the latest entry of all. None if every entry ran before.
+        Entries that ran before do not count. If several callers have equally many entries, the latest entry
+        of these callers. None if every entry ran before.
         """
         for priority in sorted(self._levels, reverse=True):
             flows = [flow for flow in self._levels[priority].flows.values() if flow.entries]

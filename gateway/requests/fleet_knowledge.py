@@ -1,4 +1,4 @@
-"""FleetKnowledge: what heartbeats, outputs and losses tell about workers and pairs, for placing requests; pure."""
+"""FleetKnowledge: what the gateway learns about workers from heartbeats, outputs and losses; pure."""
 
 from baton.request import FinishReason, RequestOutput
 from baton.transfer import TransferEventKind, TransferRecord
@@ -11,7 +11,7 @@ from gateway.workers.worker_list import WorkerList
 
 
 class FleetKnowledge:
-    """Times are the caller's and must not run backwards."""
+    """What the dispatcher and the router know about the fleet. Times must not run backwards."""
 
     def __init__(self, router: Router) -> None:
         self.workers = WorkerList()
@@ -41,7 +41,7 @@ class FleetKnowledge:
         if transfer.is_link_failure:
             worker = self.workers.get(prefill)
             if worker is None or worker.ref != attempt.refs[prefill]:
-                return  # it was lost meanwhile, which explains the failure
+                return  # the worker was lost meanwhile, which explains the failure
             self.avoided_pairs.failed(pair, attempt.began_at, transfer.reason, now)
         elif transfer.at(TransferEventKind.VERIFIED) is not None:
             self.avoided_pairs.works(pair)

@@ -1,7 +1,7 @@
-"""LatencyWindow: how long clients of the last minute waited, in bounded memory; reads no clock and knows no request.
+"""LatencyWindow: how long clients waited in the last minute, in bounded memory; without clock and requests.
 
-Each second is a histogram whose bins grow by 2 %. So a percentile is off by at most half of that, and a million tokens
-a second take no more memory than ten.
+Each second has two histograms whose bins grow by 2 %. So a percentile is wrong by at most 1 %, and a million
+tokens in a second take no more memory than ten.
 """
 
 import math
@@ -18,7 +18,7 @@ MAX_WINDOW_S = 60.0
 _SLICE_S = 1.0
 _GROWTH = math.log(1.02)
 _SHORTEST_S = 1e-4
-"""Shorter times count as this."""
+"""Shorter times count as this time."""
 _NUM_BINS = math.ceil(math.log(1e5 / _SHORTEST_S) / _GROWTH)
 
 
@@ -31,12 +31,12 @@ class _Slice:
     bins: NDArray[np.int64] | None = None
     """Both histograms as rows; cached when a finished slice is read for the first time."""
     whole: "Second | None" = None
-    """Cached likewise."""
+    """The slice's summary, cached at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Median and 99th percentile of one window, in seconds; zeros if nothing arrived."""
+    """Median and 99th percentile of one window, in seconds; zeros if no token arrived."""
 
     ttft_s: tuple[float, float]
     itl_s: tuple[float, float]
@@ -45,7 +45,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """One complete second; percentiles as in Latencies, None if nothing arrived."""
+    """One complete second. Percentiles are as in Latencies, but None if no token arrived."""
 
     ttft_s: tuple[float, float] | None = None
     itl_s: tuple[float, float] | None = None
@@ -64,11 +64,11 @@ class LatencyWindow:
         self._slices: deque[_Slice] = deque(maxlen=math.ceil(MAX_WINDOW_S / _SLICE_S) + 1)
 
     def stream(self, arrived_at: float) -> "StreamLatency":
-        """A recorder for one request that arrived then."""
+        """Returns a recorder for one request that arrived at this time."""
         return StreamLatency(self, arrived_at)
 
     def finished(self, now: float) -> None:
-        """A request ended well."""
+        """A request finished with a complete answer."""
         self._at(now).num_finished += 1
 
     def first_token(self, waited_s: float, now: float) -> None:
@@ -78,7 +78,8 @@ class LatencyWindow:
             self._on_first_token(waited_s)
 
     def next_tokens(self, waited_s: float, num_tokens: int, now: float) -> None:
-        """`num_tokens` arrived together, `waited_s` after the previous one; all but the first count as no wait."""
+        """`num_tokens` tokens arrived together, `waited_s` after the previous token. All but the first of
+        them count as a wait of 0 s."""
         self.num_tokens += num_tokens
         itl = self._at(now).itl
         itl[_bin(waited_s)] += 1
@@ -101,7 +102,7 @@ class LatencyWindow:
         )
 
     def _whole(self, part: _Slice) -> Second:
-        """The summary of a finished second, to which nothing is added any more."""
+        """The summary of a finished second, which no longer changes."""
         if part.whole is None:
             ttft, itl = self._bins(part)
             part.whole = Second(
@@ -131,7 +132,7 @@ class LatencyWindow:
 
 
 class StreamLatency:
-    """When the tokens of one request reached the gateway, however many workers report them."""
+    """Records when the tokens of one request reach the gateway, even if several workers report them."""
 
     __slots__ = ("_last_at", "_num_arrived", "_window")
 
@@ -167,7 +168,7 @@ def _percentiles(bins: NDArray[np.int64]) -> tuple[float, float]:
 
 
 def _percentile(bins: NDArray[np.int64], share: float) -> float:
-    """Nearest rank: the smallest value that at least this share of all do not exceed; 0 if there are none."""
+    """Nearest-rank percentile: at least this share of the values are not larger. 0 if there are no values."""
     up_to = bins.cumsum()
     number = int(up_to.searchsorted(math.ceil(share * int(up_to[-1]))))
     return 0.0 if number == 0 else _SHORTEST_S * math.exp((number - 0.5) * _GROWTH)

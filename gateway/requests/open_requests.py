@@ -1,4 +1,4 @@
-"""OpenRequests: the requests whose streams have not ended, also by their callers' ids; pure."""
+"""OpenRequests: the requests whose streams have not ended, and a look-up by the callers' ids; pure."""
 
 from collections.abc import Iterator
 
@@ -12,12 +12,12 @@ from gateway.requests.suspects import Identity
 
 
 class OpenRequests:
-    """Ids are separate for each caller: no caller can collide with, or end, another caller's request."""
+    """All open requests. Ids are separate for each caller, so no caller can end another caller's request."""
 
     def __init__(self) -> None:
         self._states: dict[GatewayRequest, RequestState] = {}
         self._admitted: dict[tuple[str, str], dict[str, RequestState]] = {}
-        """By the caller's name and the call's id, then by the request's own id."""
+        """Admitted requests, by the caller's name and the call's id, then by the request's own id."""
         self._concurrency = Concurrency()
         self._token_rates = CallerRates("tokens")
 
@@ -28,7 +28,8 @@ class OpenRequests:
         return iter(self._states.values())
 
     def on(self, worker: str, ref: WorkerRef) -> tuple[dict[Identity, int], frozenset[Identity]]:
-        """What runs on this incarnation, with the number of its tokens, and all that ran there in any attempt."""
+        """The requests that run on this incarnation, with the number of tokens that each client has, and all
+        open requests that were on it in any attempt."""
         places: dict[Identity, int] = {}
         had = [state for state in self if any(each.refs.get(worker) == ref for each in state.attempts)]
         for state in had:
@@ -42,7 +43,7 @@ class OpenRequests:
     def add(self, state: RequestState, now: float) -> RequestError | None:
         """Opens a request. Returns why it must not run: its id is in use, or its caller has used up a limit.
 
-        Of one call's answers, only the first can find its caller's tokens used up.
+        If a call has several answers, only the first answer is checked against the caller's token limit.
         """
         request = state.request
         self._states[request] = state
@@ -58,11 +59,13 @@ class OpenRequests:
         return None
 
     def count_answer(self, request: GatewayRequest, num_tokens: int, now: float) -> None:
-        """Tokens of its answer count against the caller's rate as soon as they are there."""
+        """Counts tokens of an answer against the caller's rate as soon as they arrive."""
         self._token_rates.count(request.caller, num_tokens, now)
 
     def remove(self, request: GatewayRequest, now: float) -> RequestState:
-        """Closes a request, whether or not it was admitted. The prompt of one that no worker got does not count."""
+        """Closes a request, whether or not it was admitted. If no worker got the request, its prompt does not
+        count.
+        """
         state = self._states.pop(request)
         answers = self._admitted.get(_call_of(request), {})
         if answers.get(request.request_id) is state:

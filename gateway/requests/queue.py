@@ -1,16 +1,17 @@
 """RequestQueue: requests that no worker has room for at present, in fair order and with their deadlines; pure.
 
-gateway/requests/fair_queue.py defines the order: priority, then requests that ran already, then callers in turn.
-Whenever something may have made room, `sweep` tries the first requests. A request that does not fit yet lets
-fitting ones pass, so a long prompt does not hold up short ones while room for it gathers. Two limits apply:
+gateway/requests/fair_queue.py defines the order: priority, then requests that ran before, then callers in
+turn. When workers may have room, `sweep` tries to place the first requests. Later requests that fit may pass
+a request that does not fit yet. So a long prompt does not delay short prompts until enough blocks are free.
+Two limits apply:
 
-    LOOK_AHEAD  a sweep ends after so many requests that do not fit, which bounds its cost
-    MAX_PASSED  a request that so many others have passed lets none pass any more, so all room gathers for it
+    LOOK_AHEAD  a sweep ends after this many requests that do not fit, which limits the cost of the sweep
+    MAX_PASSED  once this many others have passed a request, no more may pass, so that it gets enough room
 
-A request that no worker could take at all holds up no other: it could not use their room. Nor does one whose caller
-holds its share (gateway/requests/shares.py); later requests of this caller are not tried in the same sweep.
+Two kinds of requests never delay others: requests that no available worker can run, and requests of a caller
+that holds its share (gateway/requests/shares.py). A sweep skips this caller's later requests.
 
-A refusal says when to come back. See docs/admission.md.
+A refusal contains the time after which the client should try again. See docs/admission.md.
 """
 
 import math
@@ -32,13 +33,13 @@ MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
 
 ROUNDING_S = 1e-6
-"""Sums of the same times in another order differ by less. A tick at a deadline must find what is due."""
+"""Tolerance for rounding errors, so that a tick at a deadline finds the entries that are due."""
 
 MIN_REST_S = 1.0
-"""How soon to look again at a request that may wait on."""
+"""When a request may wait beyond its patience, the queue checks it again after at least this time."""
 
 LOOKS_PER_PACE = 2
-"""A timer that is late by half a pace does not look like a standstill."""
+"""Looks per pace of Standstill: a timer that is late by half a pace does not count as a standstill."""
 
 T = TypeVar("T")
 
@@ -47,29 +48,29 @@ Refusal = tuple[QueueEntry[T], RequestError]
 
 
 class RequestQueue(Generic[T]):
-    """`place` sends a request to its workers, or returns why it cannot: NoRoom, or no worker. None: the request waits
-    no longer."""
+    """The waiting requests. `place` sends a request to its workers and returns None, or returns why it
+    cannot: NoRoom, or another error if no available worker can run the request."""
 
     def __init__(
         self, max_queued: int, place: Callable[[QueueEntry[T]], RequestError | None], patience_s: float
     ) -> None:
-        """`patience_s`: the patience of most requests."""
+        """`patience_s`: the patience of most requests. It sets how often the queue looks at the clock."""
         self._max_queued = max_queued
         self._place = place
         self._queue = FairQueue[T]()
         self._rate = QueueRate()
         self._num_joined = 0
         self._is_any_hopeless = False
-        """Whether the latest sweep found requests that no worker can take. They neither move nor block others."""
+        """Whether the latest sweep found requests that no worker can run. They do not delay others."""
         self._over_share: set[str] = set()
-        """Callers that held their shares at the latest sweep. Their requests neither move nor block others."""
+        """Callers that held their shares at the latest sweep. Their requests do not delay others."""
         self._pace_s = pace_of(patience_s)
         self._standstill = Standstill(self._pace_s)
         self._looked_at = 0.0
         self._deadlines: list[tuple[float, int, QueueEntry[T]]] = []
-        """A heap, like `_patience_ends`. Entries that left the queue are dropped when they reach the top, or before."""
+        """A heap, like `_patience_ends`. It may contain entries that have left the queue."""
         self._patience_ends: list[tuple[float, int, QueueEntry[T]]] = []
-        """Measured in time during which this process ran."""
+        """Times of this heap count only while this process runs."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -83,11 +84,12 @@ class RequestQueue(Generic[T]):
         return min((entry.since for entry in self._queue), default=None)
 
     def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Places the request if it is its turn and there is room. Otherwise it waits, or one request is refused.
+        """Places the request if it fits and none goes before it. Otherwise queues it, or refuses one request.
 
-        The new request is refused if it would wait beyond its deadline. If the queue is full, `last_of_largest`
-        is refused, which may be the new request. A request that ran already is never refused and needs no room in
-        the queue: their number is bounded by the number that may run.
+        The new request is refused if it would wait beyond its deadline. If the queue is full,
+        `last_of_largest` is refused, which may be the new request. A request that ran before is never
+        refused, and does not count towards the queue's limit. The number of such requests is limited by the
+        number that may run.
         """
         self._advance(now)
         self._num_joined += 1
@@ -107,14 +109,14 @@ class RequestQueue(Generic[T]):
         return refusal
 
     def leave(self, entry: QueueEntry[T], now: float) -> None:
-        """The request waits no longer; no error if it did not wait."""
+        """Removes the request. Does nothing if it is not in the queue."""
         if entry in self._queue:
             self._advance(now)
             self._queue.remove(entry)
             self._forget_left()
 
     def sweep(self, now: float) -> None:
-        """Places the requests that fit, in order; call it when something may have made room."""
+        """Places the requests that fit, in order. Call this when workers may have room."""
         self._advance(now)
         is_queue = len(self._queue) > 1
         placed: list[QueueEntry[T]] = []
@@ -128,7 +130,9 @@ class RequestQueue(Generic[T]):
             self._forget_left()
 
     def retry_after_s(self, entry: QueueEntry[T]) -> float:
-        """When a refused client should come back: about when the request would have been served."""
+        """How long a refused client should wait until it tries again: about as long as the request would have
+        waited.
+        """
         num_tokens = self._queue.num_tokens_before(entry) + entry.num_tokens
         return min(max(self._rate.likely_wait_s(num_tokens), MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
@@ -139,9 +143,9 @@ class RequestQueue(Generic[T]):
     def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
         """Entries that found no place within their patience. They stay in the queue until they `leave`.
 
-        A request whose caller holds its share waits on: not for workers, but for the caller's other requests. A request
-        that gave way waits on too, as long as there are workers for it; otherwise it would be refused because of other
-        callers.
+        Two kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
+        other requests, not for workers. A request that gave way may wait as long as workers for it exist.
+        Otherwise it would be refused because of other callers.
         """
         over = list(self._expired(self._patience_ends, self._running(now)))
         resting = [entry for entry in over if entry.caller in self._over_share or entry.waits_for_others]
@@ -150,10 +154,10 @@ class RequestQueue(Generic[T]):
         return [entry for entry in over if entry not in resting]
 
     def next_deadline(self) -> float | None:
-        """When to ask again for overdue requests; None while none waits."""
+        """When to call `past_deadline` and `out_of_patience` next; None while no request waits."""
         if not len(self._queue):
             return None
-        # Looks that are far apart reveal a standstill, so the queue must look at a fixed pace.
+        # A long interval between two looks counts as a standstill, so the queue must look at a fixed pace.
         times = [self._looked_at + self._pace_s / LOOKS_PER_PACE]
         if (first := self._first(self._deadlines)) is not None:
             times.append(first)
@@ -188,7 +192,7 @@ class RequestQueue(Generic[T]):
         self._is_any_hopeless = bool(hopeless)
 
     def _is_in_sight(self, entry: QueueEntry[T]) -> bool:
-        """Whether a sweep could reach this entry: few enough entries before it lack room."""
+        """Whether a sweep could reach this entry: fewer than LOOK_AHEAD entries before it lack room."""
         if entry.caller in self._over_share:
             return False
         before = takewhile(lambda other: other is not entry, self._queue.without(self._over_share))
@@ -196,8 +200,8 @@ class RequestQueue(Generic[T]):
         return len(list(islice(held_up, LOOK_AHEAD))) < LOOK_AHEAD
 
     def _too_late(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Refuses a request that would start too late even if the queue moved much faster than lately and no other
-        request overtook it."""
+        """Refuses a request that would start too late in the best case: the queue moves much faster than
+        lately, and no other request passes this one."""
         if entry.begin_by is None or self._is_any_hopeless or self._over_share:
             return None
         left_s = max(0.0, entry.begin_by - now)
@@ -246,7 +250,7 @@ class RequestQueue(Generic[T]):
         return heap[0][0] if heap else None
 
     def _forget_left(self) -> None:
-        """Drops most entries that left the queue, since each holds a request; all of them once the queue is empty."""
+        """Frees most entries that left the queue, or all of them once the queue is empty."""
         for heap in (self._deadlines, self._patience_ends):
             if not len(self._queue):
                 heap.clear()
@@ -278,11 +282,11 @@ class QueueRate:
         self._queue_s = 0.0
         self._moved_at = -1.0
         self._num_moves = 0.0
-        """Moments at which the queue moved: requests placed at the same moment are not independent samples."""
+        """At how many moments the queue moved. Requests placed at one moment are not independent samples."""
         self._num_tokens = 0.0
 
     def advance(self, now: float, *, is_queue: bool) -> None:
-        """`is_queue`: whether requests waited until now. The first call only sets the time."""
+        """Sets the time; the first call does nothing else. `is_queue`: whether requests waited until now."""
         passed_s = max(0.0, now - self._at)
         keep = math.exp(-passed_s / MEMORY_S)
         self._at = now
@@ -308,7 +312,8 @@ class QueueRate:
         return num_tokens * self._queue_s / (self._num_tokens * margin)
 
     def likely_wait_s(self, num_tokens: int) -> float:
-        """The likely time until `num_tokens` have been served. While nothing moves, as long as nothing has moved."""
+        """The likely time until `num_tokens` have been served. With no recent move: the time of waiting so
+        far."""
         if self._num_moves < 1.0:
             return self._queue_s
         return num_tokens * self._queue_s / self._num_tokens

@@ -16,11 +16,11 @@ from gateway.requests.timing import SeenTransfer, TtftParts
 CLIENT_LEFT = "ClientLeft"
 
 CLIENTS_CHOICES = (CLIENT_LEFT, RequestAborted.__name__)
-"""Kinds of errors that clients chose, so nothing was wrong."""
+"""Kinds of errors that a client itself caused by ending its request. They are no failures."""
 
 
 class Outcome(Enum):
-    """How a request ended; Tally says what the counts add up to."""
+    """How a request ended; Tally explains the values."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -30,7 +30,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request, from its arrival to its end. Holds neither prompt nor answer."""
+    """One request, from its arrival to its end. Contains neither the prompt nor the answer."""
 
     request_id: str
     caller: Caller
@@ -42,36 +42,36 @@ class RequestRecord:
     """The client's trace context."""
     outcome: Outcome
     error: BaseException | None
-    """None if it finished."""
+    """None if the request finished."""
     arrived_at: float
-    """On the gateway's clock, like all times of one process; `finish.timing` counts from there."""
+    """On the gateway's clock. The times in `finish.timing` count from this time."""
     ended_at: float
     num_prompt_tokens: int
     num_output_tokens: int
     num_attempts: int
     path: str | None
-    """The path it really took, if it finished: `disaggregated`, `local` or `fallback`."""
+    """The path that a finished request really took: `disaggregated`, `local` or `fallback`."""
     finish: Finish | None
     ttft_parts: TtftParts | None
     """Where the time to first token went; None if there was no token."""
     preprocess_s: float = 0.0
     """How long preprocessing took, from the arrival until the request joined the queue."""
     attempts: tuple[Attempt, ...] = ()
-    """The latest attempts; all of them unless there were very many. They do not change any more."""
+    """The latest MAX_RECORDED_ATTEMPTS attempts. They do not change any more."""
     transfers: tuple[SeenTransfer, ...] = ()
-    """Hand-overs, those of failed attempts included; times count from the arrival."""
+    """All hand-overs, including those of failed attempts. Times count from the request's arrival."""
 
     @property
     def error_kind(self) -> str | None:
-        """The kind of error: a class of baton/errors.py, CLIENT_LEFT, or the type of an unexpected error; None if it
-        finished."""
+        """The kind of error: a class of baton/errors.py, CLIENT_LEFT, or the type of an unexpected error.
+        None if the request finished."""
         if self.error is None:
             return None
         return type(self.error).__name__ if isinstance(self.error, Exception) else CLIENT_LEFT
 
     @property
     def ttft_s(self) -> float | None:
-        """None if there was no token."""
+        """The time to first token; None if there was no token."""
         parts = self.ttft_parts
         return None if parts is None else sum(getattr(parts, part.name) for part in fields(parts))
 
@@ -111,13 +111,13 @@ OUTCOMES = ("received", *(outcome.value for outcome in Outcome))
 class Tally:
     """received = finished + failed + rejected + aborted + waiting + running, at every moment.
 
-    A `rejected` request never had a worker, a `failed` one had. An `aborted` one was ended by its client, by its id or
-    by leaving, or by its deadline.
+    A `rejected` request was never placed on workers, a `failed` request was. An `aborted` request was ended
+    through its id, by its client's disconnect, by its deadline, or since its client read too slowly.
     """
 
     def __init__(self) -> None:
         self.paths: Counter[str] = Counter(disaggregated=0, local=0, fallback=0)
-        """Numbers of finished requests, by the path that they took in fact."""
+        """Numbers of finished requests, by the path that they really took."""
         self._counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._counts.update({f"migrated_{cause.value}": 0 for cause in Cause})
 
@@ -125,7 +125,7 @@ class Tally:
         self._counts["received"] += 1
 
     def finished(self, path: str, reason: str) -> None:
-        """A request finished on this path; `reason` is the router's, and may be empty."""
+        """A request finished on this path. `reason` is the router's reason, which may be empty."""
         self.paths[path] += 1
         self._counts["finished"] += 1
         if reason:

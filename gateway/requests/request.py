@@ -14,36 +14,36 @@ from gateway.text import TextStream
 
 
 def no_parser() -> AnswerParser | None:
-    """For prompts that are no conversation."""
+    """The parser of prompts that are not conversations: none."""
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatewayRequest:
-    """A client's validated, tokenised request. No two are equal: each has an answer of its own."""
+    """A client's validated, tokenised request. No two are equal, since each has its own answer."""
 
     request_id: str
     call_id: str | None = None
-    """The client's id for a call with several answers, of which this is a later one; None for the first or only one."""
+    """If a call has several answers: the call's id, for all answers but the first. Else None."""
     prompt_token_ids: tuple[int, ...]
     repeats_prompt: bool = False
-    """Another request of the same call has this prompt, and counts its tokens."""
+    """Another request of the same call has this prompt, and only that request counts the prompt's tokens."""
     sampling_params: SamplingParams
     text: TextStream
-    """Turns the answer into text; still empty."""
+    """Turns the answer's tokens into text; empty at first."""
     new_parser: Callable[[], AnswerParser | None] = no_parser
-    """Makes what turns the answer's text into its events; None: all of it is text."""
+    """Creates the parser that turns the answer's text into events. Returns None if all is text."""
     priority: int = 0
     cache_salt: str | None = None
     block_hashes: BlockHashes = field(default_factory=dict)
-    """Of its prompt alone, as far as the router has needed them; answers to the same prompt share them."""
+    """Hashes of the prompt's blocks that the router needed so far. Answers to the same prompt share them."""
     skip_reading_prefix_cache: bool = False
-    """No worker takes any of it from its prefix cache."""
+    """Workers do not use their prefix caches for this request."""
     affinity_key: str | None = None
     """Requests with equal keys share prefixes: the router prefers the same workers for them."""
     mode: Mode | None = None
     timeout_s: float | None = None
-    """How long the client waits, from the submission on; None: without limit."""
+    """How long the client waits, from the submission on; None means without limit."""
     caller: Caller = ANYBODY
     api: str = "grpc"
     """The API that the client used: `grpc`, `chat`, `completions`, ..."""
@@ -73,7 +73,7 @@ class Finish:
     num_draft_tokens: int = 0
     """Drafts that workers verified for this answer, in all its attempts."""
     num_accepted_draft_tokens: int = 0
-    """Those of them that were right."""
+    """Drafts that were accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ class Delta:
     finish: Finish | None = None
 
     def without_reasons(self) -> "Delta":
-        """For clients without the right to administer: workers' reasons may name machines and files."""
+        """A copy without workers' reasons, for clients that may not administer: reasons may name machines and
+        files.
+        """
         if self.finish is None or not self.finish.timing.transfers:
             return self
         timing = self.finish.timing

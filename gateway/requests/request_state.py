@@ -8,9 +8,10 @@
                      |  client left                      |  client left
                      +------------> FINISHED <-----------+
 
-Outputs of both workers, and of repeated attempts, arrive in any order and more than once. Each names the position of
-its tokens, and the client gets every position once, in order. A new attempt continues after the delivered tokens. The
-text state stays here, so a stop string may begin on one worker and end on another.
+Outputs of both workers, and of repeated attempts, may arrive in any order and more than once. Each output
+contains the position of its first token. The client gets the token of each position once, in order. A new
+attempt continues behind the delivered tokens. The state of the text stays here, so a stop string may begin on
+one worker and end on another.
 """
 
 from array import array
@@ -30,12 +31,12 @@ from gateway.routing.cost import EXPECTED_NEW_TOKENS
 from gateway.routing.placement import Mode, Placement
 
 MAX_RECORDED_ATTEMPTS = 32
-"""How many attempts are kept, the latest ones. Refusals do not count, so a request may have any number of attempts."""
+"""How many of the latest attempts are kept. A request may have more, since refused ones have no limit."""
 
 
 DEADLINE_SLACK_S = 0.05
-"""A disconnect this close to the deadline counts as a timeout: frontends watch the deadline too, and then close the
-stream as a client would."""
+"""A disconnect this close to the deadline counts as a timeout. Frontends watch the deadline too: when it
+passes, they close the stream, which looks like a disconnect."""
 
 
 class RequestPhase(Enum):
@@ -45,7 +46,7 @@ class RequestPhase(Enum):
 
 
 class RequestState:
-    """Only the dispatcher changes it."""
+    """The state of one request. Only the dispatcher changes it."""
 
     def __init__(
         self, request: GatewayRequest, retry: RetryState, latency: StreamLatency, arrived_at: float
@@ -56,17 +57,17 @@ class RequestState:
         self.arrived_at = arrived_at
         self.phase = RequestPhase.WAITING
         self.attempts: deque[Attempt] = deque(maxlen=MAX_RECORDED_ATTEMPTS)
-        """The last one is running while the request is PLACED."""
+        """The latest attempts, oldest first. The last attempt is running while the request is PLACED."""
         self.placement: Placement | None = None
-        """The path that the latest attempt really took."""
+        """The latest attempt's placement. After a fallback, the placement that was really used."""
         self.times = RequestTimes(arrived_at, request.preprocess_s)
         self.finish: Finish | None = None
         self._delivered = array("I")
-        """The client's tokens. An answer may have a million: with their times they take 12 bytes each."""
+        """The client's tokens. An answer may have a million tokens; each takes 12 bytes with its time."""
         self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
         """Tokens that arrived before their predecessors, by position."""
         self._last: tuple[RequestOutput, int] | None = None
-        """The output that ends the request, and the answer's length at its end."""
+        """The output with the finish, and how many tokens the complete answer has."""
         self._num_cached_tokens = 0
         self._num_draft_tokens = 0
         self._num_accepted_draft_tokens = 0
@@ -79,13 +80,13 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """The likely cost: the prompt and an answer of at most EXPECTED_NEW_TOKENS."""
+        """The likely cost in tokens: the prompt, and an answer of at most EXPECTED_NEW_TOKENS."""
         num_new_tokens = min(self.request.sampling_params.max_tokens, EXPECTED_NEW_TOKENS)
         return len(self.request.prompt_token_ids) + num_new_tokens
 
     @property
     def deadline(self) -> float | None:
-        """The client's own, on the gateway's clock."""
+        """The client's deadline, on the gateway's clock."""
         timeout_s = self.request.timeout_s
         return None if timeout_s is None else self.arrived_at + self.request.preprocess_s + timeout_s
 
@@ -93,7 +94,7 @@ class RequestState:
         return None if self.deadline is None else max(0.0, self.deadline - now)
 
     def client_error(self, error: BaseException, now: float) -> BaseException:
-        """Why the client's stream ended: leaving this close to the deadline is a timeout."""
+        """Why the client's stream ended. A disconnect close to the deadline counts as DeadlinePassed."""
         has_left, left_s = not isinstance(error, Exception), self.time_left(now)
         if has_left and left_s is not None and left_s <= DEADLINE_SLACK_S:
             return DeadlinePassed("the request's deadline passed")
@@ -107,26 +108,26 @@ class RequestState:
 
     @property
     def attempt(self) -> Attempt:
-        """The latest."""
+        """The latest attempt."""
         return self.attempts[-1]
 
     @property
     def gave_way(self) -> bool:
-        """To other callers, with its latest attempt."""
+        """Whether the gateway took the latest attempt back for other callers."""
         failure = self.attempt.failure if self.attempts else None
         return failure is not None and failure.gives_way
 
     @property
     def path(self) -> str | None:
-        """The path of a complete answer; None before."""
+        """The path of a complete answer; None while the answer is incomplete."""
         if self.finish is None:
             return None
         placement = self.finish.placement
         return "fallback" if placement.is_fallback else placement.mode.value
 
     def begin(self, placement: Placement, engine_request_id: str, now: float) -> Attempt:
-        """Begins an attempt. Drops tokens that arrived before their predecessors: recomputed tokens may differ from
-        them."""
+        """Begins an attempt. Drops tokens that arrived before their predecessors: the new attempt may compute
+        other tokens."""
         assert self.phase is RequestPhase.WAITING, f"it is {self.phase.value}"
         attempt = self.retry.begin(placement, engine_request_id, self.num_output_tokens, now)
         self.phase = RequestPhase.PLACED
@@ -176,8 +177,9 @@ class RequestState:
         return len(self._delivered)
 
     def on_output(self, worker: str, output: RequestOutput, now: float) -> Delta | AttemptFailure | None:
-        """Takes an output of the latest attempt. Returns the delta that it completes, the failure that it reports, or
-        None."""
+        """Processes an output of the latest attempt. Returns the delta for the client, the attempt's failure,
+        or None.
+        """
         attempt = self.attempt
         if output.num_cached_tokens and not attempt.num_tokens_before:
             self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
@@ -188,13 +190,13 @@ class RequestState:
             return None if verdict is Verdict.IGNORE else verdict
         if self._contradicts(output):
             return attempt.contradiction(worker)
-        if output.num_draft_tokens and output.first_position >= len(self._delivered):  # it repeats nothing
+        if output.num_draft_tokens and output.first_position >= len(self._delivered):  # no repeated token
             self._num_draft_tokens += output.num_draft_tokens
             self._num_accepted_draft_tokens += output.num_accepted_draft_tokens
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._last = (output, output.first_position + len(output.token_ids))
             self._note_fallback(attempt, worker, output)
-        if output.first_position == len(self._delivered) and not self._early:  # nearly all of them
+        if output.first_position == len(self._delivered) and not self._early:  # nearly all outputs
             return self._deliver(worker, output.token_ids, output.logprobs or (), now)
         return self._deliver(worker, *self._in_order(output), now)
 
@@ -206,10 +208,10 @@ class RequestState:
         return Delta(text=self.request.text.flush(), finish=self.finish)
 
     def _contradicts(self, output: RequestOutput) -> bool:
-        """Whether the output has another token at a position that the client already has; then it does not continue
-        the answer.
+        """Whether the output has another token at a position that the client already has.
 
-        This happens when another worker recomputes a prompt with slightly different rounding.
+        This happens when another worker recomputes a prompt with slightly different rounding. Such an output
+        does not continue the client's answer.
         """
         first = output.first_position
         if first >= len(self._delivered):
@@ -227,7 +229,7 @@ class RequestState:
             )
 
     def _in_order(self, output: RequestOutput) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """The tokens that the client can get now, with this output."""
+        """Stores the output's new tokens. Returns all tokens that the client can get now, in order."""
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         for position, token in enumerate(zip(output.token_ids, logprobs, strict=True), output.first_position):
             if position >= len(self._delivered):

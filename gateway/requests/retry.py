@@ -1,15 +1,17 @@
-"""RetryState: where a request may go next, and when it is given up; pure.
+"""RetryState: which workers a request may use next, and when the gateway gives it up; pure.
 
-After a failed attempt, another one continues on other workers, after the tokens that the client already has. An
-attempt counts against a request if it failed or lost a worker, and brought the client no new token from a decode
-worker. The request ends after
+After a failed attempt, another attempt continues on other workers, behind the tokens that the client already
+has. An attempt is without progress if the client got no token from its decode worker. The gateway gives a
+request up after
 
-    MAX_FAILURES  such attempts in a row in which workers reported a failure
-    MAX_LOSSES    such attempts in a row in which workers were lost: most requests on a killed worker are bystanders
-    MAX_ATTEMPTS  failures and losses in all, even if each attempt brought a few tokens
+    MAX_FAILURES  attempts without progress in a row in which workers reported a failure
+    MAX_LOSSES    attempts without progress in a row in which workers were lost. This limit is higher, since
+                  most requests on a killed worker did not cause its end
+    MAX_ATTEMPTS  failures and losses in total, even if each attempt brought a few tokens
 
-So a request that kills its workers at the same token kills at most MAX_LOSSES of them; suspects.py stops most earlier.
-Attempts that were given back or refused do not count; the time that a request may look for a place bounds them.
+So a request that kills its workers at the same token kills at most MAX_LOSSES workers. suspects.py stops most
+such requests earlier. Attempts that were given back or refused do not count. The time for which a request may
+look for a place limits their number.
 """
 
 from collections.abc import Set
@@ -31,11 +33,12 @@ MAX_FAILURES = 3
 MAX_LOSSES = 8
 MAX_ATTEMPTS = 64
 MAX_GIVEN_BACK = 2
-"""After that, a worker that runs out of blocks keeps the request until it has some."""
+"""How often workers that run out of blocks may give a request back. After that, a worker keeps the request
+until it has blocks."""
 
 
 class RetryState:
-    """The retries of one request. Times are the caller's, in seconds."""
+    """The retries of one request. Times are on the clock of the code that calls it, in seconds."""
 
     def __init__(
         self,
@@ -46,16 +49,16 @@ class RetryState:
         *,
         must_not_fall_back: bool = False,
     ) -> None:
-        """`must_not_fall_back`: a decode worker may compute the prompt by choice of mode, but not as a fallback."""
+        """`must_not_fall_back`: a decode worker computes prompts only in local mode, not as a fallback."""
         self._request = request
         self._workers = workers
         self._policy = policy
         self._may_recompute = request.mode is not Mode.DISAGGREGATED and not must_not_fall_back
         self._failed: dict[str, str] = {}
-        """Incarnations of workers that failed the request, by name; another incarnation may succeed."""
+        """Incarnations of workers that failed the request, by name. Another incarnation may succeed."""
         self._refused: dict[str, int] = {}
-        """Workers that refused the request or gave it back, with their heartbeat's number at that time: after the next
-        heartbeat, they may have room."""
+        """Workers that refused the request or gave it back, each with the number of its latest heartbeat at
+        that time. After its next heartbeat, the worker may have room."""
         self._num_failures = 0
         self._num_losses = 0
         self._num_in_all = 0
@@ -63,8 +66,8 @@ class RetryState:
         self._last_failure: AttemptFailure | None = None
         self.num_attempts = 0
         self.seeking_since = now
-        """Since when the request looks for a place. Time on workers that gave it back without progress is added, so
-        that queueing there does not use up its time."""
+        """When the request began to look for a place. If a worker gave the request back without progress, the
+        time there is added here, so that it does not count as time in the queue."""
 
     def route(
         self, router: Router, output_token_ids: tuple[int, ...], avoided: Set[Pair] = frozenset()
@@ -90,7 +93,7 @@ class RetryState:
         return self._request.mode, self._is_without_prefill, *self._excluded()
 
     def begin(self, placement: Placement, engine_request_id: str, num_tokens: int, now: float) -> Attempt:
-        """A new attempt; the client has `num_tokens` of the answer."""
+        """Returns a new attempt. The client already has `num_tokens` tokens of the answer."""
         self.num_attempts += 1
         listed = {name: self._workers.get(name) for name in (placement.decode, placement.prefill) if name}
         recomputes = self._policy == "recompute" and self._may_recompute
@@ -108,7 +111,10 @@ class RetryState:
     def on_failure(
         self, attempt: Attempt, failure: AttemptFailure, num_tokens: int, now: float
     ) -> RequestError | None:
-        """An attempt failed while the client had `num_tokens`. None: place the request again; else the final error."""
+        """Records a failed attempt. Returns the request's final error, or None if it may be placed again.
+
+        `num_tokens`: how many tokens of the answer the client has.
+        """
         if failure.error is not None:
             return failure.error
         self._last_failure = failure
@@ -140,8 +146,8 @@ class RetryState:
     def _on_preemption(self, placement: Placement) -> OnPreemption:
         """A worker that runs out of blocks gives the request back if that helps, at most MAX_GIVEN_BACK times.
 
-        It helps if another decode worker may have room, or if a prefill worker can recompute the prompt; then the
-        router found the prompt long enough for one.
+        It helps if another decode worker may have room. It also helps if the placement has a prefill worker:
+        then the prompt is long, and a prefill worker can recompute it.
         """
         has_choice = self._workers.num_of(WorkerRole.DECODE) > 1 or placement.prefill is not None
         if has_choice and self._num_given_back < MAX_GIVEN_BACK:
@@ -162,7 +168,7 @@ class RetryState:
     ) -> RouteQuery:
         request = self._request
         hashes = request.block_hashes
-        if output_token_ids:  # another answer to the same prompt goes on with other tokens
+        if output_token_ids:  # other answers to this prompt share the lists, but not these tokens
             hashes = {size: [*of_prompt] for size, of_prompt in hashes.items()}
         return RouteQuery(
             token_ids=request.prompt_token_ids + output_token_ids,

@@ -1,16 +1,19 @@
-"""CallerShares: how much of the fleet one caller may hold while others are there; pure.
+"""CallerShares: how much of the fleet one caller may hold while other callers have requests; pure.
 
 Callers share this gateway's places, the slots and blocks of each decode worker, and the time of workers that compute
-prompts. Room is what a caller holds and what is free, together:
+prompts. A caller's room is what it holds plus what is free:
 
-    takes        a caller may hold at most 7/8 of its room
-    gives back   if it holds more than 15/16 of it, its youngest requests return to the queue, and its oldest stays
-    prompts      one may wait at a worker behind MAX_PROMPTS_S of others; further ones wait in the fair queue.
-                 A prefill worker computes a shorter prompt first, so longer ones there do not count
+    takes        a caller may take more as long as it then holds at most 7/8 of its room
+    gives back   if a caller holds more than 15/16 of its room, its youngest requests return to the queue. Its
+                 oldest request stays
+    prompts      a prompt may wait at a worker behind at most MAX_PROMPTS_S of other prompts. Otherwise it
+                 waits in the fair queue. A prefill worker computes shorter prompts first, so longer prompts
+                 there do not count
 
-So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) stays free for the next one (dynamic
-thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). A caller that
-holds nothing may take all that is free, and one that is alone may hold everything.
+So each of k callers that want everything gets 7 / (7k + 1), and 1 / (7k + 1) stays free for the next caller
+(dynamic thresholds: Choudhury, Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
+1998). A caller that holds nothing may take everything that is free. A caller that is alone may hold
+everything.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,27 +29,27 @@ GIVE_BACK_FROM = 15 / 16
 MAX_PROMPTS_S = 0.05
 
 PRESENT_S = 60.0
-"""A caller counts as there for so long after its last request."""
+"""A caller counts as present for this time after its last request."""
 
 
 PLENTY = 10**9
 
 
 class OverShare(NoRoom):
-    """The request's caller holds its share. There may be room for others, so they need not wait behind it."""
+    """The request's caller holds its share. Other callers' requests may have room and need not wait."""
 
 
 _States = dict[RequestState, None]
-"""The oldest first."""
+"""Requests, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Holding:
-    """What a caller's requests hold of something, and what is free of it."""
+    """How much of one resource a caller's requests hold, and how much is free."""
 
     what: str
     states: Collection[RequestState]
-    """The oldest first."""
+    """The caller's requests, the oldest first."""
     size: Callable[[RequestState], int]
     held: int
     free: int
@@ -65,18 +68,18 @@ class _Holding:
 
 
 class CallerShares:
-    """Knows every attempt from its beginning to its end. Times must not run backwards."""
+    """The shares of all callers. Call it when an attempt begins and ends. Times must not run backwards."""
 
     def __init__(self, router: Router, max_in_flight: int) -> None:
         self._router = router
         self._max_in_flight = max_in_flight
         self._num_placed = 0
         self._seen_at: dict[str, float] = {}
-        """When each caller that is there last had a request; the earliest first."""
+        """When each present caller last had a request, the earliest first."""
         self._placed: dict[str, _States] = {}
-        """By caller; none is empty."""
+        """The requests on workers, by caller; no entry is empty."""
         self._placed_at: dict[str, dict[str, _States]] = {}
-        """The same for each worker of their latest attempts."""
+        """The same for each worker: the requests whose latest attempt uses this worker, by caller."""
 
     def begun(self, state: RequestState) -> None:
         """An attempt has begun."""
@@ -101,13 +104,13 @@ class CallerShares:
                 del self._placed_at[worker]
 
     def arrived(self, name: str, now: float) -> bool:
-        """A caller has a request. True if another caller was alone until now."""
+        """A caller sent a request. Returns True if only one caller was present before, and now two are."""
         was_shared = self._is_shared(now)
         self._seen(name, now)
         return not was_shared and self._is_shared(now)
 
     def refusal(self, state: RequestState, now: float) -> NoRoom | None:
-        """Why the request gets no place, whatever workers have room."""
+        """Why the request gets no place on any worker; None if it may have one."""
         name = state.request.caller.name
         self._seen(name, now)
         if self._num_placed >= self._max_in_flight:
@@ -115,7 +118,7 @@ class CallerShares:
         return _refusal(name, 1, self._places(name)) if self._is_shared(now) else None
 
     def refusal_at(self, state: RequestState, placement: Placement, now: float) -> NoRoom | None:
-        """Why the request must not go to these workers at present."""
+        """Why the request must not go to the placement's workers at present; None if it may."""
         if not self._is_shared(now):
             return None
         name, worker = state.request.caller.name, placement.prefill or placement.decode
@@ -123,7 +126,7 @@ class CallerShares:
             other
             for others in self._in_prefill(worker)
             for other in others
-            if placement.prefill is None  # a decode worker computes prompts as they come
+            if placement.prefill is None  # a decode worker computes prompts in order of arrival
             or other.attempt.placement.num_prefill_tokens <= placement.num_prefill_tokens
         )
         if self._prompts_s(before, worker) > MAX_PROMPTS_S:
@@ -132,15 +135,16 @@ class CallerShares:
         return _refusal(name, 1, slots) or _refusal(name, placement.num_decode_blocks, blocks)
 
     def to_give_back(self, workers: Iterable[str], now: float) -> list[tuple[RequestState, AttemptFailure]]:
-        """Requests of callers that hold too much, since their answers grew or others appeared.
+        """Requests to take back from callers that hold too much: answers grew, or other callers appeared.
 
-        Of each thing, only the caller that holds most gives back: then there is more room for the next one.
+        Of each resource, only the caller that holds most gives back. This increases the room of the other
+        callers.
         """
         if not self._is_shared(now) or not self._placed:
             return []
         largest = max(self._placed, key=lambda name: len(self._placed[name]))
         back = dict.fromkeys(self._places(largest).to_give_back())
-        for worker in (name for name in workers if name in self._placed_at):  # in their order: sets have none
+        for worker in (name for name in workers if name in self._placed_at):  # keeps the order of `workers`
             for holding_of in (self._slots, self._blocks):
                 holdings = (holding_of(name, worker) for name in self._placed_at[worker])
                 back |= dict.fromkeys(max(holdings, key=_held).to_give_back())
@@ -185,22 +189,22 @@ class CallerShares:
         return [state for state in placed if state.attempt.placement.decode == worker]
 
     def _in_prefill(self, worker: str) -> list[list[RequestState]]:
-        """By caller, requests whose prompts this worker has yet to compute, or computes."""
+        """For each caller, the requests whose prompts this worker computes, or has not begun to compute."""
         return [
             [state for state in states if _is_in_prefill(state, worker)]
             for states in self._placed_at.get(worker, {}).values()
         ]
 
     def _late_prompts(self, worker: str) -> Iterator[RequestState]:
-        """If far too many prompts wait, for instance from a time when their caller was alone, the caller with the most
-        gives back its youngest requests.
+        """The requests to take back if far too many prompts wait at a worker: the youngest of the caller
+        whose prompts take longest. This happens, for instance, if this caller was alone before.
         """
         waiting = self._in_prefill(worker)
         total_s = sum(self._prompts_s(mine, worker) for mine in waiting)
         for state in reversed(max(waiting, key=lambda mine: self._prompts_s(mine, worker))[1:]):
             total_s -= self._prompts_s([state], worker)
             if total_s <= 2 * MAX_PROMPTS_S:
-                return  # a long prompt may wait behind so many
+                return  # the prompts that wait may take this long
             yield state
 
     def _prompts_s(self, states: Iterable[RequestState], worker: str) -> float:

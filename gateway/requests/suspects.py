@@ -1,18 +1,22 @@
-"""Suspects: requests that may be what ends their workers or breaks their steps; pure.
+"""Suspects: requests that may have ended their workers or broken their steps; pure.
 
-A worker may end at any moment, and most requests on it are bystanders. A request becomes suspect when a second worker
-ends under it and its answer has got no further since the first: a bystander gets further in between. Suspects run one
-at a time. When a fifth worker ends under a request, and no other request on that worker has lost five, the request has
-done it, unless at least as many workers ended without it lately.
+A worker may end at any moment, and most of its requests are bystanders: they did not cause the end. A request
+becomes suspect when a second worker ends under it, and its answer has not grown since the first worker ended.
+The answer of a bystander usually grows in between. Suspects run one at a time.
 
-    lost once ----> lost again at the same place: suspect ----> and three times more: stopped
-         <--- it finishes, or gets further ---
+A request is stopped when a fifth worker ends under it at the same token. It is not stopped if another request
+on that worker has also lost five, or if at least as many workers ended without it lately.
 
-A worker that cannot compute a request says so (ErrorKind.STEP_FAILED) and lives. If two workers say so of the same
-request, it is stopped too. Only workers that have finished other requests count, and that do not say it of many: a
-model whose weights are wrong is no client's fault.
+    lost once ----> lost again at the same token: suspect ----> lost three times more: stopped
+         <--- the request finishes, or its answer grows ---
 
-A stopped request is remembered by its caller, prompt and grammar, and refused as long as it comes again.
+A worker that cannot compute a request reports ErrorKind.STEP_FAILED and continues to run. A request is also
+stopped when two workers report this error for it. A worker's report counts only if the worker has contributed
+to a finished answer, and has reported the error for at most MAX_BLAMED requests. Otherwise the cause may be
+the worker itself, such as wrong model weights.
+
+The gateway remembers the caller, prompt and grammar of a stopped request. It refuses equal requests until
+none has been sent for REMEMBERED_S.
 """
 
 from array import array
@@ -29,17 +33,17 @@ Identity = bytes
 
 SUSPECT_LOSSES = 2
 MAX_LOSSES_AT_ONE_PLACE = 5
-"""So many workers end because of one request, in all its attempts and repetitions together."""
+"""After so many lost workers, a request is stopped. All its attempts and repetitions count together."""
 MAX_FAILURES_OF_STEPS = 2
-"""At different workers."""
+"""How many different workers must fail to compute a request before it is stopped."""
 MAX_BLAMED = 3
-"""A worker that cannot compute more requests than this is at fault itself."""
+"""If a worker cannot compute more requests than this, the worker itself is at fault."""
 REMEMBERED_S = 600.0
-"""After the last loss or failure, or the last time that a stopped request came again."""
+"""How long a request is remembered after its last loss or failure, or its last refusal."""
 MAX_TURN_S = 10.0
-"""How long a suspect keeps others waiting while it gets no further."""
+"""How long other suspects wait for a suspect whose answer does not grow."""
 RECENT_S = 60.0
-"""Losses of other workers this long before a request's first one count in its favour."""
+"""Worker losses without a request count in its favour, from this long before its own first loss."""
 MAX_KEPT = 1024
 MAX_LOSSES_KEPT = 64
 
@@ -51,36 +55,37 @@ class _Suspect:
     first_at: float
     latest_at: float
     num_losses: int = 0
-    """Workers that ended in a row while the answer was at the same place."""
+    """How many workers ended in a row while the answer did not grow."""
     place: int = 0
-    """How many tokens the client had."""
+    """How many tokens the client had at the latest loss."""
     failed_at: set[str] = field(default_factory=set)
-    """Incarnations of workers that could not compute it."""
+    """Incarnations of workers that could not compute the request."""
 
 
 class Suspects:
-    """Times are the caller's and must not run backwards."""
+    """The suspect and the stopped requests of one gateway. Times must not run backwards."""
 
     def __init__(self) -> None:
         self._suspects: OrderedDict[Identity, _Suspect] = OrderedDict()
-        """By their latest event, oldest first."""
+        """Ordered by the latest loss or failure, oldest first."""
         self._stopped: OrderedDict[Identity, tuple[float, str]] = OrderedDict()
-        """When each was stopped or came again, oldest first, and why it was stopped."""
+        """When each request was stopped or last sent again, and why it was stopped; oldest first."""
         self._losses: deque[tuple[float, frozenset[Identity]]] = deque(maxlen=MAX_LOSSES_KEPT)
-        """When workers ended, and which requests they had."""
+        """When each worker ended, and which requests it had."""
         self._proven: OrderedDict[str, None] = OrderedDict()
-        """Incarnations of workers that had a part in a finished answer."""
+        """Incarnations of workers that contributed to a finished answer."""
         self._at_turn: Identity | None = None
         self._turn_ends_at = 0.0
         self.counts: Counter[str] = Counter(lost=0, failed=0, refused=0)
-        """Requests that were stopped, by what they did, and how often stopped ones were refused."""
+        """How many requests were stopped for worker losses (`lost`) or step failures (`failed`), and how many
+        equal requests were refused afterwards."""
 
     def __len__(self) -> int:
         return len(self._suspects) + len(self._stopped)
 
     @property
     def num_stopped(self) -> int:
-        """Requests that would be refused if they came again."""
+        """Requests that would be refused if they were sent again."""
         return len(self._stopped)
 
     def is_suspect(self, identity: Identity) -> bool:
@@ -88,7 +93,9 @@ class Suspects:
         return suspect is not None and suspect.num_losses >= SUSPECT_LOSSES
 
     def may_run(self, identity: Identity, now: float) -> bool:
-        """False: another suspect runs, so that the loss of its worker would prove nothing."""
+        """Whether the request may run now. Suspects run one at a time, so that the loss of a worker proves
+        something.
+        """
         return not self.is_suspect(identity) or self._at_turn is None or now >= self._turn_ends_at
 
     def placed(self, identity: Identity, now: float) -> None:
@@ -96,14 +103,14 @@ class Suspects:
             self._at_turn, self._turn_ends_at = identity, now + MAX_TURN_S
 
     def left(self, identity: Identity) -> bool:
-        """It has no worker any more. True: another suspect may run now."""
+        """The request no longer has a worker. Returns True if another suspect may run now."""
         is_over = identity == self._at_turn
         if is_over:
             self._at_turn = None
         return is_over
 
     def got_further(self, identity: Identity, place: int) -> bool:
-        """It has so many tokens now. True: another suspect may run now."""
+        """The answer has `place` tokens now. Returns True if another suspect may run now."""
         suspect = self._suspects.get(identity)
         if suspect is None or not suspect.num_losses or place <= suspect.place + 1:
             return False
@@ -122,13 +129,16 @@ class Suspects:
     def worker_lost(
         self, places: Mapping[Identity, int], had: frozenset[Identity], now: float
     ) -> tuple[Identity, HarmfulRequest] | None:
-        """A worker ended. `places`: its requests, with the number of tokens that each client had; `had`: these, and the
-        ones that left it earlier, in any attempt. Returns the request that is stopped for it, and the error."""
+        """A worker ended. Returns the request that is stopped because of this, and the error for it.
+
+        `places` maps the worker's requests to the number of tokens that each client had. `had` contains these
+        requests and those that were on the worker in an earlier attempt.
+        """
         self._expire(now)
         self._losses.append((now, had))
         for identity, place in places.items():
             suspect = self._touch(identity, now)
-            # A prefill worker's token is no progress: each attempt brings one.
+            # One more token is no progress: in each attempt, the prefill worker brings one.
             is_same_place = suspect.num_losses > 0 and 0 <= place - suspect.place <= 1
             if not is_same_place:
                 suspect.num_losses, suspect.first_at = 0, now
@@ -142,7 +152,7 @@ class Suspects:
         return blamed[0], self._stop(blamed[0], "lost", what, now)
 
     def step_failed(self, identity: Identity, incarnation: str, now: float) -> HarmfulRequest | None:
-        """This worker could not compute the request. Returns why it is stopped now, if it is."""
+        """This worker could not compute the request. Returns the error if the request is stopped now."""
         self._expire(now)
         suspect = self._touch(identity, now)
         suspect.failed_at.add(incarnation)
@@ -155,7 +165,7 @@ class Suspects:
         return self._stop(identity, "failed", f"{len(witnesses)} workers could not compute it", now)
 
     def finished_on(self, incarnations: Iterable[str]) -> None:
-        """An answer is complete to which these workers contributed."""
+        """These workers contributed to a complete answer."""
         for incarnation in incarnations:
             self._proven[incarnation] = None
             self._proven.move_to_end(incarnation)
@@ -163,7 +173,7 @@ class Suspects:
             self._proven.popitem(last=False)
 
     def cleared(self, identity: Identity) -> None:
-        """It is a bystander: it got further, or an equal one has finished."""
+        """The request is a bystander: its answer grew, or an equal request has finished."""
         self._suspects.pop(identity, None)
 
     def _num_losses(self, identity: Identity) -> int:

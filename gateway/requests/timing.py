@@ -1,7 +1,7 @@
-"""Where a request's time went: until its first token, from there to the second, and in each stage; pure arithmetic.
+"""Where a request's time went: until the first token, then until the second, and in each stage; pure.
 
-Clocks of two machines are never compared. Workers report durations, which lie inside those that the gateway measures.
-The rest counts as the gateway's, including the network.
+The clocks of two machines are never compared. Workers report durations. The gateway measures longer durations
+that contain them, and counts the difference, which includes the network, as its own time.
 """
 
 from array import array
@@ -35,7 +35,7 @@ class Timing:
     handover_parts: "HandoverParts | None" = None
     """Parts that add up to `handover_s`; None if nothing was handed over."""
     handover_ended_s: float = 0.0
-    """When the later of the two tokens around the hand-over arrived, since the request's arrival."""
+    """Time from the request's arrival until the first token after the hand-over arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SeenTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftParts:
-    """Parts of the time to first token, in seconds; they add up to it, and none is negative."""
+    """Parts of the time to first token, in seconds. Their sum is this time, and none is negative."""
 
     gateway_s: float
     """Preprocessing, dispatching, the network to the worker and back, and time that no worker reported."""
@@ -59,20 +59,21 @@ class TtftParts:
     worker_queue_s: float
     """In the queue of the worker that computed the prompt, until the first step."""
     transfer_exposed_s: float
-    """Waiting for a KV transfer. Usually 0, since the prefill worker reports the first token itself; more if that
-    report is lost, or later than the decode worker's."""
+    """Waiting for a KV transfer. Usually 0, since the prefill worker itself reports the first token. The
+    value is larger if this report is lost, or arrives after the decode worker's report."""
     prefill_s: float
     """From the prompt's first step to the first token on that worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverParts:
-    """Parts of the time between the first and second token of a handed-over request, in seconds; they add up to it."""
+    """Parts of the time between the two tokens around a hand-over, in seconds. Their sum is this time."""
 
     transfer_exposed_s: float
-    """From the end of the prefill until the decode worker had all blocks: the part that overlap did not hide."""
+    """From the end of the prefill until the decode worker had all blocks. The rest of the transfer overlapped
+    with the prefill."""
     first_step_s: float
-    """From there until the decode worker sampled a token, including the wait for a place in its batch."""
+    """After that, until the decode worker sampled a token, including the wait for a place in its batch."""
     gateway_s: float
     """The network, and time that no worker reported."""
 
@@ -103,18 +104,21 @@ class FirstTokenClock:
         self._placement = placement
 
     def end_attempt(self, at_s: float) -> None:
-        """The attempt failed; no error if there was none."""
+        """The attempt failed. Does nothing if no attempt is running."""
         if self.ttft_s is None and self._attempt_began_s is not None:
             self._failed_s += at_s - self._attempt_began_s
             self._attempt_began_s, self._waits_since_s = None, at_s
 
     def first_token(self, worker: str, at_s: float) -> None:
-        """Only the first call counts."""
+        """This worker brought the first token. Later calls have no effect."""
         if self.ttft_s is None:
             self.ttft_s, self._brought_by = at_s, worker
 
     def parts(self, stages: Mapping[str, StageTimes]) -> TtftParts | None:
-        """`stages`: by worker, of the attempt that brought the first token. None before the first token."""
+        """The parts of `ttft_s`; None before the first token.
+
+        `stages`: the stage times of the attempt that brought the first token, by worker.
+        """
         if self.ttft_s is None:
             return None
         assert self._placement is not None
@@ -137,11 +141,11 @@ class RequestTimes:
         self._attempt = 0
         self._attempt_began_s = 0.0
         self._transfers: dict[tuple[int, str], tuple[SeenTransfer, ...]] = {}
-        """By attempt and worker, those of failed attempts too."""
+        """Hand-overs by attempt number and worker, including those of failed attempts."""
 
     @property
     def ttft_parts(self) -> TtftParts | None:
-        """None while there is no token."""
+        """The parts of the time to first token; None before the first token."""
         stages = self._stages if self._first_token_stages is None else self._first_token_stages
         return self._first_token.parts(stages)
 
@@ -178,7 +182,8 @@ class RequestTimes:
             self._delivered_at.extend([now] * num_tokens)
 
     def timing(self, placement: Placement, num_tokens_before: int, now: float) -> Timing:
-        """`placement` and `num_tokens_before` are the latest attempt's, as are the workers' times."""
+        """The request's times. `placement`, `num_tokens_before` and the workers' times are the latest
+        attempt's."""
         at = self._delivered_at
         decode = self._stages.get(placement.decode, StageTimes())
         prefill = self._stages.get(placement.prefill, StageTimes()) if placement.prefill else decode
@@ -212,8 +217,11 @@ class RequestTimes:
 
 
 def split_handover(gap_s: float, stages: StageTimes, exposed_s: float | None) -> HandoverParts:
-    """`gap_s`: between the two tokens; `stages`: the decode worker's; `exposed_s`: the prefill worker's, None if it
-    reported none."""
+    """Splits the time `gap_s` between the two tokens around a hand-over.
+
+    `stages` are the decode worker's stage times. `exposed_s` is the exposed transfer time that the prefill
+    worker reported, or None.
+    """
     first_step_s = min(gap_s, stages.first_step_s)
     left_s = gap_s - first_step_s
     transfer_exposed_s = left_s if exposed_s is None else min(left_s, exposed_s)
@@ -227,9 +235,10 @@ def split_handover(gap_s: float, stages: StageTimes, exposed_s: float | None) ->
 def _who_computed(
     placement: Placement, brought_by: str, stages: Mapping[str, StageTimes]
 ) -> tuple[StageTimes, float]:
-    """The stages of the worker that computed the prompt, and how long the other worker waited for KV afterwards.
+    """The stage times of the worker that computed the prompt, and how long the other then waited for KV.
 
-    The other worker's own wait began before the prompt's first step.
+    The other worker's reported wait began earlier. So the times of the computing worker are subtracted from
+    it.
     """
     bringer = stages.get(brought_by, StageTimes())
     if brought_by != placement.decode or placement.prefill is None or bringer.prefill_s:
@@ -239,7 +248,8 @@ def _who_computed(
 
 
 def _cut(ttft_s: float, queue_s: float, failed_s: float, computed: StageTimes, waited_s: float) -> TtftParts:
-    """The gateway's own measurements come first, then each reported one, as far as time is left for it."""
+    """Divides `ttft_s`. The gateway's measurements are subtracted first, then each reported time, but never
+    more than is left."""
     left_s = ttft_s - queue_s - failed_s
     fitting = []
     for reported_s in (computed.prefill_s, computed.queue_s, waited_s):

@@ -1,11 +1,12 @@
-"""AvoidedPairs: pairs whose latest hand-over failed on the link between them, though both workers may be healthy; pure.
+"""AvoidedPairs: pairs whose latest hand-over failed on the link, although both workers may be healthy; pure.
 
     works ---- a hand-over fails on the link ----> avoided for a pause
       ^                                               |
       |                                               v
-      +------ it succeeds ------ one request in each pause tries the pair ------ it fails: the pause doubles
+      +------ it succeeds ------ after a pause, one request tries the pair ------ it fails: the pause doubles
 
-The gateway does not see such a link, so nothing but a request can tell whether it works again.
+The gateway cannot observe the link between two workers. So only a request can show whether the link works
+again.
 """
 
 import logging
@@ -21,7 +22,7 @@ LONGEST_PAUSE_S = 300.0
 
 @dataclass(slots=True)
 class _Failure:
-    """The latest one of a pair."""
+    """The latest failure of a pair."""
 
     at: float
     pause_s: float
@@ -29,7 +30,7 @@ class _Failure:
 
 
 class AvoidedPairs:
-    """Times are the caller's and must not run backwards."""
+    """The failed pairs of one gateway. Times must not run backwards."""
 
     def __init__(self) -> None:
         self._failures: dict[Pair, _Failure] = {}
@@ -39,14 +40,15 @@ class AvoidedPairs:
         return frozenset(pair for pair, failure in self._failures.items() if now < failure.avoided_until)
 
     def placed(self, pair: Pair, now: float) -> None:
-        """A request tries the pair. If its pause was over, no other request tries it in the next one."""
+        """A request tries the pair. If the pair's pause was over, a new pause begins, so that only one
+        request tries."""
         failure = self._failures.get(pair)
         if failure is not None and now >= failure.avoided_until:
             failure.avoided_until = now + failure.pause_s
 
     def failed(self, pair: Pair, began_at: float, reason: str, now: float) -> None:
-        """A hand-over of an attempt that began then failed on the link. Attempts that were under way when another one
-        failed bring no news."""
+        """A hand-over failed on the link; its attempt began at `began_at`. Attempts that were already running
+        at the pair's latest failure are ignored, since they show nothing new."""
         failure = self._failures.get(pair)
         if failure is not None and began_at <= failure.at:
             return
@@ -65,5 +67,5 @@ class AvoidedPairs:
         self._failures = {pair: failure for pair, failure in self._failures.items() if worker not in pair}
 
     def __len__(self) -> int:
-        """Pairs that have not worked since they failed."""
+        """The number of pairs that have not worked since they failed."""
         return len(self._failures)

@@ -1,19 +1,24 @@
-"""The cost of a placement, in seconds added to all answers; knows no policy. See docs/routing.md.
+"""The cost of a placement: the seconds that it adds to all answers together; knows no policy.
+
+See docs/routing.md.
 
 pair   = wait(P) + compute(P) + late(P, D) + HANDOVER_S + decode(D)
 local  = wait(D) + compute(D) * (1 + running(D))         + decode(D)
 
-wait      prompt tokens that wait there / its prefill rate
-compute   prompt tokens that are not in its cache / its prefill rate
-late      how much longer the transfer of missing tokens takes than their computation
-decode    steps of the answer, each with one request more, plus the time this adds to the steps of requests
-          that run there; plus the recomputation of what is evicted if blocks run short
+wait      prompt tokens that wait on the worker / its prefill rate
+compute   prompt tokens that are not in the worker's cache / its prefill rate
+late      how much longer the transfer of D's missing tokens takes than P's computation
+decode    the steps of the answer, each with one more request, plus the time that the answer adds to the steps
+          of running requests; plus the time to recompute evicted tokens if blocks run short
 
-Where a pair is compared with a decode worker alone, `order` replaces wait(P): for each prompt that waits there, its
-tokens or this one's, whichever are fewer / the prefill rate. A prefill worker computes the shorter one of two prompts
-first (scheduler/order.py), so that is what the two cost each other; and of the other tokens there at most a step,
-since the one in progress is not interrupted. Prefill workers are compared by all that waits, since later prompts may
-overtake this one, too: the load is even.
+When a pair is compared with a decode worker alone, `order` replaces wait(P). For each prompt that waits on P,
+it counts the tokens of that prompt or of the new prompt, whichever are fewer. A prefill worker computes the
+shorter of two prompts first (scheduler/order.py), so the shorter prompt is what the longer one waits for. Of
+the other tokens on P, it adds at most one step, since the step in progress is not interrupted. It divides
+this sum by the prefill rate.
+
+When prefill workers are compared with each other, all waiting tokens count, since later prompts may also pass
+this one. So the load is even.
 """
 
 from dataclasses import dataclass
@@ -24,16 +29,16 @@ from gateway.routing.rates import PREFILL_TOKENS_PER_S, LinkRates, MovingAverage
 from gateway.routing.worker_estimate import WorkerEstimate
 
 HANDOVER_S = 0.005
-"""Fixed cost of a hand-over, whatever its size; see the hand-over benchmark."""
+"""Fixed cost of a hand-over of any size; see the hand-over benchmark."""
 
 EXPECTED_NEW_TOKENS = 128
-"""Assumed length of an answer that may be longer: its real length is unknown, and its limit is rarely reached."""
+"""Assumed length of an answer with a higher limit: its real length is unknown, and limits are rarely met."""
 
 DEFAULT_SCHEDULER = SchedulerConfig()
 
 ALIKE = 1.25
-"""Rates that differ by less than this factor count as equal, so that equal workers share the load. Measurements differ
-by more than that by chance."""
+"""Rates that differ by less than this factor count as equal. Measured rates differ by chance, and equal
+workers should share the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +46,29 @@ class Need:
     """What a request needs from its workers."""
 
     num_tokens: int
-    """Tokens to compute, or find in a cache, before the next one."""
+    """Tokens that a worker must compute, or find in its cache, before it can compute the next token."""
     num_new_tokens: int
-    """Tokens expected to follow."""
+    """Tokens that are expected to follow."""
     hits: dict[str, int]
-    """How many of `num_tokens` each worker has already, by name."""
+    """How many of the `num_tokens` tokens each worker already has, by worker name."""
 
     def num_missing(self, worker: str) -> int:
         return self.num_tokens - self.hits.get(worker, 0)
 
 
 class CostModel:
-    """The fleet's rates, and the terms that follow from them."""
+    """The fleet's rates, and the terms of the cost that follow from them."""
 
     def __init__(self, scheduler: SchedulerConfig = DEFAULT_SCHEDULER) -> None:
-        """`scheduler`: as configured. Under `policy: priority`, prompts of prefill workers too wait for those that came
-        before."""
+        """`scheduler`: the workers' configuration. With `policy: priority`, a prompt also waits on a prefill
+        worker for all earlier prompts."""
         self._is_by_work = scheduler.policy == "fcfs"
         self.links = LinkRates()
         self._prefill_rate = MovingAverage()
         self._decode_step = StepTime()
 
     def on_status(self, status: WorkerStatus) -> None:
-        """Learns typical rates, for workers that have not computed a prompt, or decoded, themselves yet."""
+        """Learns typical rates. They apply to workers without measurements of their own."""
         if status.load.prefill_tokens_per_s > 0.0:
             self._prefill_rate.add(status.load.prefill_tokens_per_s)
         if status.load.decode_step_s > 0.0:
@@ -125,5 +130,5 @@ class CostModel:
 
 
 def _unless_alike(own: float, typical: float) -> float:
-    """The typical value, if the worker's own is near it."""
+    """The typical value if the worker's own value is near it; else the worker's own value."""
     return own if not typical / ALIKE < own < typical * ALIKE else typical

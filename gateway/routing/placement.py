@@ -1,4 +1,4 @@
-"""RouteQuery and Placement: what the router is asked, and its answer."""
+"""RouteQuery and Placement: the input of the router, and its result."""
 
 from collections.abc import Collection, Set
 from dataclasses import dataclass
@@ -27,29 +27,31 @@ class RouteQuery:
     token_ids: tuple[int, ...]
     """The prompt and the answer delivered so far: everything to compute before the next token."""
     max_new_tokens: int
-    """Most tokens that can follow."""
+    """The largest number of tokens that can follow."""
     cache_salt: str | None = None
     block_hashes: BlockHashes | None = None
-    """Of its first tokens, as far as they are known; the router adds to them. None: they are forgotten at once."""
+    """Known hashes of the first blocks. The router adds the hashes that it computes; with None, it does not
+    keep them.
+    """
     skip_reading_prefix_cache: bool = False
-    """Workers compute or load all of it, whatever they have cached."""
+    """Workers do not use their prefix caches for this request."""
     affinity_key: str | None = None
-    """Equal keys get the same workers where nothing else decides."""
+    """Requests with equal keys get the same workers if these are otherwise equally good."""
     mode: Mode | None = None
     """The mode that the request requires, if any."""
     excluded: Collection[str] = ()
-    """Names of workers that failed this request."""
+    """Names of workers that must not get this request: they failed it, refused it or gave it back."""
     without_prefill: bool = False
-    """Prefill workers failed it too often."""
+    """Attempts with prefill workers failed too often, so the request must run on a decode worker alone."""
     avoided: Set[Pair] = frozenset()
-    """Pairs that cannot exchange KV at present. A request that requires a prefill worker gets one of them if there is
-    no other pair."""
+    """Pairs that probably cannot exchange KV at present. A request that requires a prefill worker gets such a
+    pair only if there is no other pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The workers of a request. `prefill` is None in local mode; `is_fallback`: disaggregation was wanted, but
-    unavailable.
+    """The workers of a request. `prefill` is None in local mode. `is_fallback` is true if a hand-over was
+    wanted, but not possible.
     """
 
     mode: Mode
@@ -61,9 +63,9 @@ class Placement:
     num_prefill_tokens: int = 0
     """Prompt tokens that the computing worker does not have yet, as far as the router knows."""
     num_transfer_tokens: int = 0
-    """Prompt tokens that the decode worker does not have yet and loads."""
+    """Prompt tokens that the decode worker does not have yet, and loads."""
     num_decode_blocks: int = 0
-    """Blocks that the prompt and one more token take on the decode worker."""
+    """How many blocks of the decode worker the prompt and one more token need."""
 
     @property
     def pair(self) -> Pair | None:
@@ -71,4 +73,4 @@ class Placement:
 
 
 class NoRoom(RequestError):
-    """Every worker that could take the request is full. The request may wait: other requests will make room."""
+    """The request gets no place at present. It may wait: other requests will make room."""

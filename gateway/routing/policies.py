@@ -1,5 +1,7 @@
-"""Policies: which of the candidate workers gets a request. Candidates start with the next in turn, so equals share
-the load."""
+"""Policies: which of the candidate workers gets a request; the first of equally good candidates wins.
+
+The router starts the list of candidates with the next worker in turn, so equally good workers share the load.
+"""
 
 from collections.abc import Iterator, Sequence, Set
 from heapq import nsmallest
@@ -10,22 +12,22 @@ from gateway.routing.placement import Pair
 from gateway.routing.worker_estimate import WorkerEstimate
 
 NUM_JOINT = 8
-"""How many prefill and decode workers, the best by themselves, are compared in pairs. In smaller fleets, all pairs
-are compared."""
+"""How many prefill workers, and how many decode workers, are compared in pairs. These are the workers with
+the least cost of their own. In smaller fleets, all pairs are compared."""
 
 Workers = Sequence[WorkerEstimate]
 Chosen = tuple[WorkerEstimate, WorkerEstimate]
 
 
 class Policy(Protocol):
-    """Lists are never empty."""
+    """Chooses workers from lists of candidates."""
 
     def pair(self, need: Need, prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Chosen | None:
         """The workers for prefill and decode; None if every pair is avoided."""
         ...
 
     def local(self, need: Need, decodes: Workers) -> WorkerEstimate:
-        """The worker for both."""
+        """The decode worker that also computes the prompt."""
         ...
 
 
@@ -40,7 +42,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Workers with the fewest requests, whatever their size."""
+    """Workers with the fewest requests, regardless of the requests' sizes."""
 
     def pair(self, need: Need, prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Chosen | None:
         by_load = sorted(prefills, key=_num_requests), sorted(decodes, key=_num_requests)
@@ -51,7 +53,7 @@ class LeastLoaded:
 
 
 class KVAware:
-    """Workers that cost the least time, given their prefix caches; both are chosen together."""
+    """Workers with the least cost in time, given their prefix caches. The two workers are chosen together."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
@@ -68,7 +70,7 @@ class KVAware:
 
 
 def _pairs(prefills: Workers, decodes: Workers, avoided: Set[Pair]) -> Iterator[Chosen]:
-    """Pairs that are not avoided, those of the first prefill worker first."""
+    """Pairs that are not avoided; pairs of the first prefill worker come first."""
     pairs = ((prefill, decode) for prefill in prefills for decode in decodes)
     return (pair for pair in pairs if (pair[0].name, pair[1].name) not in avoided) if avoided else pairs
 

@@ -1,11 +1,11 @@
 """PrefillTimes: a lower bound for the time to compute a prompt, from recent prompts; pure, in bounded memory.
 
-Two estimates exist. Each may be too high, so the smaller one counts:
+Two estimates exist. Each may be too high, so the smaller estimate counts:
 
-    half the time of shorter prompts on the same worker  too high if many requests shared its steps
+    half the time of shorter prompts on the same worker  too high if many requests shared the worker's steps
     tokens / the best rate that the worker reported      too high if prompts were too short to fill steps
 
-Longer prompts say nothing about shorter ones.
+The times of longer prompts are not used.
 """
 
 from collections import deque
@@ -16,9 +16,9 @@ from typing import NamedTuple
 from baton.errors import DeadlineTooClose
 
 MEMORY_S = 60.0
-"""Older values are dropped. So requests are tried again, and a worker that became faster is noticed."""
+"""Older values are ignored. So prompts are tried again, which shows if a worker became faster."""
 MIN_SEEN = 4
-"""Fewer prompts of about one size may have been slow by chance."""
+"""Fewer prompts of about the same size are not used, since they may have been slow by chance."""
 MAX_SEEN = 16
 SHARE = 0.5
 
@@ -36,7 +36,7 @@ class _Worker:
     prompts: dict[int, deque[_Prompt]] = field(default_factory=dict)
     """The latest prompts, grouped by length: `num_tokens.bit_length()` is the key."""
     rates: deque[tuple[float, float]] = field(default_factory=deque)
-    """Tokens per second: the best rate, then the best one after it, and so on."""
+    """Times and rates in tokens per second: the best rate, then the best of all later rates, and so on."""
 
     def computed(self, num_tokens: int, seconds: float, now: float) -> None:
         of_size = self.prompts.setdefault(num_tokens.bit_length(), deque(maxlen=MAX_SEEN))
@@ -58,13 +58,15 @@ class _Worker:
 
 
 class PrefillTimes:
-    """Times must not run backwards."""
+    """The recent prompts and rates of all workers. Times must not run backwards."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
 
     def computed(self, worker: str, num_tokens: int, seconds: float, now: float) -> None:
-        """`num_tokens` uncached tokens took `seconds` from the first step to the first token."""
+        """A worker computed `num_tokens` uncached tokens. This took `seconds` from the first step to the
+        first token.
+        """
         self._workers.setdefault(worker, _Worker()).computed(num_tokens, seconds, now)
 
     def on_rate(self, worker: str, tokens_per_s: float, now: float) -> None:
@@ -73,8 +75,10 @@ class PrefillTimes:
             self._workers.setdefault(worker, _Worker()).on_rate(tokens_per_s, now)
 
     def least_s(self, lacking: Mapping[str, int], now: float) -> float:
-        """The least time from first step to first token on the fastest of these workers; 0 if unknown. `lacking`: the
-        tokens that each would have to compute."""
+        """The least time from the first step to the first token on the fastest of these workers, or 0.
+
+        0 means unknown. `lacking`: how many tokens each worker would have to compute.
+        """
         nothing = _Worker()
         return min(
             (self._workers.get(worker, nothing).least_s(num, now) for worker, num in lacking.items()),
@@ -82,18 +86,18 @@ class PrefillTimes:
         )
 
     def forget(self, worker: str) -> None:
-        """The worker is lost; a later one of that name may be faster."""
+        """The worker is lost. A later worker of this name may be faster."""
         self._workers.pop(worker, None)
 
 
 def _least_of(seen: Iterable[_Prompt], num_tokens: int, now: float) -> float:
-    """The least time of prompts that are no longer than this; 0 if there are too few."""
+    """The least time of recent prompts with at most `num_tokens` tokens; 0 if there are too few."""
     seconds = [each.seconds for each in seen if each.num_tokens <= num_tokens and now - each.at <= MEMORY_S]
     return min(seconds) if len(seconds) >= MIN_SEEN else 0.0
 
 
 def too_close(least_prefill_s: float, left_s: float) -> DeadlineTooClose:
-    """Retrying later is useless: even if the prompt began now, computing it would take too long."""
+    """The error if the prompt would take too long even if it began now. A later retry is useless."""
     return DeadlineTooClose(
         f"the prompt takes at least {least_prefill_s:.1f} s to compute, and the request's deadline is in {left_s:.1f} s"
     )

@@ -1,12 +1,12 @@
-"""PrefixIndex: which worker has which blocks in its prefix cache, by the workers' events; knows no request, no
-policy.
+"""PrefixIndex: which worker has which blocks in its prefix cache, learned from KV events; knows no requests.
 
     hash of a block  ->  its workers, as the bits of one int       equal sets of workers are one object
-    worker           ->  its bit, and a log of its stored blocks   8 bytes a block, for their removal
+    worker           ->  its bit, and a log of its stored blocks   8 bytes a block, needed to remove them
 
-Workers send 8 bytes of each hash; 60 bits of them are the key, since such an int takes 32 bytes of memory and a
-longer one 48. Among ten million blocks, two have the same key with a probability of one in twenty thousand. Then a
-worker is credited with a block it lacks, which costs time and nothing else.
+Workers send 8 bytes of each hash. 60 bits of them are the key, since such an int takes 32 bytes of memory,
+and a longer int takes 48. Among ten million blocks, two have the same key with a probability of one in twenty
+thousand. Then the index may list a block for a worker that does not have it. This costs time, but no answer
+becomes wrong.
 """
 
 from array import array
@@ -21,7 +21,7 @@ Key = int
 """60 bits of a block's hash."""
 
 MAX_SHARED_SETS = 65_536
-"""Sets of workers that are shared as one object each; more sets only cost memory."""
+"""How many sets of workers are stored only once. More sets cost memory, nothing else."""
 
 MAX_NAMED_SETS = 1024
 
@@ -31,40 +31,43 @@ LOG_SLACK = 1024
 
 @dataclass(slots=True)
 class _Place:
-    """A worker's bit, reusable once no set contains it."""
+    """A worker's bit, and its blocks. The bit can be used again once no set contains it."""
 
     name: str
     bit: int
     log: "array[int]" = field(default_factory=lambda: array("Q"))
-    """Everything that the worker stored; removed blocks stay until there are too many of them."""
+    """Keys of all blocks that the worker stored. Removed blocks stay in it until they are too many."""
     num_blocks: int = 0
     next_number: int | None = None
-    """Number of the KVEvents that continue its listing; None: there is a gap, and only a new listing helps."""
+    """Number of the next expected KVEvents. None after a gap: then the index needs a new listing."""
 
 
 class PrefixIndex:
-    """Fed with KVEvents, queried with prompts. A departure is O(1); its remains are swept later, bit by bit."""
+    """Gets KVEvents, and is queried with the keys of a prompt's blocks.
+
+    To forget a worker is O(1). Later calls of `apply` remove its blocks, a few at a time.
+    """
 
     def __init__(self) -> None:
         self._holders: dict[Key, int] = {}
         self._shared_sets: dict[int, int] = {}
         self._places: dict[str, _Place] = {}
         self._names: list[str] = []
-        """By the position of a bit."""
+        """Worker names, by the position of the worker's bit."""
         self._names_of: dict[int, list[str]] = {}
-        """Names for recently queried sets: those of common prompts recur."""
+        """Cache: the names of recently queried sets. Common prompts query the same sets again."""
         self._present = 0
-        """Bits of workers whose listing is complete; other bits in a set belong to departed workers."""
+        """Bits of workers that are not forgotten. Other bits in a set belong to departed workers."""
         self._departed: deque[_Place] = deque()
         self._free_bits: list[int] = []
 
     @property
     def num_entries(self) -> int:
-        """Distinct blocks, including those of departed workers that are not swept yet."""
+        """Number of distinct blocks, including blocks of departed workers that are not removed yet."""
         return len(self._holders)
 
     def is_known(self, worker: str) -> bool:
-        """Whether the worker sent a listing, with no gap since."""
+        """Whether the worker sent a listing, and no events are missing since then."""
         place = self._places.get(worker)
         return place is not None and place.next_number is not None
 
@@ -74,8 +77,8 @@ class PrefixIndex:
         return place.num_blocks if place else 0
 
     def apply(self, worker: str, events: KVEvents) -> bool:
-        """Applies a worker's events. False: earlier events are missing, and all are ignored until the worker's next
-        listing; what was known before the gap stays."""
+        """Applies a worker's events. Returns False if earlier events are missing. Then all events are ignored
+        until the worker's next listing, and blocks that were known before the gap stay."""
         if events.is_anew:
             self.forget(worker)
             self._arrive(worker)
@@ -92,19 +95,20 @@ class PrefixIndex:
         return True
 
     def forget(self, worker: str) -> None:
-        """Removes all of the worker's blocks; its next events must be a listing. Unknown names are no error."""
+        """Removes all blocks of the worker. Its next events must be a listing. Unknown names are ignored."""
         place = self._places.pop(worker, None)
         if place is not None:
             self._present ^= place.bit
             self._departed.append(place)
 
     def lookup(self, keys: Iterable[Key]) -> dict[str, int]:
-        """For each worker, how many leading blocks of a chain it has without a gap; workers with none are left out."""
+        """For each worker, how many leading blocks of a chain it has without a gap. Leaves out workers
+        without any."""
         get, alive, depth, former = self._holders.get, self._present, 0, None
         found: dict[str, int] = {}
         for key in keys:
             holders = get(key, 0)
-            if holders is not former:  # equal sets are one object, so a chain rarely gets here
+            if holders is not former:  # rarely true, since equal sets are one object
                 former = holders
                 remaining = holders & alive
                 if depth and remaining != alive:
@@ -186,14 +190,14 @@ class PrefixIndex:
         self._shorten_log(place)
 
     def _shorten_log(self, place: _Place) -> None:
-        """Bounds the log to twice the memory that it needs."""
+        """Limits the log to about twice the number of stored blocks."""
         if len(place.log) > 2 * place.num_blocks + LOG_SLACK:
             get, bit = self._holders.get, place.bit
             place.log = array("Q", dict.fromkeys(key for key in place.log if get(key, 0) & bit))
 
     def _sweep(self, num_keys: int) -> None:
-        """Removes up to `num_keys` blocks of departed workers from the sets; a worker with an empty
-        log is forgotten.
+        """Removes up to `num_keys` blocks of departed workers from the sets. Once a worker's log is empty,
+        its bit is free again.
         """
         while self._departed and num_keys > 0:
             place = self._departed[0]
@@ -209,7 +213,7 @@ class PrefixIndex:
 
 
 def short_keys(block_hashes: Iterable[bytes]) -> list[Key]:
-    """The index's keys for blocks, from whole hashes or from the part that workers send."""
+    """The index's keys of blocks, made from complete hashes or from the short hashes that workers send."""
     return _keys(b"".join([block_hash[:SHORT_HASH_BYTES] for block_hash in block_hashes]))
 
 

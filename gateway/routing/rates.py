@@ -3,25 +3,25 @@
 from dataclasses import dataclass, field
 
 WEIGHT = 0.2
-"""Weight of the newest value: after ten more, a value counts for a tenth of what it did."""
+"""Weight of the newest value. After ten more values, a value has a tenth of its first weight."""
 
 PREFILL_TOKENS_PER_S = 5_000.0
 DECODE_STEP_S = 0.02
 TRANSFER_BYTES_PER_S = 5e9
 BYTES_PER_TOKEN = 100_000.0
-"""Until measured: a mid-sized model on a mid-sized GPU and network."""
+"""These four values apply until measurements exist: a mid-sized model on a mid-sized GPU and network."""
 
 SHARE_OF_REQUEST = 0.02
-"""Share of a decode step's time that one more request adds, until steps of different sizes were measured. A tenth of
-it is the minimum even then: a request never costs nothing."""
+"""Share of a decode step's time that one more request adds, until steps of different sizes were measured.
+After that, a tenth of this share is the minimum, so that a request always has a cost."""
 
 MIN_SPREAD = 0.5
-"""Variance of the number of requests in a step, below which a slope would be noise."""
+"""If the number of requests per step has a smaller variance, a slope would be noise."""
 
 
 @dataclass(slots=True)
 class MovingAverage:
-    """Average of the values added so far, newer ones counting more; None before the first."""
+    """Average of the values added so far; newer values count more. None before the first value."""
 
     value: float | None = None
 
@@ -33,7 +33,7 @@ class MovingAverage:
 
 @dataclass(slots=True)
 class StepTime:
-    """Time of a decode step as a line over its number of requests: the least squares of recent steps."""
+    """Time of a decode step as a linear function of its number of requests, fitted to recent steps."""
 
     start_s: float = DECODE_STEP_S
     """Time of a step without requests."""
@@ -65,9 +65,10 @@ class LinkRates:
     _by_pair: dict[tuple[str, str], MovingAverage] = field(default_factory=dict)
 
     def measured(self, prefill: str, decode: str, num_tokens: int, num_bytes: int, moving_s: float) -> None:
-        """Learns from a hand-over of `num_tokens` tokens. Blocks leave as they are computed, so the
-        measured rate of a long prompt is at most that of its computation. That does no harm: such requests wait for the
-        computation, not for the transfer.
+        """Learns from a hand-over of `num_tokens` tokens.
+
+        Blocks are sent as they are computed, so the measured rate of a long prompt is at most the rate of its
+        computation. This does no harm: such requests wait for the computation, not for the transfer.
         """
         if num_tokens > 0:
             self.bytes_per_token.add(num_bytes / num_tokens)
@@ -77,7 +78,7 @@ class LinkRates:
             self._by_pair.setdefault((prefill, decode), MovingAverage()).add(rate)
 
     def seconds_per_token(self, prefill: str, decode: str) -> float:
-        """The rate of this link; of a typical link if this one has had no hand-over yet."""
+        """Transfer time per token on this link; of a typical link if this link had no hand-over yet."""
         average = self._by_pair.get((prefill, decode))
         return self._per_token(average.value if average is not None else self.typical.value)
 

@@ -1,7 +1,8 @@
 """Router: chooses the workers of each request; pure logic, so that a simulator can run it too.
 
-Inputs are the workers' reports (`on_status`, `on_worker_lost`, `kv_events`), the gateway's actions (`sent`, `ended`)
-and measurements (`measured`); `route` returns a placement. The router has no clock: all times are reported durations.
+The router gets the workers' reports (`on_status`, `on_worker_lost`, `kv_events`), the gateway's actions
+(`sent`, `ended`) and measurements (`measured`). `route` returns a placement. The router has no clock: all its
+times are durations that workers reported.
 """
 
 from collections.abc import Iterator, Set
@@ -21,12 +22,12 @@ from gateway.routing.prefix_index import PrefixIndex, short_keys
 from gateway.routing.worker_estimate import WorkerEstimate
 
 HASHED_AT_ONCE = 1024
-"""Blocks; about a millisecond's work."""
+"""In blocks. Hashing so many takes about a millisecond."""
 
 
 class Router:
-    """Places requests according to the gateway's configuration. `hash_key` is the key with which workers hash
-    prefixes, `scheduler` how they plan their steps.
+    """Places requests according to the gateway's configuration. Workers hash prefixes with `hash_key`, and
+    plan their steps according to `scheduler`.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class Router:
         self._index = PrefixIndex()
         self._workers: dict[str, WorkerEstimate] = {}
         self._able: dict[WorkerRole, list[WorkerEstimate]] = {role: [] for role in WorkerRole}
-        """Workers that take requests, by name."""
+        """Workers that accept requests, by role; each list is sorted by name."""
         self._block_sizes: set[int] = set()
-        """Block sizes of those workers."""
+        """Block sizes of the workers in `_able`."""
         self._turn = count()
 
     @property
@@ -56,15 +57,15 @@ class Router:
         return {name: len(worker.sub_requests) for name, worker in self._workers.items()}
 
     def estimate(self, worker: str) -> WorkerEstimate:
-        """A worker that was placed on."""
+        """The estimate of a worker that has got a request."""
         return self._workers[worker]
 
     def prompt_s(self, worker: str, num_tokens: int) -> float:
-        """About how long a worker computes so many prompt tokens."""
+        """About how long a worker needs to compute `num_tokens` prompt tokens."""
         return self._costs.prompt_s(self._workers[worker], num_tokens)
 
     def on_status(self, status: WorkerStatus) -> None:
-        """Applies a worker's status. While it is ready, it gets requests of its role, which may have changed."""
+        """Applies a worker's status. A ready worker gets requests of its role, which may have changed."""
         name = status.ref.name
         worker = self._workers.setdefault(name, WorkerEstimate(name))
         before = worker.service, worker.block_size
@@ -76,8 +77,9 @@ class Router:
             self._note_change()
 
     def on_worker_lost(self, name: str) -> None:
-        """The worker is lost, silent or removed, and gets no requests until its next status. Unknown names are no
-        error."""
+        """The worker is lost, silent or removed. It gets no requests until its next status. Unknown names are
+        ignored.
+        """
         self._index.forget(name)
         if worker := self._workers.get(name):
             worker.gone()
@@ -85,22 +87,24 @@ class Router:
             self._drop_if_over(worker)
 
     def kv_events(self, worker: str, events: KVEvents) -> bool:
-        """Applies changes of a worker's prefix cache. False: earlier changes are missing; subscribe again."""
+        """Applies changes of a worker's prefix cache. False if earlier changes are missing: subscribe
+        again."""
         return self._index.apply(worker, events)
 
     def lacks_kv_account(self, worker: str) -> bool:
-        """Whether to subscribe to a worker's KV events, now and with each heartbeat until its listing arrives.
+        """Whether to subscribe to a worker's KV events: at each heartbeat, until its listing arrives.
 
-        Never if no decision depends on them.
+        False for all workers if no decision depends on KV events.
         """
         return self._follows_kv and worker in self._workers and not self._index.is_known(worker)
 
     def sent(self, worker: str, placement: Placement) -> None:
-        """A sub-request was sent to one of the placement's workers. It counts at once, before the worker reports it."""
+        """A sub-request was sent to this worker of the placement. It counts at once, before the worker
+        reports it."""
         self._workers.setdefault(worker, WorkerEstimate(worker)).sent(placement)
 
     def ended(self, worker: str, placement: Placement) -> None:
-        """A sub-request that was `sent` has ended, in any way. Call exactly once for each."""
+        """A sub-request that was `sent` has ended, in any way. Call this once for each sub-request."""
         snapshot = self._workers[worker]
         snapshot.ended(placement, are_hits_known=self._follows_kv)
         self._drop_if_over(snapshot)
@@ -119,15 +123,15 @@ class Router:
     def hashing(
         self, token_ids: tuple[int, ...], cache_salt: str | None, hashes: BlockHashes
     ) -> Iterator[None]:
-        """Adds the hashes that `route` will need, a portion at a time: a hundred thousand tokens take 10 ms."""
+        """Adds the hashes that `route` will need. Yields after each portion of about a millisecond."""
         if self._follows_kv:
             yield from self._hash(token_ids, cache_salt, hashes)
 
     def route(self, query: RouteQuery) -> Placement:
-        """A placement without excluded workers. NoRoom if all decode workers are full; WorkerUnavailable if there is
-        none, or no prefill worker for a request that requires one.
+        """Returns a placement without excluded workers. It counts only once its requests are `sent`.
 
-        The placement counts only once its requests are `sent`.
+        Raises NoRoom if all decode workers are full. Raises WorkerUnavailable if there is no decode worker,
+        or no prefill worker for a request that requires one.
         """
         turn = next(self._turn)
         decodes = self._able_to(WorkerRole.DECODE, query, turn)
@@ -148,8 +152,8 @@ class Router:
         return self._place(query, mode, need, prefills, decodes)
 
     def lacking(self, query: RouteQuery) -> dict[str, int]:
-        """How many of the query's tokens each worker that may compute the prompt would have to compute. Empty if prefix
-        caches are not followed, since no decision depends on them."""
+        """For each worker that may compute the prompt, how many of the query's tokens are not in its prefix
+        cache. Empty if the router does not follow prefix caches, since no decision depends on them."""
         if not self._follows_kv:
             return {}
         prefills, decodes = self._able[WorkerRole.PREFILL], self._able[WorkerRole.DECODE]
@@ -197,7 +201,7 @@ class Router:
         decodes: list[WorkerEstimate],
         avoided: Set[Pair],
     ) -> str:
-        """Why a request that may run either way should use a decode worker alone; empty if it should not."""
+        """Why a request that requires no mode should use a decode worker alone; empty if it should not."""
         costs, threshold = self._costs, self._config.local_prefill_tokens
         if threshold is not None and need.num_missing(local.name) <= threshold:
             return "short prompt"
@@ -208,7 +212,7 @@ class Router:
         if threshold is None and local_s <= alone_s:
             if local.num_requests:
                 return "short prompt"
-            if need.num_missing(local.name) <= local.step_tokens:  # later requests wait for a step at most
+            if need.num_missing(local.name) <= local.step_tokens:  # later requests wait for at most one step
                 return "idle decode worker"
         order_s = costs.order_s(pair[0], need)
         return "busy prefill workers" if order_s > 0.0 and local_s <= alone_s + order_s else ""
@@ -235,8 +239,8 @@ class Router:
         )
 
     def _hits(self, query: RouteQuery) -> dict[str, int]:
-        """How many of the query's tokens each worker takes from its cache; at most all but one, which must be computed
-        anyway."""
+        """How many of the query's tokens each worker reads from its cache. This is never the last token,
+        which must be computed in any case."""
         hits: dict[str, int] = {}
         hashes = {} if query.block_hashes is None else query.block_hashes
         if not query.skip_reading_prefix_cache:
@@ -251,8 +255,9 @@ class Router:
     def _hash(
         self, token_ids: tuple[int, ...], cache_salt: str | None, hashes: BlockHashes
     ) -> Iterator[None]:
-        """Adds what is missing, a portion at a time, up to the first block that no worker has."""
-        for size in tuple(self._block_sizes):  # workers come and go between portions
+        """Adds the missing hashes portion by portion, up to the first portion that ends with a block that no
+        worker has."""
+        for size in tuple(self._block_sizes):  # a copy, since the set may change between portions
             of_size = hashes.setdefault(size, [])
             num_blocks = (len(token_ids) - 1) // size
             while len(of_size) < num_blocks and self._may_go_on(of_size):
@@ -261,11 +266,13 @@ class Router:
                 yield
 
     def _may_go_on(self, hashes: list[bytes]) -> bool:
-        """A worker may have blocks behind these."""
+        """Whether a worker may have the blocks that follow these."""
         return not hashes or bool(self._index.lookup(short_keys(hashes[-1:])))
 
     def _able_to(self, role: WorkerRole, query: RouteQuery, turn: int) -> list[WorkerEstimate]:
-        """Workers of a role that take requests, starting with the next in turn, or in the order of an affinity key."""
+        """Workers of a role that accept requests, in the order of the affinity key, or starting with the next
+        in turn.
+        """
         able = self._able[role]
         if query.excluded:
             able = [worker for worker in able if worker.name not in query.excluded]
@@ -288,8 +295,8 @@ class Router:
 
 
 def _by_affinity(workers: list[WorkerEstimate], key: str) -> list[WorkerEstimate]:
-    """The workers in an order of this key's own: rendezvous hashing (Thaler and Ravishankar, 1998). A worker that comes
-    or goes changes nothing in the order of the others."""
+    """The workers in an order that depends on the key: rendezvous hashing (Thaler and Ravishankar, 1998). If
+    a worker is added or removed, the order of the other workers does not change."""
     secret = blake2b(key.encode(errors="surrogatepass"), digest_size=16).digest()
     return sorted(
         workers, key=lambda worker: blake2b(worker.name.encode(), key=secret, digest_size=8).digest()
@@ -297,17 +304,18 @@ def _by_affinity(workers: list[WorkerEstimate], key: str) -> list[WorkerEstimate
 
 
 def _default_mode(config: GatewayConfig) -> Mode | None:
-    """The mode of requests that ask for none; None: the one that costs less."""
+    """The mode of requests that require no mode. None: the mode that costs less."""
     if config.routing_mode != "auto":
         return Mode(config.routing_mode)
     return Mode.DISAGGREGATED if config.require_disaggregated else None
 
 
 def _with_room(decodes: list[WorkerEstimate], num_tokens: int) -> list[WorkerEstimate]:
-    """Workers with enough free blocks; if there are none, workers without requests of this gateway.
+    """Workers with enough free blocks. If there are none, workers without requests of this gateway.
 
-    So each gateway may have one request in a worker's own queue, whose order is fair. Otherwise a gateway that learns
-    of free room later than others would never get any, and blocks that a worker never frees would exclude it for ever.
+    So each gateway may have one request in a worker's own queue, whose order is fair. Without this rule, a
+    gateway that learns of free room later than other gateways would never get room. A worker that never frees
+    some of its blocks would never get a request again.
     """
     fitting = [worker for worker in decodes if worker.fits(num_tokens)]
     return fitting or [worker for worker in decodes if worker.has_none_of_ours]

@@ -1,16 +1,19 @@
-"""WorkerEstimate: one worker as it probably stands: its latest report, and what this gateway has sent it since.
+"""WorkerEstimate: the probable load of one worker, from its latest report and this gateway's requests.
 
-A worker reports twice a second, and other gateways may send it requests, so neither source is complete:
+A worker reports twice a second, and other gateways may also send it requests. So neither source is complete:
 
-    requests, waiting prompt tokens   =  this gateway's own  +  what the report has beyond them
-    free blocks                       =  as reported  -  blocks for requests that have none yet
+    requests, waiting prompt tokens   =  this gateway's own  +  what the report contains beyond them
+    free blocks                       =  as reported  -  blocks for requests that have no blocks yet
                                          +  blocks returned by ended requests
 
-A request has no blocks yet if it was sent after the latest report. If the report counts fewer requests with blocks
-than were sent, the youngest have none. The estimate errs towards too few free blocks: a prompt counts with all its
-blocks, even if it shares some, and an ended request returns no block that it may share. One of 10 blocks, 4 of which
-the worker had cached when it came, returns 4 if another request found 6 blocks of a prefix there: those may be its
-own.
+A request has no blocks yet if it was sent after the latest report. If the report counts fewer requests with
+blocks than were sent, the youngest requests have no blocks.
+
+The estimate of free blocks is rather too low than too high. A prompt counts with all its blocks, even if it
+shares some of them. An ended request returns no block that it may share. For example, a request has 10
+blocks, of which the worker had cached 4 when the request arrived. Another request found a cached prefix of 6
+blocks on this worker. These 6 blocks may be blocks of the first request, so the first request returns only 4
+blocks when it ends.
 """
 
 from itertools import islice
@@ -21,28 +24,29 @@ from gateway.routing.placement import Placement
 from gateway.routing.rates import MovingAverage, StepTime
 
 UNKNOWN_STEP_TOKENS = 128
-"""Assumed of a worker that has not said how many tokens a step of it may have."""
+"""Assumed for a worker that has not reported how many tokens one of its steps may have."""
 
 
 class WorkerEstimate:
-    """The worker of one name. What decisions read are attributes, which each call updates."""
+    """The estimate for the worker of one name. Each call updates the attributes that decisions read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.sub_requests: dict[int, Placement] = {}
-        """Running sub-requests, oldest first; by identity, since two placements may be equal."""
+        """Running sub-requests, oldest first, by the placement's `id()`: two placements may be equal."""
         self.is_gone = True
-        """Unknown, or lost."""
+        """The worker has not reported yet, has ended, or is lost."""
         self.num_requests = 0
-        """Requests on the worker, or on their way to it."""
+        """Number of requests on the worker, or on their way to it."""
         self.num_waiting_tokens = 0
-        """Prompt tokens that the worker has yet to compute."""
+        """Prompt tokens that the worker has not computed yet."""
         self.block_size = 1
         self._groups = ONE_GROUP
         self.room = 0
-        """Free blocks, less those promised, and less one for each running request to grow."""
+        """Free blocks, minus the blocks of requests that have none yet, and minus the growth of each request
+        by one block per KV group."""
         self.step_tokens = UNKNOWN_STEP_TOKENS
-        """The most tokens of one step."""
+        """The largest number of tokens in one step."""
         self.prefill_rate = MovingAverage()
         self.decode_step = StepTime()
         self._status: WorkerStatus | None = None
@@ -61,7 +65,7 @@ class WorkerEstimate:
 
     @property
     def service(self) -> WorkerRole | None:
-        """The kind of requests that the worker takes at present; None: none."""
+        """The role whose requests the worker accepts at present; None if it accepts no requests."""
         if self.is_gone or self.status.state is not WorkerState.READY:
             return None
         return self.status.role
@@ -97,8 +101,8 @@ class WorkerEstimate:
         self._refresh()
 
     def ended(self, placement: Placement, *, are_hits_known: bool) -> None:
-        """`are_hits_known`: whether it is known which blocks requests share. If not, the blocks count as free only once
-        the worker reports them."""
+        """A sub-request has ended. `are_hits_known`: whether the router knows which blocks requests share. If
+        not, the blocks count as free only once the worker reports them."""
         without_blocks = set(islice(reversed(self.sub_requests), self._num_without_blocks()))
         had_blocks = placement.decode == self.name and id(placement) not in without_blocks
         del self.sub_requests[id(placement)]
@@ -124,17 +128,18 @@ class WorkerEstimate:
         return not self.sub_requests
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Those that left a window are not counted."""
+        """Blocks that `num_tokens` need. Blocks that left a sliding window are not counted."""
         return self._groups.num_held_blocks(num_tokens, self.block_size)
 
     @property
     def room_tokens(self) -> int:
-        """At least so many tokens have room."""
+        """The worker has room for at least this number of tokens."""
         return self.room * self.block_size // self._groups.num_groups
 
     def num_tokens_in_order(self, num_tokens: int) -> int:
-        """The sum, over the prompts that wait here, of their tokens or `num_tokens`, whichever are fewer. Of other
-        gateways' prompts only the number and all their tokens are known: at most so many."""
+        """The sum of min(prompt's tokens, `num_tokens`) over all prompts that wait on the worker. For prompts
+        of other gateways, this is an upper bound, since only their number and their total of tokens are
+        known."""
         own = sum(min(num_tokens, self._tokens(each)) for each in self.sub_requests.values())
         others = min(self._num_others_tokens, num_tokens * self._num_others)
         return min(self.num_waiting_tokens, own + others)
@@ -159,15 +164,16 @@ class WorkerEstimate:
         )
 
     def _num_hit_blocks(self, sub_request: Placement) -> int:
-        """Blocks of a prompt that this worker had cached, as far as known."""
+        """How many blocks of a prompt this worker had cached, as far as the router knows."""
         lacking = (
             sub_request.num_prefill_tokens if sub_request.prefill is None else sub_request.num_transfer_tokens
         )
         return sub_request.num_decode_blocks - self.num_blocks_for(lacking)
 
     def _num_waiting_tokens(self) -> int:
-        """The lower of two bounds, each of which may be far too high: all running prompts, some of which are partly
-        computed; and the latest report, part of which is computed by now, plus what was sent since."""
+        """The lower of two upper bounds, each of which may be far too high. One is the tokens of all running
+        prompts, some of which are partly computed. The other is the latest report, plus what was sent since
+        then. The worker may have computed part of what it reported."""
         reported = self.status.load.num_queued_prompt_tokens
         num_unseen = max(len(self._since_report), len(self.sub_requests) - self._num_reported)
         reported += sum(self._tokens(sub_request) for sub_request in self._youngest(num_unseen))

@@ -8,7 +8,8 @@ logger = logging.getLogger(__name__)
 
 
 def log_request(record: RequestRecord) -> None:
-    """At INFO. Contains no prompt, answer or key, and only the kind of an error: its text may quote the client."""
+    """Logs the request at level INFO, without prompt, answer or key. Of an error, it logs only the kind,
+    since the error's text may quote the client."""
     if not logger.isEnabledFor(logging.INFO):
         return
     fields = fields_of(record)
@@ -17,7 +18,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 def fields_of(record: RequestRecord) -> dict[str, str | int | float | None]:
-    """Times in seconds. Workers are those of the latest attempt."""
+    """The fields of a log line. Times are in seconds. Workers are those of the latest attempt."""
     placement = record.attempts[-1].placement if record.attempts else None
     ttft_s = record.ttft_s
     return {

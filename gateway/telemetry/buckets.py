@@ -1,7 +1,7 @@
 """The bounds of the gateway's histograms.
 
-Where vLLM has the same histogram, its bounds are among ours, so that its dashboards and alerts keep their meaning.
-Short ones are added where a small model or a fast network would lie below the first.
+If vLLM has the same histogram, Baton's bounds include vLLM's, so that dashboards and alerts for vLLM keep
+their meaning. Lower bounds are added for small models and fast networks.
 """
 
 

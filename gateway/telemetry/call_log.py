@@ -1,4 +1,4 @@
-"""CallError: a call that was answered with an error, whether or not it became a request; reported once, and logged."""
+"""CallError: a call that got an error, even if it never became a request; counted and logged once."""
 
 import logging
 from collections.abc import Callable
@@ -8,20 +8,20 @@ from typing import Literal
 logger = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "Internal"
-"""Stands for every error that no client can cause."""
+"""The name for every error that no client can cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallError:
-    """Contains no client text except names that the client chose."""
+    """One failed call. Contains no text of the client except names that the client chose."""
 
     api: Literal["grpc", "http"]
     error: str
-    """The kind of error: a class of baton/errors.py, or one that only HTTP has, such as `NotFound`."""
+    """The kind of error: a class of baton/errors.py, or a kind that only HTTP has, such as `NotFound`."""
     caller: str | None
-    """None: the caller is not authenticated."""
+    """None if the caller is not authenticated."""
     call: str
-    """Method and route, or gRPC's full method."""
+    """The HTTP method and route, or the full name of the gRPC method."""
     request_id: str
 
 
@@ -29,11 +29,11 @@ OnCallError = Callable[[CallError], None]
 """Must not raise."""
 
 MAX_CHARACTERS = 200
-"""Longest part of a name that a client chose."""
+"""How many characters of each value are logged, since clients choose some names."""
 
 
 def log_call_error(error: CallError) -> None:
-    """At INFO. Only the kind of the error: its text may quote the client."""
+    """Logs the error at level INFO, but only its kind, since the error's text may quote the client."""
     if not logger.isEnabledFor(logging.INFO):
         return
     fields = {key: value[:MAX_CHARACTERS] for key, value in asdict(error).items() if value}

@@ -29,13 +29,13 @@ from gateway.workers.worker_client import WorkerClient
 from gateway.workers.worker_view import WorkerView, views_of
 
 CONTROLLER_INTERVAL_S = 5.0
-"""How long a controller's answer is reused while there are viewers."""
+"""How long a controller's answer is used again, before the controller gets the next question."""
 MAX_PAIRS = 256
-"""Hand-overs are shown for the busiest pairs only; a large fleet has thousands."""
+"""Snapshots contain the hand-overs of the busiest pairs only, since a large fleet has thousands of pairs."""
 
 
 class ClusterView:
-    """All methods belong to the gateway's event loop."""
+    """Makes snapshots. Call all methods on the gateway's event loop."""
 
     def __init__(
         self, driver: RequestDriver, model: ServedModel, control: ControlApi | None, clock: Clock
@@ -47,7 +47,7 @@ class ClusterView:
         self._version = baton_version()
 
     async def ask_controller(self) -> None:
-        """Waits for the controller's answer for a second at most; returns at once if the last one is recent."""
+        """Waits at most one second for the controller's answer; not at all if the latest one is recent."""
         if asking := self._controller.begin_to_ask():
             await asyncio.wait([asking])
 
@@ -55,7 +55,8 @@ class ClusterView:
         await self._controller.stop()
 
     def snapshot(self) -> ClusterSnapshot:
-        """The current state, with the controller's latest answer; if that is old, asks again for later."""
+        """The current state, with the controller's latest answer. If this answer is old, asks the controller
+        again, for later snapshots."""
         self._controller.begin_to_ask()
         controller, clients = self._controller.latest, self._driver.workers.clients
         return ClusterSnapshot(
@@ -74,7 +75,7 @@ class ClusterView:
 
 
 class _Controller:
-    """The controller's latest answer; asked at most every CONTROLLER_INTERVAL_S."""
+    """The controller's latest answer. Asks the controller at most once per CONTROLLER_INTERVAL_S."""
 
     def __init__(self, control: ControlApi | None, clock: Clock) -> None:
         self._control = control
@@ -84,7 +85,9 @@ class _Controller:
         self.latest = ControllerView("none" if control is None else "away")
 
     def begin_to_ask(self) -> "asyncio.Task[None] | None":
-        """The running question; None if the latest answer is recent, or there is no controller."""
+        """Asks the controller in a task; returns the task. None if the latest answer is recent, or without
+        controller.
+        """
         if self._asking is not None and not self._asking.done():
             return self._asking
         if self._control is None or self._clock.now() - self._asked_at < CONTROLLER_INTERVAL_S:
@@ -135,7 +138,7 @@ def _blocks(status: WorkerStatus) -> BlocksSeen:
 
 
 def _handovers(clients: Iterable[WorkerClient]) -> tuple[HandoversSeen, ...]:
-    """Counted where KV arrives."""
+    """The hand-overs of each pair, as its decode worker counted them."""
     pairs: dict[tuple[str, str], list[int]] = {}
     for client in clients:
         for peer in client.status.kv_peers if client.status else ():

@@ -1,4 +1,4 @@
-"""LiveFeed: one snapshot of the cluster a second, made once for all viewers, and not at all without any."""
+"""LiveFeed: makes one snapshot of the cluster per second, shared by all viewers; without viewers, none."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,13 +12,13 @@ from gateway.telemetry.snapshot import ClusterSnapshot
 
 INTERVAL_S = 1.0
 MAX_VIEWERS = 64
-"""Limit of viewers, each of which holds a connection; further ones are refused."""
+"""Limit of viewers, since each viewer needs a connection. Further viewers are refused."""
 
 _JSON = TypeAdapter(ClusterSnapshot)
 
 
 class Edition:
-    """A snapshot and its JSON, which is written once for all callers and once for administrators."""
+    """A snapshot and its JSON, which is made once for administrators and once for other callers."""
 
     def __init__(self, snapshot: ClusterSnapshot, made_at: float) -> None:
         self.made_at = made_at
@@ -33,7 +33,7 @@ class Edition:
 
 
 class LiveFeed:
-    """Belongs to one event loop; `stop` ends every `watch`."""
+    """Use it from one event loop only. `stop` ends every `watch`."""
 
     def __init__(self, view: ClusterView, clock: Clock) -> None:
         self._view = view
@@ -55,10 +55,10 @@ class LiveFeed:
         return self._latest
 
     async def watch(self) -> AsyncGenerator[Edition, None]:
-        """The latest edition at once, then one every INTERVAL_S, made by whichever viewer's turn comes first.
+        """Yields the latest edition at once, then one edition every INTERVAL_S.
 
-        A slow viewer misses editions, and none is kept for it. Raises Overloaded instead of the first if there are
-        MAX_VIEWERS already.
+        The first viewer that is due makes the edition. A slow viewer misses editions; they are not kept for
+        it. Raises Overloaded at the beginning if there are already MAX_VIEWERS viewers.
         """
         with self._viewers.take():
             edition = await self.latest()
@@ -70,7 +70,7 @@ class LiveFeed:
                 edition = self._publish() if newer is None or newer is edition else newer
 
     async def stop(self) -> None:
-        """No viewer gets another edition; idempotent."""
+        """Ends all viewers' streams. May be called more than once."""
         self._is_over.set()
         await self._view.stop()
 

@@ -1,20 +1,20 @@
-"""LoopLag: how late an event loop runs its timers, which is how long everything on it may have to wait."""
+"""LoopLag: measures how late an event loop runs its timers; all its tasks may have to wait this long."""
 
 import asyncio
 from collections.abc import Callable
 
 LOOK_INTERVAL_S = 0.02
-"""A stall is measured too short by this at most."""
+"""The measured length of a stall is too short by at most this time."""
 REPORT_INTERVAL_S = 0.25
 LONGEST_S = 60.0
 
 
 class LoopLag:
-    """Measures from `start` to `stop`, both called on the loop."""
+    """Measures from `start` to `stop`. Call both on the event loop."""
 
     def __init__(self, on_measured: Callable[[float, float], None]) -> None:
-        """`on_measured` receives, four times a second, the longest lag since the last time, and the longest of the last
-        one to two minutes, in seconds."""
+        """Calls `on_measured` four times a second, with two values in seconds: the longest lag since the
+        previous call, and the longest lag of the last one to two minutes."""
         self._on_measured = on_measured
         self._timer: asyncio.TimerHandle | None = None
         self._worst_s = 0.0

@@ -1,7 +1,7 @@
-"""GatewayMetrics: counts and histograms of what a gateway's clients experience, for Prometheus; a registry of its
-own.
+"""GatewayMetrics: counters and histograms of a gateway's requests and calls, in a registry of their own.
 
-Names that equal vLLM's, without the prefix, have the same meaning: docs/observability.md lists them side by side.
+A metric whose name, without the prefix, equals a name of vLLM has the same meaning. docs/observability.md
+lists both.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,21 +31,21 @@ from gateway.telemetry import buckets
 from gateway.telemetry.call_log import INTERNAL_ERROR, CallError
 
 MAX_CALLERS = 256
-"""Callers that are counted by name; later ones are counted together as `(others)`."""
+"""How many callers are counted by name. Further callers are counted together as `(others)`."""
 
 OTHERS = "(others)"
 
 USUAL_ERRORS = (Overloaded, WorkerUnavailable, DeadlinePassed, DeadlineTooClose)
-"""Counted from the start, so that their rates exist before the first one."""
+"""Errors whose counters exist from the start, so that their rates exist before the first such error."""
 
 FINISHED_REASONS = (FinishReason.STOP.value, FinishReason.LENGTH.value, "abort")
 
 
 class GatewayMetrics:
-    """Belongs to one event loop. Every method is cheap, and none raises."""
+    """Use it from one event loop only. Every method is fast, and none raises."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
-        disable_created_metrics()  # else the number of series doubles, only to show when this process began
+        disable_created_metrics()  # these series only show when this process began
         self.registry = CollectorRegistry()
         self._model = model_name
         self._callers: set[str] = set()
@@ -91,26 +91,27 @@ class GatewayMetrics:
             self._finished(record, record.finish)
 
     def http_response(self, method: str, route: str, status: int) -> None:
-        """`route` is a template, of which there are few, and never the client's path."""
+        """Counts a response. `route` is a route's template, not the client's path, so labels stay few."""
         self._http_responses.labels(method, route, str(status)).inc()
 
     def grpc_call_ended(self, method: str, code: str) -> None:
-        """`method` is one that is served."""
+        """Counts a call. `method` is a method that this gateway serves."""
         self._grpc_responses.labels(method, code).inc()
 
     def call_failed(self, error: CallError) -> None:
         self._call_errors.labels(error.api, error.error, self._caller(error.caller or "")).inc()
 
     def connection_refused(self, error: str) -> None:
-        """An HTTP connection ended before it became a call. Not logged: strangers could fill a disk."""
+        """An HTTP connection ended before it became a call. This is not logged, since strangers could fill
+        the disk."""
         self._call_errors.labels("http", error, "").inc()
 
     def grammar_checked(self, verdict: str) -> None:
-        """`verdict` is one of GrammarCheck's."""
+        """Counts a checked grammar. `verdict` is one of VERDICTS."""
         self._grammars.labels(verdict).inc()
 
     def loop_was_late(self, seconds: float, longest_s: float) -> None:
-        """As LoopLag measures it."""
+        """Records the lag that LoopLag measured."""
         self._loop_lag.observe(seconds)
         self._longest_stall.set(longest_s)
 
@@ -137,7 +138,7 @@ class GatewayMetrics:
             self._observe_transfer(seen)
 
     def _observe_stages(self, timing: Timing) -> None:
-        """As in vLLM: WAITING in any queue, then PREFILL, then DECODE."""
+        """Records the stages as vLLM defines them: WAITING in any queue, then PREFILL, then DECODE."""
         if (parts := timing.ttft_parts) is None:
             return
         self._queue.observe(parts.queue_s + parts.worker_queue_s)
@@ -157,7 +158,7 @@ class GatewayMetrics:
         caller = self._caller(record.caller.name)
         if (
             key := f"{record.api} {caller}"
-        ) not in self._labels_seen:  # so that a rate over them has all its parts
+        ) not in self._labels_seen:  # so that a rate over the outcomes has all its parts
             self._labels_seen.add(key)
             for outcome in Outcome:
                 self._outcomes.labels(record.api, outcome.value, caller)
@@ -275,7 +276,7 @@ class GatewayMetrics:
         )
 
     def _parts(self, name: str, meaning: str, kind: type[TtftParts | HandoverParts]) -> dict[str, Histogram]:
-        """By the field of `kind`."""
+        """One histogram for each field of `kind`, by the field's name."""
         family = self._histogram_by(name, meaning, buckets.PART_S, "part")
         return {part.name: family.labels(part.name.removesuffix("_s")) for part in fields(kind)}
 

@@ -1,4 +1,4 @@
-"""The state of a gateway and its workers at the moment of a scrape, as metric families; keeps nothing."""
+"""GatewayScrape: the state of a gateway and its workers at the moment of a scrape, as metric families."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from gateway.workers.worker_client import LossCause, WorkerClient
 
 
 class GatewayScrape:
-    """Must be collected on the gateway's event loop."""
+    """Makes the metrics at each scrape. Call `collect` on the gateway's event loop."""
 
     def __init__(self, driver: RequestDriver, model_name: str) -> None:
         self._driver = driver
@@ -101,7 +101,7 @@ class GatewayScrape:
 
 
 def _state(client: WorkerClient) -> tuple[str, str]:
-    """Its role and state: `dead` while it is silent."""
+    """The worker's role and state. A silent worker is `dead`."""
     if client.status is None:
         state = WorkerState.DEAD if client.is_silent else WorkerState.STARTING
         return client.endpoint.role.value, state.value

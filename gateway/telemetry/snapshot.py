@@ -1,4 +1,4 @@
-"""ClusterSnapshot: the cluster as a gateway sees it at one moment, in the shape that HTTP returns."""
+"""ClusterSnapshot: the cluster as a gateway sees it at one moment, with the fields of the HTTP response."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,35 +12,36 @@ class BlocksSeen:
     free: int = 0
     used: int = 0
     leased: int = 0
-    """Blocks of finished prefills, until they are read."""
+    """Blocks of finished prefills that the decode workers have not read yet."""
     quarantined: int = 0
-    """Blocks of transfers that were given up, until no transfer can write them any more."""
+    """Blocks of transfers that were given up, as long as a transfer may still write them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSeen:
-    """A worker as of its last heartbeat; without numbers before its first."""
+    """A worker, according to its latest heartbeat. Before the first heartbeat, all counts are 0."""
 
     name: str
     role: Literal["prefill", "decode"]
     state: str
-    """`starting`, `ready`, `draining`, `stopped`, `hung`, `dead`; without a process `placing`, `backing_off`,
-    `crash_loop`."""
+    """`starting`, `ready`, `draining`, `stopped`, `hung` or `dead`. Without a process: `placing`,
+    `backing_off` or `crash_loop`."""
     blocks: BlocksSeen = BlocksSeen()
     running: int = 0
     waiting: int = 0
     """Requests that wait for their first step."""
     waiting_for_kv: int = 0
-    """Requests that wait for blocks on their way here."""
+    """Requests that wait for blocks from a prefill worker."""
     node: str | None = None
-    """Its node; for administrators."""
+    """The worker's node; only for administrators."""
     failure: str | None = None
-    """Why its previous process ended; for administrators."""
+    """Why the worker, or its previous process, failed; only for administrators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoversSeen:
-    """What one worker received from another since its start; with tensor parallelism, for each pair of ranks."""
+    """The hand-overs that one worker received from another since its start. With tensor parallelism, each
+    pair of ranks counts."""
 
     prefill: str
     decode: str
@@ -51,10 +52,10 @@ class HandoversSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastMinute:
-    """A value for each whole second, oldest first; latencies are null for seconds without any."""
+    """One value for each complete second, oldest first. Latencies are null for seconds without tokens."""
 
     newest: int
-    """Number of the newest second, from an arbitrary origin."""
+    """Number of the newest second; its origin is arbitrary."""
     tokens: tuple[int, ...]
     finished: tuple[int, ...]
     ttft_p50_s: tuple[float | None, ...]
@@ -62,7 +63,7 @@ class LastMinute:
     itl_p50_s: tuple[float | None, ...]
     itl_p99_s: tuple[float | None, ...]
     ttft_s: tuple[float, float]
-    """Median and 99th percentile of the whole minute; zeros if there was nothing."""
+    """Median and 99th percentile of the whole minute; zeros if no token arrived."""
     itl_s: tuple[float, float]
 
 
@@ -81,7 +82,7 @@ class GatewaySeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSeen:
-    """A machine of the cluster; for administrators."""
+    """A machine of the cluster; only for administrators."""
 
     name: str
     address: str
@@ -91,7 +92,7 @@ class NodeSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """Complete: a reader needs no earlier snapshot."""
+    """A complete snapshot, so a reader needs no earlier snapshot."""
 
     model: str
     version: str
@@ -101,10 +102,10 @@ class ClusterSnapshot:
     gateway: GatewaySeen
     last_minute: LastMinute
     controller: Literal["none", "answering", "away"]
-    """Whether there is a controller that starts and replaces workers, and whether it answers."""
+    """Whether a controller starts and replaces workers, and whether it answers."""
     nodes: tuple[NodeSeen, ...] = ()
 
     def for_everybody(self) -> "ClusterSnapshot":
-        """Without what only administrators may see: machines, and failures, which may name them."""
+        """A copy without the fields for administrators: machines, and failures, which may name machines."""
         workers = tuple(replace(worker, node=None, failure=None) for worker in self.workers)
         return replace(self, workers=workers, nodes=())

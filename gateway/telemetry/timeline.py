@@ -1,7 +1,7 @@
-"""A request's stages in order, as a tree, from its record alone; knows no clock and no tracing library.
+"""A request's stages in order, as a tree, made from its record; uses no clock and no tracing library.
 
-Times count from the request's arrival at the gateway. Workers' times are placed relative to the moment when the
-gateway sent them the request: clocks of two machines are never compared.
+Times count from the request's arrival at the gateway. Workers' times count from the moment when the gateway
+sent the request to the worker, so the clocks of two machines are never compared.
 """
 
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ class TimelineStage:
     attributes: dict[str, str | int | float] = field(default_factory=dict)
     events: tuple[tuple[str, float], ...] = ()
     failure: str | None = None
-    """In our own words."""
+    """The gateway's description of the failure, without the worker's reason."""
     inside: "list[TimelineStage]" = field(default_factory=list)
 
 
 def stages_of(record: RequestRecord) -> list[TimelineStage]:
-    """`preprocess`, then `queue` and `attempt` in turns."""
+    """The stage `preprocess`, then for each attempt the stages `queue` and `attempt`."""
     total_s = record.ended_at - record.arrived_at
     stages = [TimelineStage(name="preprocess", began_s=0.0, ended_s=min(record.preprocess_s, total_s))]
     at_s = stages[0].ended_s
@@ -101,7 +101,8 @@ def _transfer(seen: SeenTransfer) -> TimelineStage:
 
 
 def _decode(record: RequestRecord, attempt: Attempt, began_s: float, ended_s: float) -> list[TimelineStage]:
-    """From the first token, or from the attempt's beginning if there was one before, to the end of the attempt."""
+    """The time from the first token to the attempt's end. If an earlier attempt brought the first token, the
+    whole attempt."""
     ttft_s = record.ttft_s
     if ttft_s is None or ttft_s > ended_s:
         return []

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def tracing_for(config: GatewayConfig, model_name: str, instance: str) -> "Tracing | None":
-    """None without tracing; ConfigError says what to install."""
+    """The trace exporter, or None. Raises ConfigError if OpenTelemetry is needed but not installed."""
     if config.otlp_endpoint is None:
         return None
     try:

@@ -1,11 +1,13 @@
 """Tracing: exports finished requests as OpenTelemetry spans, to a collector that speaks OTLP over HTTP.
 
-Nothing is traced while a request runs: its record holds everything, so tracing costs tokens no time. Only the
-gateway's clock counts. Workers report durations, and offsets from the moment when they received a request; the
-gateway places them from the moment when it sent that request. So a worker's spans may be early by the network delay,
-but never wrong by the difference of two clocks. See docs/observability.md for the spans.
+Spans are made from a request's record after the request has ended, so tracing delays no token. All times are
+on the gateway's clock. A worker reports durations, and offsets from the moment when it received a request.
+The gateway counts these offsets from the moment when it sent the request. So a worker's spans may be early by
+the network delay, but the difference of two clocks never makes them wrong. See docs/observability.md for the
+spans.
 
-Needs the extra `otel`; gateway/telemetry/trace_export.py imports it only if traces are configured.
+This module needs the extra `otel`. gateway/telemetry/trace_export.py imports it only if traces are
+configured.
 """
 
 import asyncio
@@ -28,14 +30,15 @@ from gateway.requests.record import CLIENTS_CHOICES, RequestRecord
 from gateway.telemetry.timeline import TimelineStage, stages_of
 
 MAX_QUEUED_SPANS = 4096
-"""Limit for spans that wait for the collector; more are dropped."""
+"""Limit for spans that wait for the collector. Further spans are dropped."""
 
 EXPORT_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 1.0
 
 
 class Tracing:
-    """`ended` is for a request driver. Spans leave on their own thread, or are dropped if no collector takes them."""
+    """The request driver calls `ended`. A separate thread sends the spans; they are dropped if no collector
+    accepts them."""
 
     def __init__(
         self,
@@ -45,8 +48,11 @@ class Tracing:
         instance: str,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`endpoint`: the collector's base URL. `sample_ratio`: share of the requests whose clients send no trace
-        context; others decide themselves. `instance` distinguishes this gateway from others."""
+        """`endpoint`: the collector's base URL. `instance` distinguishes this gateway from others.
+
+        `sample_ratio`: the share of requests without a trace context that are traced. If a client sends a
+        trace context, the context decides.
+        """
         self._model_name = model_name
         self._wall_ns = wall_ns
         self._exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S)
@@ -61,7 +67,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def ended(self, record: RequestRecord) -> None:
-        """Never raises, never blocks."""
+        """Makes the spans of a request that ended. Never raises, never blocks."""
         arrived_ns = self._wall_ns() - round((record.ended_at - record.arrived_at) * 1e9)
         trace = record.trace
         carrier = {} if trace is None else {"traceparent": trace.parent, "tracestate": trace.state}
@@ -87,10 +93,10 @@ class Tracing:
 
         def send_the_rest() -> None:
             self._provider.shutdown()
-            with suppress(RuntimeError):  # the loop is closed: no caller waited so long
+            with suppress(RuntimeError):  # the loop is closed, so no code waits any more
                 loop.call_soon_threadsafe(is_over.set)
 
-        # A daemon, since a collector that accepts but does not answer may block it for EXPORT_TIMEOUT_S.
+        # A daemon thread, since a collector that does not answer may block it for EXPORT_TIMEOUT_S.
         threading.Thread(target=send_the_rest, name="last spans", daemon=True).start()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -112,7 +118,8 @@ class Tracing:
 
 
 def _resource(instance: str) -> Resource:
-    """The environment takes precedence (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES)."""
+    """The gateway's resource attributes. Environment variables take precedence (OTEL_SERVICE_NAME and
+    others)."""
     usual = {
         "service.name": "baton-gateway",
         "service.version": baton_version(),
@@ -126,7 +133,7 @@ def _at(arrived_ns: int, since_arrival_s: float) -> int:
 
 
 def _operation(record: RequestRecord) -> str:
-    """The name in OpenTelemetry's conventions for generative AI."""
+    """The operation's name in OpenTelemetry's conventions for generative AI."""
     return "chat" if record.is_chat else "text_completion"
 
 

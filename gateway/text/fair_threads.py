@@ -1,4 +1,4 @@
-"""FairThreads: threads that callers share fairly, with one that the busiest caller leaves to others."""
+"""FairThreads: threads that callers share fairly. One caller never gets all of them."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ class _Work:
 
 
 class FairThreads:
-    """Belongs to one event loop. Work that has begun goes on if its caller is cancelled, and keeps its thread."""
+    """Use it from one event loop only. Work that has begun continues if `run` is cancelled."""
 
     def __init__(self, number: int, name: str, what: str, max_waiting: int) -> None:
         """A caller has at most `number` - 1 threads at a time. `what`: the work's name in a refusal, in the plural."""
@@ -40,9 +40,10 @@ class FairThreads:
         """Threads by caller."""
 
     async def run(self, caller: str, cost: int, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, once it is the caller's turn. `cost` is charged to it, in any unit.
+        """Runs `work` on a thread at the caller's turn; returns or raises what `work` does.
 
-        If too much work waits, the caller with the most of it gets Overloaded.
+        `cost` is charged to the caller, in any unit. If too much work waits, the latest work of the caller
+        with the most waiting work gets Overloaded.
         """
         loop = asyncio.get_running_loop()
         waiting = _Work(caller, cost, loop.create_future())
@@ -56,11 +57,11 @@ class FairThreads:
         except asyncio.CancelledError:
             self._turns.discard(caller, waiting)
             if not waiting.turn.cancelled() and waiting.turn.exception() is None:
-                self._end(caller)  # cancelled just as its turn came
+                self._end(caller)  # cancelled at the moment when its turn began
             raise
         try:
             running = self._threads.submit(work)
-        except RuntimeError as error:  # the system gives us no thread, or this gateway is stopping
+        except RuntimeError as error:  # the system has no thread left, or this gateway is stopping
             self._end(caller)
             raise Overloaded(f"cannot start a thread for {self._what}: {error}", RETRY_AFTER_S) from error
 
@@ -72,7 +73,7 @@ class FairThreads:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """Running work ends by itself; waiting work is refused."""
+        """Refuses waiting work. Running work continues to its end."""
         while (turn := self._turns.take()) is not None:
             self._refuse(turn[1], "this gateway is stopping")
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,8 @@
-"""PlainTokenizer: a tokenizer whose tokenizer.json says everything, read by the `tokenizers` library alone.
+"""PlainTokenizer: a tokenizer that tokenizer.json describes completely; needs only the `tokenizers` library.
 
-transformers makes the same of such a folder, but takes seconds to import its classes. All other folders need it: those
-with a class of their own that rebuilds the tokenizer, with tokens that tokenizer.json lacks, or with older files.
+transformers creates the same tokenizer from such a folder, but takes seconds to import its classes. All other
+folders need transformers: folders whose own class rebuilds the tokenizer, folders with tokens that
+tokenizer.json lacks, and folders with older files.
 """
 
 import json
@@ -16,21 +17,23 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
-"""With any of these, transformers changes what tokenizer.json says."""
+"""If a folder has one of these files, transformers changes what tokenizer.json describes."""
 CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Which take the tokenizer as it is ..."""
+"""These classes use the tokenizer of tokenizer.json unchanged, for the models of MODEL_TYPES."""
 MODEL_TYPES = ("llama", "qwen3")
-"""... for these models (config.json). For others, transformers may choose a class by the model's type."""
+"""Model types in config.json. For other types, transformers may choose another class."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 WITHOUT_EFFECT = ("tokenizer_class", "clean_up_tokenization_spaces", "model_max_length")
 
 
 class PlainTokenizer:
-    """What `transformers.AutoTokenizer` would make of the folder, as far as `Tokenizer` uses that."""
+    """Behaves like the result of `transformers.AutoTokenizer`, as far as `Tokenizer` uses it."""
 
     @classmethod
     def of(cls, folder: Path) -> Self | None:
-        """None: the folder needs transformers, if only for an error message."""
+        """The folder's tokenizer; None if the folder needs transformers, or is invalid: transformers then
+        reports why.
+        """
         try:
             content = (folder / "tokenizer.json").read_text(encoding="utf-8")
             added = json.loads(content)["added_tokens"]
@@ -45,7 +48,7 @@ class PlainTokenizer:
                 and not any((folder / name).exists() for name in OTHER_FILES)
             )
             return cls(folder, RustTokenizer.from_str(content), special) if is_plain else None
-        except Exception:  # the library raises bare ones
+        except Exception:  # the library raises bare Exceptions
             return None
 
     def __init__(self, folder: Path, backend: RustTokenizer, special_tokens: dict[str, str]) -> None:
@@ -72,7 +75,7 @@ class PlainTokenizer:
         add_generation_prompt: bool,
         **variables: Any,
     ) -> str:
-        """`variables`: more of what the template may read."""
+        """`variables`: other variables that the template may read."""
         assert self._render is not None, "there is no chat template"
         assert not tokenize, "the caller does so"
         if not conversation:

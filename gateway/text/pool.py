@@ -1,4 +1,4 @@
-"""TokenizerPool: runs a tokenizer within bounds, on threads of its own, so that the event loop is not blocked."""
+"""TokenizerPool: runs a tokenizer on its own threads, with limits; the event loop is not blocked."""
 
 from collections.abc import Sequence
 
@@ -9,25 +9,25 @@ from gateway.text.time_limit import run_within
 from gateway.text.tokenizer import Tokenizer
 
 MAX_INLINE_CHARACTERS = 2_000
-"""Shorter texts are tokenised at once: a thread would take longer to start on them."""
+"""Shorter texts are tokenised on the event loop, which is faster than to pass them to a thread."""
 NUM_THREADS = 5
 """One caller has at most four."""
 NUM_TEMPLATE_THREADS = 3
 """Separate threads, so that texts never wait behind a slow template."""
 MAX_WAITING = 256
-"""Limit for texts, and for conversations, that wait for a thread; the caller with most of them is refused first."""
+"""How many texts, and how many conversations, may wait. The caller with the most is refused first."""
 TEMPLATE_TIMEOUT_S = 5.0
-"""Time limit for a template on one conversation. A template is a program, and may not end."""
+"""Time limit for a template on one conversation. A template is a program, and might never end."""
 
 
 class TokenizerPool:
-    """For use from one event loop. Callers, given by name, take turns by the characters of their texts."""
+    """Use it from one event loop only. Callers, given by name, take turns by the lengths of their texts."""
 
     def __init__(
         self, tokenizer: Tokenizer, max_tokens: int, template_timeout_s: float = TEMPLATE_TIMEOUT_S
     ) -> None:
-        """Texts that could not fit into `max_tokens`, even if all their tokens were the longest, are not tokenised at
-        all.
+        """Refuses a text without tokenising it if it cannot fit into `max_tokens` tokens, even with the
+        longest tokens.
         """
         self.tokenizer = tokenizer
         self.max_characters = max_tokens * tokenizer.longest_token
@@ -38,7 +38,9 @@ class TokenizerPool:
         )
 
     async def encode(self, caller: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """PromptTooLong names `prompt`; Overloaded if too many of this caller's wait already."""
+        """The tokens of a text. PromptTooLong names `prompt`. Raises Overloaded if too many of the caller's
+        texts wait.
+        """
         self._check_length("prompt", text)
         return await self._encode(caller, text, add_special_tokens)
 
@@ -50,25 +52,25 @@ class TokenizerPool:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> tuple[int, ...]:
-        """Templates write special tokens themselves. InvalidRequest names `chat`; Overloaded if too many of
-        this caller's wait already.
+        """The tokens of a conversation; the template itself writes special tokens. InvalidRequest names
+        `chat`. Raises Overloaded if too many of the caller's conversations wait.
         """
         text = await self._render(caller, conversation, add_generation_prompt)
         self._check_length("chat", text)
         return await self._encode(caller, text, add_special_tokens)
 
     async def decode(self, caller: str, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Overloaded if too much of this caller's waits already."""
+        """The text of the tokens. Raises Overloaded if too much work of the caller waits."""
         return await self._threads.run(
             caller, len(token_ids), lambda: self.tokenizer.decode(token_ids, skip_special_tokens)
         )
 
     async def pieces(self, caller: str, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as written in the vocabulary; Overloaded if too much of this caller's waits already."""
+        """Tokens as written in the vocabulary. Raises Overloaded if too much work of the caller waits."""
         return await self._threads.run(caller, len(token_ids), lambda: self.tokenizer.pieces(token_ids))
 
     def close(self) -> None:
-        """Running work ends by itself; waiting work is refused."""
+        """Refuses waiting work. Running work continues to its end."""
         self._threads.close()
         self._template_threads.close()
 
@@ -87,7 +89,7 @@ class TokenizerPool:
             )
 
     async def _render(self, caller: str, conversation: Conversation, add_generation_prompt: bool) -> str:
-        """The time counts from when a thread begins."""
+        """Renders the chat template. The time limit begins when a thread starts the work."""
 
         def render() -> str:
             return self.tokenizer.render_chat(conversation, add_generation_prompt)

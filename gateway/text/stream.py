@@ -1,4 +1,4 @@
-"""One request's output as text: converts tokens as they arrive, and ends at a stop string."""
+"""TextStream: one request's output as text. It converts tokens as they arrive, and ends at a stop string."""
 
 from array import array
 from bisect import bisect_left
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 NUM_CONTEXT_TOKENS = 4
-"""Tokens that serve as context for decoding what follows them."""
+"""How many tokens serve as context for decoding the tokens after them."""
 MAX_PENDING_TOKENS = 64
-"""So many tokens without text do not just wait for the end of a character. Each costs time with every further token, as
-DecodeStream decodes all of them again."""
+"""So many tokens without text cannot belong to one incomplete character. DecodeStream decodes all pending
+tokens again at every further token, so more of them would cost time."""
 MAX_CHARACTER_TOKENS = 4
 """A character has at most four bytes, and a token at least one."""
 
@@ -40,8 +40,8 @@ class Detokenizer:
         prompt_token_ids: Sequence[int] = (),
         kept_tokens: Mapping[int, str] = NO_TOKENS,
     ) -> None:
-        """After a prompt, a first word keeps the space before it, which decoders drop at the beginning of a text.
-        `kept_tokens`: special tokens that are not skipped, and their texts."""
+        """The prompt's tokens are the context of the first word. Without a context, decoders drop the space
+        before it. `kept_tokens`: special tokens that are not skipped, and their texts."""
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._kept_tokens = kept_tokens if skip_special_tokens else NO_TOKENS
@@ -72,13 +72,15 @@ class Detokenizer:
         return self._restart() if len(self._pending) >= MAX_PENDING_TOKENS else ""
 
     def flush(self) -> str:
-        """The rest when no more tokens come; bytes that form no character become U+FFFD."""
+        """The rest of the text, once no more tokens follow. Bytes that form no character become U+FFFD."""
         text = self._decode(self._pending)
         self._pending.clear()
         return text
 
     def _restart(self) -> str:
-        """The text of the pending tokens, less those at the end that may begin a character; decoding restarts there."""
+        """The text of the pending tokens, without those at the end that may begin a character. Decoding
+        restarts there.
+        """
         pending, self._pending = self._pending, []
         ends = range(len(pending), len(pending) - MAX_CHARACTER_TOKENS, -1)
         texts = {end: self._decode(pending[:end]) for end in ends}
@@ -92,7 +94,9 @@ class Detokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens))
 
     def _stream_behind(self, token_ids: Sequence[int]) -> DecodeStream:
-        """A context that ends within a character would be output again with the rest of it, so it is dropped."""
+        """Drops a context that ends within a character, since its text would be output again with the
+        character's rest.
+        """
         context = list(token_ids)
         if self._decode(context).endswith("\ufffd"):
             context = []
@@ -100,11 +104,12 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Looks for stop strings in a stream of text, holding back whatever could be the beginning of one.
+    """Looks for stop strings in a stream of text, and holds back text that may be the beginning of one.
 
-    An automaton over all of them (Aho and Corasick, 1975), built where the text leads it: a few steps per character,
-    however many they are and however long. A state is the longest end of the text that is the beginning of a stop
-    string: `first * stride + length`, where `first` is the first of the sorted stop strings that begin so.
+    This is an automaton over all stop strings (Aho and Corasick, 1975). It adds states only when the text
+    needs them. Each character takes a few steps, even if there are many or long stop strings. A state stands
+    for the longest suffix of the text that is the beginning of a stop string. Its number is
+    `first * stride + length`, where `first` is the first of the sorted stop strings with this beginning.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -112,13 +117,13 @@ class StopStrings:
         self._initials = frozenset(stop[0] for stop in stops)
         self._stride = max(map(len, stops), default=0) + 1
         self._shorter = array("I", [_UNKNOWN]) * (len(self._stops) * self._stride)
-        """By state: the state of its longest proper end."""
+        """For each state, the state of its longest proper suffix."""
         self._state = _NOTHING
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is safe to show; nothing more once `matched` is set."""
+        """The text that cannot belong to a stop string; empty once `matched` is set."""
         if self.matched is not None:
             return ""
         if self._state == _NOTHING and self._initials.isdisjoint(text):
@@ -133,7 +138,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Text that was held back in vain."""
+        """The text that is still held back, which turned out not to be a stop string."""
         self._state = _NOTHING
         held, self._held = self._held, ""
         return held
@@ -151,7 +156,7 @@ class StopStrings:
         return longer
 
     def _longer(self, state: int, character: str) -> int:
-        """The state of the same text with one more character; _NOTHING if no stop string begins so."""
+        """The state of the text with one more character; _NOTHING if no stop string begins with it."""
         first, length = divmod(state, self._stride)
         stop = self._stops[first]
         if stop[length : length + 1] != character:
@@ -172,7 +177,7 @@ class StopStrings:
 
 
 class TextStream:
-    """Tokens in, text out, ended by a stop string: one request's view of its own output."""
+    """Turns the tokens of one request's answer into text, up to a stop string."""
 
     def __init__(
         self,
@@ -187,7 +192,7 @@ class TextStream:
         self.new_detokenizer: Callable[[], Detokenizer] = partial(
             Detokenizer, backend, skip_special_tokens, prompt_token_ids, kept_tokens
         )
-        """Makes another one that gives the same text, from the first token on."""
+        """Creates another Detokenizer, which gives the same text from the first token on."""
         self._detokenizer = self.new_detokenizer()
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
@@ -212,5 +217,5 @@ class TextStream:
         return len(token_ids), "".join(pieces)
 
     def flush(self) -> str:
-        """The rest of the text, when no more tokens come."""
+        """The rest of the text, once no more tokens follow."""
         return self._stops.push(self._detokenizer.flush()) + self._stops.flush()

@@ -1,4 +1,4 @@
-"""run_within: a time limit for Python code that may not end."""
+"""run_within: a time limit for Python code that might never end."""
 
 import ctypes
 import threading
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 class _TookTooLong(BaseException):
-    """Passes all handlers in the code, which catch Exception at most."""
+    """A BaseException, so that handlers of Exception in the code do not catch it."""
 
 
 def run_within(timeout_s: float, work: Callable[[], T]) -> T:
-    """Runs `work` in this thread; TimeoutError if it takes longer.
+    """Runs `work` in this thread. Raises TimeoutError if it takes longer than `timeout_s`.
 
-    CPython raises an exception in another thread at its next bytecode instruction. So this ends every loop in Python
-    code, but no call into C that does not return, and no code that catches BaseException.
+    A timer makes CPython raise an exception in this thread, at its next bytecode instruction. This ends every
+    loop in Python code. It does not end a call into C that never returns, or code that catches BaseException.
     """
     thread_id = threading.get_ident()
     lock = threading.Lock()

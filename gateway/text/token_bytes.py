@@ -1,4 +1,4 @@
-"""TokenBytes: the bytes of one token, even where they are only part of a character."""
+"""TokenBytes: the bytes of one token, even if they are only part of a character."""
 
 import json
 import re
@@ -33,7 +33,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
-        """The bytes in the middle of a text; empty for an unknown id."""
+        """The token's bytes in the middle of a text; empty for an unknown id."""
         known = self._known.get(token_id)
         if known is None:
             piece = self._backend.id_to_token(token_id)
@@ -47,12 +47,12 @@ class TokenBytes:
             try:
                 return bytes(BYTE_OF_CHARACTER[character] for character in piece)
             except KeyError:
-                return piece.encode()  # an added token is literal text: the library decodes it so, too
+                return piece.encode()  # an added token is literal text, also for the library
         if self._has_byte_fallback and (match := FALLBACK.fullmatch(piece)):
             return bytes([int(match[1], 16)])
         if self._backend.decoder is None:
             return piece.encode()
-        # Decoded after another token: at the beginning of a text, decoders drop the space that belongs to a word.
+        # Decode it after another token: at the beginning of a text, decoders drop the space before a word.
         return str(self._backend.decoder.decode(["a", piece])).removeprefix("a").encode()
 
 

@@ -1,4 +1,4 @@
-"""Tokenizer: a model folder's own tokenizer and chat template."""
+"""Tokenizer: the tokenizer and chat template of a model folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,14 +25,14 @@ class Tokenizer:
     """Encoding and decoding are safe from any thread; TokenizerPool provides threads."""
 
     def __init__(self, folder: Path, answer_format: str | None = None) -> None:
-        """May take seconds, since most folders need transformers: call it off the event loop.
+        """Do not call this on the event loop: it may take seconds, since most folders need transformers.
 
-        `answer_format`: one of FORMAT_NAMES; None: as the chat template shows.
+        `answer_format`: one of FORMAT_NAMES. None: the chat template shows the format.
         """
         self.folder = folder.absolute()
         self._tokenizer: Any = PlainTokenizer.of(self.folder) or _by_transformers(folder)
         self.backend: RustTokenizer = self._tokenizer.backend_tokenizer
-        # A tokenizer.json may ask for truncation or padding, as for training.
+        # A tokenizer.json may enable truncation or padding, which training needs.
         self.backend.no_truncation()
         self.backend.no_padding()
         self._token_bytes = TokenBytes(self.backend)
@@ -43,7 +43,7 @@ class Tokenizer:
             self._template_source(), vocabulary, answer_format
         )
         self.kept_tokens = kept_token_ids(self.answer_format, vocabulary.ids)
-        """Special tokens that stay in an answer's text, for its format to read."""
+        """Special tokens that stay in an answer's text, since the answer format needs them."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,7 +54,7 @@ class Tokenizer:
         return self._tokenizer.chat_template is not None
 
     def _template_source(self) -> str | None:
-        """Of several templates, the one for tools."""
+        """The chat template; if there are several, the template for tools."""
         template = self._tokenizer.chat_template
         return template.get("tool_use", template.get("default")) if isinstance(template, dict) else template
 
@@ -70,7 +70,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids; by default with the special tokens that the model expects around a text."""
-        # A batch lets other threads run: only there does the library release the interpreter's lock.
+        # Only for batches does the library release the interpreter lock, so that other threads can run.
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
@@ -80,7 +80,7 @@ class Tokenizer:
         return str(text)
 
     def prompt_end(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt's last tokens, special ones included; what an AnswerFormat is told of the prompt."""
+        """The text of a prompt's last tokens, including special tokens, for AnswerFormat."""
         return self.decode(token_ids[-NUM_PROMPT_END_TOKENS:], skip_special_tokens=False)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
@@ -88,10 +88,10 @@ class Tokenizer:
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def render_chat(self, conversation: Conversation, add_generation_prompt: bool = True) -> str:
-        """The conversation in the format the model was trained on, up to where the assistant speaks next.
+        """The conversation in the format of the model's training, up to the beginning of the answer.
 
-        The template is a program by the model's author, in transformers' sandbox. Its exceptions become an
-        InvalidRequest that names `chat`. The caller must bound its time.
+        The template is a program by the model's author; it runs in transformers' sandbox. Its exceptions
+        become an InvalidRequest that names `chat`. The calling code must limit its time.
         """
         if not self.has_chat_template:
             raise InvalidRequest(
@@ -116,7 +116,7 @@ def _vocabulary(backend: "RustTokenizer") -> Vocabulary:
 
 
 def _by_transformers(folder: Path) -> Any:
-    from transformers import AutoTokenizer  # not at the top: it takes seconds
+    from transformers import AutoTokenizer  # not at the top of the file: this import takes seconds
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

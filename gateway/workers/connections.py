@@ -22,8 +22,8 @@ _LOOK_EVERY_S = 0.01
 
 
 class WorkerConnections:
-    """Workers join by `add` and leave by `remove` or when their incarnation ends. A silent worker stays, but gets no
-    requests.
+    """All connections of one gateway. `add` connects to a worker. The connection ends at `remove`, or when
+    the worker's incarnation ends. The connection to a silent worker stays, but gets no requests.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class WorkerConnections:
         self._keys = keys
         self._listener = listener
         self.losses: Counter[LossCause] = Counter()
-        """Workers lost since the gateway started."""
+        """How many workers were lost since the gateway started, by cause."""
         self._turns = SharedTurns(time.monotonic)
         self._identity = secrets.token_bytes(16)
         self._connection_numbers = itertools.count(1)
@@ -47,7 +47,7 @@ class WorkerConnections:
         """Connections of workers that were just removed, whose sockets are still open."""
 
     def add(self, endpoint: WorkerEndpoint) -> None:
-        """Connects to a worker; replaces a former incarnation of the same name."""
+        """Connects to a worker. Replaces an earlier incarnation of the same name."""
         self.remove(endpoint.ref.name, "replaced")
         client = WorkerClient(
             endpoint,
@@ -65,7 +65,7 @@ class WorkerConnections:
         task.add_done_callback(lambda _: client.close())  # the task may be cancelled before it begins
 
     def remove(self, name: str, reason: str) -> None:
-        """Forgets a worker; unknown names are no error."""
+        """Forgets a worker. Unknown names are ignored."""
         if name in self._clients:
             del self._clients[name]
             task = self._tasks.pop(name)
@@ -94,7 +94,7 @@ class WorkerConnections:
     async def wait_for(self, name: str) -> None:
         """Returns at the worker's first heartbeat, or when the worker is silent, lost or unknown.
 
-        WorkerUnavailable if gateway and worker refuse each other, which does not pass by itself.
+        Raises WorkerUnavailable if gateway and worker refuse each other, since waiting does not end this.
         """
         if client := self.client(name):
             await client.first_sign.wait()
@@ -104,7 +104,7 @@ class WorkerConnections:
                 )
 
     async def wait_for_role(self, name: str, role: WorkerRole) -> None:
-        """Returns once the worker says that it has this role, or is silent or gone."""
+        """Returns once the worker reports this role, or is silent or gone."""
         while (client := self.client(name)) and client.status and not client.is_silent:
             if client.status.role is role:
                 return
@@ -122,7 +122,7 @@ class WorkerConnections:
     async def _watch(self, client: WorkerClient) -> None:
         try:
             reason = await client.run()
-        except Exception as error:  # the edge of the task: the worker's requests must not wait for ever
+        except Exception as error:  # the worker's requests must not wait for ever
             logger.exception("the connection to worker %s failed", client.name)
             reason = f"the connection failed: {error}"
         if self._clients.get(client.name) is client:

@@ -1,4 +1,4 @@
-"""What a fleet's controller answers when a gateway asks for its description."""
+"""ControllerView: a fleet's description, as a gateway gets it from the fleet's controller."""
 
 import asyncio
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from baton.fleet import FleetDescription, NodeDescription, ReplicaDescription
 from baton.messages.control import ControlApi, DescribeFleet
 
 TIMEOUT_S = 1.0
-"""A controller that takes longer counts as away; views then have only what the gateway itself knows."""
+"""A controller that answers later counts as away. Then views contain only what the gateway itself knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerView:
-    """One answer, or why there is none."""
+    """The controller's answer, or why there is no answer."""
 
     state: Literal["none", "answering", "away"]
     fleet: FleetDescription | None = None
@@ -30,7 +30,7 @@ class ControllerView:
 
 
 async def ask_controller(control: ControlApi | None) -> ControllerView:
-    """Returns within TIMEOUT_S."""
+    """Asks the controller for the fleet's description. Returns within TIMEOUT_S."""
     if control is None:
         return ControllerView("none")
     try:

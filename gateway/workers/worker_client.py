@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 MAX_FRAMES_AT_ONCE = 32
 """Frames read at once."""
 OUTPUTS_AT_ONCE = 16
-"""Outputs handled before others may get a turn: a millisecond's work, or ten with all their log-probabilities."""
+"""Outputs handled in one turn. This takes about 1 ms, or 10 ms with all log-probabilities."""
 
 READING_S = 0.05
 """Time to read pending input before a worker counts as silent."""
@@ -52,24 +52,25 @@ REFUSED = (
 
 
 class LossCause(Enum):
-    """How a gateway noticed that a worker was lost, without having been told to forget it."""
+    """How a gateway noticed the loss of a worker. A worker that was removed on purpose is not a loss."""
 
     DISCONNECTED = "disconnected"
-    """Its connection broke, as when its process is killed."""
+    """The connection broke, for example because the worker's process was killed."""
     SILENT = "silent"
-    """No heartbeat came, as when its process is stopped or its host is gone."""
+    """No heartbeat arrived, for example because the worker's process was stopped or its host is gone."""
     ENDED = "ended"
-    """It reported that its engine has ended."""
+    """The worker reported that its engine has ended."""
     HUNG = "hung"
-    """It reported that one of its threads makes no progress."""
+    """The worker reported that one of its threads makes no progress."""
     RESTARTED = "restarted"
-    """Another incarnation answers at its address."""
+    """Another incarnation answers at the worker's address."""
     REFUSED = "refused"
-    """It and the gateway have different secrets or versions."""
+    """The worker and the gateway have different secrets or versions."""
 
 
 class WorkerListener(Protocol):
-    """Receives what workers report: the request driver. Workers lie below requests, so they know only this."""
+    """Receives what workers report. RequestDriver implements it; gateway/workers may not import
+    gateway/requests."""
 
     def on_status(self, status: WorkerStatus) -> None:
         """A reachable worker sent a heartbeat."""
@@ -101,14 +102,14 @@ class WorkerClient:
         losses: Counter[LossCause],
         turns: SharedTurns,
     ) -> None:
-        """Counts every loss of this worker in `losses`. `turns`: those of all workers' outputs."""
+        """Counts every loss of this worker in `losses`. `turns`: shared by the clients of all workers."""
         self.endpoint = endpoint
         self.status: WorkerStatus | None = None
-        """As of the last heartbeat; None before the first."""
+        """The status in the latest heartbeat; None before the first heartbeat."""
         self.first_sign = asyncio.Event()
-        """Set at the first heartbeat, or when there will be none."""
+        """Set at the first heartbeat, or when the worker is lost or silent before its first heartbeat."""
         self.refusal: str | None = None
-        """Why one side refuses the other: another secret or version. Only restarting one of them changes that."""
+        """Why one side refuses the other: a different secret or version. Only a restart can end this."""
         self.num_bad_messages = 0
         self._network = network
         self._listener = listener
@@ -116,25 +117,26 @@ class WorkerClient:
         self._turns = turns
         self._session = GatewaySession(endpoint.ref.incarnation, connection_number)
         self.is_silent = False
-        """Silent for too long, or its connection broke: the worker gets nothing until its next message."""
+        """True if the worker was silent for too long, or its connection broke. Then it gets no requests until
+        its next message."""
         self._is_connected = True
-        """True also before the first connection, when only silence reveals a lost worker."""
+        """Also true before the first connection. Until then, only silence shows that a worker is lost."""
         self._grace: AwakeTimer | None = None
         """Runs while a broken connection may still be restored."""
         self._timeout = AdaptiveTimeout(network.peer_timeout_s)
         self._look_every_s = pace_of(self._timeout.least_s) / 2
         self._standstill = Standstill(2 * self._look_every_s)
         self._received_at = 0.0
-        """In time that excludes standstills of this process."""
+        """When the latest message arrived, on a clock that excludes standstills of this process."""
         self._is_reading = True
-        """False while outputs wait for a turn: no heartbeat is read, so the worker is not silent."""
+        """False while outputs wait for a turn. No heartbeat is read then, so this is no silence."""
         self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         secure_client(self._socket, keys)
-        # Before `connect`, since libzmq reports some refusals once and does not retry.
+        # This must come before `connect`, since libzmq reports some refusals only once, and does not retry.
         self._connection = self._socket.get_monitor_socket(
             FAILED_HANDSHAKES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
@@ -147,7 +149,8 @@ class WorkerClient:
     async def run(self) -> str:
         """Exchanges heartbeats and passes on outputs until this incarnation of the worker ends; returns the reason.
 
-        Silence does not end it: a worker that was stopped, or cut off, may go on.
+        Silence does not end `run`: a worker that was stopped, or cut off from the network, may continue
+        later.
         """
         self._received_at = self._running_s()
         tasks = [
@@ -162,7 +165,7 @@ class WorkerClient:
             self.close()
 
     def close(self) -> None:
-        """Stops all messages; may be repeated, and may come before `run`."""
+        """Stops all messages. May be called more than once, and before `run`."""
         if self._socket.closed:
             return
         self._end_grace()
@@ -175,14 +178,15 @@ class WorkerClient:
         self._send_command(self._session.submit(request))
 
     def abort(self, request_ids: tuple[str, ...]) -> None:
-        """Ends requests that were submitted over this connection. Those of a former one ended with its session."""
+        """Ends requests that were submitted over this connection. Requests of an earlier connection ended
+        with it."""
         if self._session.number is None:
             return  # nothing was submitted
         self._send_command(self._session.abort(request_ids))
 
     def subscribe_kv_events(self) -> None:
-        """Subscribes to the content and changes of the worker's prefix cache; call it again after a gap. New sessions
-        are subscribed automatically."""
+        """Subscribes to the content and changes of the worker's prefix cache. Call this again after a gap.
+        New sessions are subscribed automatically."""
         self._wants_kv_events = True
         if self._session.number is not None:
             self._send_command(self._session.subscribe_kv_events())
@@ -210,14 +214,16 @@ class WorkerClient:
                         self._note_disconnection("and its port refuses another one")
                     continue
                 case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    # A wrong secret usually fails silently; a worker that dies in mid-handshake fails so only once.
+                    # A wrong secret usually causes this event again and again. A worker that ends during the
+                    # handshake causes it only once.
                     num_unexplained += 1
                     if num_unexplained == 1:
                         continue
             self._refuse(REFUSED)
 
     def _begin_grace(self) -> None:
-        """libzmq reconnects by itself, after 0.1 to 0.2 s. The port of a killed process refuses that."""
+        """Gives libzmq time to reconnect, which it does after 0.1 to 0.2 s. The port of a killed process
+        refuses it."""
         if self._grace is None:
             grace_s = self._network.reconnect_grace_s
             reason = f"and was not restored within {grace_s:g} s"
@@ -235,7 +241,7 @@ class WorkerClient:
             self._suspect(LossCause.DISCONNECTED, f"its connection broke, {reason}")
 
     async def _watch_silence(self) -> None:
-        """Time during which this process stood still does not count, and input that arrived meanwhile is read first."""
+        """Notices silence. A standstill of this process does not count, and pending input is read first."""
         while True:
             left_s = self._patience_left_s()
             if left_s <= 0.0 and not self.is_silent:
@@ -275,7 +281,7 @@ class WorkerClient:
             await self._pass_on(outputs)
 
     async def _frames(self) -> list[bytes]:
-        """All available frames."""
+        """The available frames, at most MAX_FRAMES_AT_ONCE."""
         frames: list[bytes] = []
         with suppress(zmq.Again):
             while len(frames) < MAX_FRAMES_AT_ONCE:
@@ -283,8 +289,8 @@ class WorkerClient:
         return frames
 
     async def _pass_on(self, outputs: list[RequestOutput]) -> None:
-        """Passes them on, and empties the list. A request's outputs come together and are sent together, so that a busy
-        gateway has less to do."""
+        """Passes the outputs on, and empties the list. The outputs of one request are passed on together, so
+        a busy gateway sends them together and has less work."""
         by_request = sorted(outputs, key=lambda output: output.request_id)
         outputs.clear()
         self._is_reading = False
@@ -295,7 +301,7 @@ class WorkerClient:
         self._is_reading = True
 
     def _decode(self, frame: bytes) -> ToGateway | None:
-        """None for an invalid message, or one of another version."""
+        """The message; None if it is invalid, or of another version."""
         try:
             message = TO_GATEWAY.decode(frame)
         except WireError as error:
@@ -308,7 +314,7 @@ class WorkerClient:
                 self.num_bad_messages += 1
                 logger.warning("dropped a message from worker %s: %s", self.name, error)
             return None
-        # A message from before its connection broke is no sign of life.
+        # While the connection is broken, a message is an old message and no sign of life.
         self.is_silent = not self._is_connected
         return message
 
@@ -324,7 +330,7 @@ class WorkerClient:
         self._listener.on_worker_lost(self.name, reason)
 
     def _take_heartbeat(self, message: Heartbeat) -> str | None:
-        """Why the worker is lost, if this heartbeat says so."""
+        """Handles a heartbeat. Returns why the worker is lost, if the heartbeat shows this."""
         if message.status.ref.incarnation != self.endpoint.ref.incarnation:
             self._losses[LossCause.RESTARTED] += 1
             return "restarted"
@@ -332,7 +338,7 @@ class WorkerClient:
         if loss := self._session.note_heartbeat(message):
             self._listener.on_worker_lost(self.name, loss)
         if self._session.number is None:
-            return None  # it is meant for a former connection
+            return None  # the heartbeat is for an earlier connection
         if self._wants_kv_events and self._session.number != former:
             self._send_command(self._session.subscribe_kv_events())
         self.status = message.status
@@ -356,5 +362,6 @@ class WorkerClient:
             assert isinstance(sent, asyncio.Future)
             sent.result()
         except zmq.ZMQError as error:
-            # A full queue or a closed socket. `_listen` will notice it, or the worker, with the next Hello.
+            # The queue is full or the socket is closed. `_listen` will notice, or the worker at the next
+            # Hello.
             logger.warning("could not send to worker %s: %s", self.name, error)

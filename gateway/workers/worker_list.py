@@ -1,4 +1,4 @@
-"""WorkerList: the workers that take requests at present, by their incarnations; pure, fed with their heartbeats."""
+"""WorkerList: the workers that accept requests at present, learned from their heartbeats; pure."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from baton.worker import WorkerRole, WorkerState, WorkerStatus
 
 @dataclass(frozen=True, slots=True)
 class ListedWorker:
-    """One worker that takes requests, as of its latest heartbeat."""
+    """One worker that accepts requests, according to its latest heartbeat."""
 
     ref: WorkerRef
     role: WorkerRole
     heartbeat: int
-    """Number of that heartbeat among all that were listed: a later one may report another state."""
+    """Number of the worker's latest heartbeat, counted over all workers. It changes with each heartbeat."""
 
 
 class WorkerList:
-    """Workers by name. Workers that take no requests are not listed."""
+    """Workers by name. Workers that accept no requests are not listed."""
 
     def __init__(self) -> None:
         self._workers: dict[str, ListedWorker] = {}
@@ -34,12 +34,12 @@ class WorkerList:
             self._draining.add(status.ref.name)
 
     def remove(self, name: str) -> None:
-        """Unknown names are no error."""
+        """Removes a worker. Unknown names are ignored."""
         self._workers.pop(name, None)
         self._draining.discard(name)
 
     def is_draining(self, name: str) -> bool:
-        """Whether the worker's latest heartbeat says that it drains, to end or to change its role."""
+        """Whether the worker reported that it drains, in order to end or to change its role."""
         return name in self._draining
 
     def get(self, name: str) -> ListedWorker | None:

@@ -1,4 +1,4 @@
-"""WorkerView: a worker for views of the fleet: its own report, joined with its controller's description."""
+"""WorkerView: a worker in views of the fleet: its own report, combined with its controller's description."""
 
 import re
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ _WITHOUT_PROCESS = {
     ReplicaState.BACKING_OFF,
     ReplicaState.CRASH_LOOP,
 }
-"""The controller knows these states; the gateway only finds the worker silent."""
+"""States that only the controller knows. To the gateway, such a worker is only silent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +24,21 @@ class WorkerView:
     name: str
     role: WorkerRole
     state: str
-    """`starting`, `ready`, `draining`, `stopped`, `hung`, `dead`; without a process `placing`, `backing_off`,
-    `crash_loop`."""
+    """`starting`, `ready`, `draining`, `stopped`, `hung` or `dead`. Without a process: `placing`,
+    `backing_off` or `crash_loop`."""
     node: str
     endpoint: WorkerEndpoint | None = None
-    """None: this gateway knows of no process."""
+    """None if this gateway knows no process of the worker."""
     status: WorkerStatus | None = None
-    """As of the latest heartbeat; None before the first."""
+    """The status in the latest heartbeat; None before the first heartbeat."""
     replica: ReplicaDescription | None = None
-    """None: no controller describes the worker."""
+    """None if no controller describes the worker."""
 
 
 def views_of(
     clients: Iterable[WorkerClient], replicas: Iterable[ReplicaDescription] = ()
 ) -> list[WorkerView]:
-    """Every worker there is or should be, by name: `w2` before `w10`."""
+    """All workers that run, or that a controller wants to run, sorted by name: `w2` before `w10`."""
     missing = {replica.name: replica for replica in replicas}
     views = [_of_client(client, missing.pop(client.name, None)) for client in clients]
     views += [_of_replica(replica) for replica in missing.values()]

@@ -1,6 +1,6 @@
 """TransferEndpoint: one rank's end of all its worker's hand-overs; knows no thread and no scheduler.
 
-Its driver, a thread or a simulator, passes in commands, arrivals and the time, one at a time, and takes the output:
+Its driver, a thread or a simulator, passes in one command, arrival or time at a time, and takes the output:
 
     commands, arrivals, time --> producer/endpoint.py --> protocol/producer.py --> channel
                                consumer/endpoint.py --> protocol/consumer.py --> channel, readers
@@ -64,13 +64,13 @@ COUNTERS = (
     "kv_version_mismatches",
     "kv_unreachable_pools",
 )
-"""Every counter exists from the start, so that other threads may copy them while they grow."""
+"""All counters exist from the start, so other threads may copy them while values change."""
 
 TransferCommand = ProducerCommand | ConsumerCommand
 
 
 class TransferEndpoint:
-    """Both ends, and the distribution of messages to them."""
+    """The producer end and the consumer end of this rank; passes each message to one of them."""
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class TransferEndpoint:
         self.metrics = metrics
 
     def execute(self, command: TransferCommand) -> None:
-        """One command of the engine."""
+        """Carries out one command of the engine."""
         if isinstance(command, ConsumerCommand):
             self._consumer_end.execute(command)
         else:
             self._producer_end.execute(command)
 
     def take(self, arrival: Arrival) -> None:
-        """Handles one message of a peer. Bad messages are counted and dropped; their consumer gets an `Unreadable`."""
+        """Handles a peer's message. Counts and drops bad ones; answers a consumer's with `Unreadable`."""
         try:
             if arrival.is_from_producer:
                 self._consumer_end.take(arrival.peer, TO_CONSUMER.decode(arrival.header))
@@ -117,11 +117,11 @@ class TransferEndpoint:
             logger.warning("dropped a KV-plane message (%d so far): %s", num_bad, error)
 
     def fileno(self) -> int:
-        """Readable while `on_time` has something to do before `next_deadline`."""
+        """This file descriptor is readable while `on_time` has something to do before `next_deadline`."""
         return self._consumer_end.fileno()
 
     def on_time(self) -> None:
-        """Does what is due. Call after every wake-up, and at `next_deadline`."""
+        """Does the work that is due. Call it after every wake-up, and at `next_deadline`."""
         self._producer_end.on_time()
         self._consumer_end.on_time()
 

@@ -1,8 +1,8 @@
 """RankedConnector: joins the connectors of a worker's tensor-parallel ranks; knows no message and no byte.
 
-All ranks get the same commands, since a block has the same id on each. A load has arrived when it has arrived on
-every rank. When it fails on one, the others give it up, and only blocks that all ranks have are kept. Blocks are free
-when no transfer reads them on any rank.
+All ranks get the same commands, since a block has the same id on each rank. A load has arrived when it has
+arrived on every rank. If it fails on one rank, the other ranks give it up, and only blocks that all ranks
+have are kept. Blocks become free when no rank's transfer reads them any more.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ class RankedConnector:
         self._loads: Loads[int] = Loads()
         self._sends: Sends[int] = Sends()
         self._records: dict[str, list[TransferRecord]] = {}
-        """Records of the ranks that have reported, while others have not."""
+        """Records of ranks that have reported, until all ranks have."""
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         for command in metadata.at_once if metadata is not None else ():
@@ -118,7 +118,7 @@ class RankedConnector:
                 return KVConnectorOutput(failed_recving=(outcome,))
             case FailedKV(reason=reason):
                 commands = KVConnectorMetadata((AbortLoad(request_id, reason),), (), ())
-                for rank in self._ranks:  # some of them may have postponed it
+                for rank in self._ranks:  # some ranks may have postponed the load
                     rank.send_commands(commands)
                 return KVConnectorOutput(failed_recving=(outcome,), transfers=self._record(request_id))
             case LoadQuiet():

@@ -1,7 +1,8 @@
-"""KVConnectorWorker: the connector's half that moves bytes, on a thread; worker/kv_connector.py is the scheduler's.
+"""KVConnectorWorker: the half of the connector that moves bytes, on its own thread.
 
-The engine calls it around each step. Commands come in through one queue, and output leaves through another. The thread
-wakes only for a command, a message, a deadline, or the end of a process whose pool is open.
+The scheduler's half is worker/kv_connector.py. The engine calls this half around each step. One queue brings
+commands to the thread, another returns output. The thread wakes only for a command, a message, a deadline, or
+the end of a process whose pool is open.
 """
 
 import logging
@@ -30,17 +31,18 @@ from kv_transfer.transport.zmq_tcp import IDLE_S, ZmqChannel
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 60.0
-"""The longest turn of the transfer thread. A longer one counts as hung, and the worker ends."""
+"""The longest permitted turn of the transfer thread. After that it counts as hung, and the worker ends."""
 
 TURN_TIMEOUT_S = 5.0
 """How long the engine waits for the transfer thread to withdraw blocks. A turn normally takes milliseconds."""
 
 
 class KVConnectorWorker:
-    """One per rank, for both roles; each request says which end it is on.
+    """The connector of one rank, for both roles; each request says whether it is sent or received.
 
-    Its methods are for the engine's thread; everything else happens on the transfer thread. No call blocks, or raises
-    because of a peer. `on_kv_output` is called, on the transfer thread, whenever `get_finished` has output.
+    Its methods are for the engine's thread; everything else runs on the transfer thread. No call blocks, and
+    no call raises because of a peer. The transfer thread calls `on_kv_output` whenever `get_finished` has
+    output.
     """
 
     def __init__(
@@ -99,33 +101,33 @@ class KVConnectorWorker:
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self.kv_address = self._channel.address
         self.progress = Progress("its KV transfer", clock, PROGRESS_TIMEOUT_S)
-        """That of the transfer thread."""
+        """Progress of the transfer thread."""
 
     def start(self) -> None:
         self._thread.start()
 
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
-        """As soon as a step is planned: what to announce, hand over or give up.
+        """Call it as soon as a step is planned: passes on what to announce, hand over or give up.
 
-        Returns at once, unless blocks are withdrawn: then once none of them is offered any more.
+        Returns at once, except for withdrawn blocks: then it waits until none of them is offered any more.
         """
         if metadata is not None and metadata.at_once:
             self._post(metadata.at_once)
 
     def start_load_kv(self, metadata: KVConnectorMetadata | None) -> None:
-        """When every step before the planned one is computed: no step writes the blocks to be loaded any more."""
+        """Call it when all steps before the planned one are computed: none writes the blocks to load."""
         if metadata is not None and metadata.loads:
             self._post(metadata.loads)
 
     def save_kv_blocks(self, metadata: KVConnectorMetadata | None, lost: Set[str]) -> None:
-        """When the step is computed: the blocks it filled may leave, but not those of `lost` requests."""
+        """Call it when the step is computed: its blocks may be sent, except those of `lost` requests."""
         if metadata is not None:
             filled = tuple(command for command in metadata.after if command.request_id not in lost)
             if filled:
                 self._post(filled)
 
     def get_finished(self) -> KVConnectorOutput:
-        """What ended since the last call; raises if the transfer thread has died."""
+        """The output since the last call. Raises if the transfer thread has died."""
         self._check_alive()
         output = KVConnectorOutput()
         while not self._outputs.empty():
@@ -146,8 +148,9 @@ class KVConnectorWorker:
         return self._endpoint.metrics.snapshot()
 
     def shutdown(self) -> None:
-        """Ends the thread, if it was started, and closes every socket; peers' transfers end by their deadlines. May
-        be repeated.
+        """Ends the thread, if it was started, and closes every socket. May be repeated.
+
+        The transfers of peers end by their deadlines.
         """
         is_repeated, self._is_stopping = self._is_stopping, True
         self._wakeup.set()
@@ -166,7 +169,7 @@ class KVConnectorWorker:
         self._check_alive()
 
     def _check_withdrawn(self, done: threading.Event) -> None:
-        """The next step writes these blocks, so it must not run before they are withdrawn."""
+        """Waits until blocks are withdrawn, since the next step writes them."""
         if not wait_awake(done.wait, TURN_TIMEOUT_S) and self._failure is None:
             raise RuntimeError(f"the transfer thread did not withdraw blocks within {TURN_TIMEOUT_S:g} s")
 
@@ -180,7 +183,7 @@ class KVConnectorWorker:
         try:
             while not self._is_stopping:
                 self.progress.end()
-                for arrival in self._channel.wait(self._seconds_to_deadline()):  # it sleeps before the first
+                for arrival in self._channel.wait(self._seconds_to_deadline()):  # waits before the 1st
                     self.progress.begin()
                     self._endpoint.take(arrival)
                 self.progress.begin()
@@ -188,7 +191,7 @@ class KVConnectorWorker:
                 self._execute_commands()
                 self._endpoint.on_time()
                 self._publish()
-        except BaseException as error:  # nothing above catches this: tell the engine that the thread died
+        except BaseException as error:  # nothing else catches this: tell the engine that the thread died
             logger.exception("the transfer thread died")
             self._failure = error
             self._on_kv_output()

@@ -1,7 +1,7 @@
-"""BlockWriter: writes arriving pieces and computes their checksums, at once in host memory, asynchronously on a
-device.
+"""BlockWriter: writes arriving pieces and computes their checksums.
 
-It knows no peer and compares nothing: its owner knows which checksums are right.
+In host memory it does so at once, on a device asynchronously. It knows no peer, and does not compare
+checksums: its owner knows which are right.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WrittenPieces:
-    """These pieces are not written any more."""
+    """The result for pieces whose writes have ended."""
 
     wanted: WantedPieces
     missing: tuple[int, ...]
@@ -28,7 +28,7 @@ class WrittenPieces:
 
 
 _Staging = tuple[WantedPieces, tuple[int, ...]]
-"""With the missing indices."""
+"""The wanted pieces, and the indices of the missing ones."""
 
 
 class BlockWriter:
@@ -39,8 +39,9 @@ class BlockWriter:
         self._written: list[WrittenPieces] = []
 
     def receive(self, wanted: WantedPieces, view: PieceView, payload: Iterable[Bytes]) -> None:
-        """Writes the wanted pieces of a payload that holds all pieces of the message, in spans of whole pieces. See
-        `poll`.
+        """Writes the wanted pieces of a payload. `poll` reports when they are written.
+
+        The payload has all pieces of the message, in spans of whole pieces.
         """
         places = dict(zip(wanted.positions, wanted.piece_ids, strict=True))
         came = _pieces(payload, view.nbytes, places)
@@ -60,7 +61,7 @@ class BlockWriter:
         )
 
     def was_read(self, wanted: WantedPieces, view: PieceView) -> None:
-        """All pieces were written by other means; `poll` reports when their checksums are computed."""
+        """Notes that another component wrote all pieces; `poll` reports them when checksums are computed."""
         if isinstance(view, HostPieces):
             self._look_at(wanted, view, ())
         elif not wanted.has_checksums:
@@ -78,11 +79,11 @@ class BlockWriter:
 
     @property
     def poll_interval_s(self) -> float | None:
-        """How often to call `poll`; None: not at all now."""
+        """Time between calls of `poll`; None while no call is needed."""
         return self._stager.poll_interval_s if self._stager is not None else None
 
     def close(self) -> None:
-        """Nothing is written any more when this returns."""
+        """Stops writing. Nothing is written any more when this returns."""
         if self._stager is not None:
             self._stager.close()
 
@@ -111,7 +112,7 @@ def _pieces(
 
 def _written(staged: Staged[_Staging]) -> WrittenPieces:
     wanted, missing = staged.what
-    if staged.error is not None:  # requested again, as if lost on the way
+    if staged.error is not None:  # they will be requested again, like lost pieces
         logger.warning("cannot write KV to the device, or read it back for its checksum: %s", staged.error)
         return WrittenPieces(wanted, tuple(wanted.indices), {})
     if not wanted.has_checksums:

@@ -68,7 +68,7 @@ class ConsumerEndpoint:
         """Outcomes and records of loads, until the connector takes them."""
 
     def execute(self, command: ConsumerCommand) -> None:
-        """One command of the engine."""
+        """Carries out one command of the engine."""
         match command:
             case BeginLoad():
                 self._begin(command)
@@ -90,13 +90,13 @@ class ConsumerEndpoint:
             self.give_up_on(peer, message.reason)
 
     def give_up_on(self, peer: Peer, reason: str) -> None:
-        """This producer and we have incompatible protocols; loads from it fail at once."""
+        """The producer's protocol is incompatible with ours: loads from it fail at once."""
         assert isinstance(peer, str), "consumers identify producers by address"
         why = f"protocol mismatch with the prefill worker: {reason}"
         self._do(self._consumer.on_other_language(peer, why))
 
     def fileno(self) -> int:
-        """Readable while `on_time` has something to do at once."""
+        """This file descriptor is readable while `on_time` has something to do at once."""
         return self._pools.fileno()
 
     def on_time(self) -> None:
@@ -155,7 +155,7 @@ class ConsumerEndpoint:
         layout, now = self._pool.layout, self._clock.now()
         first_token = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
-        for end in ends:  # begin all first, since one that fails at once gives the others up
+        for end in ends:  # begin all first: one that fails at once ends the others
             effects += self._consumer.load(end.rank_transfer, first_token, command.block_ids, now)
         self._do(effects)
 
@@ -194,7 +194,7 @@ class ConsumerEndpoint:
         try:
             runs = view.runs(peers, wanted.piece_ids)
             self._pools.read(_pool_key(message.key, wanted.transport), wanted, runs)
-        except (TransportError, OverflowError) as error:  # a piece id that no pool has may not fit an index
+        except (TransportError, OverflowError) as error:  # a wrong piece id may be too large for an index
             self._on_unread(wanted, str(error))
             return
         if self._pools.ends_at_once(wanted.transport):
@@ -331,7 +331,7 @@ class ConsumerEndpoint:
                 self.output += KVConnectorOutput(quiesced=(request_id,))
 
     def _close(self, request_id: str) -> None:
-        """The load has ended, including rank transfers that were postponed when another one failed."""
+        """Closes an ended load, and aborts rank transfers that were postponed before another one failed."""
         for end in self._rank_transfers.of(request_id):
             self._do(self._consumer.abort(end.rank_transfer, "the load failed on another rank"))
         self._rank_transfers.close(request_id)

@@ -1,4 +1,4 @@
-"""RemotePools: the peers' pools that this rank reads, open while hand-overs come from them, and the reads under way."""
+"""RemotePools: the peers' pools that this rank has open for hand-overs, and its current reads of them."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ IDLE_S = 30.0
 """A pool without hand-overs is closed after this long; its process may have ended unnoticed."""
 
 READ_TIMEOUT_S = 10.0
-"""A read that takes this long will not end by itself; closing its pool ends it, and has if the pool is closed."""
+"""A read that takes this long never ends by itself. Closing its pool ends the read."""
 
 PoolKey = tuple[str, int, str]
 """The producer's incarnation, its rank, and the transport."""
@@ -39,16 +39,17 @@ class _OpenPool:
     pool: RemotePool
     used_at: float
     watch: int | None
-    """Watches the process that owns the pool; None: its end is not reported."""
+    """Watch of the process that owns the pool; None if its end cannot be noticed."""
     has_failed: bool = False
-    """A read of it failed, or its process has ended: the next hand-over opens it again first."""
+    """A read of the pool failed, or its process has ended: the next hand-over opens the pool again first."""
 
 
 class RemotePools:
     """Owns the readers: `close` ends them.
 
-    An open pool keeps its memory allocated even after its process has ended. So pools of ended processes are closed at
-    once: until then, the process that replaces the ended one finds little memory free.
+    An open pool keeps its memory allocated even after its process has ended. Until the pool is closed, the
+    process that replaces the ended one finds little free memory. So pools of ended processes are closed at
+    once.
     """
 
     def __init__(self, readers: Mapping[str, PoolReader], clock: Clock) -> None:
@@ -105,7 +106,7 @@ class RemotePools:
         for transport, done in self._poll():
             read = (transport, done.number)
             self._timeouts.cancel(read)
-            if read in self._under_way:  # else it was abandoned, long after nothing wrote any more
+            if read in self._under_way:  # else the read was abandoned earlier
                 yield self._end(read, done.error)
         for read in overdue:
             if read in self._under_way:
@@ -137,7 +138,7 @@ class RemotePools:
                 self._close(key)
 
     def close(self) -> None:
-        """Closes every pool first, since that needs its reader, and then the readers."""
+        """Closes every pool, and then the readers, which are needed to close the pools."""
         for key in list(self._open):
             self._close(key)
         for transport, reader in self._readers.items():
@@ -148,7 +149,7 @@ class RemotePools:
         self._exits.close()
 
     def next_deadline(self) -> float | None:
-        """When to call `finished`, and `close_unused`, at the latest."""
+        """The latest time for the next call of `finished` and `close_unused`."""
         times = [pool.used_at + IDLE_S for pool in self._open.values()]
         now = self._clock.now()
         for transport, _ in self._under_way:
@@ -185,7 +186,7 @@ class RemotePools:
             raise TransportError(f"process {pool.owner_pid} has ended") from error
 
     def _close(self, key: PoolKey) -> None:
-        """The pool's reads have ended when this returns."""
+        """Closes the pool. Its reads have ended when this returns."""
         pool = self._open.pop(key, None)
         if pool is None:
             return
@@ -208,7 +209,7 @@ class ProcessExits:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._running: set[int] = set()
-        """Watches whose processes have not ended, as far as `take` has reported."""
+        """Watches whose processes `take` has not reported as ended."""
 
     def fileno(self) -> int:
         """Readable while `take` has something to return."""
@@ -217,8 +218,8 @@ class ProcessExits:
     def watch(self, pid: int) -> int | None:
         """A watch, which `take` returns once that process has ended; `drop` must follow.
 
-        None if the end cannot be noticed: the system has or grants no pidfd, or the process id is impossible.
-        ProcessLookupError if there is no such process.
+        None if the end cannot be noticed: the system has no pidfd or refuses it, or the process id is
+        impossible. Raises ProcessLookupError if there is no such process.
         """
         try:
             pidfd = os.pidfd_open(pid)
@@ -234,7 +235,7 @@ class ProcessExits:
         """The watches whose processes have ended; each is returned once."""
         ended = [pidfd for pidfd, _ in self._epoll.poll(0)]
         for pidfd in ended:
-            self._forget(pidfd)  # it stays readable, so a sleep on `fileno` would never last
+            self._forget(pidfd)  # else `fileno` would stay readable for ever
         return ended
 
     def drop(self, watch: int) -> None:
@@ -243,7 +244,7 @@ class ProcessExits:
         os.close(watch)
 
     def close(self) -> None:
-        """Every watch must be dropped before."""
+        """Closes the poller. Every watch must have been dropped before."""
         self._epoll.close()
 
     def _forget(self, pidfd: int) -> None:

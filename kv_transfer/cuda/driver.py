@@ -27,7 +27,7 @@ EVENT_WITHOUT_TIMING = 2
 CAPTURE_MODE_THREAD_LOCAL = 1
 PORTABLE_HOST_MEMORY = 1
 UNIFIED_MEMORY = 4
-"""CU_MEMORYTYPE_UNIFIED: the address itself tells whether it belongs to a device or to the host."""
+"""CU_MEMORYTYPE_UNIFIED: the address itself shows whether it is on a device or on the host."""
 HANDLE_BYTES = 64
 
 Address = int
@@ -38,7 +38,7 @@ class CudaError(TransportError):
 
 
 class CudaOutOfMemory(CudaError):
-    """The device, or the host for page-locked memory, has less memory free than was asked for."""
+    """The device (or the host, for page-locked memory) has less free memory than requested."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -46,7 +46,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    """CUDA_MEMCPY2D, as cuMemcpy2DAsync_v2 takes it."""
+    """CUDA_MEMCPY2D, the argument of cuMemcpy2DAsync_v2."""
 
     _fields_ = (
         ("src_x_bytes", ctypes.c_size_t),
@@ -207,7 +207,7 @@ class CudaDriver:
         return event.value or 0
 
     def is_over(self, event: int) -> bool:
-        """CudaError if something before the event failed."""
+        """Whether the event has completed. Raises CudaError if work before the event failed."""
         status = self._call("cuEventQuery", ctypes.c_void_p(event))
         if status == NOT_READY:
             return False
@@ -218,7 +218,7 @@ class CudaDriver:
         self._in_context("cuEventDestroy_v2", ctypes.c_void_p(event))
 
     def wait(self, stream: int) -> None:
-        """Waits until everything queued is done."""
+        """Waits until all work queued on the stream is done."""
         self._in_context("cuStreamSynchronize", ctypes.c_void_p(stream))
 
     def drop_stream(self, stream: int) -> None:

@@ -22,7 +22,8 @@ MAX_PITCH = 2**31 - 1
 """CU_DEVICE_ATTRIBUTE_MAX_PITCH of every existing device."""
 
 MIN_ROWS = 4
-"""Fewest rows of one copy. Any two runs are at equal distances, and devices are fastest at plain copies."""
+"""The fewest rows that are merged into one copy. Any two runs are at equal distances, and plain copies are
+fastest."""
 
 
 class CudaMemory:
@@ -72,7 +73,7 @@ def _free_host(driver: CudaDriver, address: Address) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`num_rows` runs of `row_nbytes` bytes; offsets are of the first, steps from each to the next."""
+    """`num_rows` runs of `row_nbytes` bytes. Offsets are the first run's; a step leads to the next run."""
 
     remote: int
     local: int
@@ -121,7 +122,7 @@ def in_rows(runs: Runs) -> Iterator[Rows]:
     )
     is_other = (remote_steps[1:] != remote_steps[:-1]) | (local_steps[1:] != local_steps[:-1])
     changes = iter([*(np.flatnonzero(is_other | ~is_step[1:] | ~is_step[:-1]) + 1).tolist(), last])
-    """Runs up to which the steps are equal, so that a row of copies may end there."""
+    """Indices of runs after which the step changes, so that one copy of rows may end there."""
     first, change = 0, -1
     while first <= last:
         while change <= first < last:

@@ -6,8 +6,8 @@ processor handles one buffer's content, the device fills or empties the next.
     take out    device --> pinned buffer --> checksums, and a copy that the sender may keep
     put in      bytes that came --> pinned buffer, checksums --> device
 
-Outgoing bytes are copied once more on the host, out of the pinned buffer. ZeroMQ reads a payload later, and a peer
-that reads nothing would otherwise keep a buffer from all others.
+Outgoing bytes are copied once more on the host, out of the pinned buffer. ZeroMQ reads a payload later.
+Without this copy, a peer that reads nothing would block the buffer for all other peers.
 """
 
 import logging
@@ -29,21 +29,21 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
 POLL_INTERVAL_S = 0.0005
-"""A buffer of 4 MiB takes some 100 us over PCIe 5, and as long again for its checksums."""
+"""Copying 4 MiB over PCIe 5 takes some 100 us, and computing its checksums takes as long again."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Staged(Generic[T]):
-    """Pieces that were taken out or put in, or could not be: see `error`. Nothing is being copied any more."""
+    """Pieces that were taken out or put in, or failed to be (see `error`). No copy of them runs any more."""
 
     what: T
     """The caller's name for them."""
     spans: list[Bytes]
-    """Taken out: the bytes of whole pieces in order, if they were asked for."""
+    """After taking out: the bytes of whole pieces in order, if requested."""
     checksums: list[int]
-    """xxh3_64 of each piece, in the order in which they were named, if asked for."""
+    """xxh3_64 of each piece, in the order of the request; empty if not requested."""
     error: str | None
 
 
@@ -206,7 +206,7 @@ class Stager(Generic[T]):
         self._note_end(copy.batch, None)
 
     def _look_at(self, batch: _Batch[T], buffer: Bytes) -> None:
-        """Extracts from the buffer what the job wants."""
+        """Extracts from the buffer the bytes and checksums that the job requested."""
         held = buffer[: batch.nbytes]
         if batch.job.has_checksums:
             pieces = held.reshape(batch.num_pieces, batch.piece_nbytes)
@@ -227,7 +227,7 @@ class Stager(Generic[T]):
             self._done.append(Staged(job.what, job.spans, job.checksums, job.error))
 
     def _wait(self) -> None:
-        """No queued copy is running any more when this returns."""
+        """Waits until no queued copy runs any more."""
         try:
             self._driver.wait(self._stream)
         except TransportError as error:

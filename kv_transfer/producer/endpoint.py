@@ -1,7 +1,7 @@
 """ProducerEndpoint: connects the producer's state machine to this rank's pool and to a channel.
 
-Bytes and checksums of a pool on a device are first copied to the host, and the message follows. It is never sent if a
-preemption withdraws the blocks meanwhile, or the hand-over ends.
+If the pool is on a device, bytes and checksums are first copied to the host, and the message is sent
+afterwards. The message is dropped if meanwhile a preemption withdraws the blocks or the hand-over ends.
 
 Its driver makes one call at a time; see connector/endpoint.py.
 """
@@ -59,12 +59,12 @@ class ProducerEndpoint:
         self._open: Sends[RankTransfer] = Sends()
         self._timelines = Timelines(clock)
         self.output = KVConnectorOutput()
-        """Freed and unwanted requests, and records of hand-overs, until the connector takes them. A request with
-        several rank transfers may be unwanted several times.
+        """Freed and unwanted requests, and records of hand-overs, until the connector takes them. A request
+        with several rank transfers may be listed as unwanted several times.
         """
 
     def execute(self, command: ProducerCommand) -> None:
-        """One command of the engine. After `WithdrawBlocks` none of those blocks is offered any more."""
+        """Carries out an engine's command. After `WithdrawBlocks`, its blocks are not offered any more."""
         if isinstance(command, NoteStarvation):
             self._do(self._producer.note_starvation(command.is_starved))
             return
@@ -89,7 +89,7 @@ class ProducerEndpoint:
                 case AbortSend(reason=reason, is_cancelled=is_cancelled):
                     self._do(self._producer.abort(end.rank_transfer, reason, is_cancelled))
         if isinstance(command, AbortSend) and not command.is_held:
-            self.output = output  # it had no blocks, so none are reported free
+            self.output = output  # the request had no blocks, so none are reported free
 
     def take(self, peer: Peer, message: ToProducer) -> None:
         self._do(self._producer.on_message(peer, message, self._clock.now()))
@@ -106,7 +106,7 @@ class ProducerEndpoint:
         return poll_at if deadline is None else min(deadline, poll_at)
 
     def close(self) -> None:
-        """No copy from our pool is running for this end when this returns."""
+        """Closes the stager; after this call, no copy from our pool runs for this producer."""
         if self._stager is not None:
             self._stager.close()
 
@@ -130,7 +130,7 @@ class ProducerEndpoint:
             )
 
     def _end_without_transfers(self, command: FinishSend | AbortSend) -> None:
-        """The workers do not match, or other ranks send everything."""
+        """Ends a hand-over without rank transfers: the workers do not match, or other ranks send it all."""
         reason = self._rank_transfers.refusal(command.request_id)
         if reason is not None:
             kind = TransferEventKind.FAILED
@@ -165,7 +165,7 @@ class ProducerEndpoint:
             self._conclude(rank_transfer.request_id)
 
     def _conclude(self, request_id: str) -> None:
-        """No rank transfer is read any more, or there never was one."""
+        """Reports the end of a hand-over of which no rank transfer is read any more."""
         for end in self._rank_transfers.of(request_id):
             self._drop_staged(end.key)
         self._rank_transfers.close(request_id)
@@ -204,7 +204,7 @@ class ProducerEndpoint:
                 logger.warning("cannot copy KV from the device: %s", staged.error)
 
     def _drop_staged(self, key: TransferKey) -> None:
-        """Other requests will write these blocks; a checksum taken later would make the wrong bytes valid."""
+        """Drops pending copies: other requests will overwrite the blocks, and a later checksum would fit."""
         if self._stager is not None:
             self._stager.drop(lambda effect: effect.key == key)
 

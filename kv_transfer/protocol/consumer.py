@@ -1,7 +1,8 @@
 """Consumer: every rank transfer that this rank receives, as one sans-IO state machine; see incoming.py for its states.
 
-Hold and Open are repeated at a fixed pace while nothing arrives. A producer that is silent for too long (waits.py) is
-dead, and a load that takes longer than `load_timeout_s` has failed. Messages of unknown rank transfers are counted.
+Hold and Open are repeated at a fixed pace while nothing arrives. A producer that is silent for too long
+(waits.py) counts as dead. A load that takes longer than `load_timeout_s` fails. Messages about unknown rank
+transfers are counted.
 """
 
 from collections import Counter
@@ -45,10 +46,10 @@ from kv_transfer.protocol.transports import SENDS_BYTES, TransportChoices
 from kv_transfer.protocol.waits import Waits
 
 MAX_BAD_PIECES = 16
-"""A rank transfer with more bad pieces than this is given up: the path is broken."""
+"""A rank transfer with more bad pieces than this is given up, since the path is broken."""
 
 ENDS = tuple(f"kv_loads_{end}" for end in ("received", "failed", "aborted", "not_needed", "postponed"))
-"""Counters of how loads ended, by rank transfer; each ends in one of them, once."""
+"""Counters of how loads ended. Each rank transfer increments one of them per load, once."""
 
 
 class Consumer:
@@ -70,9 +71,9 @@ class Consumer:
         shape: PieceShape,
         now: float,
     ) -> list[Effect]:
-        """The engine took the request. Asks the producer to hold until there is room.
+        """The engine accepted the request. Asks the producer to keep the prompt's KV until there is room.
 
-        A second claim to one key is never served.
+        A second request with the same key is never served.
         """
         if key in self._transfers:
             self._counters["kv_duplicate_messages"] += 1
@@ -87,7 +88,7 @@ class Consumer:
     def load(
         self, rank_transfer: RankTransfer, first_token: int, block_ids: tuple[int | None, ...], now: float
     ) -> list[Effect]:
-        """Blocks are reserved: from now on they may be written, until Received, Failed or Quiesced. See `reserve`."""
+        """Starts to load into reserved blocks. They may be written until Received, Failed or Quiesced."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Failed(rank_transfer, 0, "another request has claimed this transfer", False)]
@@ -102,7 +103,7 @@ class Consumer:
         return self._ask(transfer, now)
 
     def abort(self, rank_transfer: RankTransfer, reason: str) -> list[Effect]:
-        """The request ended here: notifies the producer. If the load has just ended, its outcome stands."""
+        """The request ended here: notifies the producer. A Received outcome that is already due stands."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
@@ -121,14 +122,14 @@ class Consumer:
         return [cancel, *self._end_load(transfer, Quiesced(rank_transfer, transfer.transport or ""))]
 
     def give_up(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
-        """The load failed in another rank transfer, so it fails here too, unless it has ended."""
+        """Fails the load here too, since another rank transfer of it failed. Does nothing if it has ended."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
         return self._lose(transfer, Loss(reason, is_cancelled))
 
     def postpone(self, rank_transfer: RankTransfer, reason: str, now: float) -> list[Effect]:
-        """Postpones the load here because another rank transfer of it was postponed; does nothing if it has ended."""
+        """Postpones the load here, since another rank transfer of it was postponed. Ignored after its end."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or not transfer.is_loading:
             return []
@@ -137,7 +138,7 @@ class Consumer:
     # messages and time
 
     def on_message(self, message: ToConsumer, now: float) -> list[Effect]:
-        """Handles everything but `Pieces`, whose bytes go through `wanted` and `on_arrived`."""
+        """Handles all messages but `Pieces`, whose bytes are handled by `wanted` and `on_arrived`."""
         if isinstance(message, Unreadable):
             self._counters["kv_unreadable_messages"] += 1
             return []
@@ -161,7 +162,7 @@ class Consumer:
                 raise AssertionError("Pieces bring bytes: use wanted() and on_arrived()")
 
     def on_other_language(self, address: str, reason: str) -> list[Effect]:
-        """The producer at this address has an incompatible protocol: stops waiting for anything from it."""
+        """The producer at this address has an incompatible protocol: fails everything that waits for it."""
         loss = link_failure(reason, from_producer=True)
         live = (IncomingState.HOLDING, IncomingState.LOADING)
         transfers = [known for known in self._transfers.values() if known.address == address]
@@ -169,9 +170,9 @@ class Consumer:
         return [effect for transfer in lost for effect in self._lose(transfer, loss)]
 
     def wanted(self, message: Pieces, now: float) -> WantedPieces | None:
-        """The announced pieces to write now, if there are any; `on_arrived` or `on_unread` must follow.
+        """The announced pieces to write now, or None. The caller must then call `on_arrived` or `on_unread`.
 
-        All others are late, duplicate or foreign, or were announced before a transport was agreed upon.
+        All other pieces are late, duplicate or foreign, or were announced before a transport was chosen.
         """
         transfer = self._transfers.get(message.key)
         if transfer is None or not transfer.is_loading or transfer.transport is None:
@@ -189,8 +190,8 @@ class Consumer:
     def on_arrived(self, pieces: WantedPieces, damaged: Collection[int], now: float) -> list[Effect]:
         """The writes of these pieces have ended; `damaged` has the indices of those that are missing or wrong.
 
-        A damaged piece counts against the path only if it is offered again in the same version. A preemption may have
-        withdrawn its block during the read; then the piece is offered in another version.
+        A damaged piece counts as bad only if it is offered again in the same version. If a preemption
+        withdrew its block during the read, the piece is offered again in another version.
         """
         key, version = pieces.message.key, pieces.message.version
         transfer = self._transfers[key]
@@ -208,7 +209,7 @@ class Consumer:
         return effects + self._complete(transfer, now)
 
     def on_unread(self, pieces: WantedPieces, reason: str, now: float) -> list[Effect]:
-        """A read of these pieces failed: this transport does not work between these two workers. Tries another one."""
+        """A read failed: this transport does not work between these two workers, so another one is tried."""
         transfer = self._transfers[pieces.message.key]
         for index in pieces.indices:
             del transfer.arriving[index]
@@ -220,14 +221,14 @@ class Consumer:
         return self.on_unreachable(transfer.key, pieces.transport, reason, now)
 
     def on_unreachable(self, key: TransferKey, transport: str, reason: str, now: float) -> list[Effect]:
-        """The transport cannot read the producer's pool. If the load uses this transport, it asks for another one."""
+        """The transport cannot read the producer's pool. A load that uses it asks for another transport."""
         transfer = self._transfers.get(key)
         if transfer is None:
             return []
         self._counters["kv_unreachable_pools"] += 1
         self._choices.has_failed(key.producer, key.producer_rank, transport, now)
         if not transfer.is_loading or transfer.transport != transport:
-            return []  # it has ended, or has moved to another transport
+            return []  # the load has ended, or uses another transport now
         transfer.transport = None
         if not self._transports_to(transfer, now):
             return self._lose(transfer, link_failure(f"no transport reaches the prefill worker: {reason}"))
@@ -263,7 +264,7 @@ class Consumer:
         return self._transfers.num_by_state
 
     def check_integrity(self) -> None:
-        """Asserts that every started load is still running, or ended once."""
+        """Asserts that every started load is either still running, or was counted as ended once."""
         counts = self._counters
         num_ended = sum(counts[end] for end in ENDS)
         num_loading = self.num_by_state[IncomingState.LOADING.name]
@@ -271,13 +272,13 @@ class Consumer:
         assert self._transfers.num_bound == len(self._transfers)
 
     def _transports_to(self, transfer: IncomingTransfer, now: float) -> tuple[str, ...]:
-        """Transports left to this rank transfer. Those that failed meanwhile are for later rank transfers to retry."""
+        """Transports still open to this rank transfer. Only later rank transfers retry those that failed."""
         left = self._choices.to(transfer.key.producer, transfer.key.producer_rank, now)
         transfer.choices = tuple(name for name in transfer.choices if name in left)
         return transfer.choices
 
     def _ask(self, transfer: IncomingTransfer, now: float) -> list[Effect]:
-        """Sends Hold, or Open with what has arrived: asks again for everything else."""
+        """Sends Hold, or an Open that lists what has arrived and so requests everything else."""
         self._waits.ask_later(transfer.key, now)
         if transfer.state is IncomingState.HOLDING:
             return [Send(transfer.address, Hold(transfer.key, transfer.is_postponed))]
@@ -289,7 +290,7 @@ class Consumer:
         if message.is_complete and transfer.state is IncomingState.HOLDING:
             return self._can_load(transfer)
         if not transfer.is_loading or message.transport is None:
-            # Without a transport: it answers a Hold, or an Open that the producer's engine did not know of yet.
+            # No transport: the answer to a Hold, or to an Open that the producer's engine did not know yet.
             return []
         if message.transport not in self._transports_to(transfer, now):
             return []  # an answer to an older Open
@@ -316,7 +317,7 @@ class Consumer:
         return [Send(transfer.address, Release(transfer.key)), transfer.received(now)]
 
     def _lose(self, transfer: IncomingTransfer, loss: Loss) -> list[Effect]:
-        """No more pieces will come: fails the load, or remembers that there is nothing to load."""
+        """No more pieces will arrive: fails the load, or remembers the loss for a later load."""
         cancel = Cancel(transfer.key, loss.reason, loss.is_cancelled)
         effects: list[Effect] = [] if loss.from_producer else [Send(transfer.address, cancel)]
         if transfer.state is IncomingState.HOLDING:
@@ -331,7 +332,7 @@ class Consumer:
         return transfer.failed(loss)
 
     def _end_load(self, transfer: IncomingTransfer, outcome: Notification) -> list[Effect]:
-        """Reports the outcome as soon as nothing is being written."""
+        """Reports the outcome at once, or when the current writes have ended."""
         if not transfer.arriving:
             self._forget(transfer)
             return [outcome]
@@ -350,7 +351,7 @@ class Consumer:
         return [transfer.outcome]
 
     def _postpone(self, transfer: IncomingTransfer, reason: str, now: float) -> list[Effect]:
-        """Ends the load; its room is given back once nothing is being written, and the rank transfer holds again."""
+        """Ends the load. After the current writes, its room is given back, and the transfer holds again."""
         self._counters["kv_loads_postponed"] += 1
         outcome = transfer.failed(Loss(reason), is_postponed=True)
         if transfer.arriving:
@@ -358,13 +359,13 @@ class Consumer:
         return self._hold_again(transfer, outcome, now)
 
     def _hold_again(self, transfer: IncomingTransfer, outcome: Failed, now: float) -> list[Effect]:
-        """The rest of the load's time keeps running."""
+        """Holds again after a postponed load, while the rest of the load's time keeps running."""
         transfer.hold_again()
         self._waits.resume_load(transfer.key, now)
         return [outcome, *self._ask(transfer, now)]
 
     def _can_load(self, transfer: IncomingTransfer) -> list[Effect]:
-        """Reports a postponed load, once."""
+        """Reports once that a postponed load may start again."""
         if not transfer.awaits_can_load:
             return []
         transfer.awaits_can_load = False

@@ -1,6 +1,6 @@
 """Effects of a state machine, as values; its driver (a thread, a test, a simulator) carries them out.
 
-For metrics, notifications carry the transport and times; these do not count in comparisons.
+Notifications also contain the transport and times, for metrics. Comparisons ignore these fields.
 """
 
 from dataclasses import dataclass, field
@@ -61,9 +61,9 @@ class Freed:
     rank_transfer: RankTransfer
     transport: str = field(default="", compare=False)
     exposed_s: float | None = field(default=None, compare=False)
-    """From the end of the prefill to the consumer's Release; None if there was none."""
+    """Time from the end of the prefill to the consumer's Release; None without a Release."""
     is_needed: bool = field(default=True, compare=False)
-    """False: the request itself ended before it was handed over, so a missing Release is no failure."""
+    """False if the request itself ended before the hand-over: then a missing Release is no failure."""
     reason: str = field(default="", compare=False)
     """Why there was no Release."""
 
@@ -84,14 +84,14 @@ class Received:
     num_pieces: int
     transport: str
     elapsed_s: float
-    """From asking the producer to the last piece's verification; overlaps the prefill."""
+    """Time from asking the producer until the last piece is verified; overlaps the prefill."""
     moving_s: float
-    """From the first piece's arrival on."""
+    """Time from the arrival of the first piece until the last piece is verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Consumer: the rest will not come; the first `num_valid_tokens` of the load's tokens are verified."""
+    """Consumer: no more pieces will arrive; the load's first `num_valid_tokens` tokens are verified."""
 
     rank_transfer: RankTransfer
     num_valid_tokens: int
@@ -99,7 +99,7 @@ class Failed:
     is_cancelled: bool
     transport: str = field(default="", compare=False)
     is_postponed: bool = False
-    """The rest may come later: the rank transfer holds again, and `CanLoad` says when to load it."""
+    """The rest may arrive later: the rank transfer holds again, and `CanLoad` says when to load it."""
     is_link_failure: bool = field(default=False, compare=False)
     """See TransferRecord."""
 
@@ -118,7 +118,7 @@ class Quiesced:
     rank_transfer: RankTransfer
     transport: str = field(default="", compare=False)
     has_failed: bool = field(default=False, compare=False)
-    """The load had failed before the request ended."""
+    """Whether the load failed before the request ended."""
 
 
 Notification = Freed | Unwanted | Received | Failed | CanLoad | Quiesced

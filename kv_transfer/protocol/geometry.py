@@ -6,8 +6,8 @@ is a block.
 
 With several KV groups, the pieces of a prompt count up row by row, as the blocks of a request's table do.
 
-Where heads share a latent, all ranks of a worker hold the same bytes, which no rank transfer divides. Each rank of the
-consumer gets them once. Of a producer with more ranks, some send nothing.
+Where heads share a latent, all ranks of a worker have the same bytes, and no rank transfer divides them. Each
+rank of the consumer gets these bytes once. If the producer has more ranks, some of its ranks send nothing.
 
     producer: 2 ranks of 4 heads, blocks of 16 tokens        consumer: 4 ranks of 2 heads, blocks of 32 tokens
 
@@ -47,7 +47,7 @@ class PieceShape:
     num_tokens: int
     """Tokens of one piece."""
     first_head: int
-    """Counted within this rank."""
+    """The first head's index among this rank's heads."""
     num_heads: int
     num_groups: int = 1
 
@@ -68,7 +68,8 @@ class PieceShape:
 def mismatch(num_heads: int | None, ours: RankLayout, theirs: RankLayout) -> str | None:
     """Why two workers cannot exchange KV of `num_heads` heads in all, or None if they can.
 
-    `num_heads` here and below: those that are divided among a worker's ranks; None: each rank has everything.
+    `num_heads`, here and below: the heads that are divided among a worker's ranks. None: each rank has
+    everything.
     """
     for what, a, b in (
         ("block_size", ours.block_size, theirs.block_size),
@@ -89,8 +90,8 @@ def peers_of(
 ) -> range:
     """The other worker's ranks that this rank exchanges KV with.
 
-    They hold some of its heads. Where each rank has everything, a rank of the consumer takes it from one of the
-    producer, so some ranks of a producer with more ranks have no peer.
+    These ranks have some of its heads. Where each rank has everything, a consumer's rank receives it from one
+    rank of the producer. So if the producer has more ranks, some of them have no peer.
     """
     is_divided = num_heads is not None
     if num_peer_ranks >= num_ranks:

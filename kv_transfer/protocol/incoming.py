@@ -7,12 +7,14 @@
        v                         +-- the producer is stuck --------------------------> DRAINING --> HOLDING
      LOST -------- load --------------------------------------------------------------> (gone: Failed)
 
-HOLDING: our scheduler has no room yet; the producer is asked to keep what it computes. LOADING: blocks are reserved and
-may be written. DRAINING: given up, but a read that was begun may still write; ends at once if there is none.
-LOST: no pieces will come, which the scheduler learns from its next load. HOLDING and LOST also end by abort.
+HOLDING: our scheduler has no room yet, and the producer keeps what it computes. LOADING: blocks are reserved
+and may be written. DRAINING: the load was given up, but a read that has begun may still write. Without such a
+read, DRAINING ends at once. LOST: no pieces will arrive; the scheduler learns this from its next load.
+HOLDING and LOST also end by abort.
 
-A stuck producer computes nothing until a consumer takes a complete prompt, and this load may occupy the room for that
-prompt. So the load is postponed: it fails with `is_postponed` and holds until `CanLoad` (decision 0011).
+A stuck producer computes nothing until a consumer loads a complete prompt. A load of an incomplete prompt may
+occupy the room for that complete prompt. So this load is postponed: it fails with `is_postponed`, and holds
+until `CanLoad` (decision 0011).
 """
 
 from dataclasses import dataclass, field
@@ -59,20 +61,20 @@ class Loss:
     reason: str
     is_cancelled: bool = False
     from_producer: bool = False
-    """The producer itself reported it, and has forgotten the rank transfer. Nothing that arrived is kept: without a
-    first token, the producer may have computed it wrongly."""
+    """The producer itself reported the loss, and has forgotten the rank transfer. Then no arrived piece is
+    kept: without a first token, the producer may have computed the pieces wrongly."""
     is_link_failure: bool = False
     """See TransferRecord."""
 
 
 def link_failure(reason: str, *, from_producer: bool = False) -> Loss:
-    """The two workers cannot exchange KV, though each may be healthy."""
+    """A Loss that says: these two workers cannot exchange KV, though each may be healthy."""
     return Loss(reason, from_producer=from_producer, is_link_failure=True)
 
 
 @dataclass(frozen=True, slots=True)
 class WantedPieces:
-    """The pieces of a message to write now, as parallel lists, and how they come."""
+    """The pieces of a message to write now, as parallel lists, and their transport."""
 
     message: Pieces
     transport: str
@@ -82,7 +84,7 @@ class WantedPieces:
     """Their positions in the message."""
     indices: list[int]
     piece_ids: list[int]
-    """Their targets."""
+    """The pieces of our pool to write."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,9 +99,9 @@ class IncomingTransfer:
     state: IncomingState = IncomingState.HOLDING
     first_piece: int = 0
     num_pieces: int = 0
-    """Pieces of the prompt from `first_piece` on, those included that are not needed."""
+    """Pieces of the prompt from `first_piece` on, including those that are not needed."""
     targets: dict[int, int] = field(default_factory=dict)
-    """The pieces that are needed, with the pieces of our pool to write."""
+    """Needed pieces: prompt piece index -> piece of our pool to write."""
     verified: dict[int, int] = field(default_factory=dict)
     """Version of each verified piece."""
     arriving: dict[int, int] = field(default_factory=dict)
@@ -109,10 +111,10 @@ class IncomingTransfer:
     num_bad: int = 0
     """Damaged pieces that were offered again in the same version."""
     producer_host: str | None = None
-    """Known once the producer answered an Open."""
+    """Set when the producer answers an Open."""
     transport: str | None = None
     is_unproven: bool = False
-    """Some pieces came without checksums."""
+    """Some pieces arrived without checksums."""
     end: End | None = None
     loss: Loss | None = None
     outcome: Notification | None = None
@@ -120,7 +122,7 @@ class IncomingTransfer:
     opened_at: float = 0.0
     first_piece_at: float | None = None
     is_postponed: bool = False
-    """While HOLDING: its load was postponed, and the room given back."""
+    """While HOLDING: the load was postponed, and its room was given back."""
     awaits_can_load: bool = False
     """Our scheduler waits for the `CanLoad` of this postponed load."""
 
@@ -183,7 +185,7 @@ class IncomingTransfer:
         )
 
     def hold_again(self) -> None:
-        """The load was postponed and nothing is being written: the next load starts from the beginning."""
+        """Returns to HOLDING after a postponed load's writes ended. The next load starts from scratch."""
         self.move_to(IncomingState.HOLDING)
         self.is_postponed = self.awaits_can_load = True
         self.verified.clear()
@@ -191,7 +193,7 @@ class IncomingTransfer:
         self.is_unproven = False
 
     def claim(self, message: Pieces, has_checksums: bool, now: float) -> WantedPieces:
-        """Claims the pieces that are needed, and neither here nor on their way."""
+        """Claims the needed pieces that are neither arriving now nor verified in this version."""
         assert self.transport is not None
         if self.first_piece_at is None:
             self.first_piece_at = now
@@ -222,7 +224,7 @@ class IncomingTransfer:
 
     @property
     def num_valid_tokens(self) -> int:
-        """How many of the load's tokens are here without a gap.
+        """How many leading tokens of the load have arrived without a gap.
 
         Without checksums, only the producer's End proves that the bytes were intact when they were read.
         """

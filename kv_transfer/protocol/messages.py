@@ -12,8 +12,9 @@
                 <----------------------------   Aborted: from any state; no more pieces will come
                 <----------------------------   Unreadable: your last message was damaged, or has another format
 
-Hold and Open are repeated while nothing else moves. They are the heartbeat that extends the lease, their answers are
-the producer's sign of life, and an Open that lists what arrived heals every lost message.
+While nothing else is sent, the consumer repeats Hold and Open. They are the heartbeats that extend the lease,
+and their answers show that the producer is alive. An Open that lists the arrived pieces repairs every loss of
+a message.
 """
 
 from dataclasses import dataclass
@@ -79,9 +80,9 @@ class Open:
     first_piece: int
     """Pieces before this one are in the consumer's prefix cache."""
     received: tuple[int, ...]
-    """Pieces that have arrived; all others are still wanted."""
+    """Pieces that have arrived; the consumer still needs all others."""
     received_versions: tuple[int, ...]
-    """The version of each of them."""
+    """The version of each piece in `received`."""
     host: str
     transports: tuple[str, ...]
     """Transports that the consumer can use, the best first."""
@@ -98,7 +99,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The answer to Open. Also the answer to Hold, then without a transport."""
+    """The answer to Open, and to Hold. An answer to Hold has no transport."""
 
     key: TransferKey
     host: str
@@ -108,7 +109,8 @@ class Opened:
     is_complete: bool = False
     """The whole prompt is computed."""
     is_stuck: bool = False
-    """Nothing is computed until a complete prompt is taken; room kept for this one may block that."""
+    """The producer computes nothing until a complete prompt is loaded. Room reserved for this incomplete
+    prompt may prevent that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,13 @@ class Pieces:
 
     key: TransferKey
     version: int
-    """How often the producer lost its blocks to a preemption before it computed these."""
+    """How often a preemption took the producer's blocks before it computed these pieces."""
     indices: tuple[int, ...]
     """Positions in the prompt's sequence of pieces."""
     piece_ids: tuple[int, ...]
-    """Where they are in the producer's pool."""
+    """The pieces' ids in the producer's pool."""
     checksums: tuple[int, ...]
-    """xxh3_64 of each; empty if none were asked for."""
+    """xxh3_64 of each piece; empty if no checksums are required."""
 
     def __post_init__(self) -> None:
         num_pieces = len(self.indices)
@@ -183,7 +185,8 @@ class Aborted:
     key: TransferKey
     reason: str
     is_cancelled: bool
-    """The request itself ended; otherwise only its prefill failed, and the consumer may go on alone."""
+    """Whether the request itself ended. Otherwise only its prefill failed, and the consumer may continue
+    alone."""
 
     def __post_init__(self) -> None:
         _cut_reason(self)
@@ -191,8 +194,9 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Tells a consumer that its message could not be read. Only producers send it: two peers that
-    cannot read each other would otherwise answer each other for ever.
+    """Tells a consumer that its message could not be read.
+
+    Only producers send it. Otherwise, two peers that cannot read each other would answer each other for ever.
     """
 
     reason: str
@@ -204,7 +208,7 @@ class Unreadable:
 
 
 def _cut_reason(message: Refused | Cancel | Aborted | Unreadable) -> None:
-    """A reason may quote the peer, or the peer's reason, which may quote ours."""
+    """Cuts the reason to its limit. A reason may quote the peer's reason, which may quote ours, and so on."""
     object.__setattr__(message, "reason", message.reason[:MAX_REASON_CHARS])
 
 
@@ -225,7 +229,8 @@ class OtherVersion(WireError):
 class SealedCodec(Generic[M]):
     """A Codec whose frames begin with a seal, the xxh3_64 of all the rest, and with the protocol's version.
 
-    The seal: even a flipped bit in a token id must not pass. The version: other versions may have any format.
+    The seal detects even one flipped bit in a token id. The version is outside the message, since other
+    versions may have any format.
     """
 
     def __init__(self, *kinds: type[M]) -> None:

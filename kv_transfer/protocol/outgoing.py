@@ -6,12 +6,14 @@
 
     STREAMING -- the consumer gave its room back --> PREPARING
 
-EARLY: the consumer's message came before our engine's command. PREPARING: pieces become ready; none is offered yet.
-STREAMING: pieces are offered as they become ready. Each peer has a window of unacknowledged bytes, in which its rank
-transfers take turns. CANCELLED: the consumer wants no more, and our own engine is notified.
+EARLY: the consumer's message arrived before our engine's command. PREPARING: pieces become ready; none is
+offered yet. STREAMING: pieces are offered as they become ready. Each peer has a window of unacknowledged
+bytes; its rank transfers send into this window in turns. CANCELLED: the consumer needs no more pieces, and
+our own engine is notified.
 
-If our engine is starved and every complete prompt waits for room elsewhere, only a consumer can change that. Consumers
-with room for incomplete prompts then get a message that this producer is stuck, and give the room back (decision 0011).
+Our engine may be starved while every complete prompt waits for room on its consumer. Then only a consumer can
+free blocks here. So consumers that reserve room for incomplete prompts get a message that this producer is
+stuck, and give the room back (decision 0011).
 """
 
 from collections import Counter, deque
@@ -27,10 +29,10 @@ from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, Transfer
 from kv_transfer.protocol.transports import SENDS_BYTES, TransportOffer
 
 BYTES_PER_TURN = 4 * 1024 * 1024
-"""How much a rank transfer sends before the next one's turn."""
+"""The most bytes that a rank transfer sends in one turn."""
 
 BYTES_PER_TURN_READ = 32 * 1024 * 1024
-"""The same if the consumer reads: an offer has no cost per byte, and copying this much takes 3 ms."""
+"""The same limit if the consumer reads: offers cost nothing per byte, and reading this much takes 3 ms."""
 
 
 class OutgoingState(Enum):
@@ -58,7 +60,7 @@ class ProducerIdentity:
     offer: TransportOffer
 
     def choose(self, message: Open, num_tokens: int) -> tuple[str | None, str]:
-        """The transport for a prompt of `num_tokens`; None, and why, if this consumer cannot have it."""
+        """The transport for a prompt of `num_tokens`; or None and why this consumer cannot get the prompt."""
         ours, theirs = self.fingerprint, message.fingerprint
         if differences := ours.differences(theirs):
             return None, "the workers do not match: " + "; ".join(differences)
@@ -86,7 +88,7 @@ class OutgoingTransfer:
     num_tokens: int = 0
     peer: Peer = b""
     open: Open | None = None
-    """The latest Open; it may come before our engine knows of the request."""
+    """The latest Open; it may arrive before our engine knows of the request."""
     transport: str = ""
     version: int = 0
     ready: dict[int, int] = field(default_factory=dict)
@@ -95,19 +97,19 @@ class OutgoingTransfer:
     unacked: set[int] = field(default_factory=set)
     acked: set[int] = field(default_factory=set)
     first_token: FirstToken | None = None
-    """Set when the prefill is complete; the lease runs from then on."""
+    """Set when the prefill is complete; the lease starts then."""
     finished_at: float = 0.0
     exposed_s: float | None = None
-    """Set by the consumer's Release."""
+    """Time from the end of the prefill to the consumer's Release; None without a Release."""
     is_needed: bool = True
     """False once either engine says that the request itself has ended."""
     end_reason: str = ""
-    """Why it ended without a Release; the first reason counts."""
+    """Why the transfer ended without a Release; later reasons are ignored."""
     is_end_sent: bool = False
     is_postponed: bool = False
     """The consumer gave its room back, and waits until the prompt is complete."""
     early_until: float = 0.0
-    """Deadline of EARLY, even if the consumer is alive; excludes standstills of this process."""
+    """When EARLY ends, even if the consumer is alive; standstills of this process do not count."""
 
     def move_to(self, state: OutgoingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
@@ -146,7 +148,7 @@ class OutgoingTransfer:
                     self._offer(index)
 
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
-        """Accepts the consumer's list of arrived pieces as far as they can be valid; all others are offered again."""
+        """Accepts those of the consumer's arrived pieces that can be valid, and offers all others again."""
         self.peer, self.open, self.transport = peer, message, transport
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}
@@ -162,7 +164,7 @@ class OutgoingTransfer:
             self.unsent = deque(index for index in self.unsent if index not in self.acked)
 
     def unopen(self) -> None:
-        """The consumer gave its room back, with everything it had received: late acknowledgements no longer count."""
+        """The consumer gave its room back, with all received pieces: late acknowledgements do not count."""
         if self.state is OutgoingState.STREAMING:
             self.move_to(OutgoingState.PREPARING)
             self.version += 1
@@ -171,8 +173,9 @@ class OutgoingTransfer:
         self.is_end_sent, self.is_postponed = False, True
 
     def withdraw(self) -> None:
-        """Its blocks belong to other requests from now on; of the pieces read from them, only acknowledged ones
-        count.
+        """Withdraws all blocks, which belong to other requests from now on.
+
+        Of the pieces read from them, only those already acknowledged count.
         """
         self.ready.clear()
         self.unsent.clear()
@@ -191,7 +194,7 @@ class SendWindow:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._inflight: Counter[Peer] = Counter()
-        """Bytes offered to each peer and not acknowledged."""
+        """By peer: bytes offered but not acknowledged."""
         self._turns: deque[OutgoingTransfer] = deque()
         """Rank transfers that may have something to offer."""
 
@@ -201,8 +204,9 @@ class SendWindow:
             self._turns.append(transfer)
 
     def next_turns(self) -> Iterator[tuple[OutgoingTransfer, tuple[int, ...]]]:
-        """Each rank transfer in turn with the next pieces that fit; one without pieces to offer comes once, and
-        leaves.
+        """Yields each rank transfer in turn, with the next pieces that fit into the window.
+
+        A rank transfer without pieces to offer is yielded once, and then leaves the turns.
         """
         stalled: list[OutgoingTransfer] = []
         while self._turns:
@@ -228,7 +232,7 @@ class SendWindow:
         return True
 
     def forget_inflight(self, transfer: OutgoingTransfer) -> None:
-        """Clears everything it offered from the unacknowledged bytes."""
+        """Removes all pieces of this rank transfer from the unacknowledged bytes."""
         self._inflight[transfer.peer] -= len(transfer.unacked) * transfer.piece_nbytes
         if self._inflight[transfer.peer] <= 0:
             del self._inflight[transfer.peer]
@@ -240,7 +244,7 @@ class SendWindow:
         self.forget_inflight(transfer)
 
     def _num_pieces_that_fit(self, transfer: OutgoingTransfer) -> int:
-        """At least one if this peer has no unacknowledged bytes, whatever its size."""
+        """The number of pieces to send now; at least one if the peer has no unacknowledged bytes."""
         inflight, size = self._inflight[transfer.peer], transfer.piece_nbytes
         num_in_window = (self._max_bytes - inflight) // size
         if inflight == 0:

@@ -1,12 +1,14 @@
 """Producer: every rank transfer that this rank sends, as one sans-IO state machine; see outgoing.py for its states.
 
-A lease runs from the prefill's end, and restarts with every sign of the consumer's life; during prefill, the
-request's own deadline applies. EARLY lasts one lease after the last sign of life, and MAX_EARLY_LEASES at most. How a
-rank transfer ended is remembered for late questions. Messages for another incarnation are refused.
+A lease starts when the prefill ends, and restarts with every message of the consumer. During prefill, the
+request's own deadline applies instead. EARLY lasts one lease after the last message, and MAX_EARLY_LEASES at
+most. The producer remembers how rank transfers ended, to answer late questions. It refuses messages for
+another incarnation.
 
-Our pool is read without our control: by the consumer itself, or by the channel, which sends without a copy. Either may
-still be reading when a preemption withdraws the blocks. So only pieces acknowledged before that count; all others are
-offered again, as another version. The End, on which the consumer relies, waits for the last acknowledgement.
+The producer does not control when its pool is read: the consumer reads it directly, or the channel sends from
+it without a copy. A read may still run when a preemption withdraws the blocks. So only pieces that were
+acknowledged before the withdrawal count. All others are offered again, as another version. The consumer
+relies on the End message, which is sent after the last acknowledgement.
 """
 
 from collections import Counter
@@ -35,16 +37,16 @@ from kv_transfer.protocol.table import RankTransferTable
 from kv_transfer.protocol.timers import Timers
 
 MAX_EARLY = 1024
-"""Rank transfers that consumers may announce before this worker's engine knows of them."""
+"""The most rank transfers that consumers may announce before this worker's engine knows of them."""
 
 MAX_EARLY_LEASES = 12
-"""How long a consumer may wait until our engine knows of its request, which may take a long step."""
+"""The most leases that a consumer may wait until our engine knows of its request; a step may be long."""
 
 MAX_ENDED = 4096
-"""Rank transfers whose end is remembered."""
+"""The most ended rank transfers that are remembered."""
 
 ENDS = ("kv_sends_done", "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_refused", "kv_lease_expiries")
-"""Counters of how hand-overs ended that our engine began; each ends in one of them, once."""
+"""Counters of how hand-overs ended. Each hand-over that our engine began increments one of them, once."""
 
 
 class Producer:
@@ -63,12 +65,12 @@ class Producer:
         self._standstill = Standstill(lease_s / 4)
         self._leases: Timers[TransferKey] = Timers(self._standstill)
         self._farewells: dict[TransferKey, Aborted] = {}
-        """How recent transfers of ranks ended, for consumers that may not have heard of it."""
+        """How recent rank transfers ended, for consumers that may not have been notified."""
 
     # commands of this worker's engine
 
     def note_starvation(self, is_starved: bool) -> list[Effect]:
-        """Whether prompts are queued but none is computed. If so, consumers that keep room for them may be notified."""
+        """Notes whether prompts are queued but none is computed. If so, may notify waiting consumers."""
         self._is_starved = is_starved
         if not self._is_stuck():
             return []
@@ -83,9 +85,9 @@ class Producer:
         shape: PieceShape,
         piece_nbytes: int,
     ) -> list[Effect]:
-        """The engine took the request and will compute its prompt, unless the consumer was refused or has cancelled.
+        """The engine accepted the request, and computes it unless the consumer was refused or cancelled.
 
-        A second claim to one key is never served.
+        A second request with the same key is never served.
         """
         transfer = self._transfers.get(key)
         if transfer is None:
@@ -114,7 +116,7 @@ class Producer:
     def blocks_ready(
         self, rank_transfer: RankTransfer, first_block: int, block_ids: Iterable[int | None]
     ) -> list[Effect]:
-        """These blocks are computed and will not change until `Freed`; None: no consumer needs that block."""
+        """Offers computed blocks, which do not change until `Freed`. None: no consumer needs that block."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None or transfer.is_cancelled:
             return []
@@ -122,7 +124,7 @@ class Producer:
         return self._pump(transfer)
 
     def withdraw(self, rank_transfer: RankTransfer) -> list[Effect]:
-        """The request was preempted: none of its blocks is offered until it is ready again."""
+        """The request was preempted: its blocks are not offered until they are computed again."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return []
@@ -145,7 +147,7 @@ class Producer:
         return self._pump(transfer)
 
     def abort(self, rank_transfer: RankTransfer, reason: str, is_cancelled: bool) -> list[Effect]:
-        """The request ended in another way: notifies the consumer, and frees; see `Aborted` for `is_cancelled`."""
+        """The request ended otherwise: notifies the consumer and frees. `is_cancelled`: see `Aborted`."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Freed(rank_transfer, reason="another request has claimed this transfer")]
@@ -179,7 +181,7 @@ class Producer:
         match message:
             case Hold(is_postponed=is_postponed):
                 unopened = self._unopen(transfer) if is_postponed else []
-                if transfer.state is not OutgoingState.STREAMING:  # else it was overtaken by an Open
+                if transfer.state is not OutgoingState.STREAMING:  # else an Open has overtaken the Hold
                     transfer.peer = peer
                 return [Send(peer, self._opened(transfer)), *unopened]
             case Open():
@@ -223,7 +225,7 @@ class Producer:
         return self._transfers.num_by_state
 
     def check_integrity(self) -> None:
-        """Asserts that every started hand-over is still running, or ended once."""
+        """Asserts that every started hand-over is either still running, or was counted as ended once."""
         known = [transfer for transfer in self._transfers.values() if transfer.rank_transfer is not None]
         assert len(known) == self._transfers.num_bound == len(self._transfers) - self._num_early
         num_ended = sum(self._counters[end] for end in ENDS)
@@ -239,20 +241,20 @@ class Producer:
         return Opened(transfer.key, offer.host, transfer.transport or None, pool, is_complete, is_stuck)
 
     def _is_stuck(self) -> bool:
-        """Our engine can compute nothing, and no consumer takes any of the complete prompts."""
+        """Whether our engine can compute nothing, and no consumer loads any of the complete prompts."""
         if not self._is_starved:
             return False
         complete = [transfer for transfer in self._transfers.values() if transfer.first_token is not None]
         return bool(complete) and all(transfer.state is OutgoingState.PREPARING for transfer in complete)
 
     def _unopen(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """The consumer gave its room back: nothing it was offered counts as unacknowledged any more."""
+        """The consumer gave its room back: no piece offered to it counts as unacknowledged any more."""
         effects = self._leave_turns(transfer)
         transfer.unopen()
         return effects
 
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
-        """A message about a rank transfer that has ended, or that our own engine has not announced yet."""
+        """Handles a message about a rank transfer that has ended, or that our engine does not know yet."""
         key = message.key
         if isinstance(message, Open | Hold) and key in self._farewells:
             return [Send(peer, self._farewells[key])]
@@ -276,7 +278,7 @@ class Producer:
         return [Send(peer, self._opened(early))]
 
     def _open(self, transfer: OutgoingTransfer, message: Open, peer: Peer) -> list[Effect]:
-        """The consumer has room. A repeated Open lists what arrived; everything else is offered again."""
+        """The consumer has room. A repeated Open lists the arrived pieces; all others are offered again."""
         if transfer.state is OutgoingState.EARLY:
             transfer.peer = peer
             transfer.open = replace(message, received=(), received_versions=())
@@ -298,7 +300,7 @@ class Producer:
         if message.version != transfer.version:
             self._counters["kv_late_messages"] += 1
             return []
-        # An Open may have come in between, so an acknowledged piece may be queued to be offered again.
+        # An Open may have arrived in between. So an acknowledged piece may be queued for another offer.
         valid = {index for index in message.valid if index in transfer.ready and index not in transfer.acked}
         for index in valid:
             self._window.acknowledged(transfer, index)
@@ -311,7 +313,7 @@ class Producer:
         return self._pump(transfer)
 
     def _pump(self, transfer: OutgoingTransfer | None = None) -> list[Effect]:
-        """Offers what the peers' windows allow, a few pieces of each rank transfer in turn; `transfer` has changed."""
+        """Offers what the peers' windows allow, in turns of a few pieces. `transfer` is one that changed."""
         if transfer is not None and transfer.state is OutgoingState.STREAMING:
             self._window.join(transfer)
         effects: list[Effect] = []
@@ -336,7 +338,7 @@ class Producer:
         if transfer.first_token is None or transfer.is_end_sent:
             return []
         if transfer.unacked:
-            return []  # may still be read; only the consumer's Ack shows that it was read in time
+            return []  # a piece may still be read; only an Ack shows that it was read in time
         transfer.is_end_sent = True
         return [Send(transfer.peer, End(transfer.key, transfer.num_pieces, transfer.first_token))]
 
@@ -347,7 +349,7 @@ class Producer:
             self._counters[counter] += 1
 
     def _close(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """The consumer is done. If our engine still computes the prompt, the blocks stay until the engine ends it."""
+        """The consumer has ended. While the prompt is computed, our engine keeps the blocks."""
         if transfer.first_token is not None:
             return self._forget(transfer)
         transfer.move_to(OutgoingState.CANCELLED)

@@ -24,7 +24,7 @@ T = TypeVar("T", bound=_Transfer)
 
 
 class RankTransferTable(Generic[T]):
-    """A transfer always has a key; `bind` adds our engine's name once our engine knows of it."""
+    """Every transfer has a key. `bind` also makes it available by our engine's name, once that is known."""
 
     def __init__(self) -> None:
         self._by_key: dict[TransferKey, T] = {}
@@ -59,7 +59,7 @@ class RankTransferTable(Generic[T]):
         return key in self._by_key
 
     def of(self, rank_transfer: RankTransfer) -> T | None:
-        """None for a rank transfer that has ended, or whose key another request had claimed before."""
+        """None if the rank transfer has ended, or if another request used its key before."""
         return self._by_rank_transfer.get(rank_transfer)
 
     def has_from(self, producer: str) -> bool:

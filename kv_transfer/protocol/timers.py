@@ -10,19 +10,21 @@ K = TypeVar("K")
 
 
 class Timers(Generic[K]):
-    """At most one deadline per key. A postponed deadline keeps its place in the heap until its old time.
+    """At most one deadline per key. A postponed deadline keeps its heap entry until its old time.
 
-    With a `standstill`, time during which this process stood still does not count: it postpones all deadlines.
-    Callers that set a deadline must have looked at the standstill at that moment.
+    With a `standstill`, time during which this process stood still does not count: it postpones all
+    deadlines. Callers that set a deadline must have called `look` or `running` of the standstill with the
+    current time.
     """
 
     def __init__(self, standstill: Standstill | None = None) -> None:
         self._standstill = standstill
         self._when: dict[K, float] = {}
         self._queued: dict[K, float] = {}
-        """Each key's place in the heap: its deadline, or earlier. Its other entries are stale."""
+        """By key: the time of its entry in the heap, at or before its deadline. Other entries of it are
+        stale."""
         self._heap: list[tuple[float, int, K]] = []
-        """These times, like all others here, exclude standstills."""
+        """Entries by time. These times, like all others here, exclude standstills."""
         self._num_pushed = 0
 
     def set(self, key: K, when: float) -> None:
@@ -35,7 +37,7 @@ class Timers(Generic[K]):
         self._when.pop(key, None)
 
     def next(self) -> float | None:
-        """When to call `pop_due` at the latest, or None."""
+        """The latest time for the next call of `pop_due`, or None."""
         when = self._earliest()
         if when is None or self._standstill is None:
             return when

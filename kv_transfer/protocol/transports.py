@@ -19,11 +19,11 @@ class TransportOffer:
     """What one worker offers."""
 
     host: str
-    """Equal for two workers that share a machine's memory, and different for all others."""
+    """Identifies a machine: equal for two workers only if they share its memory."""
     transports: tuple[str, ...]
-    """Transports it can use, the best first."""
+    """Transports that the worker can use, the best first."""
     pools: Mapping[str, bytes] = field(default_factory=dict)
-    """How others can read its pool, by transport."""
+    """By transport: how others can read the worker's pool."""
 
     def choose(self, host: str, wanted: tuple[str, ...]) -> str | None:
         """The first of a consumer's transports that this worker can serve; None if there is none."""
@@ -35,16 +35,18 @@ class TransportOffer:
 
 
 RETRY_S = 30.0
-"""A failed transport is retried after this long; otherwise a peer with constant traffic would lose it for good."""
+"""Time until a failed transport is tried again. Without it, a peer with constant traffic would never use it
+again."""
 
 
 class TransportChoices:
-    """The transports for each rank of a consumer's producers: all it has, except those that failed recently."""
+    """For each rank of a producer: all of the consumer's transports, except those that failed recently."""
 
     def __init__(self, transports: tuple[str, ...]) -> None:
         self._transports = transports
         self._failed_until: dict[str, dict[tuple[int, str], float]] = {}
-        """By incarnation, and then by rank and transport."""
+        """By the producer's incarnation, then by rank and transport: when the transport may be tried
+        again."""
 
     def to(self, producer: str, rank: int, now: float) -> tuple[str, ...]:
         until = self._failed_until.get(producer, {})

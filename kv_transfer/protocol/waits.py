@@ -9,10 +9,10 @@ from kv_transfer.protocol.messages import TransferKey
 from kv_transfer.protocol.timers import Timers
 
 ProducerRank = tuple[str, int]
-"""Incarnation and rank. Each rank is a process of its own; one may fail while the others run."""
+"""Incarnation and rank. Each rank is its own process; one may fail while the others run."""
 
 _REMEMBERED_TIMEOUTS = 12
-"""A producer that has not been heard for this many times the timeout is forgotten."""
+"""A producer that was silent for this many times the timeout is forgotten."""
 
 
 @dataclass(slots=True)
@@ -24,8 +24,10 @@ class _Heard:
 
 
 class Waits:
-    """What each rank transfer waits for. Time in which this process stood still is neither a producer's silence nor
-    part of a load's time.
+    """The deadlines of each rank transfer.
+
+    Time in which this process stood still counts neither as a producer's silence nor as part of a load's
+    time.
     """
 
     def __init__(self, heartbeat_s: float, timeout_s: float) -> None:
@@ -39,20 +41,21 @@ class Waits:
         """Deadlines of loads; a postponed load keeps its own. These times and those below exclude standstills."""
         self._asked_at: dict[TransferKey, float] = {}
         self._heard: dict[ProducerRank, _Heard] = {}
-        """Includes producers without a rank transfer at present, so that the next one need not learn anew."""
+        """Includes producers without a current rank transfer, so that the next one can use what is known of
+        them."""
 
     def begin(self, key: TransferKey, now: float) -> None:
-        """From now on the rank transfer asks its producer something every heartbeat, unless pieces arrive."""
+        """From now on, the rank transfer repeats its question every heartbeat, unless pieces arrive."""
         self._asked_at[key] = running_s = self._standstill.running(now)
         oldest = running_s - _REMEMBERED_TIMEOUTS * self._timeout_s
         self._heard = {rank: heard for rank, heard in self._heard.items() if heard.last_at > oldest}
 
     def ask_later(self, key: TransferKey, now: float) -> None:
-        """The next question is due in a heartbeat."""
+        """Sets the next question one heartbeat from now."""
         self._questions.set(key, now + self._heartbeat_s)
 
     def begin_load(self, key: TransferKey, timeout_s: float, now: float) -> None:
-        """The load may take this long, including the time for which it is postponed."""
+        """Starts a load's deadline. The time for which it is postponed counts, too."""
         self._due_at[key] = self._standstill.running(now) + timeout_s
         self._deadlines.set(key, now + timeout_s)
 
@@ -80,12 +83,13 @@ class Waits:
         self._asked_at.pop(key, None)
 
     def pop_overdue(self, now: float) -> list[TransferKey]:
-        """Loads whose time is up. Must be called in every heartbeat, which also notices standstills."""
+        """Removes and returns overdue loads. Call it every heartbeat: it also notices standstills."""
         return list(self._deadlines.pop_due(now))
 
     def pop_questions(self, now: float) -> Iterator[tuple[TransferKey, float, float]]:
-        """Rank transfers whose next question is due; for how long their producers have been silent, about them or any
-        other; and for how long they may be. To be consumed at once.
+        """Yields rank transfers whose next question is due, with their producer's silence and its limit.
+
+        A message about any rank transfer of the producer ends its silence. Consume this iterator at once.
         """
         running_s = self._standstill.running(now)
         for key in list(self._questions.pop_due(now)):
@@ -94,7 +98,7 @@ class Waits:
             yield key, self._silent_s(key, running_s), limit_s
 
     def next(self) -> float | None:
-        """When a question or a deadline is due."""
+        """The time of the next question or deadline."""
         times = (self._questions.next(), self._deadlines.next())
         return min((when for when in times if when is not None), default=None)
 

@@ -89,7 +89,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """A read has ended and writes our pool no more. `error` says why the bytes are missing."""
+    """A read that has ended and no longer writes our pool. `error` says why bytes are missing."""
 
     number: int
     error: str | None
@@ -143,7 +143,7 @@ class PoolReader(Protocol):
 
     @property
     def poll_interval_s(self) -> float | None:
-        """How often to call `poll` during reads; None if reads end at once."""
+        """Time between calls of `poll` during reads; None if reads end at once."""
         ...
 
     def close(self) -> None:

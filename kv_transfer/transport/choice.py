@@ -1,4 +1,4 @@
-"""Which transports this worker offers: those that the configuration asks for and the machine supports."""
+"""Which transports this worker offers: those that are configured and that the machine supports."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def make_readers(
     config: KVTransferConfig, blocks: Bytes | DeviceBlocks, memory: SharedMemory | None, clock: Clock
 ) -> list[PoolReader]:
-    """Readers of all transports but the channel, the best first. `auto` takes NIXL only if the machine has RDMA.
+    """Readers of all transports but the channel, the best first. `auto` uses NIXL only with RDMA.
 
     A transport that does not work here is skipped with a warning. If the configuration names it, ConfigError.
     """

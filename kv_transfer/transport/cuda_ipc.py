@@ -108,7 +108,7 @@ class CudaIpcReader:
             self._driver.drop(event)
 
     def _check_size(self, address: Address, num_bytes: int) -> None:
-        """Reading beyond the memory's end would end every kernel of ours, too."""
+        """Raises TransportError for a wrong size: reading beyond the memory would end our kernels, too."""
         real = self._driver.size_of(address)
         if num_bytes > real:
             raise TransportError(
@@ -117,7 +117,7 @@ class CudaIpcReader:
 
 
 class CudaPool:
-    """Another process's device memory, mapped. Its device may not use it otherwise before this is closed."""
+    """Another process's device memory, mapped. The memory stays allocated until this is closed."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class CudaPool:
 
 
 def _parse(description: bytes) -> tuple[int, bytes, int]:
-    """Process id, handle, and the size of what it stands for."""
+    """Process id, handle, and the size of the shared memory."""
     try:
         parts = unpack(description)
     except WireError as error:

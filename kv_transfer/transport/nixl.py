@@ -1,9 +1,10 @@
 """NixlReader: reads pools through NIXL, over RDMA or within a host; knows no block and no protocol.
 
-It has two agents. Peers read our pool through one, which has a thread to answer their connections. We read theirs
-through the other, which advances when we poll. NIXL can only end a stuck read by ending its agent. Then every current
-read ends with an error, and the next one begins with a new agent; peers that read from us do not notice. While no new
-agent can be created, no pool can be opened or read.
+It has two agents. Peers read our pool through one agent, which has a thread to answer their connections. We
+read their pools through the other agent, which advances when we poll it. NIXL can end a stuck read only by
+ending the read's agent. Then every current read ends with an error, and the next read begins with a new
+agent. Peers that read from us do not notice. While no new agent can be created, no pool can be opened or
+read.
 
 How reads end with NIXL 1.5.1 (UCX), as measured on one host:
 
@@ -43,7 +44,7 @@ class NixlPool:
     """A peer's pool; after its first failed read it can only be closed."""
 
     owner_pid = None
-    """UCX decides which of a peer's memory is mapped, and for how long; `close` does not end it."""
+    """None: UCX decides which memory of a peer is mapped, and for how long. `close` does not unmap it."""
 
     def __init__(self, reader: "NixlReader", description: Description) -> None:
         self.description = description
@@ -90,7 +91,7 @@ class NixlReader:
         self._host, self._has_rdma = this_host(), has_rdma()
         self._serving = _new_agent(memory, has_progress_thread=True)
         self._reading: NixlAgent | None = _new_agent(memory, has_progress_thread=False)
-        """None after a restart, until it is needed again."""
+        """None after a restart, until a read needs an agent again."""
         self._is_closed = False
         self._pools: set[NixlPool] = set()
         self._connected: dict[str, Description] = {}
@@ -128,7 +129,7 @@ class NixlReader:
     def poll(self) -> list[ReadDone]:
         """Advances reads, and returns those that ended since the last call."""
         for number in list(self._reads):
-            if number in self._reads:  # it may have ended with another read's agent
+            if number in self._reads:  # else it ended with its agent
                 self._advance(number)
         done, self._done = self._done, []
         return done
@@ -202,7 +203,7 @@ class NixlReader:
         return self._reading
 
     def _connect(self, pool: NixlPool) -> None:
-        """Makes the peer known to the reading agent, unless it is."""
+        """Connects the reading agent to the peer, unless it is connected already."""
         theirs, reading = pool.description, self._agent()
         if theirs.agent in self._connected:
             return

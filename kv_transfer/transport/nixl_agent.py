@@ -25,7 +25,7 @@ DISTRIBUTIONS = ("nixl-cu12", "nixl-cu13")
 """Builds for either CUDA version; without a GPU both work alike."""
 
 PROGRESS_INTERVAL_US = 100_000
-"""The progress thread wakes on events, and at least this often: 0.1 % of a core."""
+"""The progress thread wakes on events, and also at this interval. This costs 0.1 % of a core."""
 
 RDMA_PORT_STATES = "/sys/class/infiniband/*/ports/*/state"
 

@@ -20,7 +20,7 @@ from kv_transfer.transport.base import Bytes, ReadDone, Runs, TransportError
 
 FORMAT = 1
 MIN_BYTES_FOR_TWO = 2 * 1024 * 1024
-"""Two threads share a read of this size: one core seldom uses all of a memory's bandwidth."""
+"""From this size on, two threads share a read: one core seldom uses all of a memory's bandwidth."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

@@ -1,7 +1,7 @@
-"""ZmqChannel: messages with bytes after them: one ROUTER that others connect to, one DEALER per worker we connect
-to.
+"""ZmqChannel: messages with bytes after them. Peers connect to one ROUTER; we use one DEALER per worker.
 
-Knows no protocol. Nothing here blocks: what cannot be queued is dropped and counted, and the protocol heals it.
+Knows no protocol. Nothing here blocks: a message that cannot be queued is dropped and counted, and the
+protocol repairs the loss.
 """
 
 import errno
@@ -32,7 +32,7 @@ IDLE_S = 30.0
 """A connection that was unused for this long is closed, since nothing would report a dead peer."""
 
 LINGER_MS = 1000
-"""How long messages sent just before closing may take to leave."""
+"""The longest wait for queued messages to be sent before a socket closes."""
 
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
 """Delay before reconnecting to an unresponsive peer; doubles up to the second value."""
@@ -41,10 +41,10 @@ UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, 
 """The queue is full, the peer is gone, its address (from another process) is invalid, or no socket is left."""
 
 MIN_FRAME_BYTES = 128 * 1024
-"""Smaller spans are copied into one frame: a frame of their own would cost more."""
+"""Smaller spans are copied into one frame, which costs less than a frame for each of them."""
 
 MAX_ARRIVALS_PER_TURN = 64
-"""A peer that never stops sending must not delay commands and deadlines."""
+"""The most arrivals per turn: a peer that never stops sending must not delay commands and deadlines."""
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class ZmqChannel:
         return dealer
 
     def _close_unused(self) -> None:
-        """Called between turns only, since within one an arrival of any connection may be current."""
+        """Closes unused connections. Call it between turns: in a turn, one may have the current arrival."""
         now, num_surplus = self._clock.now(), len(self._connections) - MAX_PEERS
         for position, (address, connection) in enumerate(list(self._connections.items())):
             if position >= num_surplus and now < connection.used_at + self._idle_s:
@@ -201,7 +201,7 @@ class ZmqChannel:
             connection.socket.close(LINGER_MS)
 
     def _timeout_ms(self, timeout_s: float | None) -> int | None:
-        """Also wakes for a connection that must be closed."""
+        """The time to sleep, cut so that unused connections are closed in time."""
         oldest = next(iter(self._connections.values()), None)
         if oldest is not None:
             idle_s = oldest.used_at + self._idle_s - self._clock.now()
