@@ -1,4 +1,4 @@
-"""AnswerFormat: how one model writes reasoning and calls, and how its chat template is told of tools."""
+"""AnswerFormat: how one model writes reasoning and calls, and how its chat template gets the tools."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -9,54 +9,59 @@ from gateway.conversation.events import AnswerEvent, AnswerPart, Text
 from gateway.conversation.messages import Conversation
 
 NUM_PROMPT_END_TOKENS = 32
-"""So many of a prompt's last tokens show a format whether the template has begun to reason already."""
+"""Number of a prompt's last tokens that a format gets. They show whether the template has already begun the
+reasoning."""
 
 
 class AnswerParser(Protocol):
-    """Turns one answer's text into events as it comes. Never raises, whatever the model wrote."""
+    """Turns one answer's text into events while it arrives. Raises no error, whatever the model wrote."""
 
     @property
     def part(self) -> AnswerPart:
-        """What the next character belongs to, as far as the text so far tells. It does not wait: it changes with the
-        character that completes a tag."""
+        """The part of the answer to which the next character belongs, judged by the text so far. It changes
+        with the character that completes a tag."""
 
     @property
     def may_reason(self) -> bool:
-        """Reasoning is under way, or may still come."""
+        """True during reasoning, and while reasoning may still begin."""
 
     def push(self, text: str) -> Sequence[AnswerEvent]:
-        """The events that are certain by now; what could still become something else waits."""
+        """Adds text, and returns the events that are now certain. Text that may be part of a tag or a call
+        waits."""
 
     def flush(self) -> Sequence[AnswerEvent]:
-        """The rest, when no more text comes."""
+        """Ends the answer, and returns the remaining events."""
 
 
 class AnswerFormat(Protocol):
-    """One model's way of writing. Stateless; one instance serves all requests."""
+    """How one model writes its answers. Stateless; one instance serves all requests."""
 
     @property
     def kept_special_tokens(self) -> frozenset[str]:
-        """Special tokens that the parser must see in the text, though special tokens are left out of it."""
+        """Special tokens that must stay in the text for the parser. Other special tokens are left out of the
+        text."""
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
-        """`conversation`, `tools` and further variables of the model's chat template. Raises InvalidRequest by the
-        field for what this model cannot do."""
+        """`conversation`, `tools` and further variables of the model's chat template. Raises InvalidRequest
+        with the field's name if this model does not support a field."""
 
     def grammar(
         self, conversation: Conversation, prompt_end: str, answer: StructuredOutput | None
     ) -> StructuredOutput | None:
-        """What the model may write, so that calls parse and fit their schemas; None: anything.
+        """A grammar under which calls can be parsed and match their schemas; None: the model may write
+        anything.
 
-        `prompt_end`: the end of the rendered prompt, special tokens included. `answer`: what the text must match if it
-        calls nothing. InvalidRequest names the field where both cannot be had together.
+        `prompt_end`: the end of the rendered prompt, with its special tokens. `answer`: what the text must
+        match if the model makes no call. Raises InvalidRequest with the field's name if `answer` cannot be
+        combined with the conversation's tools or reasoning.
         """
 
     def new_parser(self, conversation: Conversation, prompt_end: str) -> AnswerParser | None:
-        """A parser of the turn that continues this conversation; None: all of the answer is text."""
+        """A parser of the turn that continues this conversation; None: the answer is only text."""
 
 
 class PlainFormat:
-    """A model without a chat template: it has no conversations."""
+    """The format of a model without a chat template. Such a model has no conversations."""
 
     kept_special_tokens: frozenset[str] = frozenset()
 
@@ -79,7 +84,7 @@ class PlainFormat:
 
 
 def parsed(parser: AnswerParser | None, text: str, is_last: bool) -> list[AnswerEvent]:
-    """The events of a piece of an answer; `is_last`: no more text comes."""
+    """The events of a piece of an answer. `is_last`: no more text follows."""
     if parser is None:
         return [Text(text)] if text else []
     events = [*parser.push(text)]

@@ -1,4 +1,4 @@
-"""CallSyntax: how one family of models writes calls; and what a parser does with a call that it reads."""
+"""CallSyntax: how a family of models writes calls. CallWriter: turns the calls that it reads into events."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,23 +14,24 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 def is_tool_name(name: str) -> bool:
-    """A name that every syntax can write; what else stands where a name should be makes no call."""
+    """Whether every syntax can write this name. If the text in the place of a name is not such a name, there
+    is no call."""
     return _NAME.fullmatch(name) is not None
 
 
 class CallWriter:
-    """Turns what a syntax reads into events."""
+    """Turns the calls that a syntax reads into events."""
 
     def __init__(self, tools: Sequence[Tool], emit: Callable[[AnswerEvent], None]) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self.num_misread = 0
-        """Values so far that a syntax had to read twice."""
+        """Number of values so far that the syntax had to read twice."""
         self._emit = emit
         self._index = -1
 
     @property
     def has_begun(self) -> bool:
-        """There was a call."""
+        """True once a call has begun."""
         return self._index >= 0
 
     def begin(self, name: str) -> None:
@@ -38,7 +39,7 @@ class CallWriter:
         self._emit(CallBegins(self._index, name))
 
     def add(self, json: str) -> None:
-        """More of the arguments."""
+        """Adds a part of the call's arguments."""
         if json:
             self._emit(ArgumentsDelta(self._index, json))
 
@@ -56,33 +57,35 @@ class GuidedTool:
     tool: Tool | None
     """The tool whose schema this is; None: its arguments may be any object."""
     is_beside_json: bool = False
-    """JSON that is no call may stand in a call's place, without a mark. Literals of both must end alike, since a lexer
-    does not go back from a longer one."""
+    """True if the answer may also be JSON that is no call, and no marker tells the two apart. Then the
+    grammar must divide a call into the same literals as that JSON: the lexer prefers the longest literal, and
+    does not go back to a shorter one."""
 
 
 class CallSyntax(Protocol):
-    """Stateless. A `section` is a marker and the call or calls behind it."""
+    """How one family of models writes calls. Stateless. A section is a marker and the calls after it."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Each begins a section, wherever it stands in an answer. The model is guided to the first one."""
+        """Each marker begins a section, anywhere in an answer. Grammars use the first marker."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Further markers within a section. Those of all markers that are one token are kept in the text."""
+        """Further markers within a section. All markers that are special tokens are kept in the text."""
 
     @property
     def bare_beginning(self) -> str | None:
-        """Calls may also begin the answer without a marker, and are guided so: a regular expression of how they begin,
-        for grammars."""
+        """For grammars: a regular expression for the beginning of a call without a marker. If it is not None,
+        such a call may begin the answer, and the grammar makes the model write calls in this way."""
 
     @property
     def repeats(self) -> str | None:
-        """What the model writes between two sections; None: a section holds all calls of a turn."""
+        """The text that the model writes between two sections. None: one section contains all calls of a
+        turn."""
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
-        """Reads a section behind its marker, or a bare one. False: there is no call. It began an attempt, which is
-        committed with the first call."""
+        """Reads a section after its marker, or a section without a marker. False: there is no call. The
+        caller has begun an attempt; this method commits it when the first call begins."""
 
     def section(self, lark: Lark, tools: Sequence[GuidedTool], is_parallel: bool) -> str:
-        """The section behind its marker, as an expression of Lark."""
+        """The section after its marker, as a Lark expression."""

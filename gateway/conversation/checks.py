@@ -1,4 +1,4 @@
-"""Checks of conversations that every API makes alike: each is told the API's own path of a field, for its errors."""
+"""Checks of conversations for all APIs. Errors contain the path of a field in the caller's API."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,15 +7,16 @@ from baton.errors import InvalidRequest
 from gateway.conversation.messages import ChatMessage, Tool, ToolCall
 
 MAX_TOOLS = 128
-"""OpenAI's bound."""
+"""OpenAI's limit."""
 MAX_SCHEMA_CHARACTERS = 2**20
-"""Of all tools together: each schema is part of the prompt."""
+"""Most characters of the schemas of all tools together. Each schema is part of the prompt."""
 
 
 def with_tools_named(messages: Sequence[ChatMessage], place: str) -> tuple[ChatMessage, ...]:
     """The messages, where each result of a tool has the tool's name.
 
-    InvalidRequest if a result answers no call of an assistant before it, or if two calls of one message have one id.
+    Raises InvalidRequest if a result belongs to no earlier call, or if two calls of a message have the same
+    id.
     """
     turns: list[ChatMessage] = []
     name_of: dict[str, str] = {}
@@ -49,7 +50,7 @@ def _named(result: ChatMessage, name_of: dict[str, str], place: str) -> ChatMess
 
 
 def check_distinct(tools: Sequence[Tool], place: str, name: str) -> None:
-    """InvalidRequest if two tools have one name; `name` is its path within a tool."""
+    """Raises InvalidRequest if two tools have the same name. `name`: the path of the name within a tool."""
     index_of: dict[str, int] = {}
     for index, tool in enumerate(tools):
         if (first := index_of.setdefault(tool.name, index)) != index:
@@ -59,7 +60,7 @@ def check_distinct(tools: Sequence[Tool], place: str, name: str) -> None:
 
 
 def check_among(tools: Sequence[Tool], name: str, place: str) -> None:
-    """InvalidRequest if no tool has this name."""
+    """Raises InvalidRequest if no tool has this name."""
     names = [tool.name for tool in tools]
     if name not in names:
         known = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")

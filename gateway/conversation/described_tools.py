@@ -1,4 +1,4 @@
-"""Tools for templates that know none: described in the system message, with calls and results as ordinary text."""
+"""Tools for chat templates without tools: the system message describes them, and calls are text."""
 
 import json
 from collections.abc import Sequence
@@ -20,9 +20,11 @@ Results are sent to you within <tool_response> tags."""
 
 
 def described_turns(conversation: Conversation, *, has_system_role: bool) -> list[dict[str, Any]]:
-    """System, user and assistant turns that say the same. Results of calls become user turns, one for adjacent ones.
+    """The same conversation in system, user and assistant turns. Adjacent results of calls become one user
+    turn.
 
-    `has_system_role`: the template knows one; if not, its text goes into the first user turn.
+    `has_system_role`: whether the template knows the role `system`. If not, the system text moves to the
+    first user turn.
     """
     turns: list[dict[str, Any]] = []
     for message in conversation.messages:

@@ -1,6 +1,7 @@
-"""What an answer consists of, as events in the order in which the model wrote it.
+"""The events of an answer: its parts, in the order in which the model wrote them.
 
-Adjacent events of one kind may be cut anywhere; joined they are the same, however the tokens came.
+Adjacent events of one kind may be cut anywhere. Joined, they are the same, however the text was divided into
+pieces.
 """
 
 from collections.abc import Iterable
@@ -11,21 +12,21 @@ from io import StringIO
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of what the user is to read."""
+    """More text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thinks before it answers."""
+    """More of the model's reasoning before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call, whose arguments follow. Calls are numbered from 0, and never overlap."""
+    """A call begins; its arguments follow. Calls are numbered from 0, and never overlap."""
 
     index: int
     name: str
@@ -33,7 +34,8 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of a call's arguments: all of them joined are its JSON, as the model wrote it."""
+    """More of a call's arguments. All such parts joined are the JSON of the arguments, as the model wrote
+    it."""
 
     index: int
     json: str
@@ -41,7 +43,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallEnds:
-    """All arguments were sent. Absent if the answer ended within the call."""
+    """All arguments of the call were sent. If the answer ends within a call, this event is missing."""
 
     index: int
 
@@ -50,7 +52,7 @@ AnswerEvent = Text | Reasoning | CallBegins | ArgumentsDelta | CallEnds
 
 
 class AnswerPart(Enum):
-    """What a place in an answer belongs to."""
+    """The kinds of parts of an answer."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -59,7 +61,7 @@ class AnswerPart(Enum):
 
 @dataclass(slots=True)
 class CallParts:
-    """A call so far."""
+    """The part of a call that has arrived."""
 
     name: str
     is_whole: bool = False
@@ -75,7 +77,8 @@ class CallParts:
 
 @dataclass(slots=True)
 class AnswerParts:
-    """A whole answer, from its events; as compact as possible, since it may have a hundred thousand of them."""
+    """Collects a whole answer from its events. There may be a hundred thousand events, so it uses little
+    memory."""
 
     calls: list[CallParts] = field(default_factory=list)
     _text: StringIO = field(default_factory=StringIO)
@@ -105,5 +108,5 @@ class AnswerParts:
 
     @property
     def ends_with_calls(self) -> bool:
-        """It asks for calls, and all of them are whole."""
+        """True if the answer has calls, and all of them are complete."""
         return bool(self.calls) and self.calls[-1].is_whole

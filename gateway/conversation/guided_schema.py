@@ -1,4 +1,4 @@
-"""A tool's JSON schema as a grammar guides it: closed objects, one way of spacing, no remarks that guide nothing."""
+"""Converts a tool's JSON schema for a grammar: closed objects, fixed spacing, only keywords with effect."""
 
 import json
 from collections.abc import Mapping
@@ -8,12 +8,14 @@ from baton.errors import InvalidRequest
 from gateway.conversation.messages import Tool
 
 MAX_NESTED = 100
-"""Levels of a schema; deeper ones are refused, since everything here walks them."""
+"""Most levels of a schema. Deeper schemas are refused, because the functions below recurse into all
+levels."""
 
 FORMATS = frozenset(
     "date-time date time duration email hostname ipv4 ipv6 uuid uri json-pointer".split()  # noqa: SIM905
 )
-"""Formats of strings that are guided. JSON Schema has all others, such as `int32`, as remarks."""
+"""Formats of strings that a grammar enforces. Other formats, such as `int32`, have no effect on what is
+valid."""
 
 REMARKS = frozenset(
     {
@@ -28,12 +30,12 @@ REMARKS = frozenset(
         "$schema",
     }
 )
-"""They guide nothing, and are most of many schemas."""
+"""Keywords that have no effect on what is valid. They are the largest part of many schemas."""
 
 SPACING_KEY = "x-guidance"
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As Python's `json.dumps` and chat templates' `tojson` write: earlier calls are found again in the prefix cache, and a
-small model cannot lose itself in spaces."""
+"""The spacing of Python's `json.dumps` and of `tojson` in chat templates. With it, earlier calls are found in
+the prefix cache, and a small model cannot write spaces without end."""
 
 ANY_ARGUMENTS = json.dumps({"type": "object", SPACING_KEY: SPACING})
 DEFINITIONS = ("$defs", "definitions")
@@ -41,7 +43,8 @@ DEFINITIONS = ("$defs", "definitions")
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
 )
-"""An object with one of these says by itself which properties it has, or shares that with others."""
+"""If an object has one of these keywords, `properties` does not list all that it may have, so it is not
+closed."""
 
 _SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -49,18 +52,20 @@ _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 
 
 def guided_schema(tool: Tool) -> str:
-    """The schema of a tool's arguments as JSON text. InvalidRequest names `tools`.
+    """The schema of a tool's arguments as JSON text. Raises InvalidRequest for the field `tools`.
 
-    An object that lists its properties has no others, unless it says so: what a model adds, no tool reads.
+    If an object lists its properties, further ones are forbidden unless the schema allows them: no tool reads
+    properties that a model invents.
     """
     check_parameters(tool)
-    is_closing = '"allOf"' not in json.dumps(tool.parameters)  # whose parts see each other's properties
+    is_closing = '"allOf"' not in json.dumps(tool.parameters)  # each part of allOf must accept all properties
     schema = _guided(tool.parameters, is_closing)
     return json.dumps({"type": "object", **schema, SPACING_KEY: SPACING}, ensure_ascii=False)
 
 
 def spaced(source: str) -> str:
-    """A schema of any kind with the spacing of arguments; what is no schema, or too deep, stays as it is."""
+    """Any schema with the spacing of arguments. A text that is no schema, or too deep, is returned
+    unchanged."""
     try:
         schema = json.loads(source)
         return json.dumps(schema | {SPACING_KEY: SPACING}) if isinstance(schema, dict) else source
@@ -69,7 +74,7 @@ def spaced(source: str) -> str:
 
 
 def check_parameters(tool: Tool) -> None:
-    """InvalidRequest if a tool's parameters are no schema of an object, or nest too deep to be read."""
+    """Raises InvalidRequest if a tool's parameters are not a schema of an object, or are nested too deep."""
     kind = tool.parameters.get("type", "object")
     if kind != "object":
         raise InvalidRequest(
@@ -100,7 +105,7 @@ def _guided(schema: Any, is_closing: bool) -> Any:
 
 
 def _levels(schema: object) -> int:
-    """How deep values nest; stops just above MAX_NESTED."""
+    """The number of levels of nested values. Counts at most to MAX_NESTED + 1."""
     level, values = 0, [schema]
     while values and level <= MAX_NESTED:
         level += 1

@@ -1,4 +1,4 @@
-"""A call as one JSON object: `{"name": "f", "arguments": {...}}`; most families write it so."""
+"""A call as one JSON object, as most families write calls: `{"name": "f", "arguments": {...}}`."""
 
 import json
 from collections.abc import Sequence
@@ -10,13 +10,14 @@ from gateway.conversation.reader import Reader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type")
-"""Strings that models add, and that say nothing new."""
+"""Keys that models add. Their values are strings, which are ignored."""
 
 
 def read_json_call(reader: Reader, calls: CallWriter, *, is_known: bool = False) -> Steps[bool]:
-    """Reads one object, within an attempt. False: it is no call. `is_known`: a call's name is one of the tools.
+    """Reads one object, within an attempt. False: the object is no call. `is_known`: only names of tools are
+    calls.
 
-    The name must come before the arguments, as guided models write it.
+    The name must come before the arguments, as grammars make models write it.
     """
     if not (yield from reader.skip("{")):
         return False
@@ -51,7 +52,7 @@ def read_json_call(reader: Reader, calls: CallWriter, *, is_known: bool = False)
 
 
 def json_call(tool: GuidedTool, arguments_key: str = "arguments") -> str:
-    """Such an object in a grammar."""
+    """A grammar's expression for a call of this tool as a JSON object."""
     if tool.is_beside_json:
         return f"%json {_whole_schema(tool, arguments_key)}"
     head = f'{{"name": {quoted(tool.name)}, "{arguments_key}": '
@@ -59,7 +60,8 @@ def json_call(tool: GuidedTool, arguments_key: str = "arguments") -> str:
 
 
 def _whole_schema(tool: GuidedTool, arguments_key: str) -> str:
-    """Of the object around the arguments. Definitions that they refer to stay at the top."""
+    """The schema of the whole object. The definitions to which the schema of the arguments refers stay at the
+    top."""
     arguments = json.loads(tool.schema)
     shared = {key: arguments.pop(key) for key in (*DEFINITIONS, SPACING_KEY) if key in arguments}
     properties = {"name": {"const": tool.name}, arguments_key: arguments}
@@ -72,7 +74,7 @@ def one_of(alternatives: Sequence[str]) -> str:
 
 
 def _key(reader: Reader) -> Steps[str | None]:
-    """`"key":` and the spaces around it."""
+    """Reads `"key":` and the spaces around it. Returns the key, or None if there is none."""
     yield from reader.skip_spaces()
     key = yield from reader.json_string()
     yield from reader.skip_spaces()
@@ -83,7 +85,7 @@ def _key(reader: Reader) -> Steps[str | None]:
 
 
 def _rest(reader: Reader) -> Steps[None]:
-    """The end of the object behind its arguments, if it comes as it should."""
+    """Reads the end of the object after its arguments. If the text is not such an end, reads nothing."""
     reader.begin_attempt()
     yield from reader.skip_spaces()
     while (yield from reader.peek()) == ",":

@@ -1,4 +1,4 @@
-"""Lark: a grammar in llguidance's dialect, written rule by rule; knows tokens by id and no format."""
+"""Lark: writes a grammar in llguidance's dialect of Lark, rule by rule; the same for all formats."""
 
 import json
 import re
@@ -8,27 +8,28 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What of a tokenizer a grammar may name."""
+    """The tokens of a tokenizer that a grammar may name."""
 
     ids: Mapping[str, int] = field(default_factory=dict)
     special_ids: Set[int] = frozenset()
-    """Of tokens that no text contains."""
+    """Ids of special tokens, which no text contains."""
 
 
 class Lark:
-    """Rules and terminals so far. Names are the caller's; expressions are texts."""
+    """The rules and terminals so far. The caller chooses their names; expressions are texts."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._lines: list[str] = []
 
     def rule(self, name: str, expression: str, options: str = "") -> str:
-        """Defines it and returns its name. Upper case: a terminal, which is matched as one regular expression."""
+        """Defines a rule and returns its name. An upper-case name defines a terminal, which is one regular
+        expression."""
         self._lines.append(f"{name}{options}: {expression}")
         return name
 
     def marker(self, text: str) -> str:
-        """A marker: its token if it is one, else its text."""
+        """The expression for a marker: its token if the marker is one token, otherwise its text."""
         token_id = self._vocabulary.ids.get(text)
         return quoted(text) if token_id is None else f"<[{token_id}]>"
 
@@ -36,13 +37,14 @@ class Lark:
         return text in self._vocabulary.ids
 
     def text_without(self, name: str, *markers: str, also: str = "") -> str:
-        """A terminal: any text in which none of the markers stands, not even letter by letter. `also`: more that it
-        must not be."""
+        """Defines a terminal: any text that contains none of the markers, even if their letters are separate
+        tokens. `also`: further conditions, as Lark text."""
         excluded = "".join(f" & ~/(?s:.*){escaped(marker)}(?s:.*)/" for marker in markers)
         return self.rule(name, f"/(?s:.*)/{excluded}{also}")
 
     def up_to(self, name: str, marker: str, shunned: Sequence[str] = ()) -> str:
-        """Any text up to the first marker, and the marker. None of the `shunned` markers stands before it."""
+        """Defines a rule: any text up to the first marker, and the marker. The text contains no `shunned`
+        marker."""
         if self.is_token(marker):
             text = self.text_without(f"{name.upper()}_TEXT", marker, *shunned)
             return self.rule(name, f"{text} {self.marker(marker)}")
@@ -50,7 +52,7 @@ class Lark:
         return self.rule(name, f"{text} {quoted(marker)}", "[lazy]")
 
     def tokens_up_to(self, name: str, marker: str, limit: int) -> str:
-        """At most `limit` tokens of text, and the marker, which is a token."""
+        """Defines a rule: at most `limit` tokens of text, and the marker, which must be one token."""
         ids = self._vocabulary.ids
         free = ranges(set(ids.values()) - self._vocabulary.special_ids - {ids[marker]})
         return self.rule(name, f"<[{free}]>{{0,{limit}}} {self.marker(marker)}")
@@ -60,17 +62,17 @@ class Lark:
 
 
 def quoted(text: str) -> str:
-    """A text as it is; a grammar's strings are written like JSON's."""
+    """The text as a string of a grammar, which is written like a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def escaped(text: str) -> str:
-    """A text within a regular expression between slashes."""
+    """The text for use in a regular expression between slashes, with its special characters escaped."""
     return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda found: "\\" + found[0], text)
 
 
 def escaped_slashes(pattern: str) -> str:
-    """A regular expression to stand between slashes, in one line."""
+    """The regular expression for use between slashes, in one line: slashes and line ends are escaped."""
     return re.sub(r"\\.|/|\n", _escaped_slash, pattern, flags=re.DOTALL)
 
 
@@ -79,7 +81,7 @@ def _escaped_slash(found: re.Match[str]) -> str:
 
 
 def ranges(ids: Iterable[int]) -> str:
-    """`0-5,7`."""
+    """The ids as ranges, such as `0-5,7-7`."""
     ordered = sorted(ids)
     begins = [i for i, value in enumerate(ordered) if i == 0 or ordered[i - 1] != value - 1]
     ends = [*(begin - 1 for begin in begins[1:]), len(ordered) - 1]

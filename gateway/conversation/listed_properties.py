@@ -1,4 +1,4 @@
-"""A tool's parameters one by one, for families that do not write arguments as one JSON object."""
+"""Lists a tool's parameters one by one, for families that do not write arguments as one JSON object."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _SHAPING = frozenset(
         *("dependentRequired", "dependentSchemas"),
     }
 )
-"""What makes more of an object than a list of properties."""
+"""Keywords that say more about an object than a list of properties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,13 @@ class Property:
     name: str
     schema: Mapping[str, Any]
     json_schema: str
-    """The same for Lark's `%json`, with the definitions that it refers to."""
+    """The schema as text for Lark's `%json`, with the definitions to which it refers."""
     is_required: bool
 
 
 def listed_properties(guided: GuidedTool) -> list[Property]:
-    """InvalidRequest names `tools` if its parameters are more than a list of properties."""
+    """The tool's properties. Raises InvalidRequest if the tool's parameters are more than a list of
+    properties."""
     schema = json.loads(guided.schema)
     if shaping := sorted(_SHAPING & schema.keys()):
         raise InvalidRequest(
@@ -53,7 +54,7 @@ def _property(name: str, part: object, shared: Mapping[str, Any], is_required: b
 
 
 def property_schema(tool: Tool | None, name: str) -> Mapping[str, Any]:
-    """Empty if the tool or its property is unknown."""
+    """The schema of a tool's property. Empty if the tool or the property is unknown."""
     properties = {} if tool is None else tool.parameters.get("properties", {})
     schema = properties.get(name, {}) if isinstance(properties, Mapping) else {}
     return schema if isinstance(schema, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Whether JSON of a response format may look like a call that is a JSON object and has no mark of its own."""
+"""Checks whether JSON of a response format may look like a call, if the model's calls have no marker."""
 
 import json
 from collections.abc import Mapping, Set
@@ -18,21 +18,22 @@ _SHAPING = frozenset(
         "propertyNames",
     }
 )
-"""They shape an object in ways that are not followed here."""
+"""Keywords that change which objects are valid, and that this module does not follow."""
 
 
 def may_be_json_call(source: str, tool_names: Set[str]) -> bool:
-    """Whether a value of this schema may be what `read_json_call` takes for a call of one of these tools, as far as
-    names and types tell. Guided models write an object's properties in the schema's order, and others behind them.
+    """Whether `read_json_call` may read a value of this schema as a call of one of these tools.
 
-    A schema with keywords of wrong types, or too deep to be followed, may be anything.
+    Only names and types are compared. Under a grammar, models write an object's properties in the schema's
+    order, and further properties after them. If a keyword has a wrong type, or the schema is too deep, the
+    result is true.
     """
     try:
         return _may_be_call(json.loads(source), tool_names)
     except RecursionError:
         return True
     except ValueError:
-        return False  # no grammar can be made of it, which is told where that is tried
+        return False  # the schema is not JSON; making its grammar raises the error
 
 
 def _may_be_call(schema: Any, tool_names: Set[str]) -> bool:
@@ -79,7 +80,7 @@ def _may_be_name(schema: Any, tool_names: Set[str]) -> bool:
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any]:
-    """The only values that there are; empty: any."""
+    """The values that the schema lists. Empty: it lists none, so any value is possible."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum", [])

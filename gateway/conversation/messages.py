@@ -1,4 +1,4 @@
-"""Messages, tools, and the whole conversation that a model continues."""
+"""Messages, tools, and the conversation that a model continues."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ class ToolCall:
     """A call that the assistant made in an earlier turn."""
 
     id: str
-    """Chosen by the API that made it; a tool's result names it."""
+    """The API that made the call chose this id. The call's result contains it."""
     name: str
     arguments: str
     """JSON, as the model wrote it."""
@@ -24,14 +24,14 @@ class ChatMessage:
     role: str
     """`system`, `user`, `assistant`, `tool`, or another one that the model's template knows."""
     content: str
-    """May be empty beside `tool_calls`."""
+    """May be empty if there are `tool_calls`."""
     reasoning: str | None = None
-    """What the assistant thought before its answer, if the client sends it back."""
+    """The assistant's reasoning before its answer, if the client sends it back."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-    """Of a tool's result: the call that it answers."""
+    """In a tool's result: the id of its call."""
     name: str | None = None
-    """Of a tool's result: the tool."""
+    """In a tool's result: the name of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Tool:
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    """A JSON schema of its arguments."""
+    """A JSON schema of the tool's arguments."""
     strict: bool = False
-    """Arguments match the schema even where the model is free to call or not."""
+    """If true, arguments match the schema even if the model may decide whether to call the tool."""
 
 
 class ToolUse(Enum):
@@ -60,7 +60,7 @@ class ToolChoice:
 
     use: ToolUse = ToolUse.AUTO
     names: tuple[str, ...] | None = None
-    """The only tools that it may call; None: all."""
+    """The names of the tools that the model may call; None: all tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +68,22 @@ class ReasoningOptions:
     """How much the model may think before it answers."""
 
     is_enabled: bool | None = None
-    """None: as the model's chat template does by default."""
+    """None: the default of the model's chat template."""
     max_tokens: int | None = None
-    """At most so many tokens of reasoning; the answer begins there. None: without limit."""
+    """Most tokens of reasoning; then the answer begins. None: no limit."""
     effort: str | None = None
     """A level that the model's chat template knows, such as `low`; None: its default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the model continues with an assistant's turn."""
+    """A conversation, which the model continues with an assistant's turn."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
-    """One turn may have several calls."""
+    """Whether one turn may have several calls."""
     reasoning: ReasoningOptions = ReasoningOptions()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the model's chat template, such as `enable_thinking`."""
@@ -98,7 +98,8 @@ class Conversation:
 
     @property
     def num_characters(self) -> int:
-        """What the messages weigh; a template's time grows with it."""
+        """Characters of all messages and calls. The time to render the chat template grows with this
+        number."""
         return sum(
             len(message.content) + sum(len(call.arguments) for call in message.tool_calls)
             for message in self.messages

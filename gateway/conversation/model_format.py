@@ -1,4 +1,4 @@
-"""ModelFormat: the AnswerFormat of one model, put together from its chat template, its tags and its way of calling."""
+"""ModelFormat: the AnswerFormat of a model, built from its chat template, reasoning tags and call syntax."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from gateway.conversation.turn_grammar import turn_grammar
 
 
 class ModelFormat:
-    """Stateless; one instance serves all requests."""
+    """An AnswerFormat. Stateless; one instance serves all requests."""
 
     def __init__(
         self,
@@ -25,7 +25,8 @@ class ModelFormat:
         tags: ReasoningTags | None,
         style: TemplateStyle | None,
     ) -> None:
-        """`tags` None: the model does not reason. `style` None: its template knows no tools, so turns describe them."""
+        """`tags`: None if the model does not reason. `style`: None if the chat template knows no tools; then
+        the system turn describes them."""
         self._template = template
         self._vocabulary = vocabulary
         self.syntax = syntax
@@ -67,13 +68,15 @@ class ModelFormat:
         return TurnParser(syntax, conversation.tools, tags, has_begun)
 
     def _reasoning(self, prompt_end: str) -> tuple[ReasoningTags | None, bool]:
-        """The tags that may follow this prompt, and whether it ends within them."""
+        """The tags that may follow this prompt, and whether the prompt has already opened them. None: no
+        reasoning may follow."""
         if self._tags is None or (end := prompt_end.rstrip()).endswith(self._tags.end):
             return None, False
         return self._tags, end.endswith(self._tags.begin)
 
     def _checked_reasoning(self, conversation: Conversation) -> Conversation:
-        """Where there is no reasoning, it need not be turned off."""
+        """The conversation with its reasoning options checked. For a model without reasoning, the option to
+        disable reasoning is removed."""
         reasoning = conversation.reasoning
         if self._tags is not None:
             return conversation
@@ -83,7 +86,7 @@ class ModelFormat:
 
 
 def check_tools(conversation: Conversation) -> None:
-    """InvalidRequest by the field for tools that cannot be called."""
+    """Raises InvalidRequest with the field's name if tools, or the choice among them, are invalid."""
     names: set[str] = set()
     for name in (tool.name for tool in conversation.tools):
         if not is_tool_name(name):

@@ -1,9 +1,10 @@
-"""TurnParser: one assistant's turn as events, while it is written.
+"""TurnParser: turns an assistant's turn into events while the model writes it.
 
     [reasoning] ( text | section of calls )*
 
-What seems to be a call and is none is text, unless the answer ends within it and has a call already: then it was to be
-another one, and is dropped. Spaces around reasoning and calls belong to neither and are dropped.
+If a text begins like a call but is none, it counts as text. There is one exception: if the answer has a call
+already, and ends within such a text, the text is dropped as an unfinished call. Spaces around reasoning and
+calls are dropped.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,14 @@ from gateway.conversation.stepwise import Stepwise
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """What stands around a model's reasoning."""
+    """The tags before and after a model's reasoning."""
 
     begin: str
     end: str
 
 
 class TurnParser(Stepwise):
-    """An AnswerParser. Text, in any pieces, gives the same events but for where they are cut."""
+    """An AnswerParser. However the text is divided into pieces, the joined events are the same."""
 
     def __init__(
         self,
@@ -34,7 +35,8 @@ class TurnParser(Stepwise):
         tags: ReasoningTags | None,
         has_begun_to_reason: bool,
     ) -> None:
-        """`syntax` None: no calls. `has_begun_to_reason`: the prompt ends within the tags."""
+        """`syntax`: None if there are no calls. `has_begun_to_reason`: the prompt ends with the opening
+        tag."""
         self._syntax = syntax
         self._tags = tags
         self._has_begun_to_reason = has_begun_to_reason
@@ -45,12 +47,13 @@ class TurnParser(Stepwise):
 
     @property
     def part(self) -> AnswerPart:
-        """What seems to be a call counts as one until it is none."""
+        """The kind of the present part. A text that begins like a call counts as one until it is clear that
+        it is none."""
         return self._part
 
     @property
     def may_reason(self) -> bool:
-        """An answer begins with its reasoning, or has none."""
+        """True until the reasoning has ended. Reasoning can only be at the beginning of an answer."""
         return self._may_reason
 
     def _run(self) -> Steps[None]:
@@ -93,7 +96,8 @@ class TurnParser(Stepwise):
                 self._text(self._reader.take(num_spaces + 1))
 
     def _section(self, syntax: CallSyntax, markers: Markers) -> Steps[bool]:
-        """Whether there is a call; if not, the attempt is over, and all of it is to be read again."""
+        """Reads a section. False: there is no call; then the attempt ends, and its text will be read
+        again."""
         self._part = AnswerPart.CALL
         is_call = yield from syntax.read(self._reader, self._calls)
         self._part = AnswerPart.TEXT

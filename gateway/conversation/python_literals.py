@@ -1,4 +1,7 @@
-"""Keyword arguments of Python literals, as in `a=1, b=[None]`, read without Python's compiler, which may recurse."""
+"""Reads keyword arguments of Python literals, such as `a=1, b=[None]`.
+
+Python's own compiler is not used, because it may recurse too deep.
+"""
 
 import math
 import re
@@ -33,7 +36,8 @@ _TOKEN = re.compile(
 
 
 def keyword_arguments(source: str) -> dict[str, Any] | None:
-    """None if it is something else, nests too deep, or has a value that JSON lacks."""
+    """The arguments. None if the text is something else, is nested too deep, or has a value that JSON cannot
+    express."""
     try:
         return _Literals(source).keywords()
     except (ValueError, IndexError):
@@ -41,7 +45,7 @@ def keyword_arguments(source: str) -> dict[str, Any] | None:
 
 
 class _Literals:
-    """ValueError or IndexError where the source is not as it should be."""
+    """Reads the tokens of a source. Raises ValueError or IndexError if the source is invalid."""
 
     def __init__(self, source: str) -> None:
         self._tokens: list[tuple[str, str]] = []
@@ -118,7 +122,7 @@ class _Literals:
 
 
 def _string(inside: str) -> str:
-    """What stands between quotes, in Python's notation or JSON's. An escape that neither knows stays as it is."""
+    """The string between the quotes, in Python's or JSON's notation. An unknown escape stays as it is."""
     text = _ESCAPE.sub(_escaped, inside)
     return text.encode("utf-16", "surrogatepass").decode(
         "utf-16"

@@ -1,8 +1,8 @@
-"""Reader: an answer's text, read as if it were whole though it comes in pieces; knows no format.
+"""Reader: reads an answer's text, which arrives in pieces, as if it were whole; the same for all formats.
 
-Its generators yield where they need more text, so a parser is straight code, and what it decides depends on the text
-alone, never on where a piece ended. What may have to be taken back is at most MAX_ATTEMPT_CHARACTERS long, so a push
-costs time in proportion to its own length.
+Its methods are generators, which yield when they need more text. So a parser is sequential code, and its
+decisions depend only on the text, not on where a piece ended. Text that may be read a second time is at most
+MAX_ATTEMPT_CHARACTERS long by default. So the time of a push is proportional to the length of its text.
 """
 
 import json
@@ -12,12 +12,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Runs until it needs more text, and returns T at its end."""
+"""A generator that yields whenever it needs more text, and returns T at its end."""
 
 MAX_ATTEMPT_CHARACTERS = 1_024
-"""The longest beginning of a call, from its marker to its arguments. A longer one is text."""
+"""Longest beginning of a call, from its marker to its arguments. A longer beginning counts as text."""
 MAX_HELD_SPACES = 128
-"""Spaces at the end of a text that are held back, since a marker would drop them."""
+"""Most spaces at the end of a text that wait for the next characters. If a marker follows, the spaces are
+dropped."""
 
 _SPACES = " \t\r\n"
 _STRUCTURE = re.compile(r'["{}\[\]]')
@@ -25,7 +26,7 @@ _STRING_STOP = re.compile(r'["\\]')
 
 
 class Markers:
-    """Texts that end a stretch of text."""
+    """Texts that end a part of an answer."""
 
     def __init__(self, markers: Sequence[str]) -> None:
         self._pattern = re.compile(
@@ -38,11 +39,11 @@ class Markers:
         return self._pattern.search(text, begin)
 
     def is_beginning(self, text: str) -> bool:
-        """Whether it is the beginning of a marker, and not all of it."""
+        """Whether the text is the beginning of a marker, but not a whole marker."""
         return text in self._beginnings
 
     def num_pending(self, text: str, begin: int) -> int:
-        """Characters at the end of `text` that may be the beginning of a marker."""
+        """How many characters at the end of `text` may be the beginning of a marker."""
         for length in range(min(self._longest, len(text) - begin), 0, -1):
             if text[len(text) - length :] in self._beginnings:
                 return length
@@ -50,19 +51,19 @@ class Markers:
 
 
 class Reader:
-    """Where a parser is in the text so far."""
+    """The text so far, and the parser's position in it."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._mark: int | None = None
-        """Where an attempt began, to which `rewind` returns."""
+        """The position where the attempt began; `rewind` returns to it. None: there is no attempt."""
         self._limit = MAX_ATTEMPT_CHARACTERS
         self._is_ended = False
         self._cut_at: int | None = None
-        """Where an attempt began that the text's end cut off."""
+        """The position where an attempt began that ended because the whole text ended."""
         self.has_met_end = False
-        """The attempt came to where the text ends."""
+        """True if the attempt reached the end of the whole text."""
 
     def push(self, text: str) -> None:
         keep = self._at if self._mark is None else self._mark
@@ -71,33 +72,34 @@ class Reader:
         self._mark = None if self._mark is None else 0
 
     def end(self) -> None:
-        """No more text comes."""
+        """Call this when no more text follows."""
         self._is_ended = True
 
     def begin_attempt(self, limit: int = MAX_ATTEMPT_CHARACTERS) -> None:
-        """From here on, or from where an attempt has begun already; `limit`: its most characters."""
+        """Begins an attempt here; if an attempt is open, it continues. `limit`: most characters of the
+        attempt."""
         self._mark = self._at if self._mark is None else self._mark
         self._limit = limit
         self.has_met_end = False
 
     def commit(self) -> None:
-        """What was read since `begin_attempt` is what it seemed."""
+        """Ends the attempt with success: the text since `begin_attempt` stays read."""
         self._mark = None
 
     def rewind(self) -> None:
-        """It is not: it will be read again."""
+        """Ends the attempt without success: the text since `begin_attempt` will be read again."""
         assert self._mark is not None, "no attempt has begun"
         self._at, self._mark = self._mark, None
         if self.has_met_end:
             self._cut_at = self._at
 
     def drop_unfinished(self) -> None:
-        """Drops all that is left, if an attempt that began here has met its end."""
+        """Drops the rest of the text, if an attempt that began here failed because the whole text ended."""
         if self._cut_at == self._at:
             self._at = len(self._text)
 
     def drop_beginning(self, markers: Markers) -> Steps[None]:
-        """Drops all that is left, if it is the beginning of a marker."""
+        """Drops the rest of the text, if it is the beginning of a marker. Waits until this is certain."""
         while not (rest := self._text[self._at :]) or markers.is_beginning(rest):
             if self._is_ended:
                 self._at = len(self._text)
@@ -105,7 +107,8 @@ class Reader:
             yield
 
     def peek(self) -> Steps[str]:
-        """The next character; empty at the end, and where an attempt is too long."""
+        """The next character, which stays unread. Empty at the end of the text, and if an attempt is too
+        long."""
         while self._at >= len(self._text):
             if self._is_ended:
                 self.has_met_end = True
@@ -116,13 +119,13 @@ class Reader:
         return self._text[self._at]
 
     def take(self, num_characters: int) -> str:
-        """Characters that are there already."""
+        """Reads characters that have already arrived."""
         taken = self._text[self._at : self._at + num_characters]
         self._at += len(taken)
         return taken
 
     def skip(self, literal: str) -> Steps[bool]:
-        """Whether this comes next; if not, as much of it as did come is read."""
+        """Reads `literal`. False: the text differs; then only the characters that are equal were read."""
         for character in literal:
             if (yield from self.peek()) != character:
                 return False
@@ -130,7 +133,7 @@ class Reader:
         return True
 
     def next_is(self, literal: str) -> Steps[bool]:
-        """Skips this if it comes next, else nothing. Within an attempt."""
+        """Reads `literal` if it comes next; otherwise reads nothing. An attempt must be open."""
         assert self._mark is not None, "no attempt has begun"
         begin = self._at - self._mark
         if (yield from self.skip(literal)):
@@ -143,7 +146,7 @@ class Reader:
             self._at += 1
 
     def skip_optional(self, literal: str) -> Steps[bool]:
-        """Skips spaces and this, if it comes next; else nothing. Begins and ends an attempt of its own."""
+        """Reads spaces and `literal` if they come next; otherwise reads nothing. No attempt may be open."""
         assert self._mark is None, "an attempt has begun"
         self.begin_attempt()
         yield from self.skip_spaces()
@@ -154,8 +157,11 @@ class Reader:
         return False
 
     def until(self, markers: Markers, show: Callable[[str], None]) -> Steps[tuple[int, int]]:
-        """Shows the text up to the next marker, less spaces before it. Returns how many these are, and the marker's
-        length, both still to be read; a length of 0: the text has ended, and all of it was shown."""
+        """Passes the text up to the next marker to `show`, without the spaces before the marker.
+
+        Returns the number of these spaces, and the marker's length; both stay unread. If the length is 0, the
+        text has ended, and all of it was passed to `show`.
+        """
         while True:
             found = markers.find(self._text, self._at)
             if found is not None:
@@ -170,14 +176,14 @@ class Reader:
             yield
 
     def word(self, ends: str, limit: int) -> Steps[str]:
-        """The characters up to one of `ends`, which stays; at most `limit`."""
+        """Reads characters up to one of `ends`, which stays unread; at most `limit` characters."""
         characters: list[str] = []
         while len(characters) < limit and (character := (yield from self.peek())) and character not in ends:
             characters.append(self.take(1))
         return "".join(characters)
 
     def json_string(self) -> Steps[str | None]:
-        """A whole JSON string's value; None if there is none."""
+        """Reads a JSON string, and returns its value. None: no whole JSON string comes next."""
         if not (yield from self.skip('"')):
             return None
         characters = ['"']
@@ -195,7 +201,8 @@ class Reader:
             return None
 
     def brackets(self) -> Steps[str | None]:
-        """A text that comes next from one bracket to its partner, in Python's notation; None if there is none."""
+        """Reads a text in Python's notation from an opening bracket to its closing bracket. None: no such
+        text comes next."""
         characters: list[str] = []
         depth, quote = 0, ""
         while character := (yield from self.peek()):
@@ -216,9 +223,10 @@ class Reader:
         return None
 
     def json_container(self, show: Callable[[str], None]) -> Steps[bool]:
-        """Shows an object or array that comes next, as it comes. Whether its last bracket came.
+        """Reads a JSON object or array, and passes it to `show` while it arrives. False: the text ended
+        within it.
 
-        Brackets outside strings are counted, and nothing else is looked at.
+        Only brackets outside strings are counted; the JSON is not checked.
         """
         depth, is_string = 0, False
         begin = self._at
@@ -243,6 +251,6 @@ class Reader:
             begin = self._at
 
     def _num_spaces(self, end: int) -> int:
-        """Spaces that the unread text has before `end`, as far as they are held back."""
+        """The number of spaces that the unread text has before `end`, at most MAX_HELD_SPACES."""
         begin = max(self._at, end - MAX_HELD_SPACES)
         return end - begin - len(self._text[begin:end].rstrip(_SPACES))

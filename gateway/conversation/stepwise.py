@@ -1,4 +1,4 @@
-"""Stepwise: runs a parser that is written as steps over a reader, piece by piece; knows no format."""
+"""Stepwise: runs a parser that is a generator over a reader, piece by piece; the same for all formats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -8,10 +8,12 @@ from gateway.conversation.reader import Reader, Steps
 
 
 class Stepwise(ABC):
-    """An AnswerParser but for its `part`. Text, in any pieces, gives the same events but for where they are cut."""
+    """The base of an AnswerParser; subclasses add `part` and `may_reason`. However the text is divided into
+    pieces, the joined events are the same."""
 
     def __init__(self) -> None:
-        """`_run` begins with the first text, so a subclass may set what it needs afterwards."""
+        """`_run` only begins with the first text. So a subclass may call this first, and then set its
+        attributes."""
         self._reader = Reader()
         self._events: list[AnswerEvent] = []
         self._turn = self._run()
@@ -26,7 +28,8 @@ class Stepwise(ABC):
 
     @abstractmethod
     def _run(self) -> Steps[None]:
-        """Reads the whole turn from the reader, and adds its events. It waits where the reader has no more text."""
+        """Reads the whole turn from the reader, and adds its events. Yields when the reader has no more
+        text."""
 
     def _go_on(self) -> list[AnswerEvent]:
         next(self._turn, None)

@@ -1,4 +1,4 @@
-"""What a model's own chat template is given: its turns, tools and variables, in the shape that templates expect."""
+"""The turns, tools and variables for a model's chat template, in the shape that templates expect."""
 
 import json
 import re
@@ -13,10 +13,10 @@ from gateway.conversation.messages import ChatMessage, Conversation, Tool, ToolC
 ChatTurn = dict[str, Any]
 
 SWITCHES = ("enable_thinking", "thinking")
-"""Variables that turn reasoning on and off."""
+"""Template variables that enable and disable reasoning."""
 EFFORT = "reasoning_effort"
 PAST_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""A turn's fields for its reasoning."""
+"""The fields of a turn in which templates look for its reasoning."""
 
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -41,23 +41,23 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""What says how a template is rendered, or what a request says elsewhere."""
+"""Names that say how a template is rendered, or for which a request has its own fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateStyle:
-    """Where templates differ."""
+    """The differences between chat templates."""
 
     arguments_are_text: bool = False
-    """Of earlier calls: JSON text, not an object."""
+    """Arguments of earlier calls are JSON text, not an object."""
     ids_are_short: bool = False
-    """Ids of calls have nine letters and digits."""
+    """Ids of calls consist of nine letters and digits."""
     has_null_content: bool = False
-    """A turn of calls alone has content None, not an empty text."""
+    """The content of a turn that consists of calls only is None, not an empty text."""
 
 
 class ChatTemplate:
-    """A template's source, and what it reads."""
+    """A template's source, and the variables and fields that it reads."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -69,7 +69,10 @@ class ChatTemplate:
         return variable in self._variables
 
     def variables(self, conversation: Conversation) -> dict[str, Any]:
-        """Variables by the client's reasoning options, and its own. InvalidRequest for those that are not read."""
+        """The variables for the client's reasoning options, and those that the client set itself.
+
+        Raises InvalidRequest for a variable that the template does not read.
+        """
         variables = self._by_reasoning(conversation)
         for name, value in conversation.template_options.items():
             if name in RESERVED or not self.reads(name):
@@ -98,7 +101,7 @@ class ChatTemplate:
         return variables
 
     def turns(self, conversation: Conversation, style: TemplateStyle) -> list[ChatTurn]:
-        """The messages, as templates that know tools expect them."""
+        """The messages as turns, in the shape that templates with tools expect."""
         return [self._turn(message, style) for message in conversation.messages]
 
     def _turn(self, message: ChatMessage, style: TemplateStyle) -> ChatTurn:
@@ -119,13 +122,13 @@ class ChatTemplate:
 
 
 def described(tool: Tool) -> dict[str, Any]:
-    """A tool as OpenAI's API describes it, which is what templates expect."""
+    """A tool in the shape of OpenAI's API, which templates expect."""
     description = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.parameters}}
 
 
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:
-    """InvalidRequest if an earlier call's arguments are no JSON object."""
+    """The arguments of an earlier call. Raises InvalidRequest if they are not a JSON object."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -148,7 +151,7 @@ def _call(call: ToolCall, style: TemplateStyle) -> dict[str, Any]:
 
 
 def _short(call_id: str) -> str:
-    """Nine letters and digits, the same for the same id."""
+    """An id of nine letters and digits. It is always the same for the same `call_id`."""
     if re.fullmatch(r"[A-Za-z0-9]{9}", call_id):
         return call_id
     return blake2b(call_id.encode(errors="surrogatepass"), digest_size=5).hexdigest()[:9]

@@ -1,6 +1,7 @@
-"""Variables that a client may set for a model's chat template: few, plain, and none that rendering sets itself.
+"""Checks the variables that a client sets for a model's chat template.
 
-Knows no template: which variables one reads, and whether a value makes sense to it, is not checked here.
+There may be only a few, with plain values, and none that the gateway sets itself. This module does not check
+whether a template reads a variable, or knows its value.
 """
 
 import math
@@ -16,11 +17,12 @@ MAX_OPTIONS = 32
 MAX_OPTION_CHARACTERS = 1_024
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 RESERVED_ENDS = ("_token", "_tokens")
-"""Special tokens of the model, such as `bos_token`."""
+"""Ends of names of special tokens, such as `bos_token`. Clients may not set them."""
 
 
 def check_template_options(field: str, options: Mapping[str, TemplateValue]) -> None:
-    """InvalidRequest under the name `field` of the API concerned, or `field.key`."""
+    """Raises InvalidRequest for invalid options. It names `field`, the options' name in the caller's API, or
+    `field.key`."""
     if len(options) > MAX_OPTIONS:
         raise InvalidRequest(field, f"must have at most {MAX_OPTIONS} entries, got {len(options)}")
     for key, value in options.items():

@@ -1,11 +1,13 @@
-"""The grammar of an assistant's turn: reasoning, then text or calls, as far as something is asked of them.
+"""The grammar of an assistant's turn: reasoning, then text or calls.
 
-    required, named     calls and nothing else
-    auto                any text until a call begins; the call is guided
+It depends on the tool choice:
+
+    required, named     only calls
+    auto                any text until a call begins; the grammar guides the call
     none                any text without a call
-    a response format   the text matches it, or calls take its place
+    a response format   text that matches it, or calls instead of the text
 
-Arguments match their schema where calls are required and where a tool is strict; else they are any JSON object.
+If calls are required or a tool is strict, arguments match their schema. Otherwise they are any JSON object.
 """
 
 import re
@@ -29,20 +31,22 @@ def turn_grammar(
     has_begun_to_reason: bool,
     answer: StructuredOutput | None,
 ) -> StructuredOutput | None:
-    """`tags`: of the reasoning that this turn may have; None: it has none."""
+    """The turn's grammar; None: no grammar is needed. `tags`: the tags of reasoning; None: the turn has no
+    reasoning."""
     budget = conversation.reasoning.max_tokens
     if not conversation.tools and (tags is None or (answer is None and budget is None)):
         return answer
     lark = Lark(vocabulary)
     thought = "" if tags is None else _thought(lark, tags, has_begun_to_reason, budget)
-    # Else a text that begins with the mark would be text to the grammar and reasoning to the parser.
+    # Text must not contain this tag: the grammar would accept it as text, but the parser would read
+    # reasoning.
     shunned = () if tags is None or lark.is_token(tags.begin) else (tags.begin,)
     lark.rule("start", f"{thought} {_body(lark, syntax, conversation, shunned, answer)}")
     return checked_grammar(lark)
 
 
 def checked_grammar(lark: Lark) -> StructuredOutput:
-    """The grammar that the rules make. InvalidRequest if it is too large."""
+    """The grammar that consists of these rules. Raises InvalidRequest if it is too large."""
     source = lark.source()
     if len(source) > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequest(
@@ -96,7 +100,8 @@ def _body(
 def _calls(
     lark: Lark, syntax: CallSyntax, conversation: Conversation, answer: StructuredOutput | None
 ) -> str:
-    """All calls of the turn, and no text. `answer`: what may stand in their place."""
+    """The expression for all calls of the turn, without text. `answer`: what the model may write instead of
+    calls."""
     is_parallel = conversation.parallel_tool_calls
     is_required = conversation.tool_choice.use is ToolUse.REQUIRED
     tools = [guided_tool(tool, is_required or tool.strict) for tool in conversation.callable_tools]
@@ -110,14 +115,16 @@ def _calls(
 
 
 def guided_tool(tool: Tool, fits: bool) -> GuidedTool:
-    """`fits`: its arguments must match its schema. InvalidRequest if that is none."""
+    """The tool for a grammar. `fits`: arguments must match the tool's schema. Raises InvalidRequest if the
+    schema is invalid."""
     if not fits:
         check_parameters(tool)
     return GuidedTool(tool.name, guided_schema(tool) if fits else ANY_ARGUMENTS, tool if fits else None)
 
 
 def _no_call(lark: Lark, syntax: CallSyntax, conversation: Conversation, answer: StructuredOutput) -> str:
-    """An answer that no parser takes for a call. InvalidRequest if its schema cannot promise that."""
+    """The expression for an answer that no parser reads as a call. Raises InvalidRequest if a value of its
+    schema may look like a call."""
     beginning = syntax.bare_beginning
     if beginning is None:
         return answer_expression(lark, answer)
@@ -137,18 +144,21 @@ def _no_call(lark: Lark, syntax: CallSyntax, conversation: Conversation, answer:
 
 
 def _but(beginning: str | None) -> str:
-    """For a terminal that must not begin so."""
+    """The condition that a terminal does not begin like `beginning`, as Lark text."""
     return "" if beginning is None else rf" & ~/\s*{beginning}(?s:.*)/"
 
 
 def _plain(lark: Lark, syntax: CallSyntax, shunned: tuple[str, ...]) -> str:
-    """Text that no parser takes for a call."""
+    """The expression for text that no parser reads as a call."""
     return lark.text_without("TEXT", *syntax.markers, *shunned, also=_but(syntax.bare_beginning))
 
 
 def answer_expression(lark: Lark, answer: StructuredOutput, beside_calls: str | None = None) -> str:
-    """Text that a client asked for, as an expression of Lark. InvalidRequest if it is a whole grammar. `beside_calls`:
-    how calls begin that may stand in its place without a mark; JSON cannot begin so."""
+    """The client's structured output, as a Lark expression. Raises InvalidRequest if it is a whole grammar.
+
+    `beside_calls`: how calls begin that may replace the answer without a marker. A regular expression then
+    gets the condition that the answer does not begin like this. JSON gets the spacing of calls.
+    """
     match answer.kind:
         case GrammarKind.JSON_SCHEMA:
             return f"%json {answer.source if beside_calls is None else spaced(answer.source)}"

@@ -1,7 +1,7 @@
-"""Acceptor: accepts HTTP connections from a listening socket, up to a limit; knows no request and no response.
+"""Acceptor: accepts HTTP connections from a listening socket, up to a limit; does not handle requests.
 
-A connection counts from the moment it is accepted, unfinished TLS handshakes included. At the limit, a new connection
-replaces an idle one: see ConnectionPlaces.
+A connection counts as soon as it is accepted, before its TLS handshake has ended. At the limit, a new
+connection replaces an idle one: see ConnectionPlaces.
 """
 
 import asyncio
@@ -16,20 +16,21 @@ from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.protocol import TOO_MANY, BoundedH11
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""Limit for a TLS handshake, from accept on."""
+"""Longest time from the accept of a connection to the end of its TLS handshake."""
 
 MAX_REFUSALS = 16
-"""Connections beyond the limit that are kept open only to be refused; further ones are closed at once."""
+"""At most so many connections beyond the limit stay open until the refusal is sent. Further ones close at
+once."""
 REFUSAL_TIMEOUT_S = 2.0
-"""How long a client may take to read its refusal, once it is connected."""
+"""How long a connected client may take to read its refusal."""
 
 ACCEPTS_PER_TURN = 16
-"""Accepts per turn of the event loop. Handshakes proceed between turns, so a burst does not displace its own
-beginning."""
+"""Accepts per turn of the event loop. Handshakes proceed between turns. So in a burst of connections, the
+later ones do not displace the first ones before their handshakes end."""
 
 PAUSE_S = 1.0
-"""Pause after an accept that failed for lack of files or memory; the listening socket would stay readable, and the
-event loop would spin."""
+"""Pause after an accept failed for lack of file descriptors or memory. Without the pause, the listening
+socket stays readable, and the event loop repeats the accept without end."""
 LOG_INTERVAL_S = 60.0
 
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Used once: `start`, `close`, then `join`. Each connection has a task that ends with it."""
+    """One instance is used once: `start`, `close`, then `join`. Each connection has a task, which ends with
+    it."""
 
     def __init__(
         self,
@@ -48,8 +50,9 @@ class Acceptor:
         on_refused: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        """`make_protocol` gets whether to refuse the connection. `tls` returns the context for a connection that
-        begins now. `on_refused` receives TOO_MANY for each connection that is refused or displaced."""
+        """The argument of `make_protocol` says whether to refuse the connection. `tls` returns the TLS
+        context for a new connection. `on_refused` receives TOO_MANY for each connection that is refused or
+        displaced."""
         self._make_protocol = make_protocol
         self._tls = tls
         self._places = places
@@ -60,7 +63,7 @@ class Acceptor:
         self._tasks: dict[BoundedH11, asyncio.Task[None]] = {}
         self._num_refusals = 0
         self._num_failures = 0
-        """Failed accepts since the last log line about them."""
+        """Number of failed accepts since the last log line about failed accepts."""
         self._logged_at: float | None = None
 
     @property
@@ -69,17 +72,18 @@ class Acceptor:
 
     @property
     def num_connections(self) -> int:
-        """Connections within the limit, handshakes included."""
+        """Number of connections within the limit, including those whose handshake is not finished."""
         return len(self._places)
 
     def start(self, listener: socket.socket) -> None:
-        """Accepts from now on; the socket stays the caller's."""
+        """Accepts connections from now on. The caller still owns the socket, and closes it."""
         listener.setblocking(False)
         self._listener = listener
         self._listen()
 
     def close(self) -> None:
-        """Accepts no more, and ends handshakes. May be called again, and before `start`."""
+        """Stops accepting, and cancels unfinished handshakes. May be called more than once, and before
+        `start`."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener = None
@@ -90,7 +94,7 @@ class Acceptor:
                 task.cancel()
 
     async def join(self, timeout_s: float) -> None:
-        """Returns when every connection has ended by itself, or the time has passed."""
+        """Returns when every connection has ended by itself, at the latest after `timeout_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=timeout_s)
 
@@ -103,7 +107,7 @@ class Acceptor:
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 connection, address = listener.accept()
-            except OSError as error:  # mostly: out of file descriptors
+            except OSError as error:  # the most frequent cause: no file descriptors left
                 if error.errno in _EXHAUSTED:
                     self._pause(listener, error)
                 return
@@ -145,7 +149,7 @@ class Acceptor:
         task.add_done_callback(lambda task: self._forget(protocol, task, connection, is_refused=is_refused))
 
     def _displace_one(self) -> bool:
-        """False if every connection has a running request."""
+        """Closes one idle connection. Returns False if every connection has a running request."""
         protocol = self._places.victim()
         if protocol is None:
             return False
@@ -157,7 +161,7 @@ class Acceptor:
         return True
 
     async def _serve(self, connection: socket.socket, protocol: BoundedH11, timeout_s: float | None) -> None:
-        """Returns when the connection is closed, `timeout_s` after its handshake at the latest."""
+        """Returns when the connection is closed, at the latest `timeout_s` after its handshake."""
         context = None if self._tls is None else self._tls()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -166,9 +170,9 @@ class Acceptor:
                 ssl=context,
                 ssl_handshake_timeout=None if context is None else HANDSHAKE_TIMEOUT_S,
             )
-        except OSError:  # no TLS, no trusted certificate, too slow, gone
+        except OSError:  # the client used no TLS, had no trusted certificate, was too slow, or disconnected
             return
-        if not protocol.is_established:  # lost before
+        if not protocol.is_established:  # the connection was lost during the handshake
             return
         try:
             async with asyncio.timeout(timeout_s):

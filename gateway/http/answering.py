@@ -1,4 +1,4 @@
-"""The answers to one call over HTTP while they come: within the client's deadline, errors in the client's terms."""
+"""Runs the requests of one HTTP call until the client's deadline; errors name fields as the client does."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -14,10 +14,11 @@ from gateway.requests.request import GatewayRequest
 async def answering(
     driver: RequestDriver, requests: Sequence[GatewayRequest], names: Mapping[str, str]
 ) -> AsyncIterator[AsyncGenerator[Sequence[ChoiceDelta], None]]:
-    """Runs the requests of one call and gives their deltas; see `batches_of`. Leaving the block ends all of them.
+    """Runs the requests of one call and yields their deltas; see `batches_of`. All requests end with the
+    block.
 
-    DeadlinePassed when the client's time is over. Workers know the deadline, too; this covers a worker that no longer
-    responds. `names`: the client's names of fields that errors name differently.
+    Raises DeadlinePassed at the client's deadline. Workers know the deadline, too, but a worker may no longer
+    respond. `names`: the client's names of fields, by the names that errors use.
     """
     try:
         async with (
@@ -30,7 +31,7 @@ async def answering(
 
 
 def in_terms_of(names: Mapping[str, str], error: InvalidRequest) -> InvalidRequest:
-    """The same error under the client's name for the field."""
+    """The same error, with the client's name of the field."""
     field = names.get(error.field)
     return error if field is None else type(error)(field, error.problem)
 

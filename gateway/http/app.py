@@ -1,4 +1,4 @@
-"""The HTTP API as one application, from the routes of each part."""
+"""Makes one application of the HTTP API from the routes of its parts."""
 
 import asyncio
 import json
@@ -27,9 +27,12 @@ def make_app(
     also_open: frozenset[str] = frozenset(),
     own_names: Sequence[str] | None = None,
 ) -> FastAPI:
-    """Describes itself at /openapi.json; every error has the shape of the API that was called. Only open paths bypass
-    the authenticator: see `HttpAuthentication`, and `also_open`. `own_names`: see `OwnNames`; None: clients may use any
-    host name."""
+    """Returns the application, which describes itself at /openapi.json.
+
+    Every error has the shape of the API that was called. Only open paths bypass the authenticator: see
+    `HttpAuthentication`, also for `also_open`. `own_names`: see `OwnNames`; None: clients may use any host
+    name.
+    """
     app = FastAPI(
         title="Baton", version=baton_version(), openapi_url=None, responses=ERRORS, redirect_slashes=False
     )
@@ -42,7 +45,8 @@ def make_app(
 
     @app.get("/openapi.json", include_in_schema=False)
     async def description() -> Response:
-        """Made on first request, since it takes a quarter of a second that should delay no other caller."""
+        """The first request makes the description on a thread: this takes a quarter of a second, and should
+        delay no other caller."""
         return Response(await asyncio.to_thread(description_of), media_type="application/json")
 
     for route in (route for router in routes for route in router.routes):

@@ -1,4 +1,4 @@
-"""HttpAuthentication: which caller may use which part of the HTTP API; runs before a request's body is read."""
+"""HttpAuthentication: checks the caller and its rights for each HTTP request, before the body is read."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -10,10 +10,11 @@ from gateway.http.errors import answer_of
 from gateway.http.protocol import ON_CALLER
 
 OPEN = frozenset({"/", "/health", "/ready", "/version", "/openapi.json"})
-"""Paths open to everyone who can connect: probes, public information, and the page, which contains no data."""
+"""Paths that need no key: probes, public information, and the page, which contains no data."""
 
 OPEN_BELOW = ("/docs", "/page")
-"""Open together with everything below them: files of the API's description and of the page."""
+"""These paths and all paths below them need no key: they are files of the API's description and of the
+page."""
 
 RIGHTS: dict[str, Right | None] = {
     "/metrics": Right.OBSERVE,
@@ -21,8 +22,8 @@ RIGHTS: dict[str, Right | None] = {
     "/cluster": Right.OBSERVE,
     "/v1/models": None,
 }
-"""The right needed for these paths and everything below them, first match; None: any key. All other paths that are
-not open need the right to generate."""
+"""The right that each path and all paths below it need; the first match decides. None: any key is enough. All
+other paths that are not open need the right to generate."""
 
 
 def right_for(path: str) -> Right | None:
@@ -31,12 +32,12 @@ def right_for(path: str) -> Right | None:
 
 
 class HttpAuthentication:
-    """ASGI middleware: always sets `request.state.caller`, or sends the refusal itself."""
+    """ASGI middleware: sets `request.state.caller`, or refuses the request."""
 
     def __init__(
         self, app: ASGIApp, authenticator: Authenticator, also_open: frozenset[str] = frozenset()
     ) -> None:
-        """`also_open`: further paths that this gateway opens to everyone."""
+        """`also_open`: further paths that need no key on this gateway."""
         self._app = app
         self._authenticator = authenticator
         self._open = OPEN | also_open
@@ -64,8 +65,11 @@ class HttpAuthentication:
 
 
 def _authorizations(scope: Scope) -> list[str]:
-    """The values of `Authorization`. On Anthropic's paths `x-api-key: KEY` is another way to write one; a client may
-    send the same key in both."""
+    """The values of `Authorization`. On Anthropic's paths, `x-api-key: KEY` means `Authorization: Bearer
+    KEY`.
+
+    A client may send the same key in both headers; it counts once.
+    """
     shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
     if dialect_of(scope["path"]) is Dialect.ANTHROPIC:
         in_both = {value.strip().partition(" ")[2].strip() for value in shown}

@@ -1,4 +1,4 @@
-"""Parts of every API's bodies: strict fields, and fields that are refused by name; knows no API."""
+"""What the bodies of all APIs have in common: strict fields, and fields that are refused by name."""
 
 from typing import Annotated
 
@@ -19,9 +19,9 @@ NotSupported = Annotated[None, BeforeValidator(_refuse), Field(description="Not 
 
 
 class Body(BaseModel):
-    """Part of a request: unknown fields are errors, and a number in quotes is not a number."""
+    """Part of a request. Unknown fields are errors, and a number in quotes is not a number.
+
+    `null` means that a field is absent, as in OpenAI's API.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-"""`null` means that a field is absent, as in OpenAI's API."""

@@ -1,4 +1,4 @@
-"""HttpCall: what a call over HTTP says beside its body; knows no API."""
+"""HttpCall: the properties of an HTTP call that are not in its body; the same for every API."""
 
 import asyncio
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ class HttpCall:
     caller: Caller
     trace: TraceContext | None
     deadline: float | None
-    """By the event loop's clock; None: the client waits without limit."""
+    """A time of the event loop's clock; None: the client waits without limit."""
 
     @classmethod
     def of(cls, request: Request, api: str, timeout_ms: int | None, request_id: str | None = None) -> Self:
-        """`request_id`: an id in the body, which becomes the request's id; one in a header does not."""
+        """`request_id`: an id in the body. It becomes the request's id; an id in a header does not."""
         if request_id is not None:
             request.state.request_id = request_id
         return cls(

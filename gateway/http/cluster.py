@@ -1,4 +1,4 @@
-"""The cluster for the live page: a snapshot, a stream of them, and one request with its stages."""
+"""Routes for the live page: a snapshot of the cluster, a stream of snapshots, and one request's stages."""
 
 import asyncio
 from collections.abc import AsyncGenerator

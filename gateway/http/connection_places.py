@@ -1,8 +1,9 @@
-"""ConnectionPlaces: who holds the places for connections, and which connection makes room for a new one; pure.
+"""ConnectionPlaces: counts connections, and says which one to close when a new one needs room; no I/O.
 
-A connection is a stranger's until a caller with a key has sent a request on it. Strangers count by address, callers by
-name. While places are free, nobody is limited. Once none is, a new connection replaces an idle one of the address, or
-of the caller, that holds the most. So whoever opens many connections displaces its own.
+A connection belongs to a stranger until a caller with a key has sent a request on it. Strangers are counted
+by address, callers by name. While places are free, no client is limited. When no place is free, a new
+connection replaces an idle one: an idle connection of the address, or of the caller, that has the most
+connections. So a client that opens many connections displaces its own.
 """
 
 import ipaddress
@@ -14,10 +15,12 @@ from baton.errors import Overloaded
 Connection = TypeVar("Connection")
 
 IPV6_PREFIX = 64
-"""What one subscriber gets: all addresses in it count as one."""
+"""Providers give one subscriber a network of this prefix length, so all addresses in it count as one
+address."""
 
 _Groups = dict[str, dict[Connection, None]]
-"""By address or by name; in each, the one that was served longest ago comes first."""
+"""Connections by address or by caller's name. In each group, the connection that was served longest ago is
+first."""
 
 
 class ConnectionPlaces(Generic[Connection]):
@@ -26,14 +29,15 @@ class ConnectionPlaces(Generic[Connection]):
     def __init__(self, number: int) -> None:
         self.number = number
         self.num_reserved = number // 4
-        """One caller's running requests never take these places. Idle connections of callers leave them to new ones,
-        so that a caller with a key can connect and show it."""
+        """The running requests of one caller leave so many places to others. New connections may displace
+        idle connections of callers until strangers have more than so many. So a caller can always connect and
+        show its key."""
         self._strangers: _Groups[Connection] = {}
         self._callers: _Groups[Connection] = {}
         self._group_of: dict[Connection, tuple[_Groups[Connection], str]] = {}
         self._num_strangers = 0
         self._busy: dict[Connection, str] = {}
-        """Connections with a running request, and its caller."""
+        """Connections that have a running request, with the name of the request's caller."""
         self._num_busy: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -44,14 +48,14 @@ class ConnectionPlaces(Generic[Connection]):
         return len(self) >= self.number
 
     def enter(self, connection: Connection, address: str) -> None:
-        """It is a stranger's."""
+        """Adds a new connection. It belongs to a stranger, who is counted by `address`."""
         self._join(connection, self._strangers, network_of(address))
 
     def serve(self, connection: Connection, caller: str, *, is_stranger: bool) -> None:
-        """A request of this caller begins. `is_stranger`: it showed no key, to a gateway that has keys. Overloaded if
-        its requests run on all connections but the reserved ones."""
+        """A request of this caller begins. `is_stranger`: the gateway has keys, but the caller showed none.
+        Raises Overloaded if the caller's requests run on all connections except the reserved ones."""
         if connection not in self._group_of:
-            return  # it was refused, or displaced
+            return  # the connection was refused or displaced
         self.rest(connection)
         if self._num_busy[caller] >= self.number - self.num_reserved:
             raise Overloaded(
@@ -66,20 +70,20 @@ class ConnectionPlaces(Generic[Connection]):
         self._join(connection, groups, key)
 
     def rest(self, connection: Connection) -> None:
-        """It has no running request any more; may be called again."""
+        """The connection has no running request any more. May be called more than once."""
         if (caller := self._busy.pop(connection, None)) is not None:
             self._num_busy[caller] -= 1
             if not self._num_busy[caller]:
                 del self._num_busy[caller]
 
     def leave(self, connection: Connection) -> None:
-        """May be called again."""
+        """Removes the connection. May be called more than once."""
         self.rest(connection)
         if connection in self._group_of:
             self._part(connection)
 
     def victim(self) -> Connection | None:
-        """The idle connection that makes room for a new one; None if requests run on all of them."""
+        """The idle connection to close for a new one; None if every connection has a running request."""
         order = [self._callers, self._strangers]
         if self._num_strangers > self.num_reserved:
             order.reverse()
@@ -106,7 +110,7 @@ class ConnectionPlaces(Generic[Connection]):
 
 
 def network_of(address: str) -> str:
-    """What counts as one address."""
+    """The network whose addresses count as one: an IPv4 address alone, or an IPv6 network."""
     if ":" not in address:
         return address
     host = address.partition("%")[0]  # without a zone

@@ -1,4 +1,4 @@
-"""CountResponses: reports the status of every response with its route, and the error if there was one."""
+"""CountResponses: reports the status and route of every response, and its error if it has one."""
 
 from collections.abc import Callable, Collection
 from http import HTTPMethod
@@ -9,21 +9,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.telemetry.call_log import CallError, OnCallError
 
 OnResponse = Callable[[str, str, int], None]
-"""Method, route, status."""
+"""Its arguments: method, route, status."""
 
 OTHER = "(other)"
-"""Stands for unknown methods and paths, since clients could name any number of them."""
+"""Replaces unknown methods and paths in metrics, since clients could send any number of different ones."""
 
 METHODS = frozenset(HTTPMethod)
 
 
 class CountResponses:
-    """An ASGI middleware; the application below it must be the router's own, or one that passes its scope on."""
+    """An ASGI middleware. The application that it wraps must set the route in this scope, not in a copy."""
 
     def __init__(
         self, app: ASGIApp, routes: Collection[str], on_response: OnResponse, on_error: OnCallError
     ) -> None:
-        """`routes`: names for calls that were not even routed, if their path is one of these."""
+        """`routes`: known paths. If a call was refused before routing, its path is reported only if it is
+        known."""
         self._app = app
         self._routes = frozenset(routes)
         self._on_response = on_response

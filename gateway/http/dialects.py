@@ -1,4 +1,4 @@
-"""Dialect: whose conventions a path follows where these reach beyond its route: errors, ids and credentials."""
+"""Dialect: says whether errors, ids and credentials of a path follow OpenAI's or Anthropic's conventions."""
 
 from enum import Enum
 
@@ -6,14 +6,15 @@ MESSAGES_PATH = "/v1/messages"
 
 
 class Dialect(Enum):
-    """Whose clients call a path."""
+    """The vendor whose conventions a path follows."""
 
     OPENAI = "openai"
-    """Also of Baton's own paths."""
+    """Baton's own paths use this dialect, too."""
     ANTHROPIC = "anthropic"
 
 
 def dialect_of(path: str) -> Dialect:
-    """Known from the path alone, so that it holds for requests that are refused before they are routed."""
+    """The dialect of a path. It depends on the path alone, so requests that are refused before routing have
+    one, too."""
     is_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
     return Dialect.ANTHROPIC if is_messages else Dialect.OPENAI

@@ -1,4 +1,4 @@
-"""The page at `/docs`: /openapi.json for people, drawn by Swagger UI, which loads nothing from other hosts."""
+"""The page at `/docs`: Swagger UI shows /openapi.json to people, and loads nothing from other hosts."""
 
 from collections.abc import Callable
 from importlib.resources import files
@@ -25,7 +25,7 @@ PAGE = """<!doctype html>
 START = 'SwaggerUIBundle({url: "/openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null});\n'
 
 HEADERS = {
-    # Swagger UI sets styles and images as it draws; scripts come from files only.
+    # Swagger UI adds inline styles and `data:` images. Scripts are loaded from files only.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -34,7 +34,7 @@ HEADERS = {
 
 
 def docs_routes() -> APIRouter:
-    """The page is open to everyone; the calls it makes need their usual rights."""
+    """Routes of the page. It needs no key, but the calls that a user makes on it need their usual rights."""
     routes = APIRouter(include_in_schema=False)
     swagger = files("fastapi_swagger") / "resources"
 
@@ -49,7 +49,8 @@ def docs_routes() -> APIRouter:
 
 
 def _serving(content: Callable[[], str | bytes], media_type: str) -> Callable[[], Response]:
-    """FastAPI runs it on a thread, since reading a file blocks."""
+    """A route that serves `content`. It is not `async`, so FastAPI runs it on a thread: reading a file
+    blocks."""
 
     def serve() -> Response:
         return Response(content(), media_type=media_type, headers=HEADERS)

@@ -1,4 +1,4 @@
-"""An error's status and body in the shape of the API that was called; does not know our exceptions."""
+"""Writes an error's status and body in the shape of the API that was called; does not know our exceptions."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -16,10 +16,10 @@ OPENAI_TYPES = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-"""OpenAI's `type` of an error, where it is neither an invalid request nor a server error."""
+"""OpenAI's `type` of an error by status. Other statuses are `invalid_request_error` or `server_error`."""
 
 SITE_OVERLOADED = 529
-"""Anthropic's status if there is no room for anyone; 429 means that the caller's own limit is reached."""
+"""Anthropic's status if the whole gateway has no room. 429 means that the caller's own limit is reached."""
 
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -33,20 +33,20 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
     SITE_OVERLOADED: "overloaded_error",
 }
-"""Anthropic's `type` of an error, where it is neither an invalid request nor an `api_error`."""
+"""Anthropic's `type` of an error by status. Other statuses are `invalid_request_error` or `api_error`."""
 
 
 def openai_error(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """By default, `code` repeats the status by name."""
+    """The body of an error. By default, `code` is the name of the status."""
     kind = OPENAI_TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
     by_name = HTTPStatus(status).phrase.lower().replace(" ", "_")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or by_name}}
 
 
 def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """The message names the field, as this shape has no place of its own for it."""
+    """The body of an error. This shape has no key for the field, so the message must name the field."""
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
@@ -60,7 +60,7 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """`param` and `code`: for OpenAI's clients."""
+    """`param` and `code` are only sent to OpenAI's clients."""
     if dialect_of(scope["path"]) is Dialect.ANTHROPIC:
         return JSONResponse(anthropic_error(status, message, shown_id(scope["state"])), status, headers)
     return JSONResponse(openai_error(status, message, param, code), status, headers)

@@ -1,4 +1,4 @@
-"""Our errors as HTTP answers, in one place."""
+"""Turns Baton's errors into HTTP responses."""
 
 import logging
 import math
@@ -39,25 +39,26 @@ HTTP_ERRORS = {
     415: "UnsupportedMediaType",
     431: "TooLarge",
 }
-"""Errors of calls that never reached our own code."""
+"""Names, by status, of errors that the web framework or a middleware found before our routes ran."""
 
 MAX_PATH_CHARACTERS = 200
-"""Longest part of a path that is repeated in a message."""
+"""An error message repeats at most so many characters of a path."""
 
 
 def body_of(error: BaseException) -> dict[str, Any]:
-    """Of an error in mid-stream, after the status was sent, for OpenAI's clients."""
+    """The body of an error in OpenAI's shape. A stream sends it if the error happens after the status was
+    sent."""
     codes = codes_of(error)
     return openai_error(codes.http, message_of(error), _param_of(error), codes.openai)
 
 
 def message_of(error: BaseException) -> str:
-    """The text of an internal error is not sent."""
+    """The message for the client. The text of an internal error is not sent."""
     return INTERNAL_MESSAGE if codes_of(error).is_internal else str(error)
 
 
 def status_of(error: BaseException, dialect: Dialect) -> int:
-    """Both APIs use the same statuses, but for a gateway without room."""
+    """The status in this API. The two APIs differ only for a gateway that has no room for a request."""
     is_site_overloaded = isinstance(error, Overloaded) and not isinstance(error, RateLimited)
     if is_site_overloaded and dialect is Dialect.ANTHROPIC:
         return SITE_OVERLOADED
@@ -65,8 +66,12 @@ def status_of(error: BaseException, dialect: Dialect) -> int:
 
 
 def headers_of(error: BatonError) -> Mapping[str, str]:
-    """Which credentials to send, or when to retry: in whole seconds as in HTTP, and in milliseconds, which the
-    clients of OpenAI and Anthropic read first. Otherwise they would also retry after a deadline of their own."""
+    """Headers that say which credentials to send, or whether and when to retry.
+
+    `retry-after` is in whole seconds, as in HTTP. The clients of OpenAI and Anthropic first read
+    `retry-after-ms`. They would also retry after their own deadline has passed; `x-should-retry: false`
+    prevents this.
+    """
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, RequestAborted | DeadlineTooClose):
@@ -80,7 +85,7 @@ def headers_of(error: BatonError) -> Mapping[str, str]:
 
 
 def add_handlers(app: Starlette) -> None:
-    """Every error in `app` gets a response in the shape of the API that was called."""
+    """Gives every error in `app` a response in the shape of the API that was called."""
     app.add_exception_handler(BatonError, _baton_error)
     app.add_exception_handler(RequestValidationError, _bad_field)
     app.add_exception_handler(HTTPException, _http_error)
@@ -88,7 +93,7 @@ def add_handlers(app: Starlette) -> None:
 
 
 def note_error(scope: Scope, error: str) -> None:
-    """Records the error of a call for metrics and logs; called by whatever sends the error."""
+    """Records the error of a call for metrics and logs. The code that sends an error calls this."""
     scope.setdefault("state", {})["error"] = error
 
 
@@ -113,7 +118,7 @@ async def _baton_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _bad_field(request: Request, error: Exception) -> JSONResponse:
-    """The first problem of a body, by the name of its field."""
+    """The response for an invalid body: its first problem, with the name of the field."""
     assert isinstance(error, RequestValidationError)
     note_error(request.scope, InvalidRequest.__name__)
     field, problem = first_problem(error.errors(), error.body)
@@ -123,13 +128,14 @@ async def _bad_field(request: Request, error: Exception) -> JSONResponse:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     note_error(request.scope, HTTP_ERRORS.get(error.status_code, InvalidRequest.__name__))
-    path = request.scope["path"]  # `request.url` would parse what follows // as a host
+    path = request.scope["path"]  # in a path that begins with //, `request.url` would find a host
     message = f"{request.method[:20]} {path[:MAX_PATH_CHARACTERS]}: {error.detail}"
     return error_response(request.scope, error.status_code, message, headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
-    """Runs outside of every middleware, so it must add the request's id itself."""
+    """The response for an unexpected error. It runs outside of every middleware, so it adds the request's id
+    itself."""
     request_id = request.state.request_id
     note_error(request.scope, INTERNAL_ERROR)
     logger.error(

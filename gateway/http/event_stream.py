@@ -1,4 +1,4 @@
-"""EventStream: server-sent events as an HTTP response; does not know their content."""
+"""EventStream: an HTTP response of server-sent events, whatever their content."""
 
 import asyncio
 import json
@@ -9,27 +9,27 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 Write = Callable[[bytes], Awaitable[None]]
-"""Sends one event, or several at once; waits while the client reads too slowly."""
+"""Sends one event, or several together. Waits while the client reads too slowly."""
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # or nginx would delay events
+    (b"x-accel-buffering", b"no"),  # otherwise nginx delays events
 ]
 
 
 def event(name: str, data: bytes | Mapping[str, object]) -> bytes:
-    """One event; `data` is JSON already, or is converted to it."""
+    """One event. `data`: JSON as bytes, or a mapping that is converted to JSON."""
     body = data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()
     return b"event: %s\ndata: %s\n\n" % (name.encode(), body)
 
 
 class EventStream(Response):
-    """A response with everything that `produce` writes. The status is sent with the first write, so that an earlier
-    error has a status of its own; a later one breaks off the stream.
+    """A response with everything that `produce` writes.
 
-    `produce` is cancelled when the client leaves. A client that stops reading counts as gone after the connection's own
-    deadline (`BoundedH11`).
+    The status is sent with the first write. So an error before the first write gets its own status; a later
+    error breaks off the stream. `produce` is cancelled when the client disconnects. If a client stops
+    reading, the connection ends at a deadline (`BoundedH11`).
     """
 
     def __init__(self, produce: Callable[[Write], Awaitable[None]]) -> None:
@@ -56,7 +56,7 @@ class EventStream(Response):
 
 
 def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
-    """Sends each event as it comes; the generator is closed when the stream ends in any way."""
+    """Sends each event when `events` yields it. However the stream ends, the generator is closed."""
 
     async def produce(write: Write) -> None:
         async with aclosing(events):
@@ -67,9 +67,10 @@ def stream_of(events: AsyncGenerator[bytes, None]) -> EventStream:
 
 
 async def while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Runs `work` to its end, or until the client is gone: then `work` is cancelled, and has cleaned up on return.
+    """Runs `work` to its end. If the client disconnects first, cancels `work` and waits until it has cleaned
+    up.
 
-    Call it once the request's body has been read.
+    Call this function after the request's body has been read.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_gone(receive))

@@ -1,8 +1,8 @@
 """OwnNames: a gateway without API keys answers only requests to one of its own names.
 
-A web page may let its own name resolve to 127.0.0.1 (DNS rebinding). The browser then takes the gateway for that
-page's server, and the page can read its answers. The header `host` reveals this: browsers fill it in themselves, and
-no page can change it.
+A web page may let its own host name resolve to 127.0.0.1 (DNS rebinding). To the browser, the gateway is then
+the server of that page, and the page can read the gateway's answers. The header `host` reveals the attack:
+the browser sets this header, and no page can change it.
 """
 
 import re
@@ -22,12 +22,12 @@ _HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::[0-9]*)?")
 
 
 class OwnNames:
-    """ASGI middleware: 403 for requests to another host name. Requests without one, as HTTP/1.0 allows, come from no
-    browser.
+    """ASGI middleware: answers requests to another host name with 403. HTTP/1.0 allows requests without a
+    host name; they are served, because no browser sends them.
     """
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
-        """`names`: further names beside those of loopback; IPv6 addresses without brackets."""
+        """`names`: names in addition to those of loopback. IPv6 addresses have no brackets here."""
         self._app = app
         self._names = frozenset(in_url(name).lower() for name in (*LOOPBACK, *names))
 

@@ -10,11 +10,11 @@ from baton.version import baton_version
 from baton.worker import WorkerEndpoint
 
 Render = Callable[[str], tuple[bytes, str]]
-"""All metrics for a reader that accepts this format, and their content type."""
+"""Its argument is the reader's `accept` header. Returns all metrics, and their content type."""
 
 
 def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:
-    """`not_ready` says why no request could be served now; None if it could."""
+    """`not_ready` returns why the gateway can serve no request now; None if it can."""
     routes = APIRouter()
 
     @routes.head("/health", include_in_schema=False)
@@ -38,7 +38,8 @@ def probe_routes(not_ready: Callable[[], str | None]) -> APIRouter:
 
 
 def metrics_routes(render: Render, workers: Callable[[], Iterable[WorkerEndpoint]]) -> APIRouter:
-    """The text format, or OpenMetrics on request; `workers` are the current ones."""
+    """Metrics in Prometheus' text format, or in OpenMetrics on request. `workers` returns the current
+    workers."""
     routes = APIRouter()
 
     @routes.get("/metrics", summary="Metrics for Prometheus", response_class=Response)

@@ -1,4 +1,4 @@
-"""BoundedH11: HTTP/1.1 on one connection, which ends if a request is not sent completely, or an answer not read."""
+"""BoundedH11: HTTP/1.1 on one connection, with deadlines for sending a request and for reading an answer."""
 
 import asyncio
 import json
@@ -15,27 +15,31 @@ from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.error_shapes import openai_error
 
 REQUEST_TIMEOUT_S = 15.0
-"""Limit for a request's line and headers to arrive, and for the rest of a body whose answer has already been sent."""
+"""How long a request's line and headers may take to arrive. If the answer is sent before the whole body has
+arrived, also how long the rest of the body may take."""
 STRANGER_KEEP_ALIVE_S = 15
-"""Between two requests on a connection that has shown no key; see Caller.is_stranger."""
+"""Longest time between two requests on a connection that has shown no key; see Caller.is_stranger."""
 KEEP_ALIVE_S = 75
-"""Between two requests on other connections. Load balancers keep theirs open for a minute; a connection that we close
-as they send is an error to them."""
+"""Longest time between two requests on other connections. Load balancers keep their connections open for a
+minute. If we closed a connection while a load balancer sends a request, the load balancer would report an
+error."""
 
 ON_CALLER = "on_caller"
-"""In the state of each request's scope: to be called with its caller, before the request is served."""
+"""Key in the state of each request's scope. Its value is a function, which is called with the request's
+caller before the request is served."""
 
 TOO_MANY = "TooManyConnections"
 NOT_HTTP = "NotHttp"
 """A request that is malformed, or whose headers are too large."""
 
-# uvicorn warns of each malformed request, so clients could fill a disk.
+# uvicorn logs a warning for each malformed request, so clients could fill a disk.
 _uvicorns_logger = logging.getLogger(f"{__name__}.uvicorn")
 _uvicorns_logger.setLevel(logging.ERROR)
 
 
 class BoundedH11(H11Protocol):
-    """uvicorn's protocol, plus deadlines, a limit of connections, and errors in the API's shape."""
+    """uvicorn's protocol with deadlines, a limit for the number of connections, and errors in the API's
+    shape."""
 
     request_timeout_s = REQUEST_TIMEOUT_S
     _deadline: asyncio.TimerHandle | None = None
@@ -50,8 +54,8 @@ class BoundedH11(H11Protocol):
         on_refused: Callable[[str], None],
         **options: Any,
     ) -> None:
-        """`refusal`: why this connection is refused, sent to the client; None admits it. `on_refused` receives
-        NOT_HTTP for each malformed request, which does not become a call."""
+        """`refusal`: the reason for refusing this connection, which the client gets; None accepts the
+        connection. `on_refused` receives NOT_HTTP for each malformed request."""
         super().__init__(*args, **options)
         self._places = places
         self.app_state = {ON_CALLER: self._serve}
@@ -65,7 +69,8 @@ class BoundedH11(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Writing is paused while data waits here. With 0, TLS would pause it without any.
+        # Writing is paused while this buffer contains data. With 0, TLS would pause writing for an empty
+        # buffer, too.
         transport.set_write_buffer_limits(high=1)
         if self._words_of_refusal is not None:
             transport.write(_refusal(self._words_of_refusal))
@@ -74,11 +79,11 @@ class BoundedH11(H11Protocol):
 
     @property
     def is_established(self) -> bool:
-        """True from the end of its handshake on."""
+        """True after the TLS handshake; without TLS, as soon as the connection has a transport."""
         return self.transport is not None
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than data arrives for it."""
+        """asyncio calls this when the client reads more slowly than we write. Starts the write deadline."""
         super().pause_writing()
         self._stalled = self.loop.call_later(self._write_timeout_s, self.transport.abort)
 
@@ -104,10 +109,11 @@ class BoundedH11(H11Protocol):
         self.is_over.set()
 
     def end(self) -> None:
-        """The gateway stops: requests without an answer are refused, and partial answers break off."""
+        """Closes the connection because the gateway stops. Refuses a request without an answer, and breaks
+        off a partial answer."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # its handlers see the client leave
+            cycle.disconnected = True  # to the request's handlers, the client has disconnected
             cycle.message_event.set()
             if not cycle.response_started:
                 self.transport.write(
@@ -121,17 +127,19 @@ class BoundedH11(H11Protocol):
             self.timeout_keep_alive = KEEP_ALIVE_S
 
     def _rest_if_answered(self) -> None:
-        """Its place may be given away once the client has its whole answer."""
+        """Once the client has the whole answer, a new connection may displace this one."""
         if not self.flow.write_paused and (self.cycle is None or self.cycle.response_complete):
             self._places.rest(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Called while h11's error is handled, which is more specific: 431 for too many bytes of headers.
+        """Sends the status of h11's error, which is more specific than 400, such as 431 for too large
+        headers.
 
-        h11 uses 501 for unsupported encodings; as that is no failure of ours, it should not look like one.
+        uvicorn calls this method while it handles h11's error. h11 gives unsupported encodings the status
+        501. The client made that mistake, so the status becomes 400.
         """
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # an answer has begun, and cannot be replaced
+            self.transport.close()  # a part of an answer is already sent, so no error can replace it
             return
         self._on_refused(NOT_HTTP)
         error = sys.exception()
@@ -152,16 +160,16 @@ class BoundedH11(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # the request's own answer would be a second one
+            self.cycle.disconnected = True  # otherwise the request's own answer would follow the error
             self.cycle.message_event.set()
 
     def _should_upgrade(self) -> bool:
-        """No other protocol is supported, so requests to upgrade are served unchanged (RFC 9110, 7.8)."""
+        """No other protocol is supported, so requests to upgrade are served as HTTP/1.1 (RFC 9110, 7.8)."""
         return False
 
     def _watch(self) -> None:
-        """The time runs while the client owes data: its first request, the rest of a request, or the rest of a body
-        that was already answered."""
+        """Runs the deadline while the client must send data: its first request, the rest of a request, or the
+        rest of a body that was already answered."""
         owes = (self.conn.their_state is h11.IDLE and not self._is_kept_alive) or (
             self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
         )
@@ -172,7 +180,8 @@ class BoundedH11(H11Protocol):
 
     @property
     def _is_kept_alive(self) -> bool:
-        """Between two requests, for KEEP_ALIVE_S: uvicorn's timer runs, and no part of the next one has arrived."""
+        """True between two requests: uvicorn's keep-alive timer runs, and no part of the next request has
+        arrived."""
         return self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
 
     def _unwatch(self) -> None:
@@ -187,7 +196,7 @@ class BoundedH11(H11Protocol):
 
 
 def _refusal(message: str) -> bytes:
-    """A refusal, whatever the client asked for."""
+    """A whole response of status 503, in bytes. It fits every request."""
     body = json.dumps(openai_error(503, message)).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"

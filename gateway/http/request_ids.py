@@ -11,13 +11,15 @@ from gateway.http.dialects import Dialect, dialect_of
 
 HEADER = "x-request-id"
 ANTHROPIC_HEADER = "request-id"
-"""The same for Anthropic's clients, on their paths."""
+"""The header that Anthropic's clients read; responses on Anthropic's paths have both headers."""
 
 
 class RequestIds:
-    """Gives each request an id of its own in `request.state.request_id`; an id in the body may replace it.
+    """ASGI middleware: sets `request.state.request_id`, an id that no other request has. An id in the body
+    may replace it.
 
-    The response repeats the id from the request's header if it is fit for a log, else this one.
+    The response repeats the id of the request's header if that id may appear in a log. Otherwise the response
+    contains `request_id`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -40,7 +42,7 @@ class RequestIds:
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
-    """The headers of a response that name its request."""
+    """The response headers that contain the request's id."""
     shown = shown_id(scope["state"])
     if dialect_of(scope["path"]) is Dialect.ANTHROPIC:
         return {HEADER: shown, ANTHROPIC_HEADER: shown}
@@ -48,7 +50,7 @@ def id_headers(scope: Scope) -> dict[str, str]:
 
 
 def shown_id(state: Mapping[str, Any]) -> str:
-    """The id that the client knows, from the state set above."""
+    """The id that the client gets, from the state that `RequestIds` set."""
     shown: str = state["offered_id"] or state["request_id"]
     return shown
 

@@ -1,4 +1,4 @@
-"""RequestLimits: bounds a request's size and the time its body takes, while it is read."""
+"""RequestLimits: bounds a request's size, and the time until its body has arrived."""
 
 import asyncio
 
@@ -11,12 +11,14 @@ from gateway.http.error_shapes import error_response
 from gateway.http.errors import HTTP_ERRORS, note_error
 
 MAX_HEADER_BYTES = 32 * 1024
-"""Limit for the request's line and all headers together. The server itself bounds incomplete headers."""
+"""Most bytes of the request's line and all headers together. uvicorn bounds headers that are still
+incomplete."""
 BODY_TIMEOUT_S = 60.0
 
 
 class RequestLimits:
-    """ASGI middleware: 431 for headers, 413 once a body is too large or announces to be, 408 if it does not arrive."""
+    """ASGI middleware: answers with 431 for too large headers, 413 for a too large body, and 408 for a late
+    body."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app
@@ -37,20 +39,21 @@ class RequestLimits:
         await self._app(scope, self._limited(receive), send)
 
     def _problem(self, scope: Scope) -> tuple[int, str] | None:
-        """What is wrong with its headers: a status and the reason."""
+        """The problem of the request's headers: a status and the reason. None if there is no problem."""
         headers = Headers(scope=scope)
         if _header_bytes(scope) > MAX_HEADER_BYTES:
             return 431, f"the request's line and headers may have at most {MAX_HEADER_BYTES} bytes"
         if "content-length" in headers and "transfer-encoding" in headers:
-            # If two servers trust different ones, a request can hide in another's body.
+            # If a proxy uses one of these headers and we the other, a request can hide in another request's
+            # body.
             return 400, "set either content-length or transfer-encoding, not both"
         if int(headers.get("content-length", "0")) > self._max_bytes:  # h11 ensures that it is a number
             return 413, self._too_large
         return None
 
     def _limited(self, receive: Receive) -> Receive:
-        """FastAPI answers the exceptions it raises. After the body, it waits without a deadline for the client to
-        leave.
+        """A `receive` with limits for the body; FastAPI turns its exceptions into responses. After the body,
+        it waits without a deadline until the client disconnects.
         """
         num_bytes, is_whole = 0, False
         deadline = asyncio.get_running_loop().time() + self._timeout_s

@@ -1,4 +1,4 @@
-"""SamplingFields: how tokens are chosen, when an answer stops and where it runs; the same in several APIs."""
+"""SamplingFields: fields of several APIs that say how to sample tokens, when to stop, and where to run."""
 
 import re
 from typing import Annotated, Literal
@@ -32,7 +32,7 @@ SAMPLING_FIELDS = (
     "min_tokens",
     "ignore_eos",
 )
-"""Fields with the same name and meaning as in SamplingParams."""
+"""Fields that have the same name and meaning in SamplingParams."""
 
 PromptCacheKey = Annotated[
     str,
@@ -44,7 +44,7 @@ PromptCacheKey = Annotated[
 
 
 class SamplingFields(Body):
-    """Names and meanings of OpenAI, then of vLLM."""
+    """Fields with OpenAI's names and meanings, then fields with vLLM's."""
 
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: float | None = Field(None, ge=0.0, le=100.0, description="Default 1; 0 is greedy.")
@@ -90,7 +90,7 @@ class SamplingFields(Body):
     def params_with(
         self, max_tokens: int, logprobs: int | None, structured_output: StructuredOutput | None
     ) -> SamplingParams:
-        """InvalidRequest names the field that contradicts another one."""
+        """Raises InvalidRequest for a field that contradicts another field."""
         given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
             max_tokens=max_tokens,
@@ -107,7 +107,7 @@ class SamplingFields(Body):
     def _biases(self) -> dict[int, float]:
         biases: dict[int, float] = {}
         for key, bias in (self.logit_bias or {}).items():
-            if not re.fullmatch("0|[1-9][0-9]{0,9}", key):  # no two such keys are the same number
+            if not re.fullmatch("0|[1-9][0-9]{0,9}", key):  # such keys differ only if their numbers differ
                 raise InvalidRequest("logit_bias", f"keys must be token ids, got {key[:60]!r}")
             biases[int(key)] = bias
         return biases

@@ -1,4 +1,4 @@
-"""Schemas for /openapi.json that stand within a string's description, and so cannot refer to anything outside."""
+"""Schemas for /openapi.json that describe the content of a string; they cannot refer to other schemas."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from pydantic import TypeAdapter
 
 
 def whole_schema(shape: Any) -> Any:
-    """A schema without references to anything outside itself."""
+    """A schema without references: the definitions that it uses are copied into it."""
     schema = TypeAdapter(shape).json_schema(mode="serialization")
     parts = schema.pop("$defs", {})
 

@@ -1,4 +1,4 @@
-"""HttpServer: runs an ASGI application on a port of its own, in the current event loop."""
+"""HttpServer: serves an ASGI application on one port, in the current event loop."""
 
 import asyncio
 import socket
@@ -21,14 +21,14 @@ from gateway.http.request_limits import MAX_HEADER_BYTES
 BACKLOG = 1024
 
 SEND_BUFFER_BYTES = 128 * 1024
-"""The kernel's buffer for each connection; it uses twice as much."""
+"""Requested size of the kernel's send buffer of each connection; the kernel allocates twice as much."""
 
 LAST_WORDS_S = 1.0
-"""Time for a stopping gateway's last responses, and for requests to notice their end."""
+"""How long a stopping gateway waits for its last responses to be sent, and for cancelled requests to end."""
 
 
 class HttpServer:
-    """Used once: `start`, then `stop` at least once."""
+    """One instance serves once: call `start`, then `stop` at least once."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class HttpServer:
         write_timeout_s: float,
         on_refused: Callable[[str], None],
     ) -> None:
-        """With `certificates` it accepts only HTTPS. `on_refused`: see Acceptor and BoundedH11."""
+        """With `certificates`, the server accepts only HTTPS. `on_refused`: see Acceptor and BoundedH11."""
         self._host = host
         self._port = port
         self._places = ConnectionPlaces[BoundedH11](max_connections)
@@ -67,7 +67,7 @@ class HttpServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Binds the port and serves; ConfigError if the port is taken."""
+        """Binds the port and serves. Raises ConfigError if the server cannot listen there."""
         try:
             listener = socket.create_server(
                 (self._host, self._port), family=_family(self._host), backlog=BACKLOG
@@ -86,7 +86,8 @@ class HttpServer:
             await self._serving
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no new requests, gives running ones `grace_s` to end, then ends them as if their clients had left."""
+        """Refuses new requests. Running requests may continue for `grace_s`; then they end as if their
+        clients had disconnected."""
         if self._serving is None:
             return
         self._server.grace_s = grace_s
@@ -94,7 +95,7 @@ class HttpServer:
         await asyncio.shield(self._serving)
 
     def _protocol(self, is_refused: bool) -> BoundedH11:
-        """h11 bounds headers, which httptools does not."""
+        """Returns the protocol of a new connection. It uses h11, because httptools does not bound headers."""
         limit = f"{self._places.number} connections are open, which is the limit"
         return BoundedH11(
             self._server.config,
@@ -108,10 +109,11 @@ class HttpServer:
 
 
 def _set_up(listener: socket.socket, write_timeout_s: float) -> None:
-    """Options that connections inherit: the kernel buffers little for a client that does not read, and not for ever.
-    For one that reads, it delays nothing."""
-    # Otherwise a second small write, such as a stream's first event, waits 40 ms for the client's delayed
-    # acknowledgement of the first. asyncio itself sets this only if a socket names its protocol.
+    """Sets socket options, which accepted connections inherit. If a client does not read, the kernel buffers
+    little, and only for a limited time. If a client reads, the kernel sends without delay."""
+    # Without TCP_NODELAY, a second small write waits 40 ms for the client's delayed acknowledgement of the
+    # first. A stream's first event is such a write. asyncio sets TCP_NODELAY only if a socket names its
+    # protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     if sys.platform == "linux":  # only Linux limits how long unsent data may wait in the kernel
@@ -121,10 +123,10 @@ def _set_up(listener: socket.socket, write_timeout_s: float) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to its process, and reports when it listens."""
+    """A uvicorn server that handles no signals. It sets `has_started` when it listens."""
 
     grace_s = 0.0
-    """Time that running requests get once the server stops."""
+    """How long running requests may continue after the server was told to stop."""
 
     def __init__(self, config: uvicorn.Config, acceptor: Acceptor) -> None:
         super().__init__(config)
@@ -136,15 +138,16 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn itself accepts nothing: asyncio's server, which it uses, neither counts handshakes nor pauses when
-        files run out."""
+        """Our Acceptor accepts the connections, not uvicorn. uvicorn uses asyncio's server, which does not
+        count handshakes and does not pause when the process has no file descriptors left."""
         await super().startup(sockets=[])
         for listener in sockets or []:
             self.acceptor.start(listener)
         self.has_started.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's own polls open connections ten times a second, and logs an error if any are left."""
+        """Replaces uvicorn's `shutdown`, which polls open connections ten times a second, and logs an error
+        if some are left."""
         self.acceptor.close()
         for listener in sockets or []:
             listener.close()
@@ -166,7 +169,8 @@ class _Server(uvicorn.Server):
         return [each for each in self.server_state.connections if isinstance(each, BoundedH11)]
 
     async def _all_over(self, timeout_s: float) -> None:
-        """Returns when every connection is closed and its requests have ended, or the time has passed."""
+        """Returns when all connections are closed and all their requests have ended, at the latest after
+        `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for connection in self._connections:

@@ -1,8 +1,8 @@
-"""Strict JSON: only bodies that RFC 8259 allows, that are unambiguous and within bounds; else an error that says why.
+"""Strict JSON: accepts only bodies that RFC 8259 allows, that are unambiguous, and that are within bounds.
 
-Parsers accept more: numbers beyond a double, repeated keys. The meaning of such a body depends on its reader, so it
-is refused. Checking blocks the event loop, so it uses few calls that scan the whole body each. pydantic's own parser
-refuses the rest (NaN, lone surrogates, invalid UTF-8).
+Parsers accept more, such as numbers beyond a double, or repeated keys. Different parsers read such a body
+differently, so it is refused here. The checks block the event loop, so they are fast: a few calls, each of
+which scans the whole body. pydantic's own parser refuses NaN, lone surrogates and invalid UTF-8.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 MAX_DEPTH = 64
-"""Limit for nested lists and objects; JSON schemas are the deepest legitimate input."""
+"""Most levels of nested lists and objects. JSON schemas are the deepest legitimate input."""
 MAX_VALUES = 2**18
-"""A prompt's token ids are the largest legitimate input."""
+"""Most values of a body. A prompt's token ids are the largest legitimate input."""
 MAX_KEYS = 2**12
-"""Keys of one object, since pydantic reports each unknown one."""
+"""Most keys of one object; pydantic reports each unknown key."""
 MAX_INTEGER, MIN_INTEGER = 2**64 - 1, -(2**63)
 LONG_BYTES = 2**16
-"""Larger bodies take milliseconds."""
+"""Parsing a larger body takes milliseconds."""
 MAX_SEARCHED_BYTES = 2**16
-"""In larger bodies, a repeated key is not named."""
+"""For a larger body, the error about a repeated key does not name the key."""
 
 _BRACKET = re.compile(rb"[\[\]{}]")
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE_NUMBERS = (b"0" * 19, b"0e")
-"""Numbers beyond 64 bits have this many digits, or an exponent."""
+"""A number beyond 64 bits contains one of these after `_SHAPE`: at least 19 digits, or an exponent."""
 
 _NESTED = frozenset((dict, list))
 
@@ -42,7 +42,7 @@ _HINTS = {
     "hex escape": "; a lone surrogate is not a character",
     "unicode code point": "; the body must be UTF-8",
 }
-"""By a fragment of the parser's message."""
+"""What to add to the parser's message, by a fragment of that message."""
 
 
 class NotStrict(ValueError):
@@ -50,7 +50,10 @@ class NotStrict(ValueError):
 
 
 def parse(body: bytes) -> Any:
-    """NotStrict says what is wrong. Returned texts can be encoded; returned numbers are finite and fit into 64 bits."""
+    """The body's value. Its texts can be encoded; its numbers are finite, and its integers fit into 64 bits.
+
+    Raises NotStrict with the reason if the body is refused.
+    """
     if body.startswith(codecs.BOM_UTF8):
         raise NotStrict("starts with a byte order mark; remove it")
     structure = _without_strings(body)
@@ -68,7 +71,7 @@ def parse(body: bytes) -> Any:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is strict JSON; every route with a body is one."""
+    """A route that parses its body as strict JSON. Every route with a body must be a JsonRoute."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -81,13 +84,14 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def body(self) -> bytes:
-        """FastAPI reads the body if a route takes one, but parses it only if its content type is JSON."""
+        """Checks the headers before FastAPI reads the body. FastAPI would parse it only if its content type
+        is JSON."""
         if _has_body(self.headers):
             _check_kind(self.headers)
         return await super().body()
 
     async def json(self) -> Any:
-        """FastAPI answers a JSONDecodeError as the client's mistake."""
+        """The parsed body. Raises JSONDecodeError, for which FastAPI sends an error of the client."""
         if not hasattr(self, "_json"):
             body = await self.body()
             try:
@@ -95,7 +99,7 @@ class _JsonRequest(Request):
             except NotStrict as error:
                 raise json.JSONDecodeError(str(error), "", 0) from error
             if len(body) > LONG_BYTES:
-                await asyncio.sleep(0)  # others get a turn before the values are validated
+                await asyncio.sleep(0)  # other tasks run before pydantic validates the values
         return self._json
 
 
@@ -104,7 +108,7 @@ def _has_body(headers: Headers) -> bool:
 
 
 def _check_kind(headers: Headers) -> None:
-    """HTTPException before the body is read."""
+    """Raises HTTPException if the headers announce anything but plain JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, f"send JSON as content-type application/json, got {kind[:60] or 'none'!r}")
@@ -114,7 +118,8 @@ def _check_kind(headers: Headers) -> None:
 
 
 def _without_strings(body: bytes) -> bytes:
-    """Brackets, commas, colons and numbers. In JSON, backslashes only appear in strings, mostly escaped ones."""
+    """The body's brackets, commas, colons, numbers and literals. In JSON, backslashes appear only in
+    strings."""
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if bare.count(b'"') > 4 * MAX_VALUES:  # two for each key and each value
         raise NotStrict(f"the body has more than {MAX_VALUES} values")
@@ -122,7 +127,7 @@ def _without_strings(body: bytes) -> bytes:
 
 
 def _check_size(structure: bytes) -> None:
-    """Checks sizes before anything is built."""
+    """Checks the number of values and the depth before the body is parsed."""
     num_values = structure.count(b",") + structure.count(b"[") + structure.count(b"{")
     if num_values > MAX_VALUES:
         raise NotStrict(f"the body has more than {MAX_VALUES} values")
@@ -136,7 +141,10 @@ def _check_size(structure: bytes) -> None:
 
 
 def _check(value: Any, *, has_large_numbers: bool) -> int:
-    """The number of keys of all objects. Without large numbers, only lists and objects are visited."""
+    """Checks the parsed value, and returns the number of keys of all objects together.
+
+    Without large numbers, only lists and objects are visited.
+    """
     num_keys = 0
     waiting = [value]
     while waiting:
@@ -151,7 +159,7 @@ def _check(value: Any, *, has_large_numbers: bool) -> int:
             continue
         if has_large_numbers:
             waiting += item
-        elif not _NESTED.isdisjoint(map(type, item)):  # a long list of numbers is common, and costs time here
+        elif not _NESTED.isdisjoint(map(type, item)):  # skips long lists of numbers, which are common
             waiting += [each for each in item if type(each) in _NESTED]
     return num_keys
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: text to the model's tokens and back, with vLLM's field names."""
+"""/tokenize and /detokenize: convert text to the model's tokens and back, with vLLM's field names."""
 
 from dataclasses import dataclass
 from typing import Annotated, Self
@@ -56,7 +56,8 @@ class TokenizeRequest(Body):
 
     @property
     def chat(self) -> Conversation:
-        """InvalidRequest names a field that contradicts others by its path in the body."""
+        """Raises InvalidRequest for a field that contradicts other fields; it names the field's path in the
+        body."""
         options = self.chat_template_kwargs or {}
         check_template_options("chat_template_kwargs", options)
         messages = chat_messages_of(self.messages or ())
@@ -89,7 +90,7 @@ class DetokenizeAnswer:
 
 
 class TokenizeRoutes:
-    """Handles parsed bodies."""
+    """Answers requests whose bodies are already parsed."""
 
     def __init__(self, pool: TokenizerPool, model: ServedModel) -> None:
         self._pool = pool
@@ -140,7 +141,7 @@ def _name_of(request: Request) -> str:
 
 
 def tokenize_routes(pool: TokenizerPool, model: ServedModel) -> APIRouter:
-    """Both work without any worker."""
+    """The routes of both calls. They need no worker."""
     routes = APIRouter(route_class=JsonRoute)
     api = TokenizeRoutes(pool, model)
 

@@ -1,4 +1,4 @@
-"""PageTrial: runs one request like any client's and reports its progress for the live page."""
+"""PageTrial: runs a request for the live page, like a client's request, and reports its progress."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -24,21 +24,22 @@ from gateway.routing.placement import Mode, Placement
 
 
 class TrialRequest(BaseModel):
-    """What the page's prompt box sends."""
+    """The body that the page's prompt box sends."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: str = Field(min_length=1, max_length=20_000)
-    """A user's turn if the model's tokenizer has a chat template; else text to continue."""
+    """A user's turn if the model's tokenizer has a chat template; otherwise text to continue."""
     max_tokens: int = Field(128, ge=1, le=1024)
-    """Fewer if the model's context has less room."""
+    """Most tokens of the answer; the model's context may leave room for fewer."""
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     mode: Literal["disaggregated", "local"] | None = None
     """None: the gateway's default."""
 
 
 class PageTrial:
-    """One instance serves all viewers; their requests count like any others at the gateway."""
+    """One instance serves all viewers of the page. Their requests count like other requests of the
+    gateway."""
 
     def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, clock: Clock) -> None:
         self._driver = driver
@@ -48,7 +49,8 @@ class PageTrial:
     async def begin(
         self, request: TrialRequest, caller: Caller, request_id: str, trace: TraceContext | None
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events; raises InvalidRequest at once if the prompt cannot be served."""
+        """Server-sent events about the request. Raises InvalidRequest before the first event if the prompt
+        cannot be served."""
         prompt: Prompt = request.prompt
         if self._preprocessor.has_chat_template:
             prompt = Conversation((ChatMessage("user", request.prompt),))
@@ -88,8 +90,8 @@ class PageTrial:
     async def _placements_and_deltas(
         self, gateway_request: GatewayRequest
     ) -> AsyncGenerator[Placement | Delta, None]:
-        """Deltas, and each placement before those that come from it."""
-        placements: asyncio.Queue[Placement] = asyncio.Queue()  # one an attempt, whose number is bounded
+        """The request's deltas and placements. Each placement comes before the deltas of its workers."""
+        placements: asyncio.Queue[Placement] = asyncio.Queue()  # one per attempt, and attempts are bounded
         watched = replace(gateway_request, on_placed=placements.put_nowait)
         async with aclosing(self._driver.generate(watched)) as deltas:
             delta = asyncio.create_task(_next(deltas))
@@ -126,7 +128,8 @@ def _placement(placement: Placement) -> dict[str, object]:
 
 
 def _end(finish: Finish) -> dict[str, object]:
-    """Times in seconds; those of transfers count from the request's arrival."""
+    """The data of the event `end`. Times are in seconds; times of transfers count from the request's
+    arrival."""
     timing = finish.timing
     return {
         "finish_reason": finish.reason.value,

@@ -1,11 +1,11 @@
-"""Problems of a body in its author's terms: pydantic's findings by field and value."""
+"""Describes a body's problem in the client's terms: from pydantic's findings to a field and its problem."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
 MAX_VALUE_CHARACTERS = 60
-"""Longest part of a wrong value that is repeated in a message."""
+"""An error message repeats at most so many characters of a wrong value."""
 
 WORDS = {
     "extra_forbidden": "unknown field; remove it",
@@ -17,17 +17,18 @@ WORDS = {
     "union_tag_invalid": "must be one of {expected_tags}, got '{tag}'",
     "union_tag_not_found": "required, but missing",
 }
-"""By pydantic's error type, where its own text is about Python types."""
+"""Our message by pydantic's error type, for types whose own message is about Python."""
 
 TAG_FINDINGS = ("union_tag_invalid", "union_tag_not_found")
-"""Findings about the field that tells an object's kind, such as `type`; pydantic reports them at the object."""
+"""Findings about the field that says an object's kind, such as `type`. pydantic reports the path of the
+object, not of this field."""
 
 
 def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, str]:
-    """The field's dotted path in the body, and what is wrong with it.
+    """The field's dotted path in the body, and the problem.
 
-    A value with several allowed types has a finding for each. Of these, the one that got furthest into the value is
-    reported, together with others of the same place.
+    If a value may have several types, pydantic has a finding for each type. The findings with the longest
+    path into the value are reported.
     """
     top = findings[0]["loc"][:2]
     placed = [(_place(finding, body), finding) for finding in findings if finding["loc"][:2] == top]
@@ -45,7 +46,7 @@ def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
         return ()
     root, *parts = finding["loc"]
     if root != "body":
-        return tuple(str(part) for part in parts)  # of a header, or of the address
+        return tuple(str(part) for part in parts)  # the finding is about a header, or about the URL
     place: list[str] = []
     value = body
     for depth, part in enumerate(parts, 1):

@@ -1,4 +1,4 @@
-"""Whole JSON: an answer that is written while it is sent, so that no single step takes long; knows no shape."""
+"""Writes a JSON answer in pieces while it is sent, so that no single step blocks the event loop for long."""
 
 import asyncio
 import re
@@ -12,25 +12,25 @@ from gateway.turn_budget import TurnBudget
 PIECE_CHARACTERS = 16 * 1024
 """Size of a piece of a long text."""
 WRITE_CHARACTERS = 256 * 1024
-"""Size of one write, which takes a millisecond. A client must read each write within `gateway.write_timeout_s`, so no
-client can hold an answer indefinitely."""
+"""Size of one write, which takes a millisecond. A client must read each write within
+`gateway.write_timeout_s`, so a slow client cannot keep an answer in memory for ever."""
 
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 def json_string(text: str) -> str:
-    """A string with its quotes."""
+    """The text as a JSON string, with its quotes."""
     return to_json(text).decode()
 
 
 def string_pieces(text: str) -> Iterator[str]:
-    """The text between the quotes."""
+    """The text as a JSON string without its quotes, in pieces."""
     for begin in range(0, len(text), PIECE_CHARACTERS):
         yield json_string(text[begin : begin + PIECE_CHARACTERS])[1:-1]
 
 
 def in_ascii(json: str) -> str:
-    """The same JSON in ASCII; only strings can contain other characters."""
+    """The same JSON in ASCII: other characters, which only strings contain, are escaped."""
     return json if json.isascii() else _NOT_ASCII.sub(_escaped, json)
 
 
@@ -40,8 +40,10 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 async def send_json(pieces: Iterable[str], send: Send) -> None:
-    """Joins and sends the pieces, each of which is quick to make. An answer of one write has a content-length; a
-    longer one is sent in chunks."""
+    """Joins the pieces and sends them. Each piece must be quick to make.
+
+    An answer that fits into one write has a content-length. A longer answer is sent in chunks.
+    """
     budget = TurnBudget(asyncio.get_running_loop().time)
     waiting: list[str] = []
     num_waiting, is_open = 0, False

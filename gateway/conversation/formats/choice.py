@@ -1,4 +1,4 @@
-"""Which format a model has: by its chat template's own words, or by name."""
+"""Chooses a model's format by signs in its chat template, or by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class Family:
     """How one family of models writes calls."""
 
     new_syntax: Callable[[], CallSyntax] | None
-    """None: its answers are not text with calls in it, but messages on channels."""
+    """None: answers are messages on channels, not text that contains calls."""
     style: TemplateStyle | None
-    """What its templates expect; None: they know no tools."""
+    """The style of the family's chat templates; None: they know no tools."""
     signs: tuple[str, ...]
-    """A template that contains all of these belongs to it."""
+    """A template that contains all these texts belongs to the family."""
 
 
 _NATIVE = TemplateStyle()
@@ -52,7 +52,8 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(LlamaCalls, _NATIVE, ("ipython", '"parameters"')),
     "generic": Family(HermesCalls, None, ()),
 }
-"""By name; the first one whose signs a template shows is the model's. A template that reads no tools has the last."""
+"""Families by name. A model has the first family whose signs its template contains. If the template reads no
+tools, the model has the last family."""
 
 FORMAT_NAMES = tuple(FAMILIES)
 
@@ -60,7 +61,8 @@ FORMAT_NAMES = tuple(FAMILIES)
 def answer_format_of(
     chat_template: str | None, vocabulary: Vocabulary, name: str | None = None
 ) -> AnswerFormat:
-    """The format that a model's chat template asks for, or the one of this name (ModelError if that cannot be)."""
+    """The format for a model's chat template, or the format called `name`. Raises ModelError if the template
+    cannot be used with the format called `name`."""
     if chat_template is None:
         return PlainFormat()
     template = ChatTemplate(chat_template)

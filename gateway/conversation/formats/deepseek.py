@@ -1,4 +1,4 @@
-"""DeepSeek: a section of calls between tokens, each with its name and JSON arguments.
+"""DeepSeek: special tokens surround a section of calls, and each call with its name and JSON arguments.
 
 V3, R1    <calls begin> <call begin>function<sep>NAME, newline, ```json, {...}, ```<call end> ... <calls end>
 V3.1      <calls begin> <call begin>NAME<sep>{...}<call end> ... <calls end>
@@ -13,7 +13,7 @@ from gateway.conversation.reader import Reader, Steps
 
 
 def token(name: str) -> str:
-    """DeepSeek writes tokens with full-width bars, and `\u2581` for a space."""
+    """A special token of DeepSeek: it has full-width bars, and `\u2581` for a space."""
     return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -24,7 +24,7 @@ FENCE, FENCE_END = "```json\n", "\n```"
 
 
 class DeepSeekCalls:
-    """A CallSyntax that reads both, and guides to one."""
+    """A CallSyntax that reads both notations. Its grammar has one of them."""
 
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = (END, CALL, CALL_END, SEPARATOR)
@@ -32,7 +32,7 @@ class DeepSeekCalls:
     repeats: str | None = None
 
     def __init__(self, *, is_fenced: bool) -> None:
-        """`is_fenced`: V3's way."""
+        """`is_fenced`: the grammar has V3's notation, otherwise V3.1's."""
         self._is_fenced = is_fenced
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:
@@ -62,7 +62,7 @@ class DeepSeekCalls:
 
 
 def _call(reader: Reader, calls: CallWriter) -> Steps[bool]:
-    """Within an attempt."""
+    """Reads one call, within an attempt. False: there is no call."""
     yield from reader.skip_spaces()
     if not (yield from reader.skip(CALL)):
         return False

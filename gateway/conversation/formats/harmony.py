@@ -1,4 +1,4 @@
-"""Harmony, of gpt-oss: an answer is a series of messages, each on a channel, and calls are messages to a function.
+"""Harmony, the format of gpt-oss: an answer is messages on channels; a call is a message to a function.
 
     <|channel|>analysis<|message|>...<|end|>                                            reasoning
     <|start|>assistant<|channel|>commentary<|message|>...<|end|>                        text before calls
@@ -37,7 +37,7 @@ class HarmonyFormat:
         variables = self._template.variables(conversation)
         one_by_one = replace(conversation, messages=_one_by_one(conversation.messages))
         turns = self._template.turns(one_by_one, TemplateStyle())
-        # The template writes each tool's description, and has no other way for a tool without one.
+        # The template always writes a tool's description, so a tool without one gets an empty text.
         tools = [described(replace(tool, description=tool.description or "")) for tool in conversation.tools]
         return {"conversation": turns, **({"tools": tools} if tools else {}), **variables}
 
@@ -55,9 +55,10 @@ class HarmonyFormat:
 
 
 def _one_by_one(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The messages, where each call has a turn of its own, its result behind it, and its text before it.
+    """The messages, where each call has a separate turn. The call's result follows it; the turn's text
+    precedes it.
 
-    The template writes a turn's first call only, and takes a result for the last call's.
+    The template writes only the first call of a turn, and assigns each result to the call before it.
     """
     turns: list[ChatMessage] = []
     at = 0

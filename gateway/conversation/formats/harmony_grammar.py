@@ -1,6 +1,7 @@
-"""What the model may write in harmony: thoughts, then calls or a final message; see harmony.py for what they look like.
+"""The grammar of harmony: thoughts, then calls or a final message; harmony.py shows the format.
 
-The tokens that end a turn, `<|call|>` and `<|return|>`, are ends of sequence to the engine and stand in no rule.
+The tokens that end a turn, `<|call|>` and `<|return|>`, are end-of-sequence tokens to the engine, so no rule
+has them.
 """
 
 from baton.errors import InvalidRequest
@@ -31,7 +32,8 @@ _OTHERS = tuple(token for token in TOKENS if token != END)
 def harmony_grammar(
     vocabulary: Vocabulary, conversation: Conversation, answer: StructuredOutput | None
 ) -> StructuredOutput | None:
-    """None: anything may be written. InvalidRequest names the field of what cannot be had."""
+    """The grammar; None: the model may write anything. Raises InvalidRequest for a field that cannot be
+    satisfied."""
     budget = conversation.reasoning.max_tokens
     if not conversation.tools and answer is None and budget is None:
         return None

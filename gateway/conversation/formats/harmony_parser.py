@@ -1,8 +1,8 @@
-"""HarmonyParser: one turn's messages as events, while they are written; see harmony.py for what they look like.
+"""HarmonyParser: turns a turn's messages into events while they arrive; harmony.py shows the format.
 
-What follows no head, and what stands on an unknown channel, is text. The format's tokens are dropped wherever they
-stand, and so is a head, or a token behind a message, that the answer's end cut off. Two messages of one kind have a
-line's end between them.
+Content without a head, or on an unknown channel, is text. The format's tokens are always dropped. If the
+answer ends within a head, or within a token after a message, that unfinished part is dropped, too. A line end
+separates two messages of the same kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,17 +33,17 @@ _MAX_WORD = 200
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands before a message's content."""
+    """The part of a message before its content."""
 
     channel: str
     recipient: str
 
 
 class HarmonyParser(Stepwise):
-    """An AnswerParser. Text, in any pieces, gives the same events but for where they are cut."""
+    """An AnswerParser. However the text is divided into pieces, the joined events are the same."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        """`tools`: those that may be called; without any, there are no calls."""
+        """`tools`: the tools that the model may call. If it is empty, there are no calls."""
         self._has_calls = bool(tools)
         self._part = AnswerPart.TEXT
         super().__init__()
@@ -53,12 +53,12 @@ class HarmonyParser(Stepwise):
 
     @property
     def part(self) -> AnswerPart:
-        """Heads count as text."""
+        """The kind of the present part. A head counts as text."""
         return self._part
 
     @property
     def may_reason(self) -> bool:
-        """Any message may be a thought."""
+        """Always true: any message may be reasoning."""
         return True
 
     def _run(self) -> Steps[None]:
@@ -69,13 +69,13 @@ class HarmonyParser(Stepwise):
                 self._reader.commit()
                 yield from self._message(head)
             elif self._reader.has_met_end and (yield from self._is_marked()):
-                return  # the answer ended within a head, of which nothing is to be read
+                return  # the answer ended within a head, which is dropped
             else:
                 self._reader.rewind()
                 yield from self._stray()
 
     def _head(self) -> Steps[Head | None]:
-        """Within an attempt. None: there is none, or no whole one."""
+        """Reads a head, within an attempt. None: there is no head, or it is not complete."""
         reader, recipient = self._reader, ""
         yield from reader.skip_spaces()
         if (yield from reader.next_is(START)):
@@ -96,13 +96,13 @@ class HarmonyParser(Stepwise):
             if (yield from reader.next_is(RECIPIENT)):
                 recipient = yield from reader.word(_WORD_ENDS, _MAX_WORD)
             elif not (yield from reader.next_is(CONSTRAIN)) and not (
-                # A kind of content, such as `json`, which says nothing new.
+                # This word is a type of content, such as `json`, which is ignored.
                 yield from reader.word(_WORD_ENDS, _MAX_WORD)
             ):
                 return None
 
     def _is_marked(self) -> Steps[bool]:
-        """Whether the attempt, which is over, begins as only a head does."""
+        """Whether the text of the attempt begins like a head. Begins the attempt again."""
         self._reader.rewind()
         self._reader.begin_attempt()
         yield from self._reader.skip_spaces()
@@ -130,13 +130,13 @@ class HarmonyParser(Stepwise):
         yield from self._reader.drop_beginning(_TOKENS)
 
     def _function(self, recipient: str) -> str | None:
-        """The function that a message is for."""
+        """The function to which a message is addressed; None if there is none."""
         name = recipient.removeprefix(FUNCTIONS)
         is_function = name in self._calls.tools or (name != recipient and is_tool_name(name))
         return name if self._has_calls and is_function else None
 
     def _call(self, name: str) -> Steps[bool]:
-        """Reads the arguments, if that is what the content is."""
+        """Reads the arguments of a call. False: the content is neither arguments nor empty, so it is text."""
         reader = self._reader
         yield from reader.skip_spaces()
         if (yield from reader.peek()) == "{":
@@ -156,7 +156,8 @@ class HarmonyParser(Stepwise):
         return False
 
     def _content(self, show: Callable[[str], None]) -> Steps[None]:
-        """Shows a message's content, and reads its end. A new head ends it too."""
+        """Passes a message's content to `show`, and reads the token at its end. A new head also ends the
+        content."""
         reader = self._reader
         while True:
             num_spaces, length = yield from reader.until(_TOKENS, show)
@@ -173,7 +174,7 @@ class HarmonyParser(Stepwise):
                 return
 
     def _stray(self) -> Steps[None]:
-        """A token in the wrong place, or text without a head."""
+        """Reads a token in a wrong place, which is dropped, or text without a head."""
         reader = self._reader
         reader.begin_attempt()
         for token in TOKENS:

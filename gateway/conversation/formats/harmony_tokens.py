@@ -1,4 +1,4 @@
-"""Harmony's special tokens, and how it names functions."""
+"""Harmony's special tokens, and its names for channels and functions."""
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

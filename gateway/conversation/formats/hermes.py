@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>`, a JSON object, `</tool_call>`, for each call."""
+"""Hermes and Qwen: each call is `<tool_call>`, a JSON object, and `</tool_call>`."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesCalls:
-    """A CallSyntax."""
+    """The CallSyntax of Hermes and Qwen."""
 
     markers = (BEGIN,)
     tokens = (END,)

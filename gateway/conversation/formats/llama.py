@@ -1,7 +1,7 @@
-"""Llama 3 and 4: an answer that is a JSON object `{"name": "f", "parameters": {...}}`, or several with `;` between.
+"""Llama 3 and 4: the answer is `{"name": "f", "parameters": {...}}`, or several of these, with `;` between.
 
-Nothing marks a call but its form, so it counts as one only where the answer begins (or behind `<|python_tag|>`) and
-where a tool has its name.
+Such a call need not have a marker. So an object is a call only at the beginning of the answer, or after
+`<|python_tag|>`, and only if a tool has its name.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BEGIN = "<|python_tag|>"
 
 
 class LlamaCalls:
-    """A CallSyntax."""
+    """The CallSyntax of Llama 3 and 4."""
 
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS]` and a JSON array of calls; newer ones `[TOOL_CALLS]name[ARGS]{...}` for each call."""
+"""Mistral: `[TOOL_CALLS]` and an array of calls; newer: `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ BEGIN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class MistralCalls:
-    """A CallSyntax: an array."""
+    """The CallSyntax of older models: one array of calls."""
 
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class MistralCalls:
 
 
 class MistralNamedCalls:
-    """A CallSyntax: the name before the arguments."""
+    """The CallSyntax of newer models: a name and its arguments for each call."""
 
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = (ID, ARGUMENTS)

@@ -1,7 +1,8 @@
-"""Llama's Python style: an answer that is a list of calls, `[f(a=1, b='x'), g()]`.
+"""Llama's Python style: the answer is a list of calls, such as `[f(a=1, b='x'), g()]`.
 
-Arguments are known as JSON once the whole call is there. As nothing marks a call but its form, it counts as one only
-where the answer begins and a tool has its name. Guided values are JSON's; booleans may also be Python's.
+A call's arguments become JSON once the whole call has arrived. A call has no marker. So a text is a call only
+at the beginning of the answer, and only if a tool has its name. In grammars, values are JSON; booleans and
+null may also be Python's.
 """
 
 import json
@@ -15,13 +16,13 @@ from gateway.conversation.python_literals import keyword_arguments
 from gateway.conversation.reader import Reader, Steps
 
 MAX_CALL_CHARACTERS = 65_536
-"""A longer call is text."""
+"""Longest call. A longer text counts as text."""
 
 ANY_LITERAL = r"""( /[a-zA-Z_]\w*/ "=" %json {} ( ", " /[a-zA-Z_]\w*/ "=" %json {} )* )?"""
 
 
 class PythonicCalls:
-    """A CallSyntax."""
+    """The CallSyntax of Llama's Python style."""
 
     markers: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
@@ -46,7 +47,9 @@ class PythonicCalls:
         written = [_arguments(lark, index, tool) for index, tool in enumerate(tools)]
 
         def calls_behind(before: str) -> str:
-            """As one literal with the name, so that no text that begins alike hides it."""
+            """The calls of all tools, with `before` in front of each. Unless `is_beside_json`, `before` and
+            the name are one literal, so that the lexer cannot take `before` alone as the beginning of other
+            text."""
             heads = [
                 f"{quoted(before)} {quoted(f'{tool.name}(')}"
                 if tool.is_beside_json
@@ -60,7 +63,7 @@ class PythonicCalls:
 
 
 def _call(reader: Reader, calls: CallWriter) -> Steps[bool]:
-    """Within an attempt."""
+    """Reads one call, within an attempt. False: there is no call."""
     yield from reader.skip_spaces()
     name = yield from reader.word("(", 128)
     if name not in calls.tools or (source := (yield from reader.brackets())) is None:
@@ -76,7 +79,7 @@ def _call(reader: Reader, calls: CallWriter) -> Steps[bool]:
 
 
 def _arguments(lark: Lark, index: int, tool: GuidedTool) -> str:
-    """Keyword arguments in the order of the schema, optional ones or not."""
+    """The expression for keyword arguments in the order of the schema. Optional arguments may be missing."""
     if tool.tool is None:
         return ANY_LITERAL
     first, following = "", ""

@@ -1,6 +1,6 @@
-"""Qwen3-Coder: `<tool_call>`, `<function=f>`, one `<parameter=a>` for each argument, whose strings have no quotes.
+"""Qwen3-Coder: `<tool_call>`, `<function=f>`, one `<parameter=a>` per argument; strings have no quotes.
 
-Arguments become JSON as they come: strings piece by piece, other values once they are whole.
+Arguments become JSON while they arrive: strings piece by piece, other values when they are complete.
 """
 
 import json
@@ -17,15 +17,15 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 MAX_VALUE_CHARACTERS = 65_536
-"""A longer value of JSON may not contain what looks like its end."""
+"""Longest JSON value that may contain the text `</parameter>`. A longer value ends at this text."""
 MAX_MISREAD = 8
-"""So many values of an answer may begin like JSON and be none: each was read twice."""
+"""Most values of an answer that may begin like JSON but be none, because each is read twice."""
 _VALUE_END = Markers((PARAMETER_END,))
 _NOT_PLAIN = frozenset({"pattern", "format", "minLength", "maxLength"})
 
 
 class QwenCoderCalls:
-    """A CallSyntax."""
+    """The CallSyntax of Qwen3-Coder."""
 
     markers: tuple[str, ...] = (BEGIN,)
     tokens: tuple[str, ...] = (END,)
@@ -60,7 +60,7 @@ class QwenCoderCalls:
 
 
 def _is_plain(schema: Mapping[str, Any]) -> bool:
-    """Whether a value is written as it is: a string that needs no guide, or one of several."""
+    """Whether a value is written without quotes: any string, or one of several listed strings."""
     if "enum" in schema:
         values = schema["enum"]
         return isinstance(values, list) and all(
@@ -98,8 +98,11 @@ def _read_value(reader: Reader, calls: CallWriter, schema: Mapping[str, Any]) ->
 
 
 def _json_value(reader: Reader, calls: CallWriter) -> Steps[str | None]:
-    """A value that is no plain text, and its end; None if the answer ends before. JSON may contain what looks like the
-    end, so it is read as JSON if it is."""
+    """Reads a value that is not plain text, and its end. None: the answer ended first.
+
+    A JSON string may contain the text `</parameter>`. So the value is first read as JSON, if it begins like
+    JSON.
+    """
     reader.begin_attempt(MAX_VALUE_CHARACTERS)
     begin = (yield from reader.peek()) if calls.num_misread < MAX_MISREAD else ""
     if begin == '"':
@@ -126,7 +129,7 @@ def _within_quotes(text: str) -> str:
 
 
 def _as_json(text: str) -> str:
-    """A value that may be written as JSON, in Python's way, or as a text without quotes."""
+    """The value as JSON. The model may have written JSON, a Python literal, or text without quotes."""
     literal = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:
         return json.dumps(json.loads(literal, parse_constant=_refuse), ensure_ascii=False)
@@ -149,7 +152,7 @@ def _parameters(tool: GuidedTool, free: str) -> str:
 
 
 def _value(part: Property, free: str) -> str:
-    """A value and the end of its parameter."""
+    """The expression for a value and the end of its parameter."""
     end = quoted(f"\n{PARAMETER_END}\n")
     if not _is_plain(part.schema):
         return f"%json {part.json_schema} {end}"

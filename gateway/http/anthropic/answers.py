@@ -14,7 +14,7 @@ class OutputTokensDetails:
     """Details of the answer's tokens."""
 
     thinking_tokens: int
-    """Tokens of thinking and of the tags around it, whether the client gets to see them or not."""
+    """Tokens of thinking and of its tags. They count even if the client does not get the thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,12 @@ class Usage:
     """The tokens of an answer. The prompt's are in `input_tokens` or in `cache_read_input_tokens`, never in both."""
 
     input_tokens: int
-    """Computed for this answer."""
+    """Prompt tokens that were computed for this answer."""
     cache_creation_input_tokens: Literal[0]
-    """Writing to a prefix cache is part of computing a prompt, and is not counted apart."""
+    """Always 0: every computed prompt is written to the prefix cache, so such tokens are not counted
+    separately."""
     cache_read_input_tokens: int
-    """Found in a prefix cache."""
+    """Prompt tokens that were found in a prefix cache."""
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     service_tier: Literal["standard"] = "standard"
@@ -34,7 +35,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What the user is to read."""
+    """The text for the user."""
 
     type: Literal["text"]
     text: str
@@ -47,12 +48,12 @@ class Thinking:
     type: Literal["thinking"]
     thinking: str
     signature: Literal[""]
-    """Nothing is signed here."""
+    """Always empty: Baton signs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A call."""
+    """A call of a tool."""
 
     type: Literal["tool_use"]
     id: str
@@ -88,7 +89,8 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True)
 class MessageStart:
-    """Opens a stream: the message without content. All tokens of the prompt count as computed so far."""
+    """Opens a stream: the message without content. All prompt tokens count as computed until the stream's
+    end."""
 
     type: Literal["message_start"]
     message: Message
@@ -96,7 +98,7 @@ class MessageStart:
 
 @dataclass(frozen=True, slots=True)
 class ContentBlockStart:
-    """Opens a block, which is still empty."""
+    """Opens a block. The block is still empty."""
 
     type: Literal["content_block_start"]
     index: int
@@ -129,7 +131,7 @@ class SignatureDelta:
 
 @dataclass(frozen=True, slots=True)
 class InputJsonDelta:
-    """More of a call's input: all of them joined are its JSON."""
+    """More of a call's input. All such parts together are the JSON of the input."""
 
     type: Literal["input_json_delta"]
     partial_json: str
@@ -162,7 +164,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class MessageDelta:
-    """The end of the message: its usage, which replaces that of the beginning."""
+    """The end of the message. Its usage replaces the usage of MessageStart."""
 
     type: Literal["message_delta"]
     delta: Stop
@@ -171,14 +173,14 @@ class MessageDelta:
 
 @dataclass(frozen=True, slots=True)
 class MessageStop:
-    """Nothing comes after it."""
+    """The last event of a stream."""
 
     type: Literal["message_stop"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Without meaning."""
+    """An event without meaning."""
 
     type: Literal["ping"]
 
@@ -189,12 +191,12 @@ class ErrorDetail:
 
     type: str
     message: str
-    """Names the field at fault first."""
+    """Begins with the name of the field that caused the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """Every error, as a response body or as a stream's last event."""
+    """The shape of every error: a response body, or a stream's last event."""
 
     type: Literal["error"]
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""The content blocks of a request's messages, and what may surround them."""
+"""The content blocks of a request's messages, and the turns that contain them."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,13 +7,13 @@ from pydantic import Field
 from gateway.http.body import Body, NotSupported
 
 MAX_BLOCKS = 4096
-"""In one turn; an agent's turn has one for each result."""
+"""Most blocks in one turn. In an agent's conversation, a user's turn has one block for each result."""
 MAX_ID_CHARACTERS = 256
 MAX_NAME_CHARACTERS = 128
 
 
 class CacheControl(Body):
-    """Accepted anywhere: prefixes are cached without being asked, for as long as there is room."""
+    """Accepted and ignored: all prefixes are cached while there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = Field(None, description="Accepted and ignored.")
@@ -40,7 +40,7 @@ class TextBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A call of an earlier turn, as it was answered."""
+    """A call of an earlier turn, as the answer contained it."""
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
@@ -59,7 +59,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Thinking that only Anthropic can read. Accepted, and left out."""
+    """Thinking that only Anthropic can read. It is accepted, but the model does not get it."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -69,7 +69,7 @@ ResultContent = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fas
 
 
 class ToolResultBlock(_Block):
-    """What a call of the turn before returned."""
+    """The result of a call in the turn before."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
@@ -86,14 +86,14 @@ TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=T
 
 
 class UserTurn(Body):
-    """Text, or the results of all calls of the turn before and then text."""
+    """Text; or, after a turn with calls, the results of all these calls, and then text."""
 
     role: Literal["user"]
     content: str | Annotated[list[UserBlock], Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True)]
 
 
 class AssistantTurn(Body):
-    """An earlier answer, which may be sent back unchanged."""
+    """An earlier answer. A client may send it back unchanged."""
 
     role: Literal["assistant"]
     content: str | Annotated[list[AssistantBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
@@ -110,7 +110,7 @@ Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="rol
 
 
 def text_of(content: str | list[TextBlock] | None) -> str:
-    """Blocks are joined without separators, as parts of a chat's message are."""
+    """The text of the blocks, joined without separators like the parts of a chat's message."""
     if content is None:
         return ""
     return content if isinstance(content, str) else "".join(block.text for block in content)

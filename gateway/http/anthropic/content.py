@@ -1,6 +1,6 @@
-"""ContentBlocks: an answer's events as content blocks that open, grow and close; knows no JSON.
+"""ContentBlocks: turns an answer's events into steps of content blocks, which open, grow and close.
 
-none --Text--> TEXT        any other event, or the end, closes the open block first
+none --Text--> TEXT        an event of another kind, or the end, first closes the open block
 none --Reasoning--> THINKING
 none --CallBegins--> TOOL_USE --CallEnds--> none
 """
@@ -22,14 +22,14 @@ class BlockKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockOpens:
-    """Blocks are numbered from 0, and never overlap."""
+    """A block begins. Blocks are numbered from 0, and never overlap."""
 
     index: int
     kind: BlockKind
     name: str = ""
-    """Of a call: the tool."""
+    """The tool's name if the block is a call."""
     call: int = 0
-    """Of a call: its number among the answer's calls."""
+    """The call's number among the answer's calls if the block is a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class BlockGrows:
 
 @dataclass(frozen=True, slots=True)
 class BlockCloses:
-    """The open block is whole, or the answer ended within it."""
+    """The open block is complete, or the answer ended within it."""
 
     index: int
     kind: BlockKind
@@ -53,15 +53,15 @@ BlockStep = BlockOpens | BlockGrows | BlockCloses
 
 
 class ContentBlocks:
-    """The blocks of one answer; the same for a stream and for a whole answer."""
+    """The blocks of one answer. A stream and a whole answer have the same blocks."""
 
     def __init__(self, shows_thinking: bool) -> None:
-        """Without `shows_thinking`, thinking is a block without text."""
+        """If `shows_thinking` is false, blocks of thinking are empty."""
         self._shows_thinking = shows_thinking
         self._open: BlockKind | None = None
         self._num_closed = 0
         self.asks_for_results = False
-        """The answer so far has calls, and all of them are whole."""
+        """True if the answer so far has calls, and all of them are complete."""
 
     def take(self, events: Iterable[AnswerEvent]) -> list[BlockStep]:
         """The steps that these events cause."""
@@ -85,7 +85,7 @@ class ContentBlocks:
         return steps
 
     def end(self) -> list[BlockStep]:
-        """No more events come."""
+        """The steps at the end of the answer. No more events may follow."""
         steps: list[BlockStep] = []
         self._close(steps)
         return steps

@@ -1,6 +1,7 @@
-"""A request's turns as the messages of a conversation. Turns of one role that follow each other become one.
+"""Converts a request's turns to the messages of a conversation.
 
-A user's turn with results becomes a message for each result, and then one with its text.
+Adjacent turns of the same role are joined. A user's turn with results becomes one message for each result,
+and then a message with the turn's text.
 """
 
 import json
@@ -22,21 +23,22 @@ from gateway.http.anthropic.blocks import (
 )
 
 BETWEEN_TURNS = "\n\n"
-"""Between the texts of turns that become one."""
+"""Written between the texts of turns that are joined."""
 
 ERROR = "Error: "
-"""Before the result of a call that failed, since chat templates have no other place for that."""
+"""Written before the result of a failed call, because chat templates cannot mark a failure in another way."""
 
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 Numbered = Sequence[tuple[int, Turn]]
-"""Turns with their numbers in the body."""
+"""Turns with their indexes in the body."""
 
 
 def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> tuple[ChatMessage, ...]:
-    """InvalidRequest names the turn or the block at fault: a result without a call, or a call without a result."""
+    """The messages. Raises InvalidRequest for a result without a call, and for a call without a result; the
+    error names the turn or the block."""
     messages = [ChatMessage("system", text_of(system))] if system else []
     waiting: dict[str, str] = {}
-    """Calls without a result so far: their ids, and the tools' names."""
+    """Names of the tools by the ids of calls that have no result yet."""
     for role, numbered in groupby(enumerate(turns), key=lambda item: item[1].role):
         run = list(numbered)
         match role:
@@ -86,7 +88,7 @@ def _from_user(run: Numbered, waiting: dict[str, str]) -> list[ChatMessage]:
 
 
 def _result(place: str, block: ToolResultBlock, left: dict[str, str]) -> ChatMessage:
-    """Takes its call out of `left`."""
+    """The message for a result. Removes the result's call from `left`."""
     name = left.pop(block.tool_use_id, None)
     if name is None:
         raise InvalidRequest(
@@ -138,7 +140,7 @@ def _from_assistant(run: Numbered) -> ChatMessage:
 
 
 def _blocks(turn: Turn) -> Iterator[tuple[int, Block]]:
-    """A turn's blocks with their numbers, without those that are left out."""
+    """A turn's blocks with their indexes, without redacted thinking."""
     assert isinstance(turn, UserTurn | AssistantTurn)
     if isinstance(turn.content, str):
         yield 0, TextBlock(type="text", text=turn.content)

@@ -1,9 +1,10 @@
-"""EventWriter: an answer as the Messages API's server-sent events; sans-IO, steps in and bytes out.
+"""EventWriter: turns an answer's steps into the Messages API's server-sent events; does no I/O.
 
     message_start (content_block_start content_block_delta* content_block_stop)* message_delta message_stop
 
-A ping follows the first content_block_start, as in Anthropic's own streams. The constant parts are written by hand,
-since there is an event per token. JSON is ASCII here, as some clients split lines at characters such as U+2028.
+A ping follows the first content_block_start, as in Anthropic's own streams. There is an event per token, so
+the constant parts are ready-made texts. The JSON is ASCII, because some clients split lines at characters
+such as U+2028.
 """
 
 import json
@@ -36,7 +37,7 @@ class EventWriter:
     _has_pinged: bool = False
 
     def opening(self, usage: Usage) -> bytes:
-        """Before the first step."""
+        """The event before the first step."""
         message = f'{self.head.json}"content":[],"stop_reason":null,"stop_sequence":null,"usage":{usage_json(usage)}}}'
         return _event("message_start", f'"message":{message}')
 
@@ -44,7 +45,7 @@ class EventWriter:
         return b"".join(map(self._step, steps))
 
     def closing(self, stop: Stop, usage: Usage) -> bytes:
-        """After the last step."""
+        """The events after the last step."""
         reason = f'{{"stop_reason":"{stop.stop_reason}","stop_sequence":{_or_null(stop.stop_sequence)}}}'
         return _event("message_delta", f'"delta":{reason},"usage":{usage_json(usage)}') + MESSAGE_STOP
 

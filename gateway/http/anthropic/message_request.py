@@ -27,7 +27,7 @@ MAX_MODEL_NAME_CHARACTERS = 256
 
 
 class CountTokensRequest(Body):
-    """What a prompt is made of; common to both bodies."""
+    """The fields of a prompt, which both bodies have."""
 
     model: str = Field(description="A name from GET /v1/models.", max_length=MAX_MODEL_NAME_CHARACTERS)
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_TURNS, fail_fast=True)]
@@ -46,7 +46,7 @@ class CountTokensRequest(Body):
 
     @property
     def conversation(self) -> Conversation:
-        """InvalidRequest names the field that contradicts another one."""
+        """Raises InvalidRequest for a field that contradicts another field."""
         tools = tools_of(self.tools)
         choice = self.tool_choice
         return Conversation(
@@ -70,8 +70,8 @@ class Metadata(Body):
 
 
 class MessagesRequest(CountTokensRequest, SamplingFields):
-    """Anthropic's fields work as Anthropic documents them, except as described here. Others are extensions, with the
-    names that they have in chat completions."""
+    """Anthropic's fields work as Anthropic documents them, except as described here. Other fields are
+    extensions; they have the same names as in chat completions."""
 
     max_tokens: int = Field(ge=1, description="At most as many as the prompt leaves room for.")
     stream: bool | None = Field(None, description="Server-sent events, one for each piece of the answer.")
@@ -98,7 +98,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
         return self
 
     def sampling(self) -> SamplingParams:
-        """InvalidRequest names the field that contradicts another one."""
+        """Raises InvalidRequest for a field that contradicts another field."""
         params = self.params_with(self.max_tokens, None, self._structured_output())
         return replace(params, stop=tuple(self.stop_sequences or ()))
 

@@ -1,4 +1,4 @@
-"""How the model is to answer: how much it thinks, and in what form."""
+"""Fields for the form of the answer: how much the model thinks, and what the answer must match."""
 
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ class EnabledThinking(Body):
 
 
 class AdaptiveThinking(Body):
-    """The model thinks as its chat template has it by default."""
+    """The model thinks if its chat template enables thinking by default."""
 
     type: Literal["adaptive"]
     display: Display | None = Field(None, description="Whole, or left out; nothing is summarized here.")
@@ -51,14 +51,14 @@ class OutputConfig(Body):
 
 
 class KeepAllThinking(Body):
-    """Changes nothing: a request's thinking always stays."""
+    """Has no effect: all thinking of a request always stays."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Body):
-    """Only edits that change nothing; a gateway edits no conversation."""
+    """Accepts only edits without effect, because a gateway never edits a conversation."""
 
     edits: Annotated[list[KeepAllThinking], Field(max_length=1)] | None = None
 

@@ -1,4 +1,4 @@
-"""MessageResponse: the response to a request for a message, whole or as server-sent events."""
+"""MessageResponse: the HTTP response with a message, whole or as server-sent events."""
 
 import logging
 from collections.abc import Mapping
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class AnswerCount:
-    """The usage of one answer. How much of the prompt was cached is known at its end."""
+    """Counts the usage of one answer. The number of cached prompt tokens is only known at the answer's
+    end."""
 
     num_prompt_tokens: int
     reasoning: ReasoningCount
@@ -56,10 +57,10 @@ class AnswerCount:
 
 
 class MessageResponse(Response):
-    """Generates while it is sent. A client that leaves ends its request on all workers.
+    """Generates the answer while it sends it. If the client disconnects, its request ends on all workers.
 
-    Errors before the first token are raised, and so get a status of their own; later ones become a stream's last
-    event.
+    Errors before the first token are raised, so the response has an error status. A later error becomes a
+    stream's last event.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class MessageResponse(Response):
         shows_thinking: bool,
         max_tokens: int,
     ) -> None:
-        """`names`: the client's names of fields that we name differently. `max_tokens`: as the client has it; the
-        request may have fewer, if the prompt leaves less room."""
+        """`names`: the client's names of fields, by our names. `max_tokens`: the value of the client's body;
+        the request may have a smaller value if the prompt leaves less room."""
         super().__init__()
         self._driver = driver
         self._request = request
@@ -108,7 +109,7 @@ class MessageResponse(Response):
         await send_json(message.write(self._head, self._stop(finish), self._count.usage), send)
 
     async def _stream(self, write: Write, request_id: str) -> None:
-        """Sends the events of each delta at once."""
+        """Sends the events of each delta without delay."""
         events = EventWriter(self._head)
         is_open = False
         try:

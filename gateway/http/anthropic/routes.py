@@ -1,4 +1,4 @@
-"""The routes of Anthropic's Messages API: from a body to a valid request, and to the response for it."""
+"""The routes of Anthropic's Messages API: turn a body into a valid request, and make the response."""
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -24,7 +24,7 @@ from gateway.requests.request import GatewayRequest
 
 
 class AnthropicRoutes:
-    """Handles parsed bodies; one instance serves all calls."""
+    """Answers requests whose bodies are already parsed. One instance serves all calls."""
 
     def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> None:
         self._driver = driver
@@ -51,7 +51,7 @@ class AnthropicRoutes:
         )
 
     async def count_tokens(self, body: CountTokensRequest, caller: Caller) -> TokenCount:
-        """Uses no worker."""
+        """Counts a prompt's tokens. Needs no worker."""
         self._check_model(body.model)
         try:
             token_ids = await self._preprocessor.pool.encode_chat(caller.name, body.conversation)
@@ -81,7 +81,7 @@ class AnthropicRoutes:
 
 
 def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> APIRouter:
-    """Messages, and how many tokens a prompt has."""
+    """The routes for messages, and for counting a prompt's tokens."""
     routes = APIRouter(route_class=JsonRoute)
     api = AnthropicRoutes(driver, preprocessor, model)
 
@@ -108,7 +108,7 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
 
 
 def _client_names(body: CountTokensRequest) -> dict[str, str]:
-    """This API's names of fields that errors may name differently."""
+    """This API's names of fields, by the names that errors may use."""
     return {
         "prompt": "messages",
         "chat": "messages",

@@ -1,4 +1,4 @@
-"""Tools and the choice among them, as a request declares them."""
+"""Tools of a request, and the choice among them: converts Anthropic's fields to Baton's types."""
 
 from typing import Annotated, Any, Literal
 
@@ -81,7 +81,8 @@ ChoiceBody = Annotated[AutoChoice | AnyChoice | OneToolChoice | NoChoice, Field(
 
 
 def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
-    """InvalidRequest if two have one name, or the input of one cannot be an object."""
+    """The tools as Baton's own. Raises InvalidRequest if two tools have the same name, or if the schema of a
+    tool's input is not one of an object."""
     tools = tuple(definition.tool for definition in definitions or ())
     names: set[str] = set()
     for index, tool in enumerate(tools):
@@ -96,7 +97,7 @@ def tools_of(definitions: list[ToolDefinition] | None) -> tuple[Tool, ...]:
 
 
 def tool_choice_of(choice: ChoiceBody | None, tools: tuple[Tool, ...]) -> ToolChoice:
-    """InvalidRequest if there is no tool to be called."""
+    """The choice as Baton's own. Raises InvalidRequest if it needs a tool that the request does not have."""
     match choice:
         case NoChoice():
             return ToolChoice(ToolUse.NONE)

@@ -1,4 +1,4 @@
-"""A whole message: collected from its steps, and written as JSON in pieces that are each quick to make."""
+"""A whole message: collects it from its steps, and writes it as JSON in pieces that are quick to make."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -19,19 +19,19 @@ _USAGE = TypeAdapter(Usage)
 
 @dataclass(slots=True)
 class Head:
-    """The common beginning of an answer, and the ids of its calls."""
+    """Writes the beginning of an answer, and the ids of its calls."""
 
     request_id: str
     model: str
 
     @property
     def json(self) -> str:
-        """An object that is still open."""
+        """The beginning of the message's JSON object, without its closing brace."""
         start = {"id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "model": self.model}
         return f"{json.dumps(start, separators=(',', ':'))[:-1]},"
 
     def empty_block(self, block: BlockOpens) -> str:
-        """A block's JSON before it grows, in ASCII."""
+        """The JSON of a block without content, in ASCII."""
         match block.kind:
             case BlockKind.TEXT:
                 return '{"type":"text","text":""}'
@@ -74,8 +74,9 @@ def usage_json(usage: Usage) -> str:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """A call's input. Of a call that the answer's end cut off, what is whole, as clients get it from a stream. Empty if
-    a model that no grammar guides wrote something else than an object."""
+    """A call's input. If the answer ended within the call, the input has the parts that are complete, as
+    clients of a stream get them. Without a grammar, a model may write arguments that are not an object; then
+    the input is empty."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:

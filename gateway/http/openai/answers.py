@@ -1,6 +1,7 @@
 """The shapes of OpenAI's answers, whole and in chunks; /openapi.json describes them from here.
 
-`whole` and `events` write the JSON of completions in pieces; tests compare it with these shapes.
+`choices` and `events` write the JSON of completions in pieces. Tests compare that JSON with the classes
+below.
 """
 
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ def _is_absent(value: object) -> bool:
 
 
 Optional = Annotated[T | None, Field(exclude_if=_is_absent)]
-"""A key that is left out if there is nothing to say."""
+"""A key that is left out of the JSON if its value is None."""
 
 MIN_LOGPROB = -9999.0
-"""OpenAI's value for an impossible token, since JSON has no infinity."""
+"""OpenAI's value for an impossible token, because JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class CompletionTokensDetails:
     """Details of the answers' tokens."""
 
     reasoning_tokens: int
-    """Tokens of reasoning and of the tags around it, whether the client gets to see them or not."""
+    """Tokens of reasoning and of its tags. They count even if the client does not get the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Usage:
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: Optional[CompletionTokensDetails] = None
-    """Of chats."""
+    """Only chats have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,13 @@ class TokenLogprob:
     token: str
     logprob: float
     bytes: list[int]
-    """Bytes of the text. A character may be spread over several tokens, whose `token` is then only a placeholder."""
+    """Bytes of the text. If a character consists of several tokens, the `token` of each is only a
+    placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentLogprob:
-    """The token at one position, and the likeliest ones there."""
+    """The sampled token of one position, and the most likely tokens of this position."""
 
     token: str
     logprob: float
@@ -94,7 +96,7 @@ class CompletionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """What the model asks for."""
+    """The function that the model wants to call."""
 
     name: str
     arguments: str
@@ -103,10 +105,10 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallAnswer:
-    """A call that the client is to make."""
+    """A call that the client should make."""
 
     id: str
-    """A message of role `tool` names it."""
+    """The message with the call's result (role `tool`) must contain this id."""
     type: Literal["function"]
     function: FunctionCall
 
@@ -117,7 +119,7 @@ class ChatMessageAnswer:
 
     role: Literal["assistant"]
     content: str | None
-    """Null if there is nothing but calls."""
+    """Null if the message consists of calls only."""
     refusal: None = None
     reasoning_content: Optional[str] = None
     reasoning: Optional[str] = None
@@ -179,7 +181,7 @@ class FunctionDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The first one of a call has its id, type and name."""
+    """A new part of a call. The first part of each call has its id, type and name."""
 
     index: int
     """The number of the call in this answer, from 0."""
@@ -190,7 +192,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """The new part. The first one has the role."""
+    """The new part of a message. The first part has the role."""
 
     content: str | None = None
     role: Optional[Literal["assistant"]] = None
@@ -211,7 +213,8 @@ class ChatChunkChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletionChunk:
-    """One event of a stream; the last one before [DONE] has the usage and no choice, if it was asked for."""
+    """One event of a stream. If the client asked for usage, the last event before [DONE] has it, and no
+    choice."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -250,13 +253,13 @@ class ErrorDetail:
     message: str
     type: str
     param: str | None
-    """The field at fault."""
+    """The field that caused the error."""
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """Every error, as a response body or as a stream's last event."""
+    """The shape of every error: a response body, or a stream's last event."""
 
     error: ErrorDetail
 
@@ -271,7 +274,7 @@ class ModelCard:
     """When this gateway began to serve it, in seconds since 1970."""
     owned_by: str
     max_model_len: int
-    """Tokens of prompt and answer together."""
+    """Most tokens of prompt and answer together."""
 
 
 @dataclass(frozen=True, slots=True)

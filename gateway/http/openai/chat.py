@@ -10,9 +10,9 @@ from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
 from gateway.requests.request import Delta
 
 ROLE = '"delta":{"role":"assistant","content":""}'
-"""Opens every choice of a stream ..."""
+"""The first delta of each choice of a stream."""
 ROLE_BEFORE_CALLS = '"delta":{"role":"assistant","content":null}'
-"""... and those that may have calls instead of a content."""
+"""The first delta of each choice if the answers may have calls instead of content."""
 
 
 class ChatAnswer:
@@ -26,8 +26,8 @@ class ChatAnswer:
         parts: ChatParts | None = None,
         may_call: bool = False,
     ) -> None:
-        """`tokens` writes log-probabilities, if they are asked for. `parts`: None if all is text. `may_call`: answers
-        may have calls."""
+        """`tokens` writes log-probabilities; None if the client does not want them. `parts`: None if the
+        answers are only text. `may_call`: answers may have calls."""
         self._head = head
         self._num_choices = num_choices
         self._tokens = tokens
@@ -58,7 +58,7 @@ class ChatAnswer:
         return whole_answer(self._head, "chat.completion", choices, usage)
 
     def _choice(self, index: int, answer: Collected) -> Iterator[str]:
-        """ChatChoice after its index."""
+        """The JSON of a ChatChoice, without the beginning up to its index."""
         reason: str = answer.finish_reason
         yield '"message":{"role":"assistant"'
         if self._parts is None:

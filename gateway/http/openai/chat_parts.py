@@ -1,4 +1,4 @@
-"""ChatParts: text, reasoning and calls of all answers to one chat, as contents of a stream's events or whole."""
+"""ChatParts: writes text, reasoning and calls of all answers to one chat, as a stream's events or whole."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,11 @@ TOOL_CALLS = '"tool_calls"'
 NOTHING_NEW = '"delta":{}'
 
 _text = json.JSONEncoder().encode
-"""In ASCII, like all of a stream's events."""
+"""Writes a JSON string in ASCII, like everything in a stream's events."""
 
 
 class ChatParts:
-    """Belongs to one call, whose answers' deltas must come in order."""
+    """Belongs to one HTTP call. The deltas of each answer must be passed in order."""
 
     def __init__(
         self, requests: Sequence[GatewayRequest], parsers: AnswerParsers, includes_reasoning: bool
@@ -38,16 +38,18 @@ class ChatParts:
         self._parsers = parsers
         self._includes_reasoning = includes_reasoning
         self._ends_with_call = [False] * len(requests)
-        """By answer: its last call is whole. So are those before it, since calls never overlap."""
+        """By answer: whether its last call is complete. Calls never overlap, so then all its calls are
+        complete."""
 
     @classmethod
     def of(cls, requests: Sequence[GatewayRequest], includes_reasoning: bool) -> Self | None:
-        """None if all answers are nothing but text."""
+        """None if all answers are only text."""
         parsers = AnswerParsers(requests)
         return cls(requests, parsers, includes_reasoning) if parsers.are_needed else None
 
     def contents(self, index: int, delta: Delta) -> list[tuple[str, str]]:
-        """See `events.ContentsOf`. The finish has an event of its own, as in OpenAI's streams of calls."""
+        """See `events.ContentsOf`. The finish reason has a separate event, as in OpenAI's streams of
+        calls."""
         events = _joined(self._events(index, delta))
         contents = [(content, "null") for event in events if (content := self._content(index, event))]
         if delta.finish is not None:
@@ -61,7 +63,7 @@ class ChatParts:
         return Collected(partial(self._events, index))
 
     def message(self, index: int, answer: Collected) -> Iterator[str]:
-        """ChatMessageAnswer of a whole answer after its role, in pieces."""
+        """The JSON of a whole answer's ChatMessageAnswer in pieces, without the beginning up to its role."""
         parts = answer.parts
         yield ',"content":'
         if parts.calls and not parts.text:
@@ -122,7 +124,7 @@ class ChatParts:
 
 
 def _joined(events: Sequence[AnswerEvent]) -> Iterator[AnswerEvent]:
-    """Adjacent pieces of one kind as one: what came together goes out together."""
+    """Joins adjacent events of the same kind, so that they are sent as one."""
     waiting: AnswerEvent | None = None
     for event in events:
         match waiting, event:

@@ -78,7 +78,8 @@ class ChatCompletionRequest(GenerationFields):
 
     @property
     def chat(self) -> Conversation:
-        """InvalidRequest names a field that contradicts others by its path in the body."""
+        """Raises InvalidRequest for a field that contradicts others; the error names the field's path in the
+        body."""
         tools = tools_of(self.tools)
         options = self.chat_template_kwargs or {}
         check_template_options("chat_template_kwargs", options)
@@ -100,7 +101,7 @@ class ChatCompletionRequest(GenerationFields):
 
     @property
     def client_names(self) -> dict[str, str]:
-        """This API's names of fields that errors may name differently."""
+        """This API's names of fields, by the names that errors may use."""
         names = {"logprobs": "top_logprobs", "template_options": "chat_template_kwargs"}
         if self.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
@@ -109,6 +110,6 @@ class ChatCompletionRequest(GenerationFields):
         return names
 
     def sampling(self) -> SamplingParams:
-        """InvalidRequest names the field that contradicts another one."""
+        """Raises InvalidRequest for a field that contradicts another field."""
         max_tokens = self.max_completion_tokens or self.max_tokens or UNLIMITED
         return self.sampling_params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)

@@ -1,4 +1,4 @@
-"""The results of all answers to one client request: their texts, their usage, and the whole as JSON in pieces."""
+"""Collects all answers to one client request: their texts and their usage. Writes them as JSON in pieces."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +27,9 @@ class UsageCount:
 
     num_prompt_tokens: int
     num_samples: int
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     reasoning: Sequence[ReasoningCount] | None = None
-    """Of each answer to a chat."""
+    """Counts the reasoning tokens of each answer to a chat. None: reasoning is not counted."""
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
 
@@ -63,14 +63,14 @@ EventsOf = Callable[[Delta], Iterable[AnswerEvent]]
 
 @dataclass(slots=True)
 class Collected:
-    """One whole answer, from its deltas, as compact as possible."""
+    """Collects one whole answer from its deltas, in as little memory as possible."""
 
     events_of: EventsOf | None = None
-    """None: all of the answer is text."""
+    """None: the answer is only text."""
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     finish: Finish | None = None
     parts: AnswerParts = field(default_factory=AnswerParts)
-    """Of an answer with events."""
+    """The parts of the answer if it has `events_of`."""
     _text: StringIO = field(default_factory=StringIO)
 
     def take(self, delta: Delta) -> None:
@@ -82,7 +82,7 @@ class Collected:
         self.finish = delta.finish
 
     def text(self) -> Iterator[str]:
-        """JSON without its quotes, in pieces."""
+        """The answer's text as a JSON string without quotes, in pieces."""
         return string_pieces(self._text.getvalue() if self.events_of is None else self.parts.text)
 
     @property
@@ -94,7 +94,7 @@ class Collected:
 def whole_answer(
     head: Head, object_name: str, choices: Iterable[Iterator[str]], usage: Usage
 ) -> Iterator[str]:
-    """Choices in order, each in pieces of its own."""
+    """The JSON of a whole response, in pieces. `choices`: the pieces of each choice, in order."""
     start = {"id": head.id, "object": object_name, "created": head.created, "model": head.model}
     yield f'{to_json(start).decode()[:-1]},"choices":['
     for index, choice in enumerate(choices):

@@ -19,7 +19,8 @@ ManyTokenIds = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOI
 
 
 def _kind(prompt: object) -> str:
-    """Decides by the first element, so that an error refers to what the client meant."""
+    """The kind of a prompt. Its first element decides, so that errors are about the kind that the client
+    meant."""
     if not isinstance(prompt, list):
         return "text"
     match prompt[:1]:
@@ -77,7 +78,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:
-        """Each prompt by itself; a flat list of token ids is one prompt."""
+        """The prompts. A flat list of token ids is one prompt."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -88,5 +89,5 @@ class CompletionRequest(GenerationFields):
         ]
 
     def sampling(self) -> SamplingParams:
-        """InvalidRequest names the field that contradicts another one."""
+        """Raises InvalidRequest for a field that contradicts another field."""
         return self.sampling_params(self.max_tokens or DEFAULT_MAX_TOKENS, self.logprobs)

@@ -1,4 +1,4 @@
-"""CompletionAnswer: one completion of one prompt or several, whole or as a stream."""
+"""CompletionAnswer: the answer to one or more prompts, whole or as a stream."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ class CompletionAnswer:
     def __init__(
         self, head: Head, echoes: Sequence[str], logprobs: Sequence[CompletionLogprobsStream] | None
     ) -> None:
-        """`echoes`: text before each choice's text; `logprobs`: one for each choice, if they are asked for."""
+        """`echoes`: the text before each choice's text. `logprobs`: one writer for each choice; None if the
+        client does not want log-probabilities."""
         self._head = head
         self._echoes = echoes
         self._logprobs = logprobs
@@ -47,7 +48,7 @@ class CompletionAnswer:
         return whole_answer(self._head, "text_completion", choices, usage)
 
     def _choice(self, index: int, answer: Collected) -> Iterator[str]:
-        """CompletionChoice after its index."""
+        """The JSON of a CompletionChoice, without the beginning up to its index."""
         yield '"text":"'
         yield from string_pieces(self._echoes[index])
         yield from answer.text()

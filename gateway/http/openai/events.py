@@ -1,6 +1,7 @@
-"""A stream's answer as server-sent events; the constant parts are written once, since there is an event per token.
+"""Writes a stream's answer as server-sent events.
 
-JSON is ASCII here, as some clients split lines at characters such as U+2028.
+There is an event per token, so the constant parts are written only once. The JSON is ASCII, because some
+clients split lines at characters such as U+2028.
 """
 
 import json
@@ -18,10 +19,12 @@ from gateway.requests.request import Delta
 DONE = b"data: [DONE]\n\n"
 
 LogprobsOf = Callable[[int, Delta], Iterator[str]]
-"""Log-probabilities of a choice's delta, as JSON in the shape of its API."""
+"""Arguments: a choice's index and its delta. Returns the delta's log-probabilities, as JSON in the API's
+shape."""
 
 ContentsOf = Callable[[int, Delta], Sequence[tuple[str, str]]]
-"""A choice's delta as contents of events in JSON, each with its finish reason; none: nothing is certain yet."""
+"""Arguments: a choice's index and its delta. Returns the contents of the delta's events in JSON, each with
+its finish reason. The result is empty while the parser still waits for more text."""
 
 FINISH_REASONS = {
     None: "null",
@@ -35,7 +38,7 @@ _USAGE = TypeAdapter(Usage)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The common beginning of an answer's chunks."""
+    """The values at the beginning of each chunk of an answer."""
 
     id: str
     created: int
@@ -52,9 +55,9 @@ class EventWriter:
     after_text: str
     logprobs_of: LogprobsOf | None = None
     contents_of: ContentsOf | None = None
-    """None: all of a delta is one piece of text."""
+    """None: each delta is one piece of text."""
     says_usage: bool = False
-    """Every chunk has the key `usage`, as in OpenAI's streams once a client asks for it."""
+    """If true, every chunk has the key `usage`, as in OpenAI's streams if a client asks for usage."""
     _start: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +70,7 @@ class EventWriter:
         self._start = f'data: {json.dumps(head, separators=(",", ":"))[:-1]},"choices":['
 
     def piece(self, index: int, delta: Delta, usage: Usage | None = None) -> bytes:
-        """The new part of one choice; its log-probabilities are in the first event."""
+        """The events of one choice's delta. The first event contains its log-probabilities."""
         logprobs = "null"
         if self.logprobs_of is not None:
             logprobs = in_ascii("".join(self.logprobs_of(index, delta)))
@@ -83,11 +86,12 @@ class EventWriter:
         )
 
     def opening(self, index: int, content: str) -> bytes:
-        """Before a choice's first piece; `content` is JSON, as between index and log-probabilities."""
+        """The event before a choice's first piece. `content`: the JSON between its index and
+        log-probabilities."""
         return self._event(index, content, "null", "null", None)
 
     def total(self, usage: Usage) -> bytes:
-        """The event without a choice."""
+        """The last event, which has the usage and no choice."""
         return f'{self._start}],"usage":{usage_json(usage)}}}\n\n'.encode("ascii")
 
     def _event(self, index: int, content: str, logprobs: str, reason: str, usage: Usage | None) -> bytes:
@@ -104,7 +108,6 @@ def usage_json(usage: Usage) -> str:
 
 
 def error_event(body: dict[str, Any]) -> bytes:
-    """The last event of a failed stream, without a [DONE] after it. It has no name, since some clients read `data`
-    alone.
-    """
+    """The last event of a failed stream; no [DONE] follows. It has no name, because some clients read only
+    `data`."""
     return f"data: {json.dumps(body)}\n\n".encode("ascii")

@@ -1,4 +1,4 @@
-"""Common fields of chat completions and completions: sampling, form of the answer, and routing.
+"""The fields that chat completions and completions have in common: sampling, form of the answer, and routing.
 
 `null` means that a field is absent, as in OpenAI's API. Unsupported fields are refused by name.
 """
@@ -54,7 +54,7 @@ class GenerationFields(SamplingFields):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        """Checks fields that are valid alone but not together; pydantic lets InvalidRequest pass through."""
+        """Checks fields that are valid alone but not together. pydantic does not catch InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
         if self.response_format is not None and self.structured_outputs is not None:
@@ -70,6 +70,6 @@ class GenerationFields(SamplingFields):
         return self.skip_special_tokens is False
 
     def sampling_params(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """InvalidRequest names the field that contradicts another one."""
+        """Raises InvalidRequest for a field that contradicts another field."""
         grammar = structured_output_of(self.response_format, self.structured_outputs)
         return self.params_with(max_tokens, logprobs, grammar)

@@ -1,7 +1,8 @@
-"""Log-probabilities in OpenAI's two shapes, as JSON in pieces; knows tokens and their bytes, but no request.
+"""Writes log-probabilities in OpenAI's two shapes, as JSON in pieces.
 
-A token may come with twenty others, and a request may have a hundred thousand tokens. An object for each would cost
-14 KiB per token and block the event loop. So they are kept as numbers, and each token's JSON is cached.
+Each token may have the log-probabilities of twenty others, and a request may have a hundred thousand tokens.
+One object for each would cost 14 KiB per token, and block the event loop. So log-probabilities are stored as
+numbers, and each token's JSON is cached.
 """
 
 from array import array
@@ -17,14 +18,17 @@ from gateway.http.whole_json import json_string
 from gateway.text import Detokenizer, Tokenizer
 
 TOKENS_PER_PIECE = 48
-"""With MAX_LOGPROBS each, a thousand numbers: some 0.3 ms."""
+"""With MAX_LOGPROBS for each token, a piece has a thousand numbers, which takes about 0.3 ms."""
 
 MAX_REMEMBERED = 2**14
-"""Number of cached tokens; a few hundred bytes each."""
+"""Most cached tokens. Each takes a few hundred bytes."""
 
 
 class LogprobColumns:
-    """Log-probabilities at many positions: the sampled token's, then those of the likeliest ones; 12 bytes each."""
+    """Log-probabilities at many positions: first the sampled token's, then those of the most likely tokens.
+
+    Each takes 12 bytes.
+    """
 
     __slots__ = ("_begins", "_logprobs", "_token_ids")
 
@@ -35,7 +39,7 @@ class LogprobColumns:
         self.extend(logprobs)
 
     def __len__(self) -> int:
-        """Positions."""
+        """The number of positions."""
         return len(self._begins) - 1
 
     def extend(self, logprobs: Sequence[TokenLogprobs]) -> None:
@@ -49,7 +53,7 @@ class LogprobColumns:
             self._begins.append(len(self._token_ids))
 
     def pieces(self) -> "Iterator[list[Row]]":
-        """All positions, a few at a time."""
+        """All positions, in lists of a few."""
         for first in range(0, len(self), TOKENS_PER_PIECE):
             begins = self._begins[first : first + TOKENS_PER_PIECE + 1]
             begin, end = begins[0], begins[-1]
@@ -61,17 +65,17 @@ class LogprobColumns:
 
 
 Row = tuple[Sequence[int], Sequence[str]]
-"""One position: tokens, and their log-probabilities in JSON."""
+"""One position: its token ids, and their log-probabilities as JSON numbers."""
 
 
 def _numbers(logprobs: Sequence[float]) -> list[str]:
-    """Numbers in JSON; one call for many takes a tenth of the time."""
+    """The log-probabilities as JSON numbers. One call for all takes a tenth of the time of many calls."""
     bounded = [max(logprob, MIN_LOGPROB) for logprob in logprobs]
     return to_json(bounded, inf_nan_mode="null")[1:-1].decode().split(",")
 
 
 def _list(before: str, columns: LogprobColumns, write: Callable[[Row], str]) -> Iterator[str]:
-    """The positions after `before`, which opens a list, separated by commas."""
+    """The text `before`, which opens a list, then the positions, separated by commas."""
     yield before
     comma = ""
     for rows in columns.pieces():
@@ -80,19 +84,19 @@ def _list(before: str, columns: LogprobColumns, write: Callable[[Row], str]) -> 
 
 
 class ChatTokens:
-    """A chat's log-probabilities; one instance serves all answers."""
+    """Writes the log-probabilities of chats. One instance serves all answers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._around = lru_cache(MAX_REMEMBERED)(self._write_around)
 
     def write(self, columns: LogprobColumns) -> Iterator[str]:
-        """ChatLogprobs in pieces."""
+        """The JSON of ChatLogprobs, in pieces."""
         yield from _list('{"content":[', columns, self._content)
         yield '],"refusal":null}'
 
     def positions(self, columns: LogprobColumns) -> Iterator[str]:
-        """The list within ChatLogprobs, in pieces."""
+        """The JSON of the list in ChatLogprobs, in pieces."""
         yield from _list("[", columns, self._content)
         yield "]"
 
@@ -101,7 +105,7 @@ class ChatTokens:
         return f'{one},"top_logprobs":[{",".join([token + "}" for token in top])}]}}'
 
     def _token(self, token_id: int, number: str) -> str:
-        """All but the closing brace, since the position continues with more."""
+        """A token's JSON object without its closing brace, because further keys may follow."""
         before, behind = self._around(token_id)
         return f"{before}{number}{behind}"
 
@@ -112,19 +116,20 @@ class ChatTokens:
 
 
 class CompletionTokens:
-    """Token names in completions; one instance serves all answers."""
+    """Writes the names of tokens in completions. One instance serves all answers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.name = lru_cache(MAX_REMEMBERED)(self._write_name)
-        """A token's name by its id, in JSON."""
+        """Returns a token's name as a JSON string, by the token's id."""
 
     def _write_name(self, token_id: int) -> str:
         return json_string(token_name(self.tokenizer.token_bytes(token_id)))
 
 
 class CompletionLogprobsStream:
-    """One choice's log-probabilities as its tokens arrive; tracks where each begins in the text."""
+    """Writes one choice's log-probabilities while its tokens arrive. Tracks where each token begins in the
+    text."""
 
     def __init__(
         self, tokens: CompletionTokens, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
@@ -134,7 +139,7 @@ class CompletionLogprobsStream:
         self._offset = 0
 
     def write(self, columns: LogprobColumns) -> Iterator[str]:
-        """CompletionLogprobs in pieces, for tokens that follow those written before."""
+        """The JSON of CompletionLogprobs in pieces. `columns`: the tokens after those of the last call."""
         lists = (
             ('{"tokens":[', self._token),
             ('],"token_logprobs":[', _own_number),
@@ -149,14 +154,15 @@ class CompletionLogprobsStream:
         return self._name(row[0][0])
 
     def _top(self, row: Row) -> str:
-        """Two tokens may have the same name; the later one's number stays."""
+        """The most likely tokens as a JSON object. If two tokens have the same name, the later one stays."""
         named = {
             self._name(token_id): number for token_id, number in zip(row[0][1:], row[1][1:], strict=True)
         }
         return f"{{{','.join([f'{name}:{number}' for name, number in named.items()])}}}"
 
     def _next_offset(self, row: Row) -> str:
-        """A token that only begins a character has that character's offset."""
+        """Where the token begins. A token that contains only a part of a character has that character's
+        offset."""
         offset = self._offset
         self._offset += len(self._detokenizer.push(row[0][0]))
         return str(offset)
@@ -167,7 +173,8 @@ def _own_number(row: Row) -> str:
 
 
 def token_name(raw: bytes) -> str:
-    """A token's text; bytes that are no whole characters in OpenAI's notation, so that no two look alike."""
+    """A token's text. If its bytes are not whole characters, they are written in OpenAI's notation, so that
+    different tokens have different names."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Messages of a chat: OpenAI's roles and fields as our own values."""
+"""Messages of a chat: converts OpenAI's roles and fields to Baton's types."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -13,10 +13,10 @@ from gateway.http.body import Body, NotSupported
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_CALLS = 128
-"""Calls of one message."""
+"""Most calls of one message."""
 MAX_CALL_ID_CHARACTERS = 512
 MAX_CALL_NAME_CHARACTERS = 256
-"""Of a call as the model made it, which may be none of the tools."""
+"""Longest name in a call that the model made. This name may differ from all names of tools."""
 
 
 class TextPart(Body):
@@ -28,11 +28,11 @@ class TextPart(Body):
 
 Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
 Content = str | Parts
-"""Parts are joined without separators."""
+"""A text, or parts that are joined without separators."""
 
 
 class InputMessage(Body):
-    """What the model is told."""
+    """A message to the model."""
 
     role: Literal["developer", "system", "user"] = Field(
         description="The model's template receives `developer`, OpenAI's newer name, as `system`."
@@ -87,7 +87,7 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
-    """What came of a call."""
+    """The result of a call."""
 
     role: Literal["tool"]
     content: Content
@@ -100,12 +100,15 @@ class ToolMessage(Body):
 
 Message = Annotated[InputMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-"""Only one problem is reported, so checking stops there: a body may have very many."""
+"""The check stops at the first problem, because a body may have very many, and only one is reported."""
 
 
 def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """InvalidRequest names the field of a message that contradicts itself, or those before it. A tool's result gets
-    the name of the tool that was called."""
+    """The messages as Baton's own. Each tool's result gets the name of the tool that was called.
+
+    Raises InvalidRequest if a message contradicts itself or an earlier message; the error names the message's
+    field.
+    """
     for index, message in enumerate(messages):
         if isinstance(message, AssistantMessage):
             _check_answer(message, f"messages.{index}")

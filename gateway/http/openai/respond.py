@@ -1,4 +1,4 @@
-"""Generated: the response to a request for completions, whole or as server-sent events."""
+"""Generated: the HTTP response with completions, whole or as server-sent events."""
 
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -27,26 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 class OpenAIAnswer(Protocol):
-    """One of the API's two shapes."""
+    """Writes an answer in one of the API's two shapes: completions or chat completions."""
 
     def events(self, says_usage: bool) -> EventWriter:
         """The writer of a stream's events."""
 
     def opening(self, events: EventWriter) -> bytes:
-        """What a stream sends before its first token, together with it."""
+        """The events that a stream sends before its first token, in the same write as that token."""
 
     def collectors(self) -> list[Collected]:
-        """One for each choice, to collect the whole answer."""
+        """One collector for each choice, which collects the whole answer."""
 
     def whole(self, answers: Sequence[Collected], usage: Usage) -> Iterator[str]:
         """The whole answer, as JSON in pieces that are each quick to make."""
 
 
 class Generated(Response):
-    """Generates while it is sent. A client that leaves ends its requests on all workers.
+    """Generates the answers while it sends them. If the client disconnects, its requests end on all workers.
 
-    Errors before the first token are raised, and so get a status of their own; later ones become a stream's last
-    event.
+    Errors before the first token are raised, so the response has an error status. A later error becomes a
+    stream's last event.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Generated(Response):
         *,
         is_chat: bool,
     ) -> None:
-        """`requests`: `num_samples` of each prompt. `stream_options`: None for a whole answer. `names`: the
-        client's names of fields that we name differently."""
+        """`requests`: `num_samples` requests for each prompt. `stream_options`: None for a whole answer.
+        `names`: the client's names of fields, by our names."""
         super().__init__()
         self._driver = driver
         self._requests = requests

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's API: from a body to valid requests, and to the responses for them."""
+"""The routes of OpenAI's API: turn a body into valid requests, and make the responses."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ from gateway.turn_budget import TurnBudget
 
 
 class OpenAIRoutes:
-    """Handles parsed bodies; one instance serves all calls."""
+    """Answers requests whose bodies are already parsed. One instance serves all calls."""
 
     def __init__(self, driver: RequestDriver, preprocessor: Preprocessor, model: ServedModel) -> None:
         self._driver = driver
@@ -89,7 +89,7 @@ class OpenAIRoutes:
         prompts: Sequence[Prompt],
         names: dict[str, str],
     ) -> list[GatewayRequest]:
-        """`num_samples` for each prompt, in the prompts' order."""
+        """Makes `num_samples` requests for each prompt, in the prompts' order."""
         if body.model != self._model.name:
             raise UnknownModel("model", f"{body.model!r} is not served here; use {self._model.name!r}")
         gateway_requests: list[GatewayRequest] = []
@@ -124,7 +124,7 @@ class OpenAIRoutes:
             raise in_terms_of(names, error) from error
         if not body.stream:
             check_whole_answer(gateway_requests, names)
-        # Tokenising later prompts also used up the first ones' time.
+        # While later prompts were tokenised, the time of the first requests ran, too.
         return [replace(gateway_request, timeout_s=call.time_left_s) for gateway_request in gateway_requests]
 
     def _head(self, kind: str, call: HttpCall) -> Head:
@@ -194,6 +194,6 @@ def openai_routes(driver: RequestDriver, preprocessor: Preprocessor, model: Serv
 
 
 def _client_names(body: GenerationFields, prompt: str) -> dict[str, str]:
-    """This API's names of fields that errors may name differently."""
+    """This API's names of fields, by the names that errors may use."""
     grammar = "response_format" if body.structured_outputs is None else "structured_outputs"
     return {"prompt": prompt, "chat": prompt, "token_ids": prompt, "structured_output": grammar}

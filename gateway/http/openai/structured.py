@@ -1,4 +1,4 @@
-"""Answers that must match a grammar: OpenAI's response_format and vLLM's structured_outputs, as grammars."""
+"""Converts OpenAI's response_format and vLLM's structured_outputs to grammars that answers must match."""
 
 import json
 import re
@@ -62,7 +62,7 @@ class StructuredOutputs(_Part):
 def structured_output_of(
     response_format: ResponseFormat | None, outputs: StructuredOutputs | None
 ) -> StructuredOutput | None:
-    """At most one of the two is set; InvalidRequest uses the client's name for it."""
+    """The grammar of the answer. At most one argument may be set; InvalidRequest names its field."""
     if outputs is not None:
         return _checked("structured_outputs", *_grammar_of(outputs))
     match response_format:

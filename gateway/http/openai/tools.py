@@ -1,4 +1,4 @@
-"""Tools of a chat, and which of them the model may call: OpenAI's fields as our own values."""
+"""Tools of a chat, and the choice among them: converts OpenAI's fields to Baton's types."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -75,7 +75,8 @@ ToolChoiceField = (
 
 
 def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
-    """InvalidRequest names the tool's field."""
+    """The tools as Baton's own. Raises InvalidRequest for an invalid tool; the error names the tool's
+    field."""
     num_bytes = 0
     for index, tool in enumerate(tools or ()):
         place = f"tools.{index}.function.parameters"
@@ -93,7 +94,7 @@ def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
 
 
 def tool_choice_of(choice: ToolChoiceField | None, tools: Sequence[Tool]) -> ToolChoice:
-    """InvalidRequest if it asks for a tool that is not there."""
+    """The choice as Baton's own. Raises InvalidRequest if it names a tool that the request does not have."""
     match choice:
         case None | "auto":
             return ToolChoice()

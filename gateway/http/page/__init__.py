@@ -29,7 +29,8 @@ FILES = (
 )
 
 HEADERS = {
-    # No inline scripts, and nothing from other hosts: text from a model or a worker's name cannot become a script.
+    # No inline scripts, and nothing from other hosts: a model's text or a worker's name cannot run as a
+    # script.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -39,7 +40,7 @@ HEADERS = {
 
 
 def page_routes() -> APIRouter:
-    """The page at `/`, and its files below `/page/`; open to everyone."""
+    """The page at `/`, and its files below `/page/`. They need no key."""
     routes = APIRouter(include_in_schema=False)
     for name in FILES:
         path = "/" if name == "index.html" else f"/page/{name}"

@@ -1,6 +1,7 @@
 """The shapes of the Responses API's answers; /openapi.json describes them from here.
 
-`output` and `response_json` write them in pieces; tests compare.
+`output` and `response_json` write the JSON of answers in pieces. Tests compare that JSON with the classes
+below.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class OutputTextAnswer:
 
 @dataclass(frozen=True, slots=True)
 class MessageAnswer:
-    """What the user is to read."""
+    """A message for the user."""
 
     id: str
     type: Literal["message"]
@@ -56,7 +57,7 @@ class ReasoningAnswer:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCallAnswer:
-    """A call that the client is to make."""
+    """A call that the client should make."""
 
     id: str
     type: Literal["function_call"]
@@ -73,7 +74,7 @@ class InputTokensDetails:
     cached_tokens: int
     """Tokens found in a prefix cache."""
     cache_write_tokens: int
-    """Tokens written at explicit cache breakpoints, of which there are none: 0."""
+    """Always 0: Baton has no explicit cache breakpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class OutputTokensDetails:
     """Details of the answer's tokens."""
 
     reasoning_tokens: int
-    """Tokens of the reasoning, its tags included."""
+    """Tokens of the reasoning and of its tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class ResponseEvent:
 
     type: str
     sequence_number: int
-    """From 0, without gaps."""
+    """Number of the event: it begins at 0, and has no gaps."""
 
 
 @dataclass(frozen=True, slots=True)

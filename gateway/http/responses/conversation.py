@@ -1,4 +1,4 @@
-"""Items as the turns of a conversation, and which turns are left out where a prompt is too long."""
+"""Converts items to the turns of a conversation, and leaves out old turns if a prompt is too long."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,7 +17,8 @@ from gateway.http.responses.tools import tool_choice_of
 
 
 def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversation:
-    """The body's instructions, then the items; InvalidRequest names `input`."""
+    """The conversation: the body's instructions, then the items. InvalidRequest for an item names the field
+    `input`."""
     messages = () if body.instructions is None else (ChatMessage("system", body.instructions),)
     tools = body.tools or ()
     return Conversation(
@@ -30,13 +31,14 @@ def conversation_of(body: PromptFields, items: Iterable[KeptItem]) -> Conversati
 
 
 def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
-    """Reasoning, text and calls that follow each other are one turn of the assistant.
+    """The items as messages. Reasoning, text and calls that follow each other become one turn of the
+    assistant.
 
-    A call that was cut off is left out: its arguments are no JSON, and nothing answers it.
+    An incomplete call is left out: its arguments are not valid JSON, and it has no result.
     """
     messages: list[ChatMessage] = []
     names: dict[str, str] = {}
-    turn: ChatMessage | None = None  # the assistant's, still open
+    turn: ChatMessage | None = None  # the assistant's turn, to which further items may be added
     for item in items:
         match item:
             case FunctionCallItem(status="incomplete"):
@@ -79,11 +81,12 @@ def _of_others(item: MessageItem | FunctionCallOutputItem, names: dict[str, str]
 async def shortened(
     conversation: Conversation, fits: Callable[[Conversation], Awaitable[bool]]
 ) -> Conversation:
-    """The conversation without as many of its oldest exchanges as must go until `fits`; PromptTooLong if the last one
-    alone does not.
+    """The conversation without its oldest exchanges: as few as possible are left out until `fits` returns
+    true.
 
-    An exchange is a user's message and what follows it up to the next one, so calls stay beside their results. System
-    messages stay. Asks `fits` once for each halving, since less always fits better.
+    An exchange is a user's message and everything up to the next user's message, so calls stay with their
+    results. System messages stay. A binary search finds the exchange to begin with, because a shorter
+    conversation always fits better. Raises PromptTooLong if even the last exchange alone does not fit.
     """
     messages = conversation.messages
     begins = [index for index, message in enumerate(messages) if message.role == "user"]

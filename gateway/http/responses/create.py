@@ -1,4 +1,4 @@
-"""CreateResponse turns the body of POST /v1/responses into a request, and its answer into the response."""
+"""CreateResponse: turns the body of POST /v1/responses into a request, and its answer into the response."""
 
 import asyncio
 import time
@@ -37,11 +37,11 @@ NAMES = {
     "structured_output": "text.format",
     "reasoning": "reasoning.effort",
 }
-"""This API's names of fields that errors may name differently."""
+"""This API's names of fields, by the names that errors may use."""
 
 
 class CreateResponse:
-    """Handles parsed bodies; one instance serves all calls."""
+    """Answers requests whose bodies are already parsed. One instance serves all calls."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class CreateResponse:
         running: RunningResponses | None,
         max_history_bytes: int,
     ) -> None:
-        """`running` None: nothing is stored. `max_history_bytes`: of what one response continues."""
+        """`running`: None if responses are not stored. `max_history_bytes`: most bytes of stored responses
+        that one request may continue."""
         self._driver = driver
         self._preprocessor = preprocessor
         self._model = model
@@ -60,7 +61,8 @@ class CreateResponse:
         self._tokens = ChatTokens(preprocessor.pool.tokenizer)
 
     async def create(self, body: ResponseRequest, call: HttpCall) -> Response:
-        """Where a response will be stored, an unreachable store is known before anything is computed."""
+        """Makes the response. If it will be stored, an unreachable store raises an error before anything is
+        computed."""
         self._check_model(body.model)
         store = self._store_for(body)
         if store is not None:
@@ -86,7 +88,7 @@ class CreateResponse:
         )
 
     async def count(self, body: InputTokensRequest, call: HttpCall) -> InputTokens:
-        """What the prompt of such a request would have."""
+        """The number of prompt tokens that such a request would have."""
         if body.model is not None:
             self._check_model(body.model)
         history, own = await self._read(body, call)
@@ -111,7 +113,7 @@ class CreateResponse:
         return None if body.store is False else self._running.store
 
     async def _read(self, body: PromptFields, call: HttpCall) -> tuple[History, list[KeptItem]]:
-        """What the request continues, and its own items."""
+        """The history that the request continues, and the request's own items."""
         store = None if self._running is None else self._running.store
         budget = TurnBudget(asyncio.get_running_loop().time)
         reader = HistoryReader(store, call.caller.name, self._max_history_bytes, budget)
@@ -167,7 +169,8 @@ class CreateResponse:
 
 
 def _check_size(request: GatewayRequest) -> None:
-    """InvalidRequest if the answer could have more than MAX_VALUES: a stream's last event has all of it, too."""
+    """Raises InvalidRequest if the answer could have more than MAX_VALUES values. Streams are checked, too,
+    because their last event contains the whole answer."""
     params = request.sampling_params
     each = 1 + (params.logprobs or 0)
     if params.max_tokens * each > MAX_VALUES:

@@ -1,4 +1,4 @@
-"""ResponseRequest: the body of POST /v1/responses, and that of its token count."""
+"""ResponseRequest and InputTokensRequest: the bodies of POST /v1/responses and /v1/responses/input_tokens."""
 
 import json
 from typing import Annotated, Any, Literal, Self
@@ -62,7 +62,7 @@ class TextOptions(Body):
 
 
 class ReasoningFields(Body):
-    """How much the model thinks; levels are refused if its template knows none."""
+    """How much the model thinks. A level is refused if the model's chat template knows no levels."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = Field(
@@ -87,7 +87,7 @@ class ResponseStreamOptions(Body):
 
 
 class PromptFields(Body):
-    """What the prompt is made of."""
+    """The fields of a prompt."""
 
     input: str | InputItems | None = Field(None, description="A user's text, or items.")
     instructions: str | None = Field(
@@ -117,7 +117,7 @@ class PromptFields(Body):
 
     @property
     def items(self) -> list[InputItem]:
-        """A text is a user's message."""
+        """The items of the input. A text becomes a user's message."""
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return self.input or []
@@ -191,7 +191,7 @@ class ResponseRequest(PromptFields, SamplingFields):
         return LOGPROBS in (self.include or ())
 
     def sampling(self) -> SamplingParams:
-        """InvalidRequest names the field that contradicts another one."""
+        """Raises InvalidRequest for a field that contradicts another field."""
         logprobs = (self.top_logprobs or 0) if self.has_logprobs else None
         grammar = None if self.text is None else self.text.structured_output()
         return self.params_with(self.max_output_tokens or UNLIMITED, logprobs, grammar)

@@ -1,9 +1,9 @@
-"""ResponseEvents: a response's stream as server-sent events, from the changes of its output; knows no socket.
+"""ResponseEvents: turns the changes of a response's output into server-sent events; does no I/O.
 
     created, in_progress, (item added, [part added], delta*, done, [part done], item done)*,
     completed | incomplete | failed
 
-Events are numbered from 0. JSON is ASCII here, as some clients split lines at characters such as U+2028.
+Events are numbered from 0. The JSON is ASCII, because some clients split lines at characters such as U+2028.
 """
 
 import json
@@ -31,24 +31,24 @@ LAST_EVENTS = {
     "failed": "response.failed",
     "cancelled": "response.failed",
 }
-"""By the response's status. There is no event of its own for a response that was cancelled."""
+"""The last event's name, by the response's status. A cancelled response has no separate event."""
 
 TEXT_EVENTS: dict[type[OutputItem], str] = {
     MessageOutput: "response.output_text",
     ReasoningOutput: "response.reasoning_text",
     CallOutput: "response.function_call_arguments",
 }
-"""The events of an item's text, less `.delta` and `.done`."""
+"""Names of the events of an item's text, without `.delta` and `.done`."""
 
 EMPTY_PARTS: dict[type[OutputItem], str] = {
     MessageOutput: '{"type":"output_text","text":"","annotations":[],"logprobs":[]}',
     ReasoningOutput: '{"type":"reasoning_text","text":""}',
 }
-"""The only part of an item as it begins; calls have none."""
+"""The only part of an item, without content. Calls have no part."""
 
 
 class ResponseEvents:
-    """Writes one stream. All its methods give text in pieces that are each quick to make."""
+    """Writes one stream. All methods return text in pieces that are each quick to make."""
 
     def __init__(self, response: ResponseJson) -> None:
         self._response = response
@@ -59,7 +59,7 @@ class ResponseEvents:
             yield from self._response_event(name, BEGUN, ())
 
     def of(self, changes: Iterable[Change]) -> Iterator[str]:
-        """The events of each change; consume it before the output changes again."""
+        """The events of each change. Use up this iterator before the output changes again."""
         for change in changes:
             match change:
                 case Opened(item):
@@ -70,7 +70,7 @@ class ResponseEvents:
                     yield from self._closed(item)
 
     def ending(self, state: ResponseState, items: Sequence[OutputItem]) -> Iterator[str]:
-        """The last event, with the whole response."""
+        """The last event, which contains the whole response."""
         yield from self._response_event(LAST_EVENTS[state.status], state, items)
 
     def _opened(self, item: OutputItem) -> Iterator[str]:
@@ -123,6 +123,7 @@ class ResponseEvents:
 
 
 def _place(item: OutputItem) -> str:
-    """Of the text within the output; a call has no parts to number."""
+    """The keys that say where an item's text belongs in the output. A call has no parts, so no
+    `content_index`."""
     part = "" if isinstance(item, CallOutput) else ',"content_index":0'
     return f'"item_id":{_text(item.id)},"output_index":{item.index}{part}'

@@ -1,7 +1,9 @@
-"""History: what a request continues, from stored responses; bounded like a conversation that is sent whole.
+"""History: the stored responses that a request continues.
 
-A stored response has its own items and the ids of those before it. So a chain of n responses keeps n turns, not n^2,
-and reading it takes two round trips.
+A history has the same bounds as a conversation that is sent whole.
+
+A stored response contains its own items, and the ids of the responses before it. So a chain of n responses
+stores n turns, not n^2, and reading the chain takes two round trips.
 """
 
 import re
@@ -27,20 +29,20 @@ from gateway.http.responses.store import ResponseStore
 from gateway.turn_budget import TurnBudget
 
 MAX_ANCESTORS = 1024
-"""Responses that one continues, one after another."""
+"""Most responses in the chain that one response continues."""
 MAX_REFERRED = 64
-"""Stored responses whose items one request refers to, beside those it continues."""
+"""Most stored responses to whose items one request may refer, not counting those that it continues."""
 
 _ITEM_ID = re.compile(r"(?:msg|fc|fco|rs)_(.+)_i?\d{1,6}", re.DOTALL)
 
 
 class StoredContext(Body):
-    """What a stored response tells later ones."""
+    """The part of a stored response that later responses need."""
 
     ancestors: list[str]
-    """Ids of the responses before it, the oldest first."""
+    """Ids of the responses before this one, the oldest first."""
     num_input: int
-    """So many of the items were its own input; the others are its output."""
+    """The first `num_input` items are the response's own input; the others are its output."""
     items: list[InputItem]
 
 
@@ -49,10 +51,11 @@ _CONTEXT = TypeAdapter(StoredContext)
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a request continues."""
+    """The responses that a request continues."""
 
     ancestors: tuple[str, ...] = ()
-    """Ids of stored responses, the oldest first, up to the one that is continued."""
+    """Ids of the stored responses, the oldest first. The last one is the response that the request
+    continues."""
     items: tuple[KeptItem, ...] = ()
 
 
@@ -60,14 +63,15 @@ class HistoryReader:
     """Reads one caller's stored responses for one request."""
 
     def __init__(self, store: ResponseStore | None, caller: str, max_bytes: int, budget: TurnBudget) -> None:
-        """`max_bytes`: of all that is read."""
+        """`max_bytes`: most bytes that may be read for this request."""
         self._store = store
         self._caller = caller
         self._bytes_left = max_bytes
         self._budget = budget
 
     async def before(self, previous_response_id: str | None) -> History:
-        """All that was said up to a stored response; UnknownPreviousResponse if any of it is gone."""
+        """The history up to and including a stored response. Raises UnknownPreviousResponse if a part is
+        missing."""
         if previous_response_id is None:
             return History()
         (last,) = await self._contexts([previous_response_id])
@@ -88,7 +92,8 @@ class HistoryReader:
         return History(ids, tuple(items))
 
     async def resolved(self, items: Sequence[InputItem], history: History) -> list[KeptItem]:
-        """The items, with those that references stand for; UnknownResponse names the reference's field."""
+        """The items, where each reference is replaced by its stored item. Raises UnknownResponse if a stored
+        item is missing; the error names the reference's field."""
         wanted = {item.id for item in items if isinstance(item, ItemReference)}
         if not wanted:
             return list(_kept(items))
@@ -137,14 +142,14 @@ class HistoryReader:
 
 
 def input_json(items: Sequence[KeptItem], request_id: str) -> list[dict[str, Any]]:
-    """A request's own items as they are kept, each with an id."""
+    """A request's own items as they are stored, each with an id."""
     return [as_kept(item, f"{PREFIXES[type(item)]}_{request_id}_i{n}") for n, item in enumerate(items)]
 
 
 def context_pieces(
     history: History, own: Sequence[dict[str, Any]], output: Iterable[OutputItem]
 ) -> Iterator[str]:
-    """StoredContext, in pieces; `own`: from `input_json`."""
+    """The JSON of a StoredContext, in pieces. `own`: the result of `input_json`."""
     yield f'{{"ancestors":{to_json(history.ancestors).decode()},"num_input":{len(own)},"items":['
     comma = ""
     for item in own:
@@ -158,7 +163,7 @@ def context_pieces(
 
 
 def input_items_of(context: bytes) -> list[dict[str, Any]]:
-    """A stored response's own input, as `input_json` wrote it."""
+    """The own input items of a stored response, as `input_json` wrote them."""
     stored = _parsed(context)
     return [] if stored is None else input_json(list(_kept(stored.items[: stored.num_input])), "")
 
@@ -168,7 +173,7 @@ def _kept(items: Iterable[InputItem]) -> Iterator[KeptItem]:
 
 
 def _parsed(text: bytes) -> StoredContext | None:
-    """None if another version of Baton wrote it in another way."""
+    """The stored context. None if another version of Baton stored it in another form."""
     try:
         return _CONTEXT.validate_json(text)
     except ValidationError:

@@ -1,6 +1,6 @@
-"""Items: what a conversation consists of in the Responses API, as clients send them and as they are kept.
+"""Items: the parts of a conversation in the Responses API, as clients send and the gateway stores them.
 
-Every item that this API gives out may be sent back unchanged, with its empty fields.
+A client may send back every item of this API unchanged, with its empty fields.
 """
 
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from gateway.http.body import Body, NotSupported
 
 MAX_ITEMS = 4096
-"""Of one conversation, earlier responses included."""
+"""Most items of one conversation, including those of earlier responses."""
 MAX_PARTS = 1024
 MAX_ID_CHARACTERS = 256
 
@@ -20,7 +20,7 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
 
 
 class InputText(Body):
-    """Text that the user or the system says."""
+    """Text of the user or the system."""
 
     type: Literal["input_text"]
     text: str
@@ -28,7 +28,7 @@ class InputText(Body):
 
 
 class OutputText(Body):
-    """Text that the assistant said."""
+    """Text of the assistant."""
 
     type: Literal["output_text"]
     text: str
@@ -37,14 +37,14 @@ class OutputText(Body):
 
 
 class ReasoningText(Body):
-    """A piece of what the assistant thought."""
+    """A part of the assistant's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class SummaryText(Body):
-    """A summary of what the assistant thought."""
+    """A summary of the assistant's reasoning."""
 
     type: Literal["summary_text"]
     text: str
@@ -68,7 +68,7 @@ class MessageItem(Body):
 
     @property
     def text(self) -> str:
-        """Parts are joined without separators."""
+        """The message's text; parts are joined without separators."""
         parts = self.content
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
@@ -76,7 +76,7 @@ class MessageItem(Body):
 class FunctionCallItem(Body):
     """A call that the assistant made."""
 
-    # A dumped object of the `openai` package has `async_`.
+    # When the `openai` package dumps an object, this field is called `async_`.
     model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["function_call"]
@@ -91,7 +91,7 @@ class FunctionCallItem(Body):
 
 
 class FunctionCallOutputItem(Body):
-    """What a call returned."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
@@ -109,7 +109,7 @@ class FunctionCallOutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """What the assistant thought before it answered."""
+    """The assistant's reasoning before its answer."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
@@ -124,7 +124,7 @@ class ReasoningItem(Body):
 
 
 class ItemReference(Body):
-    """Stands for an item of a stored response."""
+    """Refers to an item of a stored response."""
 
     type: Literal["item_reference"] | None = None
     id: ItemId
@@ -134,7 +134,8 @@ KeptItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningIt
 
 
 def _kind(item: object) -> str | None:
-    """The type; without one, an item is a message if it has a role, else a reference if it has an id."""
+    """The item's type. Without a type, an item with a role is a message, and an item with only an id a
+    reference."""
     if not isinstance(item, dict):
         return getattr(item, "type", None)
     kind = item.get("type")
@@ -155,7 +156,7 @@ InputItem = Annotated[
 ]
 
 InputItems = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
-"""Only one problem is reported, so checking stops there: a body may have very many."""
+"""The check stops at the first problem, because a body may have very many, and only one is reported."""
 
 PREFIXES = {
     MessageItem: "msg",
@@ -166,7 +167,7 @@ PREFIXES = {
 
 
 def as_kept(item: KeptItem, default_id: str) -> dict[str, Any]:
-    """The item as this API lists it; valid as an input item, too."""
+    """The item as this API lists it. The result is also a valid input item."""
     head = {"id": item.id or default_id, "type": item.type or "message", "status": item.status or "completed"}
     match item:
         case MessageItem(role=role):

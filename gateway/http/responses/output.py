@@ -1,4 +1,4 @@
-"""Output: an answer's items while it is generated, and how they changed; knows no stream and no response.
+"""Output: the items of an answer while the model generates it, and the changes of these items.
 
 in_progress --> completed
      |--------> incomplete      the answer ended within the item
@@ -20,7 +20,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 @dataclass(slots=True, eq=False)
 class OutputItem:
-    """One item. Its JSON comes in pieces that are each quick to make."""
+    """One item. Its JSON is written in pieces that are each quick to make."""
 
     id: str
     index: int
@@ -31,34 +31,34 @@ class OutputItem:
         self._text.write(text)
 
     def text_json(self) -> Iterator[str]:
-        """All of its text, with quotes."""
+        """The item's whole text as a JSON string with quotes, in pieces."""
         yield '"'
         yield from string_pieces(self._text.getvalue())
         yield '"'
 
     def part(self) -> Iterator[str]:
-        """Its only part; an item without parts has none."""
+        """The JSON of the item's only part, in pieces. Empty if the item has no part."""
         return iter(())
 
     def json(self, *, is_empty: bool = False) -> Iterator[str]:
-        """`is_empty`: as it was when it began."""
+        """The item's JSON, in pieces. `is_empty`: without content, as when the item began."""
         raise NotImplementedError
 
     def context_json(self) -> Iterator[str]:
-        """What a later turn needs of it."""
+        """The JSON that a later turn needs of this item, in pieces."""
         return self.json()
 
 
 @dataclass(slots=True, eq=False)
 class MessageOutput(OutputItem):
-    """What the user is to read."""
+    """A message for the user."""
 
     tokens: ChatTokens | None = None
-    """Writes log-probabilities, if they are asked for."""
+    """Writes log-probabilities; None if the client does not want them."""
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
 
     def logprobs_json(self, columns: LogprobColumns | None = None) -> Iterator[str]:
-        """A list; of all tokens, or of `columns`."""
+        """The JSON list of the log-probabilities of `columns`, or of all tokens."""
         if self.tokens is None:
             return iter(("[]",))
         return self.tokens.positions(self.logprobs if columns is None else columns)
@@ -87,7 +87,7 @@ class MessageOutput(OutputItem):
 
 @dataclass(slots=True, eq=False)
 class ReasoningOutput(OutputItem):
-    """What the model thought. `content` has the text itself; there is no summary of it."""
+    """The model's reasoning. `content` contains the text itself; there is no summary."""
 
     def part(self) -> Iterator[str]:
         yield '{"type":"reasoning_text","text":'
@@ -103,7 +103,7 @@ class ReasoningOutput(OutputItem):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CallOutput(OutputItem):
-    """A call that the client is to make; its text is the arguments."""
+    """A call that the client should make. The item's text is the call's arguments."""
 
     call_id: str
     name: str
@@ -124,7 +124,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Grew:
-    """More of the open item."""
+    """The open item got more text."""
 
     item: OutputItem
     text: str
@@ -133,7 +133,7 @@ class Grew:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Nothing more comes of this item."""
+    """The item ended."""
 
     item: OutputItem
 
@@ -142,18 +142,19 @@ Change = Opened | Grew | Closed
 
 
 class Output:
-    """The items of one answer. At most one of them is open: items never overlap."""
+    """The items of one answer. Items never overlap, so at most one is open."""
 
     def __init__(self, request_id: str, tokens: ChatTokens | None) -> None:
         self._request_id = request_id
         self._tokens = tokens
         self._open: OutputItem | None = None
         self._logprobs: list[TokenLogprobs] = []
-        """Of tokens whose text has not come yet."""
+        """Log-probabilities of tokens whose text has not arrived yet."""
         self.items: list[OutputItem] = []
 
     def take(self, events: Iterable[AnswerEvent], logprobs: Sequence[TokenLogprobs] = ()) -> Iterator[Change]:
-        """`logprobs`: of the tokens that are the user's text, in order."""
+        """The changes that these events cause. `logprobs`: those of the tokens of the user's text, in
+        order."""
         if self._tokens is not None:
             self._logprobs += logprobs
         for event in events:
@@ -175,7 +176,8 @@ class Output:
                     yield from self._close("completed")
 
     def end(self, is_cut: bool) -> Iterator[Change]:
-        """`is_cut`: the model had not finished. A finished answer without any item has an empty message."""
+        """The changes at the answer's end. `is_cut`: the answer ended before the model had finished. If a
+        finished answer has no item, it gets an empty message."""
         if not self.items and not is_cut:
             yield from self._begin(MessageOutput(*self._named("msg"), tokens=self._tokens))
         if isinstance(self._open, MessageOutput) and self._logprobs:

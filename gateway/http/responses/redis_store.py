@@ -1,10 +1,11 @@
-"""RedisStore: responses in a Redis that several gateways share. Needs the extra `redis`; only stores.py imports it.
+"""RedisStore: stores responses in a Redis server that several gateways share.
 
-For each caller, under a hash tag so that a Redis cluster has all of it in one place:
+This module needs the extra `redis`; only stores.py imports it. All keys of a caller have the same hash tag,
+so a Redis cluster stores them on one node:
 
     ...:response:ID   a hash: what GET answers, and what a later response needs; expires
     ...:used          a sorted set: when each response was last used
-    ...:sizes         a hash: the bytes of each
+    ...:sizes         a hash: the number of bytes of each response
 """
 
 import logging
@@ -24,10 +25,10 @@ from gateway.http.responses.store import MAX_RESPONSES, StoreBounds, StoredRespo
 T = TypeVar("T")
 
 REDIS_TIMEOUT_S = 2.0
-"""For a connection, and for each answer."""
+"""How long to wait for a connection, and for each answer."""
 MAX_CONNECTIONS = 64
 NAMESPACE = "baton:responses:1"
-"""Counts up when what is stored changes its form."""
+"""Prefix of all keys. Increase its number when the form of the stored values changes."""
 
 RESPONSE, CONTEXT = b"response", b"context"
 
@@ -35,10 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class RedisStore:
-    """How much all callers may keep together is for Redis to say (`maxmemory`)."""
+    """A ResponseStore. Redis itself limits the memory of all callers together (`maxmemory`)."""
 
     def __init__(self, url: str, bounds: StoreBounds, now: Callable[[], float] = time.time) -> None:
-        """`now`: the time of day, which gateways share. ValueError if the URL is none."""
+        """`now` returns the time of day, which is the same on all gateways. Raises ValueError if the URL is
+        invalid."""
         self._bounds = bounds
         self._now = now
         self._ttl_ms = int(bounds.ttl_s * 1000)
@@ -103,7 +105,7 @@ class RedisStore:
         await self._redis.aclose()
 
     async def _drop(self, caller: str, response_ids: Sequence[str]) -> int:
-        """The number of those that were there."""
+        """Removes responses. Returns how many of them were stored."""
         if not response_ids:
             return 0
         pipeline = self._redis.pipeline(transaction=True)
@@ -116,7 +118,8 @@ class RedisStore:
     def _superfluous(
         self, uses: Sequence[tuple[bytes, float]], num_bytes: dict[bytes, bytes], now: float
     ) -> list[str]:
-        """What expired, and the least recently used ones that exceed the bounds of one caller."""
+        """Ids of the responses to remove: those that expired, and the least recently used ones beyond the
+        bounds of one caller."""
         total = sum(int(num_bytes.get(response_id, 0)) for response_id, _ in uses)
         dropped = []
         for index, (response_id, used_at) in enumerate(uses):
@@ -128,7 +131,8 @@ class RedisStore:
         return dropped
 
     async def _asked(self, answer: Awaitable[T] | Any) -> Any:
-        """StoreUnavailable, without the address: it may contain a password."""
+        """Redis' answer. Raises StoreUnavailable if Redis fails. The error does not contain Redis' address,
+        which may contain a password."""
         try:
             return await answer
         except (RedisError, OSError, TimeoutError) as error:
@@ -140,7 +144,7 @@ class RedisStore:
 
 
 def _tag(caller: str) -> str:
-    """Of any name; no two callers share one."""
+    """The hash tag of a caller, whose name may have any characters. Different callers have different tags."""
     return "{" + blake2b(caller.encode(errors="surrogatepass"), digest_size=16).hexdigest() + "}"
 
 
@@ -157,7 +161,8 @@ def _sizes(caller: str) -> str:
 
 
 def _marked(response_id: str, value: bytes) -> bytes:
-    """With its id, so that a value is never taken for another one's, whatever became of a connection."""
+    """The value with its response's id before it. Even after a fault of a connection, a value of another
+    response is detected."""
     return response_id.encode() + b"\n" + value
 
 

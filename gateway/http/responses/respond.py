@@ -1,4 +1,4 @@
-"""Responding: one response while it is generated, sent whole or as a stream, and stored at its end."""
+"""Responding: generates one response, sends it whole or as a stream, and stores it at its end."""
 
 import asyncio
 import logging
@@ -35,23 +35,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What is to be generated, and what is to become of it."""
+    """What to generate, and where to store the result."""
 
     request: GatewayRequest
     response: ResponseJson
     history: History
     own_items: Sequence[dict[str, Any]]
     names: Mapping[str, str]
-    """The client's names of fields that errors name differently."""
+    """The client's names of fields, by the names that errors use."""
     stored_by: RunningResponses | None
-    """None: it is not stored."""
+    """None: the response is not stored."""
 
 
 class Responding(Response):
-    """Generates while it is sent. A client that leaves ends its request on all workers, and nothing is stored.
+    """Generates the answer while it sends it. If the client disconnects, its request ends on all workers, and
+    nothing is stored.
 
-    Errors before the first token are raised, and so get a status of their own; later ones end a stream with
-    `response.failed`.
+    Errors before the first token are raised, so the HTTP response has an error status. A later error ends a
+    stream with `response.failed`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Responding(Response):
         *,
         is_stream: bool,
     ) -> None:
-        """`tokens` writes log-probabilities, if they are asked for."""
+        """`tokens` writes log-probabilities; None if the client does not want them."""
         super().__init__()
         self._driver = driver
         self._generation = generation
@@ -102,7 +103,7 @@ class Responding(Response):
         await send_json(self._generation.response.pieces(state, self._output.items), send)
 
     async def _stream(self, write: Write) -> None:
-        """Sends the events of each delta at once."""
+        """Sends the events of each delta without delay."""
         events = ResponseEvents(self._generation.response)
         is_open = False
         try:
@@ -129,7 +130,7 @@ class Responding(Response):
         return answering(self._driver, [self._generation.request], self._generation.names)
 
     def _changes(self, delta: Delta) -> Iterator[Change]:
-        """Consume it before the next delta."""
+        """The changes of a delta. Use up this iterator before the next delta."""
         self._num_tokens += len(delta.token_ids)
         logprobs = self._parts.take(delta.token_ids, delta.logprobs)
         if delta.finish is not None:
@@ -166,7 +167,8 @@ class Responding(Response):
         return ResponseState(status="failed", error=ResponseError("server_error", message))
 
     async def _store_cancelled(self, error: RequestAborted) -> None:
-        """Of an answer that no one has seen; `error` may also be a deadline's, which leaves nothing."""
+        """Stores a cancelled response of which the client has seen nothing. RequestAborted has subclasses,
+        such as a deadline's error; after one of these, nothing is stored."""
         if type(error) is RequestAborted:
             for _change in self._output.end(is_cut=True):
                 pass
@@ -175,7 +177,7 @@ class Responding(Response):
     async def _store_if_possible(self, state: ResponseState) -> None:
         try:
             await self._store(state)
-        except Exception as error:  # the client is told of the first error
+        except Exception as error:  # the client gets the first error
             logger.warning("a response that ended early was not stored: %s", error)
 
     async def _store(self, state: ResponseState) -> None:
@@ -188,7 +190,7 @@ class Responding(Response):
         await self._running.keep(StoredResponse(response, context))
 
     async def _write(self, write: Write, pieces: Iterable[str]) -> None:
-        """ASCII; a large part at a time."""
+        """Writes the pieces, which are ASCII, in large parts."""
         budget = TurnBudget(asyncio.get_running_loop().time)
         waiting: list[str] = []
         num_waiting = 0
@@ -204,7 +206,7 @@ class Responding(Response):
 
 
 async def _joined(pieces: Iterable[str]) -> bytes:
-    """Others run in between."""
+    """Joins the pieces. Other tasks may run in between."""
     budget = TurnBudget(asyncio.get_running_loop().time)
     parts: list[str] = []
     for piece in pieces:

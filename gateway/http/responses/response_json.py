@@ -1,4 +1,4 @@
-"""ResponseJson: one response as JSON in pieces, as it is at a moment; knows no stream and no store."""
+"""ResponseJson: writes one response in its present state, as JSON in pieces."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from gateway.http.responses.output import OutputItem
 
 @dataclass(frozen=True, slots=True)
 class ResponseState:
-    """What changes while a response is generated."""
+    """The fields that change while a response is generated."""
 
     status: ResponseStatus = "in_progress"
     completed_at: int | None = None
@@ -32,7 +32,7 @@ BEGUN = ResponseState()
 
 
 class ResponseJson:
-    """Writes one response. The request's own fields are written once."""
+    """Writes one response. The JSON of the request's own fields is made once."""
 
     def __init__(self, body: ResponseRequest, response_id: str, created_at: int, *, is_stored: bool) -> None:
         self.id = response_id
@@ -41,7 +41,7 @@ class ResponseJson:
         self._fields = json.dumps(_repeated(body) | {"store": is_stored})[1:]
 
     def pieces(self, state: ResponseState, items: Sequence[OutputItem]) -> Iterator[str]:
-        """ResponseObject."""
+        """The JSON of a ResponseObject, in pieces."""
         fields: dict[str, Any] = asdict(state)
         usage = fields.pop("usage")
         yield f'{self._head},{json.dumps(fields)[1:-1]},"output":['
@@ -63,7 +63,7 @@ def usage_of(num_input: int, num_cached: int, num_output: int, num_reasoning: in
 
 
 def _repeated(body: ResponseRequest) -> dict[str, Any]:
-    """The request's fields as every response repeats them, with OpenAI's defaults."""
+    """The request's fields that every response repeats, with OpenAI's defaults."""
     text, reasoning, choice = body.text, body.reasoning, body.tool_choice
     shown_format = None if text is None else text.format
     return {

@@ -1,4 +1,4 @@
-"""The routes of the Responses API: creating, reading, ending and deleting responses."""
+"""The routes of the Responses API: create, read, cancel and delete responses."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -56,14 +56,14 @@ STREAM: dict[str, Any] = {
 
 
 class StoredResponses:
-    """What callers may do with their own responses; one instance serves all calls."""
+    """The operations that callers may apply to their own responses. One instance serves all calls."""
 
     def __init__(self, driver: RequestDriver, running: RunningResponses | None) -> None:
         self._driver = driver
         self._running = running
 
     async def get(self, caller: Caller, response_id: str) -> bytes:
-        """UnknownResponse if the caller has none of that id."""
+        """A stored response. Raises UnknownResponse if the caller has no response with this id."""
         found = await self._store.response(caller.name, response_id)
         if found is None:
             raise _unknown(response_id)
@@ -75,7 +75,7 @@ class StoredResponses:
         return DeletedResponse(response_id, "response", True)
 
     async def cancel(self, caller: Caller, response_id: str) -> bytes:
-        """Ends a response that runs here, and returns it as it ended."""
+        """Ends a response that runs on this gateway, and returns its final state."""
         running = None if self._running is None else self._running.find(caller.name, response_id)
         if running is None:
             stored = json.loads(await self.get(caller, response_id))
@@ -126,7 +126,8 @@ def responses_routes(
     store: ResponseStore | None,
     max_history_bytes: int,
 ) -> APIRouter:
-    """`store` None: nothing is kept. `max_history_bytes`: of what one response continues."""
+    """`store`: None if responses are not stored. `max_history_bytes`: most bytes of stored responses that one
+    request may continue."""
     routes = APIRouter(route_class=JsonRoute)
     running = None if store is None else RunningResponses(store)
     creates = CreateResponse(driver, preprocessor, model, running, max_history_bytes)

@@ -1,6 +1,6 @@
-"""ResponseStore: where responses stay after they were sent, and MemoryStore, which keeps them in this process.
+"""ResponseStore: stores responses after they were sent. MemoryStore: a ResponseStore in this process' memory.
 
-Knows no HTTP and no items: a stored response is two texts.
+To a store, a response is two texts, whatever they contain.
 """
 
 import logging
@@ -12,21 +12,21 @@ from typing import Protocol
 from baton.clock import Clock
 
 MAX_RESPONSES = 4096
-"""Of one caller. The one whose last use is longest ago makes room."""
+"""Most responses of one caller. Beyond, the least recently used response is removed."""
 OVERHEAD_BYTES = 1024
-"""Each response counts for as much more than its texts."""
+"""Added to the size of each response's texts when bytes are counted."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One response, as it ended."""
+    """One response in its final state."""
 
     response: bytes
     """JSON: what GET answers."""
     context: bytes
-    """JSON: what a response that continues it needs."""
+    """JSON: what a later response needs to continue this one."""
 
     @property
     def num_bytes(self) -> int:
@@ -35,39 +35,42 @@ class StoredResponse:
 
 @dataclass(frozen=True, slots=True)
 class StoreBounds:
-    """What a store keeps at most."""
+    """The limits of a store."""
 
     caller_bytes: int
-    """Of one caller."""
+    """Most bytes of one caller's responses."""
     ttl_s: float
-    """Since a response was stored or last continued."""
+    """How long a response is stored after it was stored or last continued."""
 
 
 class ResponseStore(Protocol):
-    """Callers, given by name, see their own responses alone. All methods may raise StoreUnavailable."""
+    """Stores responses by caller's name; a caller sees only its own. All methods may raise
+    StoreUnavailable."""
 
     async def check(self) -> None:
-        """Returns if the store can be used."""
+        """Returns if the store can be used; otherwise raises StoreUnavailable."""
 
     async def keep(self, caller: str, response_id: str, stored: StoredResponse) -> None:
-        """Older responses of this caller make room. One that is larger than all that a caller may have is not kept."""
+        """Stores a response. If the caller has too many bytes, its older responses are removed. A response
+        that exceeds the caller's limit alone is not stored."""
 
     async def response(self, caller: str, response_id: str) -> bytes | None:
-        """What GET answers; None if there is none."""
+        """What GET answers; None if the caller has no such response."""
 
     async def contexts(self, caller: str, response_ids: Sequence[str]) -> list[bytes | None]:
-        """One for each id; None if there is none. All of them count as used."""
+        """The context of each response; None if the caller has no such response. All these responses count as
+        used."""
 
     async def delete(self, caller: str, response_id: str) -> bool:
-        """False if there is none."""
+        """Removes a response. Returns False if the caller has no such response."""
 
     async def close(self) -> None:
-        """Ends connections."""
+        """Closes the store and its connections."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """One caller's responses, in the order of their last use."""
+    """One caller's responses, the least recently used one first."""
 
     entries: "OrderedDict[str, _Entry]" = field(default_factory=OrderedDict)
     num_bytes: int = 0
@@ -80,10 +83,11 @@ class _Entry:
 
 
 class MemoryStore:
-    """Ends with the process, and other gateways do not see it."""
+    """Stores responses in memory: they are lost when the process ends, and other gateways do not see them."""
 
     def __init__(self, bounds: StoreBounds, total_bytes: int, clock: Clock) -> None:
-        """`total_bytes`: of all callers together. The caller that has the most makes room."""
+        """`total_bytes`: most bytes of all callers together. Beyond, responses of the caller with the most
+        bytes are removed."""
         self._bounds = bounds
         self._total_bytes = total_bytes
         self._clock = clock
@@ -130,7 +134,7 @@ class MemoryStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all callers."""
+        """The number of bytes of all callers' responses."""
         return self._num_bytes
 
     def _entry(self, caller: str, response_id: str) -> _Entry | None:
@@ -150,7 +154,7 @@ class MemoryStore:
         return True
 
     def _drop_old(self) -> None:
-        """Each caller's first one is its oldest."""
+        """Removes expired responses. The first response of each caller is its least recently used one."""
         before = self._clock.now() - self._bounds.ttl_s
         for caller, held in list(self._callers.items()):
             while held.entries and next(iter(held.entries.values())).used_at <= before:

@@ -1,4 +1,4 @@
-"""The store that the configuration asks for; the only module that imports redis_store.py."""
+"""Makes the store that the configuration names. Only this module imports redis_store.py."""
 
 from baton.clock import Clock
 from baton.config import GatewayConfig
@@ -7,7 +7,8 @@ from gateway.http.responses.store import MemoryStore, ResponseStore, StoreBounds
 
 
 def store_for(config: GatewayConfig, clock: Clock) -> ResponseStore | None:
-    """None: nothing is kept. ConfigError says what to install, or what is wrong with the URL."""
+    """The store; None if responses are not stored. Raises ConfigError if a package is missing or the URL is
+    invalid."""
     bounds = StoreBounds(config.response_store_caller_mib * 2**20, config.response_store_ttl_s)
     if config.response_store == "none":
         return None

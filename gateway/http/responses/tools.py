@@ -1,4 +1,4 @@
-"""Tools of the Responses API, and which of them a turn may call, as our own values."""
+"""Tools of the Responses API, and the choice among them: converts their fields to Baton's types."""
 
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 class FunctionTool(Body):
     """A function that the client runs. Tools that OpenAI hosts, MCP servers and custom tools are not supported."""
 
-    # A dumped object of the `openai` package has `async_`.
+    # When the `openai` package dumps an object, this field is called `async_`.
     model_config = ConfigDict(populate_by_name=True)
 
     type: Literal["function"]
@@ -38,7 +38,7 @@ class FunctionTool(Body):
         return Tool(self.name, self.description, self.parameters, strict)
 
     def as_shown(self) -> dict[str, Any]:
-        """As a response repeats it."""
+        """The tool as a response repeats it."""
         return {
             "type": "function",
             "name": self.name,
@@ -56,7 +56,7 @@ class NamedFunction(Body):
 
 
 class AllowedTools(Body):
-    """A subset of the tools; the others stay in the prompt."""
+    """The tools that the model may call. The prompt contains the other tools, too."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -69,7 +69,7 @@ ToolChoiceField = (
 
 
 def tool_choice_of(choice: ToolChoiceField | None) -> ToolChoice:
-    """Whether its tools are there is checked by the model's format, for all APIs."""
+    """The choice as Baton's own. The model's AnswerFormat checks later that the named tools exist."""
     match choice:
         case None:
             return ToolChoice()
