@@ -121,9 +121,9 @@ def check_device(architecture: ModelArchitecture, device: str) -> None:
         return
     if latent.rank > MAX_GPU_RANK or latent.rotary_dim > MAX_GPU_ROTARY_DIM:
         raise ModelError(
-            f"engine.device: got 'cuda', whose kernels attend to latents of up to {MAX_GPU_RANK} numbers with up to "
-            f"{MAX_GPU_ROTARY_DIM} rotated ones, but kv_lora_rank is {latent.rank} and qk_rope_head_dim "
-            f"{latent.rotary_dim}; use engine.device 'cpu', or another model"
+            f"engine.device 'cuda' supports kv_lora_rank up to {MAX_GPU_RANK} and qk_rope_head_dim up to "
+            f"{MAX_GPU_ROTARY_DIM}; this model has {latent.rank} and {latent.rotary_dim}. Use engine.device 'cpu', or "
+            f"another model"
         )
 
 

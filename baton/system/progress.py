@@ -89,7 +89,7 @@ class ProgressObserver:
     """Measures how long pieces of work take, without standstills of the process. One thread calls `look`."""
 
     def __init__(self, observed: tuple[Progress, ...], pace_s: float) -> None:
-        """`pace_s`: the longest time between two looks. Of a longer time, only `pace_s` counts."""
+        """`pace_s`: `look` is called at least this often. Time beyond it, between two calls, counts as standstill."""
         self._standstill = Standstill(pace_s)
         self._seen: dict[Progress, tuple[Piece, float]] = {}
         self._observed = observed

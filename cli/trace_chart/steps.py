@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """A whole step of a panel's worker; the last one of several that were folded."""
+    """The numbers of one step of a worker. If a column stands for several equal steps, those of the last one."""
 
     column: int
     num_tokens: int

@@ -95,7 +95,7 @@ class Supervisor:
         return self.replica.state is ReplicaState.SERVING
 
     async def run(self, found: Found | None = None) -> None:
-        """Starts one process after another for this replica. Cancel it to end the worker and its processes.
+        """Starts one process after another for this replica. Cancel this call to end the worker and its processes.
 
         Begins with the incarnation `found`, if there is one.
         """

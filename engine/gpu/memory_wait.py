@@ -76,7 +76,7 @@ class MemoryWait:
 
 
 def make_memory_wait(device: torch.device, clock: Clock) -> MemoryWait:
-    """On a CPU it never waits."""
+    """The MemoryWait of this device. On a CPU, it never waits."""
     if device.type == "cpu":
         return MemoryWait(lambda: 0, lambda: None, clock)
 

@@ -70,7 +70,7 @@ def decode(data: bytes) -> Description:
         )
     magic, seal, body = data[: len(MAGIC)], data[len(MAGIC) :][:SEAL_BYTES], data[len(MAGIC) + SEAL_BYTES :]
     if magic != MAGIC or seal != xxhash.xxh3_64_digest(body):
-        raise TransportError(f"{len(data)} bytes are not a NIXL pool description, or are damaged")
+        raise TransportError(f"not a NIXL pool description, or a damaged one ({len(data)} bytes)")
     try:
         description = CODEC.decode(body)
     except WireError as error:

@@ -163,7 +163,7 @@ def context_pieces(
 
 
 def input_items_of(context: bytes) -> list[dict[str, Any]]:
-    """The own input items of a stored response, as `input_json` wrote them."""
+    """The input items that a stored response's own request had, as `input_json` wrote them."""
     stored = _parsed(context)
     return [] if stored is None else input_json(list(_kept(stored.items[: stored.num_input])), "")
 
