@@ -68,7 +68,9 @@ async def _describe(client: GatewayClient) -> dict[str, Any]:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return await client.describe()
     except TimeoutError:
-        raise GatewayError("DEADLINE_EXCEEDED", f"the gateway has not answered for {ANSWER_TIMEOUT_S:g} s") from None
+        raise GatewayError(
+            "DEADLINE_EXCEEDED", f"the gateway has not answered for {ANSWER_TIMEOUT_S:g} s"
+        ) from None
 
 
 @contextmanager
