@@ -1,7 +1,10 @@
-"""A day's load through the autoscaler, in virtual time: `python -m benchmarks.autoscaling`; a minute or two.
+"""A day's load through the autoscaler, in virtual time: `python -m benchmarks.autoscaling`.
 
-For comparison, the same day on fleets of fixed size: as many workers as the autoscaler had at most, before the burst,
-and in the mean. The result is the share of time in which targets were missed, and the cost in worker hours.
+Takes a minute or two.
+
+For comparison, the same day runs on three fleets of fixed size. They have as many workers as the autoscaler
+had at most, before the burst, and on average. The result is the share of time in which targets were missed,
+and the cost in worker hours.
 """
 
 import argparse
@@ -20,7 +23,7 @@ TARGETS = {"target_ttft_p99_s": 2.0, "target_itl_p99_s": 0.05}
 
 
 def requests_per_s(at: float) -> float:
-    """Quiet at night, a busy morning, a busier afternoon, and a burst of ten minutes at 20:00."""
+    """The load: quiet at night, a busy morning, a busier afternoon, and a burst of ten minutes at 20:00."""
     hour = at / HOUR_S % 24.0
     morning = 14.0 * math.exp(-(((hour - 10.0) / 1.6) ** 2))
     afternoon = 20.0 * math.exp(-(((hour - 15.0) / 2.0) ** 2))
@@ -30,7 +33,7 @@ def requests_per_s(at: float) -> float:
 
 @dataclass(slots=True)
 class Hour:
-    """Sums over the autoscaler's looks in one hour."""
+    """Sums over all checks that the autoscaler made in one hour."""
 
     num_looks: int = 0
     prefill: int = 0
@@ -54,7 +57,7 @@ class Day:
 
     @property
     def missed(self) -> float:
-        """Share of the looks at which some target was missed."""
+        """The share of these checks at which some target was missed."""
         return sum(hour.missed for hour in self.hours) / sum(hour.num_looks for hour in self.hours)
 
 
@@ -113,7 +116,7 @@ def table(day: Day) -> list[str]:
 
 
 def compare(num_hours: int) -> list[str]:
-    """The whole report."""
+    """Compares the autoscaler with fleets of fixed size, and returns the whole report."""
     scaled = run_day(1, 1, "on", num_hours)
     lines = [*table(scaled), "", "fleet                worker hours  targets missed  changes"]
     mean = [

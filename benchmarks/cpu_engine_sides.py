@@ -1,15 +1,16 @@
-"""Engines that compute prompts and decode steps on a CPU on command, each in a process of its own.
+"""Engines that compute prompts and decode steps on a CPU when they get an order, each in its own process.
 
     PYTHON -m benchmarks.cpu_engine_sides SIDE MODEL DTYPE THREADS
 
-SIDE is baton, transformers, vllm or llama; PYTHON is an interpreter that has it. MODEL is a Hugging Face folder, for
-llama a GGUF file. DTYPE may also be int8, int4 or gguf for baton, and is gguf for llama. Orders and answers are lines
-of JSON (`benchmarks/peer.py`):
+SIDE is baton, transformers, vllm or llama. PYTHON is an interpreter with this engine. MODEL is a Hugging Face
+folder, or for llama a GGUF file. For baton, DTYPE may also be int8, int4 or gguf. For llama, DTYPE is gguf.
+Orders and answers are lines of JSON (`benchmarks/peer.py`):
 
     {"prompts": [[17, 4, ...], ...], "decode_tokens": 16}     {"prefill_s": 0.31, "decode_s": 0.022}
 
-`prefill_s` is the time to the first token of all prompts, `decode_s` one later step of all of them. With
-`decode_tokens` 0 only the prefill is computed. {"prompts": null} asks for the vocabulary's size and a version.
+`prefill_s` is the time to the first tokens of all prompts. `decode_s` is the time of one later step of all
+prompts. If `decode_tokens` is 0, only the prefill is computed. {"prompts": null} requests the vocabulary's
+size and a version.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -26,7 +27,7 @@ from benchmarks.peer import Order, serve
 Prompts = list[list[int]]
 BLOCK_SIZE = 16
 MAX_TOKENS = 16_384
-"""Prompt and answer tokens of all requests of an order together."""
+"""The most prompt and answer tokens of all requests of an order together."""
 MAX_NUM_SEQS = 64
 
 
@@ -35,12 +36,12 @@ class Side(Protocol):
     version: str
 
     def seconds(self, prompts: Prompts, num_tokens: int) -> list[float]:
-        """Seconds to each of `num_tokens` tokens: one entry per step where steps can be seen; else all in one."""
+        """Seconds for `num_tokens` tokens: an entry per step, or one for all if steps are not visible."""
         ...
 
 
 class BatonSide:
-    """The engine without its threads and sockets: scheduler, runner, sampler."""
+    """Baton's engine without its threads and sockets: scheduler, runner, sampler."""
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
         import torch
@@ -75,7 +76,7 @@ class BatonSide:
             )
         )
         shape = loaded.kv_block_shape(BLOCK_SIZE)
-        # As a worker's: without page faults while it serves.
+        # As in a worker: shared memory, which causes no page faults while the engine serves.
         memory = SharedMemory(num_blocks * shape.size_bytes)
         pool = KVPool(num_blocks, shape, loaded.device, memory.array)
         self._runner = make_runner(loaded, pool)
@@ -95,12 +96,12 @@ class BatonSide:
             plan = self._scheduler.schedule()
             self._scheduler.update_from_output(plan, self._runner.execute(plan))
             seconds.append(time.perf_counter() - start)
-        self._runner.execute(self._scheduler.schedule())  # the runner forgets them
+        self._runner.execute(self._scheduler.schedule())  # the runner forgets the requests
         return seconds[:num_tokens]
 
 
 class TransformersSide:
-    """`generate`, greedy, with its default KV cache and attention."""
+    """transformers' `generate`, greedy, with its default KV cache and attention."""
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
         import torch
@@ -130,7 +131,7 @@ class TransformersSide:
 
 
 class VllmSide:
-    """`LLM.generate` with vLLM's own settings for a CPU, and room for all prompts of an order in one step."""
+    """vLLM's `LLM.generate` with vLLM's own CPU settings. A step has room for all prompts of an order."""
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
         import os
@@ -164,7 +165,7 @@ class VllmSide:
 
 
 class LlamaSide:
-    """llama.cpp's server through xllamacpp, one prompt at a time; its own clock."""
+    """llama.cpp's server through xllamacpp. It gets one prompt at a time, and measures with its own clock."""
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
         import xllamacpp
@@ -176,7 +177,7 @@ class LlamaSide:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         self._server = xllamacpp.Server(params)
         self.vocab_size = 1 << 14
-        """Tokens of an order are drawn from these: a GGUF file's vocabulary is larger."""
+        """Tokens of an order are drawn from this range. A GGUF file's vocabulary is larger."""
         self.version = f"xllamacpp {getattr(xllamacpp, '__version__', '?')}"
 
     def seconds(self, prompts: Prompts, num_tokens: int) -> list[float]:
@@ -202,7 +203,10 @@ SIDES: dict[str, Any] = {
 
 
 def measure(side: Side, prompts: Prompts, decode_tokens: int) -> Order:
-    """Where steps cannot be seen, a step is the difference of a long and a short answer: prefill cancels out."""
+    """Measures one order.
+
+    If the time of a step is not visible, it is computed from a long and a short answer: in the difference,
+    the prefill cancels out."""
     if decode_tokens == 0:
         return {"prefill_s": sum(side.seconds(prompts, 1))}
     seconds = side.seconds(prompts, decode_tokens + 1)

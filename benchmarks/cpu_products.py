@@ -1,11 +1,12 @@
-"""The matrix products of a model on a CPU: our own kernels beside torch's operators and the memory's bandwidth.
+"""The matrix products of a model on a CPU: our own kernels, torch's operators, and the memory's bandwidth.
 
     python -m benchmarks.cpu_products [--rows 1,8,32,256] [--threads 2] [--seconds 2] [--json PATH]
 
-All linear layers of SmolLM2-135M and the projection to logits: each layer has weights of its own, so that all are read
-from memory, as in a step of the engine. Sides take turns, and the least of their times counts, since other work on
-the machine only adds to it; with one thread, it is the thread's own processor time. `floor` is what reading the weights
-takes at the bandwidth of a sum over as many bytes; many rows cannot reach it, since they must be computed, too.
+The products are those of all linear layers of SmolLM2-135M and of the projection to logits. Each layer has
+its own weights, so that all weights are read from memory, as in a step of the engine. Sides take turns, and
+the shortest time of each side counts, since other work on the machine only adds time. With one thread, the
+time is the thread's own processor time. `floor` is the time to read the weights at the bandwidth that a sum
+over as many bytes reaches. Many rows cannot reach `floor`, since the products take time, too.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from engine.native.products import Products
 
 NUM_LAYERS = 30
 LAYER_SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
-"""Outputs and inputs: query, key and value; output; gate and up; down."""
+"""Outputs and inputs of the layers of a block: query, key and value; output; gate and up; down."""
 LOGITS_SHAPE = (49_152, 576)
 GROUP_SIZE = 32
 OURS = "ours"
@@ -39,14 +40,14 @@ Product = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to multiply by weights of some kind."""
+    """One way to multiply by weights of one kind."""
 
     weights: str
     name: str
     dtype: torch.dtype
-    """Of activations."""
+    """Data type of the activations."""
     make: Callable[[torch.Tensor], Product]
-    """Makes the product by a float32 weight."""
+    """Makes the product from a float32 weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Figure:
 
 
 def sides(products: Products) -> Iterator[Side]:
-    """Ours come first for each kind of weights."""
+    """All sides. For each kind of weights, our own side is the first."""
     float32, bfloat16 = torch.float32, torch.bfloat16
 
     def ours(weight_OI: torch.Tensor) -> Product:
@@ -82,7 +83,7 @@ def sides(products: Products) -> Iterator[Side]:
     yield Side("int8", "torch, int8pack", bfloat16, _int8pack)
     if (
         "avx512_vnni" in cpu_flags() or "avx_vnni" in cpu_flags()
-    ):  # elsewhere its sums of two products overflow
+    ):  # other processors' sums of two products overflow
         yield Side("int8", "oneDNN, 8-bit activations", float32, _onednn)
     yield Side("int4", "torch, int4pack", bfloat16, _int4pack)
 
@@ -104,7 +105,9 @@ def _int4pack(weight_OI: torch.Tensor) -> Product:
 
 
 def _onednn(weight_OI: torch.Tensor) -> Product:
-    """One scale for all activations, which a token's own would have to replace: a bound of what oneDNN could do."""
+    """A product with one scale for all activations. Real activations have a scale per token.
+
+    So this is only an upper bound of what oneDNN could reach."""
     scales_O = weight_OI.abs().amax(-1) / 127
     values_OI = (weight_OI / scales_O.unsqueeze(-1)).round().to(torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(values_OI, None)
@@ -125,7 +128,10 @@ def _onednn(weight_OI: torch.Tensor) -> Product:
 def measure(
     shapes: Sequence[tuple[int, int]], rows: Sequence[int], seconds: float, products: Products
 ) -> Iterator[Figure]:
-    """`shapes`: outputs and inputs of each layer; `seconds`: for each side and number of rows, at least."""
+    """Measures every side.
+
+    `shapes`: outputs and inputs of each layer. `seconds`: least time per side and row count.
+    """
     generator = torch.Generator().manual_seed(0)
     kinds: dict[str, list[Side]] = {}
     for side in sides(products):
@@ -146,7 +152,7 @@ def measure(
 def _alternate(
     members: list[Side], layers: dict[str, list[tuple[int, Product]]], num_rows: int, seconds: float
 ) -> dict[str, float]:
-    """Each side's least seconds for all layers."""
+    """The shortest time of each side for all layers, in seconds."""
     inputs = {
         (side.dtype, num_inputs): torch.randn(num_rows, num_inputs).to(side.dtype)
         for side in members
@@ -165,7 +171,7 @@ def _alternate(
 
 
 def _floor(kind: str, shapes: Sequence[tuple[int, int]], seconds: float) -> float:
-    """The least seconds in which torch reads as many bytes as the weights and their scales have."""
+    """The shortest time in which torch reads as many bytes as the weights and their scales have."""
     bits = {"fp32": 32, "bf16 in fp32": 16, "bf16": 16, "int8": 9, "int4": 5}[kind]
     num_bytes = sum(outputs * inputs for outputs, inputs in shapes) * bits // 8
     floats = torch.ones(num_bytes // 4)

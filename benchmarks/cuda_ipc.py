@@ -1,18 +1,21 @@
-"""How fast KV blocks move between two processes on one GPU: whole hand-overs, beside a plain copy on the device.
+"""How fast KV blocks move between two processes on one GPU, beside a plain copy on the device.
 
     python -m benchmarks.cuda_ipc [--blocks MIB ...] [--sizes MIB ...] [--rounds N] [--json FILE] [--dry-run]
 
-Two processes, each with the real connector worker over a pool in device memory: its thread, endpoint, protocol, CUDA
-IPC. The time of a hand-over begins when the producer is commanded to send all blocks of a complete prompt. It ends when
-the consumer reports that it has received them. Beside it, in turn, PyTorch copies as many bytes within the consumer's
-device, from one span to another, and the clock stops when an event says that they are there: what the memory allows.
-GB/s count each byte once, though a copy reads and writes it.
+There are two processes. Each has the real connector worker over a pool in device memory: its thread,
+endpoint, protocol and CUDA IPC. The time of a hand-over begins when the producer is commanded to send all
+blocks of a complete prompt. It ends when the consumer reports that it has received them.
 
-Blocks are scattered in both pools, and each measurement uses others than the one before it. Figures are medians over
-rounds; `share` is the median over rounds of the plain copy's time by the hand-over's. `--dry-run` does all of it on a
-pretended device with blocks of 64 KiB, to see that it works; its times mean nothing.
+Hand-overs alternate with a plain copy, which shows what the memory allows: PyTorch copies as many bytes
+within the consumer's device, from one span to another. The copy ends when an event reports that the bytes
+have arrived. GB/s count each byte once, although a copy reads and writes it.
 
-Llama-3.1-8B: a block of 64 tokens is 8 MiB, a prompt of 8,192 tokens 1 GiB.
+Blocks are scattered in both pools. Each measurement uses other blocks than the measurement before. Figures
+are medians over rounds. `share` is the median over rounds of this quotient: the plain copy's time divided by
+the hand-over's time. `--dry-run` tests the benchmark itself on a pretended device with blocks of 64 KiB; its
+times mean nothing.
+
+Llama-3.1-8B: a block of 64 tokens has 8 MiB, a prompt of 8,192 tokens 1 GiB.
 """
 
 import argparse
@@ -44,16 +47,17 @@ from tests.factories.devices import Device, PretendedDevice, Process, RealDevice
 KIB, MIB = 2**10, 2**20
 BLOCK_SIZE = 16
 LAYER_NBYTES = 2 * 8 * BLOCK_SIZE * 128 * 2
-"""Of one block: keys and values, 8 heads of 128 in bfloat16."""
+"""Bytes of one token's part of a block: keys and values, 8 heads of 128 numbers in bfloat16."""
 CONFIG = KVTransferConfig(transport="cuda_ipc", checksum="off")
 PATIENCE_S = 60.0
 SETTLE_S = 0.01
-"""From the consumer's wish to the blocks' being ready: a prefill takes longer than its first messages."""
+"""Pause between the consumer's request and the moment when the blocks are ready. A prefill takes longer than
+the first messages of a hand-over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """A pool of such blocks, and a connector over it; answered by its WorkerRef."""
+    """Makes a pool of such blocks, and a connector over it. The answer is the connector's WorkerRef."""
 
     num_blocks: int
     block_nbytes: int
@@ -61,7 +65,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A prompt of so many blocks; answered by None."""
+    """Announces a prompt of so many blocks. The answer is None."""
 
     request_id: str
     peer: WorkerRef
@@ -70,7 +74,10 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """All its blocks are ready; answered by when that was, as soon as they are free again."""
+    """Reports that all blocks of the prompt are ready.
+
+    The answer is the time of this report, sent once the blocks are free.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -78,7 +85,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size of blocks and of transfers: medians."""
+    """Medians for one size of blocks and of transfers."""
 
     block_bytes: int
     transfer_bytes: int
@@ -90,7 +97,7 @@ class Row:
 
 
 class End:
-    """A real connector over a pool of its own, and its news."""
+    """A real connector over its own pool, and what the connector reports."""
 
     def __init__(self, name: str, device: Device, wanted: Connect) -> None:
         self.memory = device.allocate(wanted.num_blocks * wanted.block_nbytes)
@@ -132,7 +139,7 @@ class End:
 
 
 def run_producer(device: Device, pipe: Connection) -> None:
-    """The producing process: answers commands until it gets None."""
+    """The producer's process: answers commands until it gets None."""
     end: End | None = None
     command: Connect | Announce | Give | None
     while (command := pipe.recv()) is not None:
@@ -160,7 +167,7 @@ def run_producer(device: Device, pipe: Connection) -> None:
 
 
 class Consumer:
-    """The consuming process's side of everything that is measured, for one size of blocks."""
+    """The consumer's process: measures hand-overs and copies for one size of blocks."""
 
     def __init__(self, device: Device, producer: Process, wanted: Connect) -> None:
         self._producer = producer
@@ -174,7 +181,7 @@ class Consumer:
         self._num_requests = self._next = 0
 
     def hand_over(self, num_blocks: int) -> float:
-        """Seconds."""
+        """Hands over a prompt; returns the seconds that it took."""
         self._num_requests += 1
         request_id, ours = f"{self._block_nbytes}-{self._num_requests}", self._pick(num_blocks)
         theirs = tuple(len(self._order) - 1 - block_id for block_id in ours)
@@ -187,11 +194,11 @@ class Consumer:
         self._producer.pipe.send(Give(request_id, theirs))
         self._end.until(lambda news: news.finished_recving)
         ended_at = time.perf_counter()
-        begun_at: float = self._producer.answer()  # the clock is one for all processes of a host
+        begun_at: float = self._producer.answer()  # all processes of a host share this clock
         return ended_at - begun_at
 
     def copy(self, num_blocks: int) -> float:
-        """Likewise, of the plain copy."""
+        """Copies as many bytes; returns the seconds that it took."""
         begun_at = time.perf_counter()
         self._plain(num_blocks * self._block_nbytes)
         return time.perf_counter() - begun_at
@@ -210,7 +217,7 @@ class Consumer:
 
 
 def make_plain_copy(device: Device, source: CudaMemory, to: CudaMemory) -> Callable[[int], None]:
-    """Copies the first so many bytes within the device, and returns when they are there."""
+    """A function that copies the first bytes within the device, and returns when they have arrived."""
     if isinstance(device, PretendedDevice):
         theirs = np.frombuffer(device.host.memories[source.address], np.uint8)
         ours = np.frombuffer(device.host.memories[to.address], np.uint8)
@@ -229,7 +236,10 @@ def make_plain_copy(device: Device, source: CudaMemory, to: CudaMemory) -> Calla
 def measure(
     device: Device, producer: Process, block_nbytes: int, transfers: Sequence[int], num_rounds: int
 ) -> list[Row]:
-    """Hand-over and copy in each round, each of them first in every other one; two rounds before that do not count."""
+    """Measures a hand-over and a copy in each round, after two rounds to warm up.
+
+    The first of both alternates.
+    """
     consumer = Consumer(device, producer, Connect(2 * max(transfers) // block_nbytes, block_nbytes))
     rows = []
     for transfer_nbytes in transfers:

@@ -1,12 +1,13 @@
-"""Whether a GPU gets the memory of a killed producer back while a consumer had its pool mapped, and how soon.
+"""Whether, and how soon, a GPU gets back the memory of a killed producer whose pool a consumer had mapped.
 
     python -m benchmarks.cuda_ipc_killed [--mib 4096] [--wait 45] [--json FILE] [--dry-run]
 
-A producer and a consumer as in benchmarks/cuda_ipc.py: one hand-over, so that the consumer maps the producer's pool,
-then kill -9. The device's free memory is read before the producer starts, after the hand-over, and after the kill until
-as much is free again, which is what a restarted worker waits for; then once more when the consumer has closed, too.
-Fails if it did not come back while the consumer was running. `--dry-run` does it on a pretended device, whose memory
-is an owner's until that is killed.
+A producer and a consumer run as in benchmarks/cuda_ipc.py. One hand-over makes the consumer map the
+producer's pool. Then `kill -9` ends the producer. The benchmark reads the device's free memory before the
+producer starts and after the hand-over. After the kill it reads until as much is free as before, since a
+restarted worker waits for this. It reads once more after the consumer has closed its connector. The benchmark
+fails if the memory did not come back while the consumer was running. `--dry-run` uses a pretended device,
+whose memory belongs to its owner until the owner is killed.
 """
 
 import argparse
@@ -26,27 +27,27 @@ from tests.factories.devices import Device, PretendedDevice, RealDevice
 BLOCK_BYTES = MIB
 NUM_BLOCKS_HANDED_OVER = 8
 SLACK = 0.05
-"""Of the pool's size, by which free memory may differ for other reasons."""
+"""Tolerance as a share of the pool's size: free memory may also change for other reasons."""
 POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Bytes that are free on the device; seconds."""
+    """Free bytes of the device, and seconds."""
 
     pool_bytes: int
     free_before: int
     free_during: int
-    """After the hand-over: both pools and the producer's context are there."""
+    """After the hand-over, when both pools and the producer's context exist."""
     free_after_kill: int
-    """When the wait was over."""
+    """At the end of the wait."""
     back_after_s: float | None
-    """None: it did not come back while the consumer was running."""
+    """None: the memory did not come back while the consumer was running."""
     free_after_close: int
 
 
 def measure(device: Device, pool_bytes: int, wait_s: float) -> Freed:
-    """One hand-over of a few blocks, and a kill."""
+    """Hands over a few blocks, kills the producer, and reads the free memory."""
     free = free_bytes(device)
     free_before = free()
     producer = device.start(run_producer)
@@ -63,14 +64,17 @@ def measure(device: Device, pool_bytes: int, wait_s: float) -> Freed:
     finally:
         producer.kill()
         consumer.stop()
-        with suppress(OSError):  # only a pretended process is still there
+        with suppress(OSError):  # only a pretended process still exists
             producer.pipe.send(None)
         producer.end()
     return Freed(pool_bytes, free_before, free_during, free_after_kill, back_after_s, free())
 
 
 def free_bytes(device: Device) -> Callable[[], int]:
-    """Of a real device as its driver says; of a pretended one below nothing, since it has no size."""
+    """A function that reads the free bytes of a device.
+
+    A real device's driver reports them. A pretended device has no size, so its free bytes count below
+    zero."""
     if isinstance(device, PretendedDevice):
         host = device.host
         return lambda: -sum(len(memory) for at, memory in host.memories.items() if at not in host.gone)

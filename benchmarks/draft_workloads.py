@@ -1,4 +1,4 @@
-"""Workloads with drafts: any workload can get some, and some are made by hand; knows no scheduler."""
+"""Workloads with drafts: derived from any workload, or made by hand. Knows no scheduler."""
 
 import random
 from dataclasses import replace
@@ -8,9 +8,10 @@ from benchmarks.scheduler_workloads import RequestSpec, Workload, clip, workload
 
 
 def with_drafts(workload: Workload) -> Workload:
-    """The same with drafts, good and bad ones, and more conversations that go on.
+    """The same workload with drafts, good and bad ones, and with more conversations that continue.
 
-    The pool holds a whole context, as V1 demands of an engine: drafts may go past `max_tokens`, up to there.
+    The pool has room for a whole context, as V1 requires: drafts may pass `max_tokens`, up to the end of the
+    context.
     """
     rng = random.Random(f"drafts of {workload.seed}")
     settings = workload.settings
@@ -38,7 +39,7 @@ def _by_hand(number: int, requests: list[RequestSpec], **settings: Any) -> Workl
 
 
 def _ask(number: int, num_tokens: int, max_tokens: int, quality: float, **values: Any) -> RequestSpec:
-    """A prompt of its own."""
+    """A request with its own prompt."""
     prompt = values.pop("prompt", ((f"q{number}", num_tokens),))
     arrival = {"arrival_step": 0, "arrival_time": float(number)} | values
     return RequestSpec(
@@ -84,4 +85,4 @@ BY_HAND = {
         10, [_ask(n, 8, 20, 0.5) for n in range(4)], num_blocks=16, enable_prefix_caching=False
     ),
 }
-"""By what they are about."""
+"""Workloads made by hand, by their topic."""

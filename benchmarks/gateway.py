@@ -1,18 +1,20 @@
-"""What a gateway costs: tokens per second of its CPU time, and what it adds to the time to first token.
+"""What a gateway costs: tokens per second of its CPU time, and its part of the time to first token.
 
-    python -m benchmarks.gateway [--streams 1 64 512] [--offered 30000] [--rounds 3] [--model FOLDER] [--json FILE]
+    python -m benchmarks.gateway [--streams 1 64 512] [--offered 30000] [--rounds 3] [--model FOLDER]
+        [--json FILE]
 
-One gateway process, one worker that computes nothing (benchmarks/gateway_engine.py) and offers as many tokens as asked
-for, clients in this process. Four ways take turns: gRPC, HTTP (`/v1/completions`, streamed), `chat` (the same with
-`/v1/chat/completions` and no tools), and `bare`, a gRPC server that says the same with no gateway in it; medians over
-the rounds.
+There is one gateway process and one worker that computes nothing (benchmarks/gateway_engine.py). The worker
+offers as many tokens per second as requested. The clients run in this process. Four ways take turns: gRPC,
+HTTP (`/v1/completions`, streamed), `chat` (HTTP with `/v1/chat/completions` and no tools), and `bare`. `bare`
+is a gRPC server that sends the same messages without a gateway. Figures are medians over the rounds.
 
-    tokens/s        that reached the clients, all streams together
+    tokens/s        tokens that reached the clients, all streams together
     per core        tokens per second of the serving process' own CPU time
-    together        tokens in one message: what comes while the client's last message is on its way goes out as one
-    ttft            request to first token of one request after another, at the client; the worker answers at once, so
-                    all of it is the gateway, the request plane and the client. `added` is that less `bare`'s
-    cpu             of the serving process for one of these, whatever comes after its first token
+    together        tokens in one message: those that arrive while the client's last message is sent are joined
+    ttft            time from a request to its first token at the client; requests run one after another. The
+                    worker answers at once, so this is the time of the gateway, the request plane and the client.
+                    `added` is the difference to `bare`
+    cpu             CPU time of the serving process for one of these requests, until after its last token
 """
 
 import argparse
@@ -43,15 +45,15 @@ from tests.factories.models import make_model_dir
 PROMPT = list(range(40, 56))
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 NUM_ALONE = 200
-"""Requests for the time to first token."""
+"""Number of requests that measure the time to first token."""
 TOKENS_IN_ALL = 40_000
 LEAST_TOKENS, MOST_TOKENS = 256, 2000
-"""Of one stream."""
+"""Tokens of one stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one stream brought."""
+    """What the client of one stream received."""
 
     num_tokens: int
     num_messages: int
@@ -59,7 +61,7 @@ class Seen:
 
 
 Ask = Callable[[int], Awaitable[Seen]]
-"""A request for this many tokens."""
+"""Runs a request for this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Figures:
 
 
 class Side:
-    """A serving process."""
+    """A serving process that is measured."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
@@ -86,7 +88,7 @@ class Side:
 
 @contextmanager
 def started(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """A module of this package as a process, which ends with the block."""
+    """Runs a module of this package as a process that ends with the block."""
     with subprocess.Popen(
         [sys.executable, "-m", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -108,10 +110,12 @@ async def by_grpc(stub: "pb_grpc.GenerationServiceAsyncStub", num_tokens: int) -
 
 
 class HttpClient:
-    """Keeps its connections, as every client does; reads lines, since a full HTTP client would be what is measured."""
+    """A client that keeps its connections, as every client does, and reads lines.
+
+    A full HTTP client would use so much time that the benchmark would measure the client."""
 
     def __init__(self, port: int, path: str, prompt: dict[str, object]) -> None:
-        """`prompt`: the fields of the body that are the path's own."""
+        """`prompt` has the fields of the request's body that differ between paths."""
         self._port = port
         self._path = path
         self._prompt = prompt
@@ -141,7 +145,7 @@ class HttpClient:
         while (line := await reader.readline()) != b"0\r\n":  # the last chunk
             if (
                 line.startswith(b"data: {") and b'"role":' not in line
-            ):  # a chat's first event says nothing else
+            ):  # a chat's first event contains only the role
                 ttft_s = ttft_s or time.perf_counter() - began
                 num_messages += 1
                 last = line
@@ -152,7 +156,7 @@ class HttpClient:
 
 
 async def load(ask: Ask, side: Side, num_streams: int) -> Figures:
-    """Many streams at once."""
+    """Runs many streams at once."""
     num_tokens = max(LEAST_TOKENS, min(MOST_TOKENS, TOKENS_IN_ALL // num_streams))
     began, began_cpu_s = time.perf_counter(), side.cpu_s
     seen = await asyncio.gather(*[ask(num_tokens) for _ in range(num_streams)])
@@ -163,7 +167,7 @@ async def load(ask: Ask, side: Side, num_streams: int) -> Figures:
 
 
 async def alone(ask: Ask, side: Side) -> tuple[list[float], float]:
-    """Times to first token of one request after another, and the CPU time of one; milliseconds."""
+    """Runs requests one after another: their times to first token and the CPU time of one, in ms."""
     began_cpu_s = side.cpu_s
     ttft_ms = [(await ask(1)).ttft_s * 1e3 for _ in range(NUM_ALONE)]
     return ttft_ms, (side.cpu_s - began_cpu_s) * 1e3 / NUM_ALONE
@@ -184,7 +188,7 @@ async def measure(options: argparse.Namespace, gateway: Side, bare: Side) -> dic
             "chat": (HttpClient(port, "/v1/chat/completions", {"messages": MESSAGES}).ask, gateway),
         }
         for ask, _ in ways.values():
-            await ask(LEAST_TOKENS)  # whatever happens once
+            await ask(LEAST_TOKENS)  # warms up: some work happens only once
         ttft_ms: dict[str, list[float]] = {way: [] for way in ways}
         cpu_ms: dict[str, list[float]] = {way: [] for way in ways}
         loads: dict[str, dict[int, list[Figures]]] = {way: {n: [] for n in options.streams} for way in ways}

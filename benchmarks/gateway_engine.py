@@ -1,10 +1,10 @@
-"""An engine that computes nothing, for the gateway's benchmark: a worker's end of the request plane, and a clock.
+"""An engine that computes nothing, for the gateway's benchmark: a request-plane server and a clock.
 
     python -m benchmarks.gateway_engine TOKENS_PER_S
 
-Answers a request's first token at once, and then gives every running request one token a step, all of them in one
-message as a real worker does. A step takes as long as it has to for TOKENS_PER_S in all, and at least a millisecond.
-Prints its endpoint as JSON, and ends with its stdin.
+Answers a request's first token at once. Then every step gives each running request one token, and sends all
+tokens in one message, as a real worker does. The duration of a step is chosen so that all requests together
+get TOKENS_PER_S; it is at least a millisecond. Prints its endpoint as JSON, and ends when its stdin ends.
 """
 
 import sys
@@ -30,12 +30,12 @@ from worker.request_plane import RequestServer
 NETWORK = NetworkConfig(security="none", heartbeat_interval_s=0.25, peer_timeout_s=30.0)
 SHORTEST_STEP_S = 0.001
 FIRST_WORD = 40
-"""The token id that answers count up from."""
+"""The token id of the first answer token; later tokens count up from it."""
 NUM_WORDS = 200
 
 
 class Engine:
-    """Everything that runs, by request id: of whom, how many tokens it wants, and how many it has."""
+    """All running requests, by id: the client, and how many tokens it wants and has."""
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
@@ -66,14 +66,14 @@ class Engine:
             self._running = {key: value for key, value in self._running.items() if value[0] != client_id}
 
     def subscribe_kv_events(self, client_id: str) -> None:
-        """It has no prefix cache: its account is empty, and nothing follows."""
+        """Reports an empty prefix cache: this engine has none, and later changes do not occur."""
         self._server.send_kv_change((client_id,), KVChange(True, b"", b""))
 
     def fail(self, error: BaseException) -> None:
         raise error
 
     def run(self) -> None:
-        """Steps for ever."""
+        """Runs steps without end."""
         due_at = time.perf_counter()
         while True:
             num_running = self._step()

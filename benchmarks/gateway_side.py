@@ -1,9 +1,11 @@
-"""What the gateway's benchmark measures, each in a process of its own, so that its CPU time is its own.
+"""The servers that the gateway's benchmark measures.
+
+Each is a process, so that its CPU time can be told apart.
 
     python -m benchmarks.gateway_side gateway MODEL ENDPOINT_JSON     a real gateway with one worker
-    python -m benchmarks.gateway_side bare TOKENS_PER_S               gRPC alone: the same messages, and nothing else
+    python -m benchmarks.gateway_side bare TOKENS_PER_S               gRPC alone, with the same messages
 
-Prints its ports as JSON, and ends with its stdin.
+Prints its ports as JSON, and ends when its stdin ends.
 """
 
 import asyncio
@@ -32,7 +34,7 @@ async def run_gateway(folder: Path, endpoint: str) -> None:
     config = GatewayConfig(grpc_port=0, http_port=0, routing_mode="local", max_in_flight=4096)
     prefix_key = derive_keys(None).prefix
     gateway = Gateway(config, NETWORK, None, prefix_key, "retry", model, tokenizer, SystemClock())
-    settle()  # as the command does
+    settle()  # as `baton gateway` does
     await gateway.start()
     worker = endpoint_from_json(endpoint)
     gateway.add_worker(worker)
@@ -43,7 +45,7 @@ async def run_gateway(folder: Path, endpoint: str) -> None:
 
 
 class Bare(pb_grpc.GenerationServiceServicer):
-    """Says what a gateway would say, in the rhythm of the engine, with nothing behind it."""
+    """Sends the messages that a gateway would send, at the engine's pace, without any worker."""
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
@@ -70,7 +72,7 @@ class Bare(pb_grpc.GenerationServiceServicer):
 
 async def run_bare(tokens_per_s: float) -> None:
     server = grpc.aio.server()
-    bare = Bare(tokens_per_s)  # type: ignore[abstract] # of its calls only one is made
+    bare = Bare(tokens_per_s)  # only one of its calls is made
     pb_grpc.add_GenerationServiceServicer_to_server(bare, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

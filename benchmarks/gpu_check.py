@@ -1,25 +1,29 @@
-"""Everything that needs a GPU, in one command: tests, tokens, speed beside the hardware's own and beside transformers.
+"""Everything that needs a GPU, in one command: tests, tokens, and speed beside other implementations.
 
     python -m benchmarks.gpu_check [--parts NAME,...] [--strict] [--minutes 60] [--json FILE] [--out FOLDER]
     python -m benchmarks.gpu_check --dry-run [--strict]
 
-Each part runs in a process of its own, so that a fault on the device ends that part only, and has a time limit of its
-own. Rows are printed as soon as they are there, and saved one by one, so that a time limit loses only the rest.
-If the environment has OUT, a folder, figures and logs go there. `--strict`: what was left out for want of a package
-or of time has failed. `--dry-run` needs no GPU: the same commands on tiny shapes, with kernels in Triton's
-interpreter. It proves that they run; nothing is kept of its figures.
+Each part runs in its own process, so that a fault on the device ends only that part. Each part also has its
+own time limit. Rows are printed and saved as soon as they exist, so that a time limit loses only the
+remaining rows. If the environment variable OUT names a folder, figures and logs go there. With `--strict`,
+tests that were left out because a package or time was missing count as failed. `--dry-run` needs no GPU. It
+runs the same commands on tiny shapes, with kernels in Triton's interpreter. It proves that the commands work,
+and keeps no figures.
 
-    smoke      each kernel once beside its reference, one graph, one sampled step: a minute that tells a broken machine
+    smoke      each kernel once beside its reference, one graph, one sampled step; finds a broken machine in a
+               minute
     kernels    the tests of the kernels (--shapes few, many)
-    attention  those of attention three times: what moves is a race
+    attention  the attention kernel's tests three times: an error that appears in some runs only is a race
     marked     the other tests marked gpu
     tokens     the GPU engine's tokens beside the CPU engine's
-    handover   P and D as two processes on one device; blocks over cuda_ipc beside a plain copy; a killed producer
-    decode     steps beside the bytes they must move, and what the device does not compute of them; a trace of one
+    handover   P and D as two processes on one device; blocks over cuda_ipc beside a plain copy; a killed
+               producer
+    decode     steps beside the bytes they must move, and the time in which the device does not compute; a
+               trace
     overlap    decode steps while a hand-over's blocks arrive; a trace
     prefill    prompts beside the matrix units' speed; sizes of chunks
     peer       transformers' continuous batching and compiled generation, with the same weights
-    sweep      launch parameters beside those chosen (only if asked for; --cases)
+    sweep      launch parameters beside those chosen (only if requested; --cases)
 """
 
 import argparse
@@ -48,17 +52,17 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = tuple(PART_LIMITS_S)
 DEFAULT_PARTS = PARTS[:-1]
 PATIENCE_S = 30.0
-"""For a process that has nothing left to do."""
+"""How long a process that has finished its work may take to end."""
 DRY_FACTOR = 5
-"""A machine without a GPU may be small, and busy with other tests."""
+"""Factor for the time limits of dry runs: a machine without a GPU may be small, and busy with other tests."""
 PROCESSES = multiprocessing.get_context("fork")
-"""What was imported need not be imported again; nothing touches the device before."""
+"""Forked processes do not import everything again. Nothing uses the device before the fork."""
 
 
 def main() -> int:
     arguments = _arguments()
     if arguments.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is declared, so before any is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # kernels read it when they are declared
     environment, *_ = run_part("environment", arguments, Path(), time.monotonic() + 120)
     if environment.is_failed:
         print(f"gpu-check: skipped, {environment.note}")
@@ -81,12 +85,14 @@ def main() -> int:
 
 
 def judged(row: Row, is_strict: bool) -> Row:
-    """Strictly: nothing may be left out."""
+    """The row as strict mode judges it: a test that was left out has failed."""
     return replace(row, is_failed=True) if is_strict and row.is_skipped else row
 
 
 def run_part(part: str, arguments: argparse.Namespace, folder: Path, end: float) -> Iterator[Row]:
-    """Runs a part in a process of its own until its limit or `end`; its rows, and one more if it did not end well."""
+    """Runs a part in its own process until its limit or `end`.
+
+    Yields the part's rows, and one more row if the part did not end normally."""
     limit_s = PART_LIMITS_S.get(part, PATIENCE_S) * (DRY_FACTOR if arguments.dry_run else 1)
     end = min(end, time.monotonic() + limit_s)
     reader, writer = PROCESSES.Pipe(duplex=False)
@@ -98,12 +104,12 @@ def run_part(part: str, arguments: argparse.Namespace, folder: Path, end: float)
             yield reader.recv()
         yield Row(part, "the rest of it", "out of time", "run this part alone: --parts", is_skipped=True)
         process.terminate()
-    except EOFError:  # it closed its end
+    except EOFError:  # the process closed its end of the pipe
         process.join(PATIENCE_S)
         if process.exitcode != 0:
             yield Row(part, "the process", f"ended with {process.exitcode}", is_failed=True)
     process.join(PATIENCE_S)
-    process.kill()  # nothing, if it has ended
+    process.kill()  # no effect if it has ended
     process.join()
 
 
@@ -113,9 +119,9 @@ def _work(
     if part == "environment":
         writer.send(_environment(arguments))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it started ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes that it started end with it
     if arguments.dry_run:
-        torch.set_num_threads(1)  # there is next to nothing to compute
+        torch.set_num_threads(1)  # there is almost nothing to compute
     try:
         set_kernel_switches(KernelSwitches.parse(os.environ.get(VARIABLE, "")))
         module = importlib.import_module(f"benchmarks.gpu.{part}")
@@ -125,7 +131,7 @@ def _work(
             raise
         note = f"needs {error.name}, which is not installed"
         writer.send(Row(part, "all of it", "skipped", note, is_skipped=True))
-    except Exception as error:  # the edge of a part: the others go on
+    except Exception as error:  # a part's outermost function: other parts continue
         traceback.print_exc()
         writer.send(
             Row(part, "the rest of it", "failed", f"{type(error).__name__}: {error}"[:300], is_failed=True)
@@ -177,7 +183,7 @@ def json_path(arguments: argparse.Namespace, environment: Row) -> Path:
 
 
 def parse(given: Sequence[str] | None = None, out: str | None = None) -> argparse.Namespace:
-    """`out`: the folder for figures and logs where the command names none."""
+    """Parses the flags. `out` is the folder for figures and logs if the command line names none."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

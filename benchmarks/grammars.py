@@ -1,23 +1,26 @@
-"""What a structured output and what tools add to the time to first token: beside free text, in turn.
+"""What a structured output and tools add to the time to first token, compared with free text in turn.
 
     python -m benchmarks.grammars [--model DIR] [--rounds 30] [--json FILE]
 
-Real worker processes, the real gateway, one host. Each round asks the same question three times, for one token:
+Real worker processes and the real gateway run on one host. Each round asks the same question three times, for
+one token:
 
     free     no schema
     new      a schema that no process has seen: it is compiled at the gateway, then at the worker
-    known    the same one again
+    known    the same schema again
 
-Then each round asks a conversation whose prompt describes a tool with a schema of 4 KB, for one token, in turn:
+Then each round sends a conversation whose prompt describes a tool with a schema of 4 KB, for one token, in
+turn:
 
     plain      the description is text of the system message; the request has no tools
-    auto       the request has the tool, so free text waits for a call
+    auto       the request has the tool, so the answer is free text, and may contain a call
     required   the answer is a call of the tool
 
-All three prompts have the same tokens but for a number at their end, and what they share is cached, as in an agent's
-turns. The tool has been used before. CPU time is that of this process, which has gateway and client, and of the worker.
-Figures are medians of differences within a round; the worker's CPU time is counted in ticks of 10 ms, so it is a mean.
-To compare two versions, run it in a checkout of each by turns.
+All three prompts have the same tokens except for a number at their end. The common part is cached, as in an
+agent's turns, and the tool has been used before. CPU time is measured for this process, which contains
+gateway and client, and for the worker. Figures are medians of differences within a round. The worker's CPU
+time is a mean, since it is counted in ticks of 10 ms. To compare two versions of Baton, run this in a
+checkout of each, in turn.
 """
 
 import argparse
@@ -47,7 +50,7 @@ NUM_SCHEMA_CHARACTERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Schemas:
-    """Medians, in milliseconds."""
+    """Medians of the time to first token, in milliseconds."""
 
     free_ms: float
     new_less_free_ms: float
@@ -60,7 +63,7 @@ class ToolUseCost:
 
     first_token_ms: float
     here_cpu_ms: float
-    """At the gateway and the client."""
+    """CPU time of the gateway and the client."""
     worker_cpu_ms: float
 
 
@@ -69,7 +72,7 @@ class Tools:
     prompt_tokens: int
     schema_characters: int
     plain_ms: float
-    """To the first token; a median."""
+    """Median time to the first token of a `plain` request."""
     auto_less_plain: ToolUseCost
     required_less_plain: ToolUseCost
 
@@ -83,7 +86,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request of one token, in milliseconds."""
+    """One request for one token, in milliseconds."""
 
     first_token_ms: float
     here_cpu_ms: float
@@ -92,7 +95,7 @@ class Asked:
 
 
 def ordinary_schema(name: str) -> str:
-    """A person with an address, as OpenAI's own examples have them; `name` makes it another one."""
+    """A person with an address, as in OpenAI's own examples. Another `name` makes another schema."""
     text = {"type": "string"}
     address = {
         "type": "object",
@@ -117,7 +120,7 @@ def ordinary_schema(name: str) -> str:
 
 
 def large_tool() -> Tool:
-    """A function whose schema has at least 4 KB."""
+    """A tool whose schema has at least 4 KB."""
     people: dict[str, Any] = {}
     while len(json.dumps(schema := {"type": "object", "properties": people})) < NUM_SCHEMA_CHARACTERS:
         name = f"person_{len(people)}"
@@ -135,7 +138,7 @@ async def measure(config: BatonConfig, model_path: Path, num_rounds: int) -> Res
 
 
 async def measure_schemas(client: GatewayClient, num_rounds: int) -> Schemas:
-    """Alternates the three kinds."""
+    """Alternates the three kinds of requests."""
     rng = random.Random(0)
     rows: list[tuple[float, float, float]] = []
     for number in range(NUM_WARM_UPS + num_rounds):
@@ -155,7 +158,7 @@ async def measure_schemas(client: GatewayClient, num_rounds: int) -> Schemas:
 
 
 async def first_token_ms(client: GatewayClient, question: str, sampling: dict[str, Any]) -> float:
-    """From the request to its first token, at the client."""
+    """The time from the request to its first token, measured at the client."""
     began = time.perf_counter()
     options = {"temperature": 0.0, "max_tokens": 1, **sampling}
     async for _ in client.generate(messages=[("user", question)], sampling=options, cache_salt=str(began)):
@@ -164,7 +167,7 @@ async def first_token_ms(client: GatewayClient, question: str, sampling: dict[st
 
 
 async def measure_tools(client: GatewayClient, worker: psutil.Process, num_rounds: int) -> Tools:
-    """The three kinds take turns at being first."""
+    """Alternates the three kinds of requests. Each kind is the first one equally often."""
     tool, rng, kinds = large_tool(), random.Random(0), ("plain", "auto", "required")
     rows: list[dict[str, Asked]] = []
     for number in range(NUM_WARM_UPS + num_rounds):
@@ -186,7 +189,7 @@ async def measure_tools(client: GatewayClient, worker: psutil.Process, num_round
 
 
 def _conversation(kind: str, tool: Tool, person: int) -> Conversation:
-    """`plain` has as text what a model whose template knows no tools is told of them."""
+    """A conversation. For `plain`, the text describes the tool as for a model whose template has no tools."""
     question = ChatMessage("user", f"Save what you know of person number {person}.")
     use = ToolUse.REQUIRED if kind == "required" else ToolUse.AUTO
     conversation = Conversation((question,), (tool,), ToolChoice(use))

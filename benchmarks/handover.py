@@ -1,16 +1,18 @@
-"""What a hand-over costs: the same prompts computed by a prefill worker and by the decode worker itself, in turn.
+"""What a hand-over costs: a prefill worker or the decode worker itself computes the same prompts, in turn.
 
     python -m benchmarks.handover [--model DIR] [--dtype bfloat16] [--transports NAME ...] [--json FILE]
 
-Real worker processes, the real gateway, one host; a cluster for each transport. Each figure is a median over
-alternating rounds:
+Real worker processes and the real gateway run on one host, with a cluster for each transport. Each figure is
+a median over alternating rounds:
 
     ttft        request to token 0, at the client; local and disaggregated, and their ratio
     gap         token 0 to token 1 at the gateway: the hand-over and the first decode step
-    step        a decode step, the median of the later gaps of the same requests
-    overhead    gap less step: what the client waits for the hand-over
-    exposed     end of the prefill to the consumer's word that all of it is there, on the prefill worker's clock
-    moved       bytes, and first block's arrival to last block's verification on the decode worker (overlaps prefill)
+    step        a decode step: the median of the later gaps of the same requests
+    overhead    gap minus step: the time that the client waits for the hand-over
+    exposed     end of the prefill to the consumer's report that all blocks arrived, on the prefill worker's
+                clock
+    moved       bytes, and the time from the first block's arrival to the last block's verification on the
+                decode worker (overlaps the prefill)
 """
 
 import argparse
@@ -41,7 +43,7 @@ Mode = Literal["disaggregated", "local"]
 
 @dataclass(slots=True)
 class Rounds:
-    """Every round's figures for one prompt length, in milliseconds and bytes."""
+    """The figures of every round for one prompt length, in milliseconds and bytes."""
 
     local_ttft_ms: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
@@ -86,7 +88,7 @@ class Result:
     @classmethod
     def of(cls, transport: str, prompt_tokens: int, rounds: Rounds) -> "Result":
         ttft_ms = median(rounds.ttft_ms)
-        # Paired within a request, since the machine's speed drifts between requests.
+        # The gap and the step come from the same request, since the machine's speed changes between requests.
         overhead_ms = median(gap - step for gap, step in zip(rounds.gap_ms, rounds.step_ms, strict=True))
         return cls(
             transport=transport,
@@ -110,7 +112,7 @@ class Result:
 async def measure(
     config: BatonConfig, model_path: Path, lengths: Sequence[int], num_rounds: int
 ) -> list[Result]:
-    """Alternates the two modes, round by round, over every length; the first round only warms up."""
+    """Alternates the two modes, round by round, over all prompt lengths. The first round only warms up."""
     rounds = {length: Rounds() for length in lengths}
     rng = random.Random(0)
     async with child_processes(config, model_path) as cluster, GatewayClient(cluster.target) as client:
@@ -127,7 +129,7 @@ async def measure(
 
 
 async def complete(client: GatewayClient, prompt: list[int], mode: Mode, salt: str) -> GenerationEnd:
-    """One greedy request; the salt keeps earlier rounds' prefix caches out of it."""
+    """Runs one greedy request. The salt keeps the request from using the prefix caches of earlier rounds."""
     sampling = {"temperature": 0.0, "max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
     async for event in client.generate(token_ids=prompt, sampling=sampling, mode=mode, cache_salt=salt):
         if event.completion is not None:

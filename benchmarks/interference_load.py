@@ -1,4 +1,4 @@
-"""Chats beside a stream of long prompts, over `/v1/completions` of any server, and what their clients saw."""
+"""Chats and long prompts at the same time, over `/v1/completions` of any server, and their answers."""
 
 import asyncio
 import json
@@ -13,7 +13,10 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`num_chats` clients send one short prompt after another; long prompts arrive at a fixed pace beside them."""
+    """`num_chats` clients send short prompts, one after another.
+
+    Long prompts arrive at a fixed pace in addition.
+    """
 
     num_chats: int = 4
     chat_prompt: int = 32
@@ -22,17 +25,19 @@ class Workload:
     long_answer: int = 4
     long_every_s: float = 3.0
     seconds: float = 15.0
-    """How long requests are sent. Those under way at the end are answered, and count as sent."""
+    """How long clients send requests. Requests that run at the end are completed, and count as sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One answer at its client. Times are in seconds; `sent_s` and `arrivals_s` since the round began."""
+    """One answer as its client received it.
+
+    Times are in seconds; `sent_s` and `arrivals_s` count from the start of the round."""
 
     is_chat: bool
     sent_s: float
     arrivals_s: tuple[float, ...]
-    """One for each piece of the stream that carried tokens."""
+    """The time of each piece of the stream that contained tokens."""
     num_tokens: int
 
     @property
@@ -45,10 +50,10 @@ class Seen:
 
 
 class Client:
-    """Sends requests to one server, each over a connection of its own."""
+    """Sends requests to one server, each on its own connection."""
 
     def __init__(self, port: int, model: str, vocab_size: int, seed: str) -> None:
-        """Prompts are random tokens, so that no cached prefix helps; equal seeds make equal prompts."""
+        """Prompts are random tokens, so that no cached prefix helps. Equal seeds make equal prompts."""
         self._port = port
         self._model = model
         self._vocab_size = vocab_size
@@ -56,7 +61,7 @@ class Client:
         self.began = time.perf_counter()
 
     async def ask(self, prompt_len: int, num_tokens: int, *, is_chat: bool) -> Seen:
-        """One streamed answer. RuntimeError if it is not whole."""
+        """Runs one streamed request. Raises RuntimeError if the answer is incomplete."""
         body = {
             "model": self._model,
             "prompt": [self._rng.randrange(self._vocab_size) for _ in range(prompt_len)],
@@ -81,7 +86,7 @@ class Client:
         return time.perf_counter() - self.began
 
     async def _events(self, body: bytes) -> AsyncIterator[Any]:
-        """The events of an answer. Each is a chunk of its own, so events are lines, as the chunks' sizes are."""
+        """The events of an answer. Each event is an HTTP chunk, so both events and chunk sizes are lines."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
@@ -98,7 +103,7 @@ class Client:
 
 
 async def play(client: Client, workload: Workload) -> list[Seen]:
-    """One round; returns once every request is answered."""
+    """Runs one round, and returns once every request is answered."""
     client.began = time.perf_counter()
     seen: list[Seen] = []
 
@@ -123,7 +128,7 @@ async def play(client: Client, workload: Workload) -> list[Seen]:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a chat may wait: for its first token, and between two."""
+    """The longest times that a chat may wait for its first token, and between two tokens."""
 
     ttft_s: float
     gap_s: float
@@ -133,7 +138,10 @@ class Slo:
 
 
 def figures(rounds: list[list[Seen]], workload: Workload, slo: Slo) -> dict[str, float]:
-    """Of all rounds together. `gap_ms`: between two tokens of a chat; `goodput`: chats a second that met the SLO."""
+    """Figures over all rounds.
+
+    `gap_ms`: between two tokens of a chat; `goodput`: chats per second within the SLO.
+    """
     seen = [each for one in rounds for each in one]
     chats, longs = [each for each in seen if each.is_chat], [each for each in seen if not each.is_chat]
     seconds = workload.seconds * len(rounds)
@@ -159,6 +167,6 @@ def figures(rounds: list[list[Seen]], workload: Workload, slo: Slo) -> dict[str,
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The smallest value that at least so many percent of all do not exceed."""
+    """The smallest value that at least `percent` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * int(percent) // 100) - 1)]

@@ -20,8 +20,10 @@ text { font: 12px system-ui, sans-serif; fill: #57606a }
 def draw(
     rounds: Mapping[str, list[Seen]], measured: Mapping[str, Mapping[str, float]], workload: Workload
 ) -> str:
-    """A panel for each side, all with one scale: a bar for a gap, at its end and as high as it is long; where several
-    would cover each other, the longest one. Triangles mark the arrival of long prompts.
+    """Draws a panel for each side, all with the same scale.
+
+    A gap is a bar at the gap's end, and the bar's height is the gap's length. If several bars would cover
+    each other, only the longest is drawn. Triangles mark the arrival of long prompts.
     """
     top_s = max(gap for seen in rounds.values() for each in _chats(seen) for gap in each.gaps_s)
     end_s = max(each.arrivals_s[-1] for seen in rounds.values() for each in seen)

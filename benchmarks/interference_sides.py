@@ -1,4 +1,4 @@
-"""The servers that `benchmarks.interference` compares, each a process of its own with an OpenAI-compatible API."""
+"""The servers that `benchmarks.interference` compares. Each is a process with an OpenAI-compatible API."""
 
 import json
 import os
@@ -39,17 +39,17 @@ VLLM = "vLLM, colocated"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A side that answers."""
+    """A side whose server is ready."""
 
     name: str
     port: int
     model: str
-    """Its name in requests."""
+    """The name of the model in requests."""
 
 
 @contextmanager
 def baton_server(name: str, model: Path, overrides: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
-    """`baton serve` without Ray, with its defaults but for `overrides`, section by section."""
+    """Runs `baton serve` without Ray, with its defaults except for `overrides`, section by section."""
     fixed = {
         "model": {"path": str(model)},
         "cluster": {"ray_address": "none"},
@@ -57,7 +57,7 @@ def baton_server(name: str, model: Path, overrides: Mapping[str, Mapping[str, An
         "logging": {"level": "warning"},
     }
     values = merge(merge(fixed, BATON_SIDES[name]), {key: dict(each) for key, each in overrides.items()})
-    BatonConfig.from_mapping(values)  # a wrong override is an error here, where it can be read
+    BatonConfig.from_mapping(values)  # reports a wrong override here, where the error is visible
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "baton.json"
         path.write_text(json.dumps(values))  # JSON is YAML
@@ -76,8 +76,10 @@ def baton_server(name: str, model: Path, overrides: Mapping[str, Mapping[str, An
 
 @contextmanager
 def vllm_server(python: str, model: Path, dtype: str, max_num_batched_tokens: int | None) -> Iterator[Server]:
-    """vLLM's own server, with a thread for each core of this machine as by its own default, a smaller KV cache and a
-    shorter longest context; else its own defaults."""
+    """Runs vLLM's own server with its defaults, except for three settings.
+
+    It has a thread for each core of this machine (as by default there), a smaller KV cache, and a shorter
+    longest context."""
     port = _free_port()
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += [
@@ -105,7 +107,7 @@ def vllm_server(python: str, model: Path, dtype: str, max_num_batched_tokens: in
 
 
 def _served_model(port: int) -> str | None:
-    """The model's name; None if nothing answers yet."""
+    """The name of the model that the server offers; None if no server answers yet."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10.0) as answer:
             return str(json.load(answer)["data"][0]["id"])
@@ -117,7 +119,7 @@ def _served_model(port: int) -> str | None:
 def _process(
     command: list[str], environment: Mapping[str, str], stdout: int = subprocess.PIPE
 ) -> Iterator["subprocess.Popen[str]"]:
-    """It and everything it started end with the block."""
+    """Runs a process. The process, and everything that it started, end with the block."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -2,17 +2,21 @@
 
     python -m benchmarks.kv_transfer [--transports NAME ...] [--blocks KIB ...] [--sizes MIB ...] [--adjacent]
 
-Two processes, each with the real connector worker: its thread, endpoint, protocol, transport. The time of a hand-over
-begins when the producer is commanded to send all blocks of a complete prompt. It ends when the consumer reports that it
-has received them. Beside it, in turn, in the same processes and pools and over blocks of the same size:
+There are two processes. Each has the real connector worker: its thread, endpoint, protocol and transport. The
+time of a hand-over begins when the producer is commanded to send all blocks of a complete prompt. It ends
+when the consumer reports that it has received them. Two baselines run in turn with the hand-overs, in the
+same processes and pools, with blocks of the same size:
 
-    memcpy    np.copyto, block by block, out of the other process's pool through one mapping; its pages are warm
-    socket    one TCP connection over loopback: sendmsg straight from the pool, recv_into straight into the pool
+    memcpy    np.copyto, block by block, out of the other process's pool through one mapping; its pages are
+              warm
+    socket    one TCP connection over loopback: sendmsg straight from the pool, recv_into straight into the
+              pool
 
-Each measurement uses other blocks of the pool than the one before it, scattered in both pools (`--adjacent`: in order),
-so that only transfers as large as the pool meet bytes that are still in a cache. Figures are medians over rounds;
-`share` is the median over rounds of the baseline's time by the hand-over's. `cpu` is what both processes spent, in
-nanoseconds a byte: it hardly depends on other processes of the machine.
+Each measurement uses other blocks of the pool than the measurement before. The blocks are scattered in both
+pools (in order with `--adjacent`). So only transfers as large as the pool find bytes in a cache. Figures are
+medians over rounds. `share` is the median over rounds of this quotient: the baseline's time divided by the
+hand-over's time. `cpu` is the CPU time of both processes in nanoseconds a byte. Other processes of the
+machine hardly change it.
 """
 
 import argparse
@@ -60,10 +64,11 @@ from kv_transfer.transport.nixl_agent import nixl_is_available
 KIB, MIB = 2**10, 2**20
 MIN_POOL_NBYTES = 256 * MIB
 ROUNDS_NBYTES = 1024 * MIB
-"""Every figure comes from at least this many bytes, or MAX_ROUNDS."""
+"""Every figure comes from at least this many bytes, or from MAX_ROUNDS rounds."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 25
 SETTLE_S = 0.01
-"""From the consumer's wish to the blocks' being ready: a prefill takes longer than its first messages."""
+"""Pause between the consumer's request and the moment when the blocks are ready. A prefill takes longer than
+the first messages of a hand-over."""
 
 
 WAYS = {
@@ -77,7 +82,7 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One transport, block size and transfer size: medians."""
+    """Medians for one transport, block size and transfer size."""
 
     transport: str
     block_kib: int
@@ -93,15 +98,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement."""
+    """The times of one measurement."""
 
     seconds: float
     cpu_s: float
-    """Of both processes."""
+    """CPU time of both processes."""
 
 
 class Consumer:
-    """The consuming process's side of everything that is measured."""
+    """The consumer's process: measures hand-overs and baselines."""
 
     def __init__(self, pipe: Connection, raw: socket.socket, memory: Memory, is_scattered: bool) -> None:
         self._pipe = pipe
@@ -112,12 +117,12 @@ class Consumer:
         pid, fd = _answer(pipe)
         with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
             self._theirs: Bytes = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-        self._theirs[:: mmap.PAGESIZE].max()  # every page is mapped from now on
+        self._theirs[:: mmap.PAGESIZE].max()  # from now on every page is mapped
         self._ends: list[End] = []
         self._peers: list[WorkerRef] = []
 
     def connect(self, ways: Sequence[Way], block_nbytes: int) -> None:
-        """Hand-overs are of such blocks from now on; the first of each way warms its pages."""
+        """Makes connectors for blocks of this size. The first hand-over of each way warms its pages."""
         self.stop()
         self._block_nbytes = block_nbytes
         self._pipe.send(Connect(tuple(ways), block_nbytes))
@@ -165,7 +170,7 @@ class Consumer:
         return self._sample(cpu_s)
 
     def checksum(self, num_blocks: int) -> float:
-        """What one end computes for every block that is verified."""
+        """Computes the checksums of blocks, as one end does; returns the seconds that it took."""
         ours, blocks = self._pick(num_blocks)[1], self._blocks()
         begun_at = time.perf_counter()
         for block_id in ours:
@@ -177,7 +182,7 @@ class Consumer:
             end.stop()
 
     def _sample(self, cpu_s: float) -> Sample:
-        """From the producer's beginning to now; the clock is one for all processes of a host."""
+        """The time from the producer's start to now. All processes of a host share this clock."""
         ended_at, cpu_s = time.perf_counter(), time.process_time() - cpu_s
         given: Given = _answer(self._pipe)
         return Sample(ended_at - given.begun_at, cpu_s + given.cpu_s)
@@ -186,7 +191,7 @@ class Consumer:
         return self._memory.blocks(self._block_nbytes)
 
     def _pick(self, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The next blocks, of the producer's pool and of ours."""
+        """The next block ids, in the producer's pool and in our pool."""
         if self._next + num_blocks > len(self._order):
             self._next = 0
         ours = self._order[self._next : self._next + num_blocks]
@@ -206,7 +211,7 @@ def measure(
     transfers: Sequence[int],
     num_rounds: int | None,
 ) -> list[Row]:
-    """Every way and every baseline in each round, in an order that turns."""
+    """Measures every way and every baseline in each round. Their order changes from round to round."""
     consumer.connect(list(ways.values()), block_nbytes)
     rows = []
     for transfer_nbytes in transfers:
@@ -276,7 +281,9 @@ def _answer(pipe: Connection) -> Any:
 
 
 def transfers_that_fit(wanted: Sequence[int]) -> list[int]:
-    """Two pools, and as much again for copies under way, in half of what is free."""
+    """The transfers for which half of the free memory is enough.
+
+    Each needs two pools, and the same space again for copies that are under way."""
     free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     return [nbytes for nbytes in wanted if 4 * nbytes < free // 2]
 

@@ -1,6 +1,7 @@
-"""The producing process of benchmarks/kv_transfer.py, and what both of its processes are made of; measures nothing.
+"""The producer's process of benchmarks/kv_transfer.py, and what both processes share. Measures nothing.
 
-Commands come through a pipe and are answered one by one; times are of the clock that all processes of a host share.
+Commands arrive through a pipe, and are answered one by one. Times are those of the clock that all processes
+of a host share.
 """
 
 import os
@@ -30,10 +31,10 @@ from kv_transfer.connector.worker import KVConnectorWorker
 
 BLOCK_SIZE = 16
 LAYER_NBYTES = 2 * 8 * BLOCK_SIZE * 64 * 2
-"""Of one block: keys and values, 8 heads of 64 in bfloat16."""
+"""Bytes of one layer in one block: keys and values, 8 heads of 64 numbers in bfloat16."""
 PATIENCE_S = 60.0
 MAX_SPANS = 256
-"""Of one sendmsg; the system takes 1024."""
+"""Most spans in one sendmsg; the system accepts 1024."""
 
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A transport as it is configured, and what it is measured against."""
+    """A transport with its configuration, and the baseline that it is compared with."""
 
     config: KVTransferConfig
     baseline: str
@@ -54,7 +55,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """A connector for each way; answered by their WorkerRefs."""
+    """Makes a connector for each way. The answer is a list of their WorkerRefs."""
 
     ways: tuple[Way, ...]
     block_nbytes: int
@@ -62,7 +63,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A prompt for the `number`-th connector; answered by None."""
+    """Announces a prompt to the `number`-th connector. The answer is None."""
 
     number: int
     request_id: str
@@ -72,7 +73,10 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """All its blocks are ready; answered by a Given, as soon as they are free again."""
+    """Reports that all blocks of the prompt are ready.
+
+    The answer is a Given, sent once the blocks are free.
+    """
 
     number: int
     request_id: str
@@ -81,7 +85,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class GiveRaw:
-    """The same blocks through a plain socket; answered by a Given."""
+    """Sends the same blocks through a plain socket. The answer is a Given."""
 
     block_nbytes: int
     block_ids: tuple[int, ...]
@@ -89,7 +93,7 @@ class GiveRaw:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """When it began, and what it cost this process."""
+    """When the transfer began, and the CPU time that it cost this process."""
 
     begun_at: float
     cpu_s: float
@@ -99,7 +103,9 @@ Command = Connect | Announce | Give | GiveRaw | None
 
 
 class Memory:
-    """Shared memory, every page written, and the order in which its blocks are used: scattered, as in a used pool."""
+    """Shared memory whose pages are all written, and the order in which its blocks are used.
+
+    The order is scattered, as in a pool that has been used."""
 
     def __init__(self, num_bytes: int, seed: int) -> None:
         self.shared = SharedMemory(num_bytes)
@@ -119,7 +125,7 @@ class Memory:
 
 
 class End:
-    """A real connector over the memory, and its news."""
+    """A real connector over the memory, and what the connector reports."""
 
     def __init__(self, name: str, way: Way, memory: Memory, block_nbytes: int) -> None:
         self._has_output = threading.Event()
@@ -154,7 +160,7 @@ class End:
         self._connector.start_load_kv(metadata)
 
     def until(self, pick: Callable[[KVConnectorOutput], Sequence[T]]) -> T:
-        """The first piece of news that `pick` finds."""
+        """Waits for a report in which `pick` finds something, and returns the first piece."""
         while True:
             assert self._has_output.wait(PATIENCE_S), "a hand-over did not end"
             self._has_output.clear()
@@ -168,7 +174,7 @@ class End:
 
 
 def run_producer(pipe: Connection, num_bytes: int, port: int) -> None:
-    """The process: answers commands until it gets None."""
+    """The process's main function: answers commands until it gets None."""
     keep_freed_memory()  # as a worker does
     memory = Memory(num_bytes, seed=1)
     with socket.create_connection(("127.0.0.1", port)) as raw:

@@ -1,13 +1,13 @@
-"""Attention over latents in DeepSeek-V2-Lite's shapes, by our kernels and torch; a chunk over whole keys and values.
+"""Attention to latents in DeepSeek-V2-Lite's shapes, by our kernels and torch, beside whole keys and values.
 
 python -m benchmarks.latent_attention [--rounds 7]      milliseconds of a layer, medians of alternating rounds
 
-A chunk may also project its context's latents to keys and values of all heads (192 and 128 numbers), and attend to
-these. Absorbed attention has a projection of as many products per token instead, of the chunk's tokens alone; it is not
-timed.
+A chunk can also project its context's latents to the keys and values of all heads (192 and 128 numbers), and
+attend to these. Absorbed attention has another projection instead, only for the chunk's tokens, with as many
+products per token. That projection is not timed.
 
-Shape suffixes: T tokens, P rows of a token (heads and latent), D numbers of a row, H heads, C latent, R rotated part, X
-other.
+Shape suffixes: T tokens, P rows of a token (heads and latent), D numbers of a row, H heads, C latent, R
+rotated part, X other.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def architecture() -> ModelArchitecture:
 
 
 def sides(contexts: list[tuple[int, int]], dtype: torch.dtype) -> Mapping[str, Callable[[], object]]:
-    """By name, what a layer computes."""
+    """What a layer computes, by the name of the side."""
     tables, first = [], 1
     for length, _ in contexts:
         tables.append(list(range(first, first + -(-length // BLOCK_SIZE))))

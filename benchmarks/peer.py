@@ -1,4 +1,4 @@
-"""A process that answers orders, one line of JSON each, and the handle of the process that gives them."""
+"""A process that answers orders, one line of JSON each, and a handle for the process that sends them."""
 
 import json
 import os
@@ -16,19 +16,19 @@ Order = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 ANSWER = "answer: "
-"""Starts the lines that are answers: libraries print others."""
+"""The prefix of lines that are answers. Libraries print other lines."""
 ANSWER_TIMEOUT_S = 120.0
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def serve(answer: Callable[[Order], Order]) -> None:
-    """Answers orders until standard input ends: each is a line of JSON, and so is its answer on standard output."""
+    """Answers orders until standard input ends. Orders and answers are one line of JSON each."""
     for line in sys.stdin:
         print(ANSWER + json.dumps(answer(json.loads(line))), flush=True)
 
 
 class Peer:
-    """`python -m module arguments`, alive until the end of the `with` block."""
+    """A process `python -m module arguments` that runs until the end of the `with` block."""
 
     def __init__(
         self,
@@ -38,7 +38,10 @@ class Peer:
         environment: dict[str, str] | None = None,
         timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
-        """`environment` is added to this process's. `timeout_s`: of each answer; the first includes the start."""
+        """`environment` is added to this process's.
+
+        `timeout_s` limits each answer; the first includes the start.
+        """
         self._name = " ".join((python, "-m", module, *arguments))
         self._timeout_s = timeout_s
         self._process = subprocess.Popen(
@@ -52,7 +55,7 @@ class Peer:
         )
 
     def ask(self, order: Order) -> Any:
-        """The answer to one order; RuntimeError if none comes in time."""
+        """Sends one order, and returns the answer. Raises RuntimeError if no answer arrives in time."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -65,7 +68,7 @@ class Peer:
                 if line.startswith(ANSWER):
                     return json.loads(line.removeprefix(ANSWER))
         except BrokenPipeError:
-            pass  # it ended; said below
+            pass  # the process has ended; reported below
         finally:
             deadline.cancel()
         raise RuntimeError(
@@ -79,7 +82,7 @@ class Peer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # With all its children: vLLM's would outlive it, and hold its standard output.
+        # Kills all its children, too: vLLM's would outlive the process, and keep its standard output open.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()

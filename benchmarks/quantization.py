@@ -1,16 +1,17 @@
-"""What fewer bits of weights, activations and KV cost in accuracy: next-token distributions beside those of float32.
+"""How fewer bits of weights, activations and KV change next-token distributions, compared with float32.
 
     python -m benchmarks.quantization [--model smollm2] [--windows 9] [--length 512] [--json PATH]
 
-The text is this repository's decision pages, of which there only come more, in windows that are computed through the KV
-pool like prompts. Per variant: perplexity; KL(float32 || variant), the mean over all positions in millinats; and how
-often both have the same likeliest token. `bfloat16` is the yardstick for the others.
+The text consists of this repository's decision pages, to which only new pages are added. It is divided into
+windows, which are computed through the KV pool like prompts. Three figures are reported per variant:
+perplexity; KL(float32 || variant), the mean over all positions in millinats; and how often both have the same
+most likely token. `bfloat16` is the yardstick for the other variants.
 
-`as the file has them` multiplies a GGUF file's groups as they are; float32 has the same weights, so what differs is the
-product, which may round activations to 8 bits. `int8` and `int4` round float32's weights to groups. A GGUF file's
-numbers lie on the grid of their groups, which int4 would find again; so groups begin 16 inputs later here. The 8-bit
-activations of fp8 are rounded here and multiplied in bfloat16: the same numbers as 8-bit matrix units give, up to the
-order of sums.
+`as the file has them` multiplies a GGUF file's groups directly. Its float32 reference has the same weights,
+so the product alone makes the difference: it may round activations to 8 bits. `int8` and `int4` round
+float32's weights to groups. A GGUF file's numbers lie on the grid of their groups, and int4 would find this
+grid again. So groups begin 16 inputs later here. The 8-bit activations of fp8 are rounded here and multiplied
+in bfloat16. Apart from the order of sums, this gives the same numbers as 8-bit matrix units.
 """
 
 import argparse
@@ -56,13 +57,13 @@ class Variant:
     name: str
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     backend: Backend | None = None
-    """None: as workers on this machine compute."""
+    """The backend of the variant. None: the one that workers on this machine use."""
     quantization: Literal["auto", "none", "fp8"] = "none"
     has_fp8_kv: bool = False
 
 
 class RoundedFp8Linear(Fp8Linear):
-    """Rounds activations as 8-bit matrix units get them."""
+    """Rounds activations to the numbers that 8-bit matrix units receive."""
 
     def __call__(self, x_TI: Activations) -> torch.Tensor:
         assert isinstance(x_TI, torch.Tensor)
@@ -70,7 +71,7 @@ class RoundedFp8Linear(Fp8Linear):
 
 
 class RoundingBackend(TorchBackend):
-    """Activations in 8 bits, on a CPU."""
+    """Rounds activations to 8 bits, on a CPU."""
 
     def fp8_linear(self, weight_OI: Matrix, bias_O: torch.Tensor | None) -> LinearLayer:
         assert isinstance(weight_OI, torch.Tensor)
@@ -78,7 +79,7 @@ class RoundingBackend(TorchBackend):
 
 
 class GroupingBackend(TorchBackend):
-    """In place of fp8, groups of 8 or 4 bits; and 8 bits for the projection to logits."""
+    """Replaces fp8 by groups of 8 or 4 bits; the projection to logits has 8 bits."""
 
     def __init__(self, bits: Literal[4, 8]) -> None:
         self._bits = bits
@@ -91,7 +92,7 @@ class GroupingBackend(TorchBackend):
 
 
 def _regrouped(weight_OI: Matrix, bits: Literal[4, 8]) -> torch.Tensor:
-    """The weight, rounded in groups that begin in the middle of those of a GGUF file."""
+    """The weight, rounded in groups that begin in the middle of a GGUF file's groups."""
     assert isinstance(weight_OI, torch.Tensor)
     rounded_OI = GroupedWeight.quantize(weight_OI.roll(HALF_A_GROUP, 1), bits).dequantized()
     return rounded_OI.roll(-HALF_A_GROUP, 1).to(weight_OI.dtype)
@@ -113,7 +114,7 @@ VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One variant's outcome; without the last two for the reference itself."""
+    """The result of one variant. The reference itself has no values in the last two fields."""
 
     variant: str
     perplexity: float
@@ -122,7 +123,7 @@ class Row:
 
 
 class Subject:
-    """A variant of the model, and a pool for one window."""
+    """A variant of the model, and a pool that has room for one window."""
 
     def __init__(self, path: Path, variant: Variant, length: int) -> None:
         config = ModelConfig(dtype=variant.dtype, quantization=variant.quantization)
@@ -135,7 +136,7 @@ class Subject:
 
     @torch.inference_mode()
     def logprobs(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """T x V in float32: of the token after each, the window computed as one prompt."""
+        """T x V in float32: log-probabilities of the token after each position. The window is one prompt."""
         requests = RequestBatch(BLOCK_SIZE)
         plan = self._plan(tuple(ids_T.tolist()))
         requests.update(plan)
@@ -164,7 +165,7 @@ class Subject:
 
 
 def main() -> None:
-    """Computes every window with every variant, prints a table, and writes JSON if asked to."""
+    """Computes every window with every variant, prints a table, and writes JSON if requested."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     path = resolve(arguments.model, default_cache_dir(os.environ))
@@ -173,7 +174,7 @@ def main() -> None:
     expected = _all_logprobs(path, REFERENCE, windows)
     rows = [Row(REFERENCE.name, _perplexity(expected, windows), None, None)]
     num_tokens = sum(map(len, windows))
-    for variant in variants:  # one after another, so that one model is in memory
+    for variant in variants:  # one after another, so that only one model is in memory
         found = _all_logprobs(path, variant, windows)
         pairs = list(zip(expected, found, strict=True))
         kl = sum(F.kl_div(f_TV, e_TV, reduction="sum", log_target=True).item() for e_TV, f_TV in pairs)
@@ -189,18 +190,18 @@ def _all_logprobs(path: Path, variant: Variant, windows: list[torch.Tensor]) -> 
 
 
 def _perplexity(logprobs: list[torch.Tensor], windows: list[torch.Tensor]) -> float:
-    """Without each window's first token, which nothing predicts."""
+    """The perplexity without each window's first token, which no position predicts."""
     nll = sum(_nll(found_TV, ids_T) for found_TV, ids_T in zip(logprobs, windows, strict=True))
     return math.exp(nll / (sum(map(len, windows)) - len(windows)))
 
 
 def _nll(logprobs_TV: torch.Tensor, ids_T: torch.Tensor) -> float:
-    """Of all tokens but the first, which nothing predicts."""
+    """The negative log-likelihood of all tokens but the first, which no position predicts."""
     return -logprobs_TV[:-1].gather(1, ids_T[1:, None]).sum().item()
 
 
 def _windows(model: Path, num_windows: int, length: int) -> Iterator[torch.Tensor]:
-    """Token ids of whole windows of the decision pages, one after the other."""
+    """Token ids of whole windows of the decision pages, in order."""
     files = sorted((ROOT / "docs/decisions").glob("0*.md"))
     text = "\n\n".join(file.read_text() for file in files)
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids

@@ -2,10 +2,11 @@
 
     python -m benchmarks.routing [--parts index decisions fleets] [--json PATH]
 
-`index`: memory of a prefix index in which each of 100 workers has 100,000 blocks of its own, and the time of a lookup,
-of events and of a departure. `decisions`: choices a second; half of the workers prefill, each has requests, and a
-quarter of them have half of the prompt. `fleets`: the three policies in virtual time, over the real dispatcher,
-scheduler, block pool and events. The figures of `fleets` depend on the seed alone, the others on the machine.
+`index`: a prefix index in which each of 100 workers has 100,000 blocks of its own. Measures its memory, and
+the time of a lookup, of events and of a departure. `decisions`: choices per second. Half of the workers
+prefill, each worker has requests, and a quarter of the workers have half of the prompt. `fleets`: the three
+policies in virtual time, with the real dispatcher, scheduler, block pool and events. The figures of `fleets`
+depend only on the seed, the others on the machine.
 """
 
 import argparse
@@ -40,7 +41,7 @@ FLEETS = (8, 64, 512)
 
 
 def main() -> None:
-    """Runs the parts, prints tables, and writes JSON if asked to."""
+    """Runs the parts, prints tables, and writes JSON if requested."""
     arguments = _arguments()
     parts = {"index": index_part, "decisions": decisions_part, "fleets": fleets_part}
     results = {part: parts[part]() for part in arguments.parts}
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def index_part() -> dict[str, float]:
-    """The prefix index at its largest."""
+    """Measures the prefix index at its largest."""
     rng, index = random.Random(1), PrefixIndex()
     before, began = _resident_mib(), time.perf_counter()
     for number in range(NUM_WORKERS):
@@ -59,7 +60,7 @@ def index_part() -> dict[str, float]:
     stored_s, memory_mib = time.perf_counter() - began, _resident_mib() - before
     hashes = [rng.randbytes(32) for _ in range(CHAIN)]
     chain = b"".join(each[:8] for each in hashes)
-    for number in range(NUM_WORKERS):  # four have the whole chain, the others a fifth of it
+    for number in range(NUM_WORKERS):  # four have the whole chain, the others the first fifth of it
         index.apply(f"w{number}", KVEvents(1, False, b"", chain if number < 4 else chain[: 8 * CHAIN // 5]))
     keys = short_keys(hashes)
     unknown = short_keys([rng.randbytes(32) for _ in range(CHAIN)])
@@ -82,7 +83,7 @@ def index_part() -> dict[str, float]:
 
 
 def decisions_part() -> list[dict[str, Any]]:
-    """Choices a second."""
+    """Measures choices per second."""
     rows = []
     print(f"{'workers':>8}  {'policy':14}{'us':>10}{'a second':>12}")
     for num_workers in FLEETS:
@@ -111,7 +112,7 @@ class Case:
 
 
 def fleets_part() -> list[dict[str, Any]]:
-    """What clients see."""
+    """Measures what clients of each fleet receive."""
     cases = [
         Case("conversations", (2, 2), conversations(1, 120, 4.0)),
         Case("conversations", (4, 4), conversations(2, 240, 9.0)),
@@ -131,7 +132,7 @@ def fleets_part() -> list[dict[str, Any]]:
 
 
 def play(case: Case, policy: str, **config: Any) -> Result:
-    """One policy, from the first arrival to the last answer."""
+    """Plays one policy, from the first arrival to the last answer."""
     settings = GatewayConfig(routing_policy=policy, **config)  # type: ignore[arg-type]
     return TimedFleet(settings, *case.num_workers, case.num_blocks, seed=1).run(case.sessions)
 
@@ -164,7 +165,7 @@ def _row(case: Case, policy: str, result: Result) -> dict[str, Any]:
 
 
 def _warm_router(policy: str, num_workers: int) -> Router:
-    """A router that knows every worker's status; every fourth has the first half of the prompt."""
+    """A router that knows every worker's status. Every fourth worker has the first half of the prompt."""
     config = GatewayConfig(routing_policy=policy, routing_mode="disaggregated")  # type: ignore[arg-type]
     router, rng = Router(config, KEY), random.Random(1)
     stored = b"".join(each[:8] for each in block_hashes(_prompt()[: PROMPT // 2], 16, KEY))
@@ -195,7 +196,7 @@ def _median_us(action: Callable[[], object], num_rounds: int = 300) -> float:
 
 
 def _resident_mib() -> float:
-    """Memory of this process."""
+    """Resident memory of this process, in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 

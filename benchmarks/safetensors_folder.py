@@ -1,4 +1,4 @@
-"""A GGUF model as safetensors, for engines that read nothing else: the same numbers in bfloat16."""
+"""Converts a GGUF model to safetensors, for engines that read nothing else: the same numbers in bfloat16."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from engine.model_config import read_architecture, read_json
 
 
 def with_safetensors(folder: Path, scratch: Path) -> Path:
-    """The folder itself if it has safetensors, otherwise a copy in `scratch` that does."""
+    """The folder itself if it contains safetensors; otherwise a copy in `scratch` that contains them."""
     gguf = gguf_of(folder)
     if gguf is None:
         return folder

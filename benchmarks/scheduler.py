@@ -2,11 +2,11 @@
 
     python -m benchmarks.scheduler [--reference PYTHON] [--rounds 5] [--json PATH]
 
-PYTHON is an interpreter with vllm 0.13.0; without it only Baton is measured. Each side is a process of its own that
-stays alive, and rounds alternate between the two, so that a busy machine slows both; compare ratios, not numbers of
-different runs. A step is `schedule()` and `update_from_output()`; what a model runner would do is not timed. A round
-gives the median of its steps, and the table the median of the rounds. Both sides cache prefixes and collect no
-statistics for people to read.
+PYTHON is an interpreter with vllm 0.13.0; without it only Baton is measured. Each side is a process that runs
+until the end. Rounds alternate between the sides, so that other work on the machine slows both. Compare
+ratios, not figures of different runs. A step consists of `schedule()` and `update_from_output()`; a model
+runner's work is not timed. A round gives the median of its steps, and the table gives the median of the
+rounds. Both sides cache prefixes, and collect no statistics for people.
 """
 
 import argparse
@@ -27,7 +27,7 @@ REFERENCE = "vllm 0.13.0"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One workload: medians in microseconds. There is no reference where none was asked for."""
+    """Medians of one workload, in microseconds. Without --reference, the reference has no figures."""
 
     workload: str
     baton_us: float
@@ -39,7 +39,7 @@ class Row:
 
 
 def main() -> None:
-    """Measures, prints a table, and writes JSON if asked to."""
+    """Measures, prints a table, and writes JSON if requested."""
     arguments = _arguments()
     with ExitStack() as stack:
         sides = [stack.enter_context(Peer(sys.executable, "benchmarks.baton_side"))]
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _measure(workload: str, sides: list[Peer], num_rounds: int) -> Row:
-    """One round to warm up, then alternating ones."""
+    """Runs one round to warm up, then alternating rounds."""
     rounds = [[_round_us(side, workload) for side in sides] for _ in range(num_rounds + 1)][1:]
     medians = [statistics.median(side) for side in zip(*rounds, strict=True)]
     return Row(workload, medians[0], medians[1] if len(medians) > 1 else None)

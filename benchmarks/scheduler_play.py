@@ -1,7 +1,7 @@
-"""The one way to play a workload on a scheduler; knows none, and needs only Python itself.
+"""Plays a workload on a scheduler. Knows no particular scheduler, and needs only Python itself.
 
-It plays any implementation of `Side`. So two schedulers that are compared meet the same arrivals, the same aborts and
-the same model: a token is a pure function of its request and position.
+It plays any implementation of `Side`. So two schedulers that are compared get the same arrivals, the same
+aborts and the same model: a token is a pure function of its request and position.
 """
 
 from collections import deque
@@ -12,21 +12,21 @@ from typing import Any, Protocol
 from benchmarks.scheduler_workloads import RequestSpec, Workload, token_at
 
 MAX_STEPS = 3_000
-"""A workload that is not done by then never will be."""
+"""Limit of steps. A workload that is not done after so many steps never ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one request gets of a step; it had `num_computed_tokens` before."""
+    """What one request gets in a step. Before the step, `num_computed_tokens` of its tokens were computed."""
 
     request_id: str
     num_tokens: int
     num_computed_tokens: int
     is_admitted: bool
-    """It did not run before, so whatever is computed came from the prefix cache."""
+    """The request did not run before, so its computed tokens came from the prefix cache."""
     new_block_ids: tuple[int, ...]
     drafts: tuple[int, ...] = ()
-    """The last of its tokens."""
+    """Drafts are the last of the request's tokens in the step."""
 
     def __str__(self) -> str:
         cached = f"@{self.num_computed_tokens}" if self.is_admitted else ""
@@ -36,7 +36,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Who ended with a step's tokens, and why."""
+    """A request that ended with a step's tokens, and the reason."""
 
     request_id: str
     reason: str
@@ -47,28 +47,30 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """One step of a scheduler: requests that run, in order; preempted ones; ended ones, in order."""
+    """One step of a scheduler: the requests that run, are preempted, or end, each in order."""
 
     shares: tuple[Share, ...]
     preempted: frozenset[str]
     ended: tuple[Ended, ...] = ()
 
     def __str__(self) -> str:
-        """`r0:1 r3:16@32 r4:3~7,9 -r5 r0=stop`: r0 runs 1 token, r3 is admitted with 32 of its tokens cached, r4 has
-        drafts 7 and 9, and so on."""
+        """One line, such as `r0:1 r3:16@32 r4:3~7,9 -r5 r0=stop`.
+
+        Here r0 runs 1 token, r3 is admitted with 32 of its tokens cached, and r4 has the drafts 7 and 9. r5
+        is preempted, and r0 ends."""
         preempted = [f"-{request_id}" for request_id in sorted(self.preempted)]
         return " ".join([*map(str, self.shares), *preempted, *map(str, self.ended)])
 
     @property
     def blocks(self) -> str:
-        """Which blocks the requests got; only the prefix cache depends on it."""
+        """The block ids that the requests got. These ids influence only the prefix cache."""
         return " ".join(
             f"{share.request_id}:{','.join(map(str, share.new_block_ids))}" for share in self.shares
         )
 
 
 class Side(Protocol):
-    """A scheduler that can be played. Plans, runner outputs and reports are its own affair."""
+    """A scheduler that can be played. Its plans, runner outputs and reports may have any type."""
 
     @property
     def num_unfinished(self) -> int: ...
@@ -76,32 +78,32 @@ class Side(Protocol):
     def add(self, spec: RequestSpec, prompt_token_ids: list[int]) -> None: ...
 
     def abort(self, request_id: str) -> None:
-        """Nothing happens if the request has ended already."""
+        """Aborts a request. If the request has ended already, this has no effect."""
         ...
 
     def schedule(self) -> Any:
-        """The next plan."""
+        """Plans the next step, and returns the plan."""
         ...
 
     def decisions(self, plan: Any) -> Decisions: ...
 
     def request_ids(self, plan: Any) -> list[str]:
-        """Who runs."""
+        """The ids of the requests that run in the plan."""
         ...
 
     def runner_output(self, plan: Any, sampled: dict[str, list[int]], drafts: dict[str, list[int]]) -> Any:
-        """What a model runner would answer to the plan, with new drafts of everyone in it."""
+        """The output of a model runner for the plan, with new drafts of all its requests."""
         ...
 
     def update(self, plan: Any, runner_output: Any) -> Any:
-        """Takes the runner's answer in; returns a report."""
+        """Passes the runner's output to the scheduler, and returns a report."""
         ...
 
     def ended(self, report: Any) -> tuple[Ended, ...]: ...
 
 
 class Model:
-    """Samples for every request whose known tokens are all computed by a step, and verifies its drafts."""
+    """A model that verifies drafts, and samples once a step has computed all known tokens of a request."""
 
     def __init__(self, num_speculative_tokens: int = 0) -> None:
         self._num_speculative_tokens = num_speculative_tokens
@@ -110,14 +112,14 @@ class Model:
         self._num_tokens: dict[str, int] = {}
 
     def learn(self, spec: RequestSpec) -> list[int]:
-        """The prompt of a request that comes."""
+        """Learns a request that arrives, and returns its prompt."""
         token_ids = spec.prompt_token_ids
         self._specs[spec.request_id] = spec
         self._num_prompt_tokens[spec.request_id] = self._num_tokens[spec.request_id] = len(token_ids)
         return token_ids
 
     def run(self, decisions: Decisions) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """The tokens of each such request, and new drafts."""
+        """The sampled tokens of each request that samples, and new drafts."""
         sampled: dict[str, list[int]] = {}
         drafts: dict[str, list[int]] = {}
         for share in decisions.shares:
@@ -133,7 +135,7 @@ class Model:
 
 
 def _verified(request_id: str, position: int, drafts: tuple[int, ...]) -> list[int]:
-    """The right drafts, and the token after them."""
+    """The drafts that are right, and the token after them."""
     token_ids = [token_at(request_id, position)]
     for draft in drafts:
         if draft != token_ids[-1]:
@@ -143,10 +145,10 @@ def _verified(request_id: str, position: int, drafts: tuple[int, ...]) -> list[i
 
 
 def play(side: Side, workload: Workload, num_ahead: int = 0) -> Iterator[Decisions]:
-    """Every step from the first arrival to the last token, `MAX_STEPS` at most.
+    """Yields every step from the first arrival to the last token, at most `MAX_STEPS` steps.
 
-    A step is planned when all but `num_ahead` of the steps before it are computed; ends are reported with the step
-    that was planned last.
+    A step is planned when all earlier steps except the last `num_ahead` are computed. Ends are reported
+    together with the step that was planned last.
     """
     arrivals = deque(workload.requests)
     model = Model(workload.settings.num_speculative_tokens)

@@ -1,4 +1,4 @@
-"""The timed rounds of a scheduler; knows no scheduler."""
+"""The timed rounds of a scheduler. Knows no particular scheduler."""
 
 import gc
 import time
@@ -14,11 +14,11 @@ from benchmarks.scheduler_workloads import RequestSpec, Settings
 BLOCK_SIZE = 16
 NUM_DECODE_STEPS = 64
 CONTEXT = 128
-"""Prompt tokens of the shortest request that decodes. The others have up to 15 more, so that in every step one in 16
-needs a new block."""
+"""Prompt tokens of the shortest request that decodes. The other requests have up to 15 more, so that in every
+step one in 16 requests needs a new block."""
 NUM_ADMITTED = 1_000
 PROMPT = 512
-"""Prompt tokens of a request that waits for admission; half of them are in the prefix cache."""
+"""Prompt tokens of a request that waits for admission. Half of the tokens are in the prefix cache."""
 
 
 class MakeSide(Protocol):
@@ -26,8 +26,9 @@ class MakeSide(Protocol):
 
 
 def decode_us(make_side: MakeSide, num_running: int, num_blocks: int, num_drafts: int = 0) -> list[float]:
-    """Microseconds of each step, to plan it and to take its tokens in, while each request gets one token, and half of
-    its drafts are right.
+    """Microseconds of each step, for planning the step and for processing its tokens.
+
+    In each step, every request gets a token, and half of its drafts are right.
     """
     side = make_side(_settings(num_running, num_blocks, num_running * 2 * CONTEXT, num_drafts))
     for number in range(num_running):
@@ -40,7 +41,7 @@ def decode_us(make_side: MakeSide, num_running: int, num_blocks: int, num_drafts
 
 
 def admit_us(make_side: MakeSide) -> list[float]:
-    """Microseconds a request of one step that admits all that wait."""
+    """Microseconds per request of one step that admits all waiting requests."""
     side = make_side(_settings(NUM_ADMITTED, 20_000, NUM_ADMITTED * PROMPT))
     prefix = ("s", PROMPT // 2)
     _add(side, RequestSpec("first", 0, (prefix, ("q", 1)), 1))
@@ -53,7 +54,7 @@ def admit_us(make_side: MakeSide) -> list[float]:
 
 
 def arrive_us(make_side: MakeSide) -> list[float]:
-    """Microseconds to make and queue a request, the hashes of its prompt's blocks included."""
+    """Microseconds to make and queue a request, including the hashes of its prompt's blocks."""
     side = make_side(_settings(NUM_ADMITTED, 20_000, NUM_ADMITTED * PROMPT))
     specs = [RequestSpec(f"r{number}", 0, ((f"q{number}", PROMPT),), 10) for number in range(NUM_ADMITTED)]
     prompts = [spec.prompt_token_ids for spec in specs]
@@ -76,7 +77,7 @@ ROUNDS: dict[str, Callable[[MakeSide], list[float]]] = {
 
 
 def run_round(make_side: MakeSide, order: Order) -> Order:
-    """Answers {"round": NAME} with {"us": [...]}."""
+    """Runs one round: answers {"round": NAME} with {"us": [...]}."""
     return {"us": ROUNDS[order["round"]](make_side)}
 
 
@@ -102,7 +103,10 @@ def _add(side: Side, spec: RequestSpec) -> None:
 
 
 def _step_us(side: Side, num_expected: int = 0, num_drafts: int = 0) -> float:
-    """One step in which every running request gets a token and half of its drafts; the runner's part is not timed."""
+    """Runs one step, and returns its time without the runner's part.
+
+    Every running request gets a token, and half of its drafts are right.
+    """
     start = time.perf_counter()
     plan = side.schedule()
     planned = time.perf_counter()
@@ -120,7 +124,7 @@ def _step_us(side: Side, num_expected: int = 0, num_drafts: int = 0) -> float:
 
 @contextmanager
 def _settled_heap() -> Iterator[None]:
-    """What exists by now is no garbage, and the collector need not look at it: engines do so once they have started."""
+    """Excludes all existing objects from garbage collection, as engines do after their start."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,7 @@
-"""Random workloads for schedulers, each from its seed; knows no scheduler and needs only Python itself."""
+"""Random workloads for schedulers, each made from a seed.
+
+Knows no scheduler, and needs only Python itself.
+"""
 
 import random
 from dataclasses import asdict, dataclass, fields
@@ -7,15 +10,17 @@ from zlib import crc32
 
 EOS = 2
 NUM_TOKEN_IDS = 40
-"""Few, so that requests end by chance, and unrelated prompts share a block of one token now and then."""
+"""A small number, so that requests end by chance, and unrelated prompts sometimes share a block of one
+token."""
 
 Piece = tuple[str, int]
-"""The first so many tokens of a stream: of a shared text, of a request's own question, or of what a request says."""
+"""The name of a stream, and how many of its first tokens are used. A stream is a shared text, a request's own
+question, or a request's answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The engine that a workload comes to. All names but the last four are those of `SchedulerConfig`."""
+    """The engine that gets the workload. All names but the last four are those of `SchedulerConfig`."""
 
     policy: str
     max_num_seqs: int
@@ -27,16 +32,16 @@ class Settings:
     num_blocks: int
     max_model_len: int
     num_speculative_tokens: int = 0
-    """The most drafts of a request in one step."""
+    """The most drafts that a request may have in one step."""
     num_full: int = 1
-    """KV groups with full attention. This and the next two are those of `KVGroups`."""
+    """Number of KV groups with full attention. This and the next two names are those of `KVGroups`."""
     num_windowed: int = 0
     window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request, when it comes, and when its client leaves."""
+    """One request, with the times of its arrival and of its client's departure."""
 
     request_id: str
     arrival_step: int
@@ -50,14 +55,14 @@ class RequestSpec:
     cache_salt: str | None = None
     abort_step: int | None = None
     draft_quality: float = 0.0
-    """How likely a draft is right."""
+    """The probability that a draft is right."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return [token_at(stream, position) for stream, length in self.prompt for position in range(length)]
 
     def drafts_at(self, position: int, most: int) -> list[int]:
-        """Guesses of its outputs from `position` on: up to `most`, and a pure function."""
+        """Guesses the request's tokens from `position` on: up to `most` drafts, as a pure function."""
         rng = random.Random(f"{self.request_id}~{position}")
         ahead = range(position, position + rng.randrange(most + 1))
         return [token_at(self.request_id, at) + (rng.random() >= self.draft_quality) for at in ahead]
@@ -65,7 +70,7 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their arrival."""
+    """Requests in the order of their arrival, and the settings of the engine."""
 
     seed: int
     settings: Settings
@@ -73,8 +78,10 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """`priority-ties` is the priority policy with requests of equal priority and arrival time; `drafts` and
-        `windows` are any policy, with those."""
+        """The kind of the workload.
+
+        `priority-ties` is the priority policy with requests of equal priority and arrival time. `drafts` and
+        `windows` are any policy with drafts or with windows."""
         if self.settings.num_speculative_tokens:
             return "drafts"
         if self.settings.num_windowed:
@@ -84,7 +91,7 @@ class Workload:
         return self.settings.policy + ("-ties" if has_ties else "")
 
     def to_json(self) -> dict[str, Any]:
-        """Without what has its default."""
+        """The workload as JSON, without fields that have their default."""
         requests = [_without_defaults(request) for request in self.requests]
         return {"seed": self.seed, "settings": _without_defaults(self.settings), "requests": requests}
 
@@ -111,9 +118,10 @@ def token_at(stream: str, position: int) -> int:
 
 
 def make_workload(seed: int) -> Workload:
-    """A workload from its seed: a pool of little more than the longest request needs, and every switch thrown.
+    """A workload from its seed. The pool has little more than the longest request needs; all switches vary.
 
-    Every request can reach its end in the pool, and its `min_tokens` within the context: V1 would run for ever.
+    Every request can reach its end in the pool, and its `min_tokens` within the context. Otherwise V1 would
+    run for ever.
     """
     rng = random.Random(seed)
     max_model_len = rng.choice([40, 64, 96])
@@ -147,7 +155,7 @@ def make_workload(seed: int) -> Workload:
 def _make_prompt(
     rng: random.Random, number: int, stems: list[Piece], earlier: list[RequestSpec]
 ) -> list[Piece]:
-    """A shared text with a question of its own, or an earlier request's whole conversation and one more question."""
+    """A shared text and a new question, or an earlier request's conversation and one more question."""
     question = (f"q{number}", rng.randrange(1, 20))
     if earlier and rng.random() < 0.2:
         previous = rng.choice(earlier)
@@ -157,7 +165,7 @@ def _make_prompt(
 
 
 def clip(prompt: list[Piece], max_tokens: int) -> tuple[Piece, ...]:
-    """The first `max_tokens` tokens."""
+    """The first `max_tokens` tokens of the prompt."""
     clipped: list[Piece] = []
     for stream, length in prompt:
         length = min(length, max_tokens)
@@ -167,7 +175,10 @@ def clip(prompt: list[Piece], max_tokens: int) -> tuple[Piece, ...]:
 
 
 def _make_settings(rng: random.Random, max_model_len: int, requests: list[RequestSpec]) -> Settings:
-    """Both schedulers refuse a budget below the context where prompts are not split; V1 one below `max_num_seqs`."""
+    """Settings that both schedulers accept.
+
+    Both refuse a budget below the context if prompts are not split. V1 refuses a budget below
+    `max_num_seqs`."""
     block_size, max_num_seqs = rng.choice([1, 4, 8, 16]), rng.choice([1, 2, 4, 8, 16])
     enable_chunked_prefill = rng.random() < 0.65
     budget = max(max_num_seqs, rng.choice([4, 16, 33, 64, 200]))
@@ -193,8 +204,9 @@ def _make_settings(rng: random.Random, max_model_len: int, requests: list[Reques
 
 
 def workload_by_hand(number: int, requests: list[RequestSpec], **settings: Any) -> Workload:
-    """With room for all requests and no limits, but for what `settings` says; `num_blocks` and `max_model_len` at
-    least."""
+    """A workload with room for all requests, and without limits, except for `settings`.
+
+    `settings` must contain at least `num_blocks` and `max_model_len`."""
     return Workload(
         -number,
         Settings(

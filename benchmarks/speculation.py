@@ -1,14 +1,15 @@
-"""How fast one request decodes with drafts and without, on this machine's CPU; answers must be equal.
+"""How fast one request decodes with and without drafts, on this machine's CPU. The answers must be equal.
 
     python -m benchmarks.speculation [--model smollm2] [--dtype float32] [--quantization none] [--threads N]
         [--rounds 5] [--num-tokens 200] [--num-drafts 4] [--cpu-time] [--json PATH]
         [--draft-layers K ...] [--draft-model PATH] [--draft-quantization int4]
 
-Workloads: a text to be given back with a few changes, where prompt lookup guesses well; free texts, where it must not
-cost much; and an object of a JSON schema with long names, with forced tokens and without. With draft models, each of
-them guesses instead of prompt lookup, and no token is forced. Sides alternate, answer by answer, and each side's
-fastest answer counts: what else runs on the machine only slows. With `--cpu-time` and one thread, only this process'
-time counts. Compare ratios, not numbers of different runs.
+There are three kinds of workloads. In one, the model repeats a text with a few changes, and prompt lookup
+guesses well. In free texts, prompt lookup must not cost much. The last is an object of a JSON schema with
+long names, with and without forced tokens. If draft models are given, each of them guesses instead of prompt
+lookup, and no token is forced. Sides alternate after each answer, and the fastest answer of each side counts,
+since other work on the machine can only slow an answer. With `--cpu-time` and one thread, only this process'
+CPU time counts. Compare ratios, not figures of different runs.
 """
 
 import argparse
@@ -94,7 +95,7 @@ WORKLOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The fastest answer of each side, in tokens a second after the first token."""
+    """The fastest answer of each side, in tokens per second after the first token."""
 
     side: str
     workload: str
@@ -107,7 +108,7 @@ class Cell:
 
 
 class Side:
-    """A worker's engine without its planes; with drafts, with forced tokens, or without either."""
+    """A worker's engine without its planes: with drafts, with forced tokens, or with neither."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class Side:
         clock: Callable[[], float],
         speculation: Mapping[str, object],
     ) -> None:
-        """`speculation`: that section of the configuration."""
+        """`speculation` is the configuration's section of this name."""
         self.name = name
         self._clock = clock
         asked = SpeculationConfig.model_validate({"forced_tokens": False, **speculation})
@@ -142,7 +143,7 @@ class Side:
         )
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> tuple[float, list[int]]:
-        """Tokens a second after the first token, and the tokens."""
+        """Runs one request: tokens per second after the first token, and the tokens."""
         request = EngineRequest(
             request_id=str(next(_ids)), prompt_token_ids=tuple(prompt), sampling_params=params
         )
@@ -156,12 +157,12 @@ class Side:
             if tokens and not began:
                 began, num_at_first = self._clock(), len(tokens)
         speed = (len(tokens) - num_at_first) / (self._clock() - began)
-        while self.core.may_progress:  # a step planned ahead must not compute beside the other side
+        while self.core.may_progress:  # no step planned ahead may compute beside the other side
             self.core.step()
         return speed, tokens
 
     def counts(self) -> tuple[int, ...]:
-        """Drafts, accepted drafts, forced tokens."""
+        """Numbers of drafts, accepted drafts, and forced tokens."""
         counters = self.core.counters()
         names = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "forced_tokens")
         return tuple(counters.get(name, 0) for name in names)
@@ -170,7 +171,7 @@ class Side:
 def measure(
     plain: Side, drafted: Side, workload: Workload, prompt: Sequence[int], num_tokens: int, rounds: int
 ) -> Cell:
-    """One round to warm up, then alternating ones."""
+    """Runs one round to warm up, then alternating rounds."""
     params = workload.params(num_tokens)
     speeds: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
@@ -184,7 +185,7 @@ def measure(
 
 
 def main() -> None:
-    """Measures, prints a table, and writes JSON if asked to."""
+    """Measures, prints a table, and writes JSON if requested."""
     arguments = _arguments()
     keep_freed_memory()  # as a worker does
     torch.set_num_threads(arguments.threads)
@@ -225,7 +226,7 @@ def main() -> None:
 
 
 def _asked_sides(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
-    """Each side's section of the configuration, by its name."""
+    """The `speculation` section of each side, by the side's name."""
     most = {"num_speculative_tokens": arguments.num_drafts}
     drafting = {"method": "draft_model", **most}
     sides = {f"{count} layers": {**drafting, "draft_layers": count} for count in arguments.draft_layers}

@@ -1,27 +1,36 @@
-"""Whether Baton's scheduler decides as vLLM's V1 does, step by step, for random workloads; and records what V1 decided.
+"""Whether Baton's scheduler decides as vLLM's V1 does, step by step, for random workloads.
 
-    python -m benchmarks.v1_decisions --reference PYTHON [--seeds 1000] [--first 0] [--ahead 1 | --drafts | --windows]
+Can record V1's decisions.
+
+    python -m benchmarks.v1_decisions --reference PYTHON [--seeds 1000] [--first 0]
+        [--ahead 1 | --drafts | --windows]
     python -m benchmarks.v1_decisions --reference PYTHON --record tests/data/v1_decisions
 
-PYTHON is an interpreter with vllm 0.13.0 (`pip install vllm==0.13.0`); it needs neither a GPU nor Baton. The first form
-compares, down to the ids of the blocks, and fails if the two sides differ for a reason other than these:
+PYTHON is an interpreter with vllm 0.13.0 (`pip install vllm==0.13.0`); it needs neither a GPU nor Baton. The
+first form compares the decisions, including the ids of the blocks. It fails if the two sides differ for a
+reason other than these:
 
-    misled    V1 found blocks in its prefix cache that were never computed: it caches a block when it plans to fill it,
-              and keeps it when the request is preempted out of the step. Baton takes such blocks out of the cache.
-    forgetful V1 did not find blocks in its prefix cache that it had computed: it caches a block that accepted drafts
-              completed only with the request's next step. Baton also caches it when the request ends or is preempted.
-    endless   V1 was not done after thousands of steps: requests of equal rank preempt each other in turn. Baton spares
-              one of them after a while (`scheduler/order.py`).
+    misled    V1 found blocks in its prefix cache that were never computed. It caches a block when it plans to
+              fill the block, and keeps the block when the request is preempted in this step. Baton removes such
+              blocks from the cache.
+    forgetful V1 did not find blocks in its prefix cache that it had computed. If accepted drafts complete a
+              block, V1 caches the block only with the request's next step. Baton also caches the block when the
+              request ends or is preempted.
+    endless   V1 was not done after thousands of steps: requests of equal rank preempt each other in turn. After
+              a while, Baton no longer preempts one of them (`scheduler/order.py`).
 
-With `--ahead 1` both sides plan a step while the one before it is computed, V1 by its AsyncScheduler. That skips a
-running request when it preempts one before it whose last token is under way; such workloads count as different.
+With `--ahead 1` both sides plan a step while the step before it is computed; V1 uses its AsyncScheduler. When
+V1 then preempts a request whose last token is under way, it may skip a later request that runs. Workloads in
+which this happens count as different.
 
-With `--drafts` both sides get the same drafts, some right and some wrong, and the same numbers of them are accepted.
-V1 does not plan ahead with guessed drafts, so Baton's side does not either.
+With `--drafts` both sides get the same drafts, some right and some wrong, and accept the same numbers of
+them. V1 does not plan ahead with guessed drafts, so Baton's side does not either.
 
-With `--windows` the model has several KV groups, some with a sliding window: V1's side is its hybrid coordinator.
+With `--windows` the model has several KV groups, some with a sliding window. V1's side is its hybrid
+coordinator.
 
-The second form writes what `tests/unit/scheduler/test_v1_decisions.py` replays, without such workloads.
+The second form writes the file that `tests/unit/scheduler/test_v1_decisions.py` replays. Workloads for which
+V1 shows one of these three flaws are left out.
 """
 
 import argparse
@@ -43,7 +52,7 @@ from benchmarks.window_workloads import BY_HAND as WINDOWS_BY_HAND
 from benchmarks.window_workloads import with_windows
 
 KINDS = ("fcfs", "priority", "priority-ties", "drafts", "windows")
-"""See `Workload.kind`."""
+"""The kinds of workloads; see `Workload.kind`."""
 
 Recorded = tuple[Workload, list[str]]
 """A workload and V1's steps, as `Decisions` writes them."""
@@ -61,13 +70,13 @@ def main() -> int:
 
 
 def read_recorded(folder: Path, kind: str) -> list[Recorded]:
-    """What `--record` wrote, in the order of the seeds."""
+    """The recordings that `--record` wrote, in the order of the seeds."""
     lines = gzip.decompress(_path(folder, kind).read_bytes()).decode().splitlines()
     return [(Workload.from_json(values["workload"]), values["steps"]) for values in map(json.loads, lines)]
 
 
 def first_difference(expected: list[str], got: list[str]) -> str | None:
-    """The first step that two recordings of a workload disagree about, with the steps before it; None if they agree."""
+    """The first step in which two recordings differ, with the steps before it; None if they agree."""
     steps = itertools.zip_longest(expected, got, fillvalue="(no step)")
     for number, (one, other) in enumerate(steps):
         if one != other:
@@ -115,7 +124,10 @@ def _verdict(theirs: dict[str, Any], difference: str | None) -> str:
 
 
 def _record(reference: Peer, folder: Path, first: int, num_workloads: int) -> None:
-    """`num_workloads` of each kind, and those made by hand before those with drafts and with windows."""
+    """Records `num_workloads` of each kind.
+
+    Workloads made by hand come before those with drafts and with windows.
+    """
     lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for seed in itertools.count(first):
         for workload in (plain := make_workload(seed), with_drafts(plain), with_windows(plain)):
@@ -132,7 +144,10 @@ def _record(reference: Peer, folder: Path, first: int, num_workloads: int) -> No
 
 
 def _steps_of(reference: Peer, workload: Workload) -> list[str]:
-    """One line, or none if V1's steps are not to be compared with."""
+    """The recording of one workload as one line.
+
+    No line if V1's steps show a flaw, and cannot be compared.
+    """
     theirs = reference.ask({"play": workload.to_json(), "num_ahead": 0})
     is_flawed = theirs["is_misled"] or theirs["is_forgetful"] or len(theirs["steps"]) == MAX_STEPS
     return [] if is_flawed else [_line(workload, theirs["steps"])]

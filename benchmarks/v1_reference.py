@@ -1,16 +1,17 @@
-"""The V1 scheduler of vLLM as a `Side`, without a device or a model; knows nothing of Baton's.
+"""The V1 scheduler of vLLM as a `Side`, without a device or a model. Knows nothing of Baton's scheduler.
 
     PYTHON -m benchmarks.v1_reference
 
-runs timed rounds and plays workloads on commands from standard input; see `benchmarks/peer.py`. PYTHON is an
-interpreter with vllm 0.13.0.
+This process runs timed rounds and plays workloads when it gets orders on standard input; see
+`benchmarks/peer.py`. PYTHON is an interpreter with vllm 0.13.0.
 
     {"play": WORKLOAD, "num_ahead": 0}
     {"steps": ["r0:16@0", ...], "blocks": [...], "is_misled": false, "is_forgetful": false}
 """
 
 # mypy: disable-error-code="import-not-found"
-# vLLM is installed elsewhere: it pins a torch of its own. Whatever comes from it is `Any`.
+# vLLM is installed elsewhere, since it requires a particular version of torch. All its values have the type
+# `Any`.
 
 import copy
 import functools
@@ -60,11 +61,14 @@ SMALLEST_MODEL = {
     "vocab_size": 1_000,
     "max_position_embeddings": 131_072,
 }
-"""The scheduler asks a model only for its context length, which the settings say."""
+"""The scheduler reads only the context length from a model. The settings contain that length."""
 
 
 class V1Side:
-    """One scheduler; with `is_async` it is vLLM's AsyncScheduler, which may be one step ahead of the model."""
+    """One scheduler.
+
+    With `is_async` it is vLLM's AsyncScheduler, which may plan one step ahead of the model.
+    """
 
     def __init__(self, settings: Settings, *, is_async: bool = False) -> None:
         config = _make_config(settings)
@@ -147,7 +151,7 @@ class V1Side:
         return output, DraftTokenIds(request_ids, [list(drafts.get(i, ())) for i in request_ids])
 
     def update(self, plan: Any, runner_output: Any) -> Any:
-        """As EngineCore does: V1's scheduler learns drafts by a call of their own."""
+        """Updates the scheduler as EngineCore does: V1's scheduler gets drafts in a separate call."""
         output, drafts = runner_output
         report = self._scheduler.update_from_output(plan, output)
         if self._has_drafts:
@@ -164,10 +168,10 @@ class V1Side:
 
 
 class NeverComputed:
-    """Blocks that V1 cached in a step that their request was preempted out of, and whether one of them was found.
+    """Blocks that V1 cached in a step that preempted their request, and whether one was found.
 
-    V1 caches a block when it plans to fill it, and keeps it in the cache when it withdraws the plan. So a later request
-    may be given KV that was never computed; Baton takes such blocks out of the cache.
+    V1 caches a block when it plans to fill it, and keeps the block in the cache when it withdraws the plan.
+    So a later request may get KV that was never computed. Baton removes such blocks from the cache.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -200,8 +204,9 @@ class NeverComputed:
 class NeverCached:
     """Blocks that V1 computed whole but never cached, and whether a later request could have hit one of them.
 
-    V1 caches a block that accepted drafts completed only when the request's next step is planned. So the block is lost
-    if the request ends with those drafts, or is preempted before; Baton caches the block when the request gives it up.
+    If accepted drafts complete a block, V1 caches the block only when the request's next step is planned. So
+    the block is lost if the request ends with those drafts, or is preempted before that step. Baton caches
+    the block in both cases.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -229,7 +234,7 @@ class NeverCached:
 
 
 def _groups(settings: Settings) -> list[KVCacheGroupSpec]:
-    """Full attention first, as V1 wants it."""
+    """The KV groups. Groups with full attention come first, as V1 requires."""
     shape = {"block_size": settings.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs = [FullAttentionSpec(**shape) for _ in range(settings.num_full)]
     specs += [
@@ -239,7 +244,7 @@ def _groups(settings: Settings) -> list[KVCacheGroupSpec]:
 
 
 def _rows(block_ids: tuple[list[int], ...]) -> tuple[int, ...]:
-    """V1's block ids by group, row by row as Baton writes them."""
+    """V1's block ids by group, converted to rows as Baton writes them."""
     return tuple(chain.from_iterable(zip(*block_ids, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Workloads with sliding windows: any workload can get KV groups, and some are made by hand; knows no scheduler."""
+"""Workloads with sliding windows: derived from any workload, or made by hand. Knows no scheduler."""
 
 import random
 from dataclasses import replace
@@ -8,9 +8,9 @@ from benchmarks.scheduler_workloads import RequestSpec, Settings, Workload, work
 
 
 def with_windows(workload: Workload) -> Workload:
-    """The same with several KV groups, and a pool that the longest request just fits in, or that has more blocks.
+    """The same workload with several KV groups. Its pool is the smallest for the longest request, or larger.
 
-    V1 knows no model with several groups of which none has full attention.
+    V1 does not support models with several groups if none of the groups has full attention.
     """
     rng = random.Random(f"windows of {workload.seed}")
     num_full = rng.choice([1, 1, 2, 0])
@@ -26,7 +26,7 @@ def with_windows(workload: Workload) -> Workload:
 
 
 def num_blocks_needed(settings: Settings, requests: tuple[RequestSpec, ...]) -> int:
-    """Blocks with which each of the requests can come to its end alone, however its prompt is split."""
+    """The number of blocks with which each request can reach its end alone, however its prompt is split."""
     size, most = settings.block_size, settings.max_num_batched_tokens
     lengths = [
         max(
@@ -80,4 +80,4 @@ BY_HAND = {
     ),
     "windows alone": _by_hand(6, [_ask(n, ((f"s{n % 2}", 40),), 20, 4 * n) for n in range(4)], num_full=0),
 }
-"""By what they are about."""
+"""Workloads made by hand, by their topic."""

@@ -1,7 +1,7 @@
-"""Runs the attention kernel's tests several times: an error that moves between runs is a race, not a wrong formula.
+"""Runs the attention kernel's tests several times. An error that appears in some runs only is a race.
 
-Run it with either assembler (TRITON_PTXAS_PATH): prefill's second product has its left operand in registers, which old
-assemblers may reuse too early.
+A wrong formula fails in every run. Run this with either assembler (TRITON_PTXAS_PATH): the second product of
+prefill has its left operand in registers, and old assemblers may reuse these registers too early.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Engines for checks: the real model, pool and runner; checks can read logits and replay steps."""
+"""Engines for checks, with the real model, pool and runner. Checks can read logits and replay steps."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class NotingForward:
-    """Keeps the logits of the last step."""
+    """A forward pass that keeps the logits of the last step."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -41,7 +41,7 @@ class NotingForward:
 
 
 class NotingRecorder:
-    """Keeps the last replay: calling it again computes only the same step once more."""
+    """A recorder that keeps the last replay. Calling the replay again computes the same step once more."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -68,7 +68,7 @@ class CheckedEngine:
 
 
 def load(setting: Setting, path: Path, dtype: Dtype, *, dummy: bool, torch_only: bool = False) -> LoadedModel:
-    """Loads a model on the device, for our kernels, or, with `torch_only`, for torch's."""
+    """Loads a model on the device, for our kernels or, with `torch_only`, for torch's kernels."""
     config = ModelConfig(dtype=dtype, load_format="dummy" if dummy else "auto")
     return load_model(config, path, setting.device, TorchBackend() if torch_only else TritonBackend())
 
@@ -81,7 +81,7 @@ def device_parts(
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
 ) -> DeviceParts:
-    """A GPU worker's parts. Times products of `sizes` decodes, then records steps of these sizes."""
+    """The parts of a GPU worker. Times products of `sizes` decodes, then records steps of these sizes."""
     parts = make_device_parts(model, pool, limits, setting.num_multiprocessors)
     if recorder is not None:
         for size in sizes:
@@ -101,7 +101,7 @@ def device_engine(
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
 ) -> CheckedEngine:
-    """An engine over these parts, with its own pool; its logits are kept."""
+    """An engine over these parts, with its own pool. It keeps its logits."""
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), setting.device)
     return engine_over(setting, model, pool, limits, recorder, sizes)
 
@@ -114,7 +114,7 @@ def engine_over(
     recorder: Recorder | None = None,
     sizes: Sequence[int] = (),
 ) -> CheckedEngine:
-    """The same with a given pool, which several engines may use in turns."""
+    """An engine like that of `device_engine`, over a given pool. Several engines may use the pool in turn."""
     parts = device_parts(setting, model, pool, limits, recorder, sizes)
     forward = NotingForward(parts.forward)
     runner = ModelRunner(
@@ -129,7 +129,7 @@ def engine_over(
 
 
 def torch_engine(model: LoadedModel, num_blocks: int, block_size: int) -> CheckedEngine:
-    """A CPU worker's parts, on the model's device: the reference for tokens and logits."""
+    """The parts of a CPU worker on the model's device: the reference for tokens and logits."""
     pool = KVPool(num_blocks, model.kv_block_shape(block_size), model.device)
     groups = model.layer_groups
     attention = GroupedAttention(
@@ -141,14 +141,14 @@ def torch_engine(model: LoadedModel, num_blocks: int, block_size: int) -> Checke
 
 
 def fill_randomly(pool: KVPool, seed: int = 0) -> None:
-    """Random keys and values; block by block, so that the pool's memory is not needed twice."""
+    """Fills the pool with random keys and values, block by block, so that this needs little extra memory."""
     generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(seed)
     for block in pool.blocks_NLKHTD[1:]:
         block.normal_(generator=generator)
 
 
 def fill_alike(pool: KVPool, seed: int = 0) -> None:
-    """Fills every block alike, so that tokens do not depend on a request's blocks."""
+    """Fills every block alike, so that tokens do not depend on which blocks a request has."""
     generator = torch.Generator(pool.blocks_NLKHTD.device).manual_seed(seed)
     pool.blocks_NLKHTD[1].normal_(generator=generator)
     for block in pool.blocks_NLKHTD[2:]:
@@ -156,7 +156,7 @@ def fill_alike(pool: KVPool, seed: int = 0) -> None:
 
 
 def free_bytes(setting: Setting) -> int:
-    """Free bytes of the device; in dry runs, what a test may take."""
+    """Free bytes of the device. In dry runs, the bytes that a test may use."""
     if setting.is_dry:
         return 2**20
     gc.collect()

@@ -1,4 +1,4 @@
-"""Decoding compared with the bytes that it must move; time outside the graph; a trace; each switch."""
+"""Decode steps compared with the bytes that they must move; time outside the graph; a trace; each switch."""
 
 import gc
 from collections.abc import Iterator
@@ -45,27 +45,27 @@ from engine.loading.loader import LoadedModel
 
 PART = "decode"
 SWITCHED_BATCH = 16
-"""Of products of few rows: as many as there may be."""
+"""The batch for the switches. It is the most rows that the products for few rows accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured."""
+    """The models and sizes that are measured."""
 
     models: dict[str, dict[str, Any]]
     dtype: Dtype
     max_error: float
-    """Of logits, relative to torch's on the same device and weights."""
+    """Error of the logits, relative to torch's logits on the same device and weights."""
     block_size: int
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     check_contexts: tuple[int, ...]
-    """Of the step that is compared with torch's."""
+    """Contexts of the step that is compared with torch's."""
     num_tokens: int
-    """Decode steps of a loop."""
+    """Number of decode steps of a loop."""
     rounds: int
     reserve_bytes: int
-    """Of the device's memory that KV blocks leave for everything else."""
+    """Device memory that KV blocks leave free for everything else."""
 
 
 FULL = Sizes(
@@ -108,7 +108,7 @@ def ceilings_row(part: str, ceilings: Ceilings) -> Row:
 
 
 def _check_logits(setting: Setting, sizes: Sizes, name: str, path: Path) -> Iterator[Row]:
-    """One recorded step by our kernels, and by torch over the same keys and values."""
+    """Compares one recorded step of our kernels with torch's, over the same keys and values."""
     contexts = list(sizes.check_contexts)
     num_blocks = 2 + sum(-(-context // sizes.block_size) for context in contexts)
     model = load(setting, path, sizes.dtype, dummy=True)
@@ -167,13 +167,13 @@ def _measure_model(
 def _replayed(
     sizes: Sizes, engine: CheckedEngine, recorder: NotingRecorder, case: tuple[int, int]
 ) -> Iterator[Replay]:
-    """Computes the same step of such requests again, and nothing else."""
+    """A function that computes the same step of these requests again, and nothing else."""
     batch, context = case
     plans = PlanMaker(engine.pool.num_blocks, sizes.block_size, engine.model.vocab_size)
     engine.runner.execute(plans.step([context] * batch))
     assert recorder.last is not None, "the step was not replayed"
     yield recorder.last
-    engine.runner.execute(plans.step([]))  # the runner forgets them
+    engine.runner.execute(plans.step([]))  # the runner forgets the requests
 
 
 def _measure_case(
@@ -213,7 +213,7 @@ def _measure_case(
 
 
 def _loop_step_s(sizes: Sizes, engine: CheckedEngine, batch: int, context: int) -> float:
-    """Of the asynchronous engine loop with the real scheduler, all requests decoding."""
+    """Seconds for a step of the asynchronous engine loop with the real scheduler. All requests decode."""
     config = SchedulerConfig(
         max_num_seqs=batch,
         max_num_batched_tokens=batch,
@@ -230,7 +230,7 @@ def _loop_step_s(sizes: Sizes, engine: CheckedEngine, batch: int, context: int) 
 
 
 def fitting_cases(setting: Setting, sizes: Sizes, model: LoadedModel) -> tuple[list[tuple[int, int]], int]:
-    """The cases whose KV the device's memory holds beside the model, and the blocks of the largest."""
+    """The cases whose KV fits in the device's memory beside the model, and the blocks of the largest case."""
     room = (free_bytes(setting) - sizes.reserve_bytes) // _block_bytes(sizes, model)
     needs = {case: case[0] * _blocks_each(sizes, case[1]) + 1 for case in _all_cases(sizes)}
     cases = [case for case, need in needs.items() if need <= room]

@@ -1,4 +1,4 @@
-"""What each switch of engine/kernels/switches.py saves: the same decode step with it and without."""
+"""What each switch of engine/kernels/switches.py saves: the same decode step with and without the switch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,21 +20,21 @@ from engine.loading.loader import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is compared."""
+    """The model, the pool and the sizes of the comparison."""
 
     model: LoadedModel
     pool: KVPool
-    """With keys and values in it."""
+    """Its blocks are filled with keys and values."""
     context: int
     max_batch: int
-    """Batch for switches that do nothing for one request."""
+    """Batch for switches that have no effect on a single request."""
     rounds: int
     max_error: float
-    """Of logits, relative to those with all switches on."""
+    """Error of the logits, relative to the logits with all switches on."""
 
 
 def switch_rows(setting: Setting, part: str, name: str, comparison: Comparison) -> Iterator[Row]:
-    """A row for each switch and one without any, for one request; the timed products use `max_batch`."""
+    """Yields a row for each switch and one without any, for one request; timed products use `max_batch`."""
     for field in fields(KernelSwitches):
         off = KernelSwitches(**{field.name: False})
         batch = comparison.max_batch if field.name == "timed_products" else 1
@@ -45,7 +45,10 @@ def switch_rows(setting: Setting, part: str, name: str, comparison: Comparison) 
 def _compare(
     setting: Setting, part: str, title: str, comparison: Comparison, batch: int, off: KernelSwitches
 ) -> Row:
-    """Both are recorded before the first is timed, and timed one after the other: clocks change."""
+    """Compares one switch.
+
+    Both steps are recorded first, and then timed directly after each other: clocks change.
+    """
     with (
         _recorded(setting, comparison, batch, KernelSwitches()) as (on_RV, replay_on),
         _recorded(setting, comparison, batch, off) as (off_RV, replay_off),
@@ -67,7 +70,7 @@ def _compare(
 def _recorded(
     setting: Setting, comparison: Comparison, batch: int, switches: KernelSwitches
 ) -> Iterator[tuple[torch.Tensor, Replay]]:
-    """A step's logits, and a function that computes it again with these switches."""
+    """The logits of a step with these switches, and a function that computes the step again."""
     pool, model, context = comparison.pool, comparison.model, comparison.context
     recorder = NotingRecorder(make_recorder(setting.device))
     with switched(switches):

@@ -1,4 +1,4 @@
-"""Prefill and decode as two worker processes on one device, without Ray: their tokens, and what a client waits for."""
+"""Prefill and decode as two worker processes on one device: their tokens, and what a client waits for."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ class Sizes:
 
 
 FULL = Sizes(
-    # 512 KiB a block of 64 tokens: a prompt of 4,096 tokens is 32 MiB of KV.
+    # A block of 64 tokens has 512 KiB. So a prompt of 4,096 tokens has 32 MiB of KV.
     {
         "hidden_size": 512,
         "intermediate_size": 1024,
@@ -84,7 +84,7 @@ def _config(setting: Setting, sizes: Sizes, transport: str) -> BatonConfig:
 
 
 async def _measure(config: BatonConfig, path: Path, sizes: Sizes) -> Row:
-    """Every prompt disaggregated and local, in turn; greedy and seeded."""
+    """Runs every prompt disaggregated and local, in turn, with greedy and seeded sampling."""
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in sizes.lengths]
     wrong, exposed_ms, gap_ms, transports = [], [], [], set()
@@ -128,7 +128,7 @@ async def _ask(
 
 
 def _copies(setting: Setting) -> Iterator[Row]:
-    """Whole hand-overs between two processes beside a plain copy on the device; a benchmark of its own."""
+    """Hand-overs between two processes compared with a plain copy on the device; runs another benchmark."""
     code, text, figures = _benchmark(setting, "cuda_ipc")
     if code != 0:
         yield Row(PART, "blocks over cuda_ipc", "failed", text, is_failed=True)
@@ -144,7 +144,7 @@ def _copies(setting: Setting) -> Iterator[Row]:
 
 
 def _killed(setting: Setting) -> Row:
-    """Whether the memory of a killed producer comes back; a benchmark of its own."""
+    """Whether the memory of a killed producer comes back; runs another benchmark."""
     code, text, figures = _benchmark(setting, "cuda_ipc_killed")
     back_after_s = figures.get("back_after_s")
     value = "not back" if back_after_s is None else f"back after {back_after_s:.2f} s"
@@ -152,7 +152,7 @@ def _killed(setting: Setting) -> Row:
 
 
 def _benchmark(setting: Setting, name: str) -> tuple[int, str, dict[str, Any]]:
-    """Its exit code, the end of what it printed, and its figures."""
+    """Runs a benchmark: its exit code, the end of its output, and its figures."""
     path = setting.folder / f"{name}.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path)]
     command += ["--dry-run"] if setting.is_dry else []

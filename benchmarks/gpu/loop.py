@@ -1,7 +1,7 @@
-"""A worker's engine without its planes: the real loop, core and scheduler over a runner, prompts given or loaded.
+"""A worker's engine without its planes: the real loop, core and scheduler over a runner.
 
-A prompt may count as handed over: its blocks are reserved and assumed loaded, whatever they contain. So decoding can be
-measured at any context without computing a prompt.
+A prompt may count as handed over: its blocks are reserved and assumed to be loaded, whatever they contain. So
+decoding can be measured at any context without computing a prompt.
 """
 
 import threading
@@ -36,7 +36,7 @@ _ids = count()
 
 
 class InstantLoads:
-    """Satisfies engine.connector.ConnectorWorker: every load is complete at once."""
+    """Satisfies engine.connector.ConnectorWorker. Every load is complete at once."""
 
     def __init__(self) -> None:
         self._received: list[ReceivedKV] = []
@@ -67,17 +67,17 @@ class InstantLoads:
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of some requests, in the order in which they were given."""
+    """The results of some requests, in the order in which the requests were given."""
 
     tokens: list[list[int]]
     times: list[float] = field(default_factory=list)
-    """When each step's outputs arrived."""
+    """The time at which each step's outputs arrived."""
     counts: list[int] = field(default_factory=list)
-    """How many requests each step had outputs of."""
+    """The number of requests with outputs in each step."""
 
     @property
     def full_step_s(self) -> float:
-        """The median step with all requests, without the first and last ones."""
+        """The median time of a step with all requests, without the first and last of these steps."""
         most = max(self.counts)
         full = [time_s for time_s, num in zip(self.times, self.counts, strict=True) if num == most][2:-1]
         return median(later - earlier for earlier, later in pairwise(full))
@@ -115,7 +115,10 @@ class LoopedEngine:
     def run(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, loaded: bool = False
     ) -> Outcome:
-        """Runs all at once, to their ends; `loaded`: the prompts count as handed over, and token 0 is 0."""
+        """Runs all requests at once to their ends.
+
+        With `loaded`, the prompts count as handed over with token 0.
+        """
         self._outcome = Outcome([[] for _ in prompts])
         self._index_of, self._num_missing = {}, len(prompts)
         self._done.clear()
@@ -142,7 +145,7 @@ class LoopedEngine:
         )
 
     def send(self, client_id: str, outputs: list[RequestOutput]) -> None:
-        """On the engine's thread, after every step."""
+        """Receives outputs. Runs on the engine's thread, after every step."""
         assert client_id == "check"
         self._outcome.times.append(time.perf_counter())
         self._outcome.counts.append(len(outputs))

@@ -1,4 +1,4 @@
-"""The tests marked gpu outside tests/kernels: weights, fp8, CUDA IPC between processes."""
+"""The tests marked `gpu` outside tests/kernels: weights, fp8, and CUDA IPC between processes."""
 
 from benchmarks.gpu.pytest_run import ROOT, run_pytest
 from benchmarks.gpu.setting import Emit, Setting
@@ -7,7 +7,7 @@ PART = "marked"
 
 
 def run(setting: Setting, emit: Emit) -> None:
-    """In a dry run all are collected, and two are run."""
+    """Runs the marked tests. In a dry run all tests are collected, and two run."""
     arguments = _marked_files()
     arguments += ["-k", "bytes_are_a_view or a_pool_lives"] if setting.is_dry else ["-m", "gpu"]
     for row in run_pytest(setting, PART, "tests marked gpu", arguments):
@@ -15,6 +15,6 @@ def run(setting: Setting, emit: Emit) -> None:
 
 
 def _marked_files() -> list[str]:
-    """Only these files are collected, since others may need missing packages."""
+    """The files with marked tests. Other files are not collected, since they may need missing packages."""
     paths = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.parent.name != "kernels"]
     return [str(path.relative_to(ROOT)) for path in paths if "mark.gpu" in path.read_text()]

@@ -1,6 +1,7 @@
-"""How long work takes on a device, and the two ceilings that it is compared with; knows no model.
+"""How long work takes on a device, and the two ceilings to compare with. Knows no model.
 
-On a GPU by CUDA events around work that is queued without waiting; on a CPU, in dry runs, by the host's clock.
+On a GPU, CUDA events around queued work measure the time. On a CPU, in dry runs, the host's clock measures
+it.
 """
 
 import time
@@ -18,26 +19,27 @@ from engine.gpu.graphs import CudaGraphs, Recorder, Repeats
 Work = Callable[[], object]
 
 COPY_BYTES = 4 * 2**30
-"""Bytes of the copy that measures the memory's speed: far more than any cache holds."""
+"""Bytes of the copy that measures the memory's speed: far more than any cache can store."""
 MATMUL_SIZE = 8192
 ROUNDS = 20
 WARM_UP = 3
 MAX_ERROR = 8e-2
-"""Of bfloat16 logits after some 35 layers, which either side rounds differently; real faults differ by far more."""
+"""Limit for the error of bfloat16 logits after some 35 layers. Both sides round differently. Real faults
+differ by far more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device reaches on the simplest work of either kind, measured in this run."""
+    """What the device reaches on the simplest work of two kinds, measured in this run."""
 
     bytes_per_s: float
-    """Of a large copy, bytes read plus bytes written."""
+    """For a large copy: bytes read plus bytes written."""
     flops_per_s: float
-    """Of a large matrix product on random data, in the dtype that models run in."""
+    """For a large matrix product on random data, in the dtype that models use."""
 
 
 def measure_ceilings(setting: Setting, dtype: torch.dtype) -> Ceilings:
-    """Takes about a second on a GPU."""
+    """Measures both ceilings; takes about a second on a GPU."""
     device = setting.device
     num_bytes = 2**16 if setting.is_dry else COPY_BYTES
     source = torch.empty(num_bytes // 4, device=device).normal_()
@@ -57,7 +59,7 @@ def seconds(device: torch.device, work: Work, rounds: int) -> float:
 
 @torch.inference_mode()
 def all_seconds(device: torch.device, works: Sequence[Work], rounds: int) -> list[float]:
-    """Seconds of each round; `works` are taken in turn, so that a cache cannot hold all inputs."""
+    """Seconds of each round. Runs `works` in turn, so that no cache can keep all their inputs."""
     for number in range(max(WARM_UP, len(works)) if device.type == "cuda" else 0):
         works[number % len(works)]()
     if device.type == "cuda":
@@ -83,7 +85,7 @@ def _by_events(works: Sequence[Work], rounds: int) -> list[float]:
 
 @torch.inference_mode()
 def wall_seconds(device: torch.device, work: Work, rounds: int, warm_up: int = 1) -> float:
-    """The median time until the result is there: queueing and computing."""
+    """The median time until the result is available; queueing and computing both count."""
     times = []
     for number in range(warm_up + rounds):
         synchronize(device)
@@ -101,11 +103,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """Graphs if the device has any."""
+    """A recorder that uses graphs if the device has them."""
     return CudaGraphs() if device.type == "cuda" else Repeats()
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want| over all elements; NaN if either contains NaN."""
+    """|got - want| / |want| over all elements; NaN if `got` or `want` contains NaN."""
     got, want = got.double(), want.double()
     return float((got - want).norm() / want.norm())

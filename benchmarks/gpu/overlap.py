@@ -1,7 +1,7 @@
-"""Decode steps while a hand-over's blocks arrive: how much of the copying the device does beside computing.
+"""Decode steps while the blocks of a hand-over arrive: how much the device copies and computes at once.
 
-Writes a trace for a browser (chrome://tracing or Perfetto). The copies go through the CUDA driver on a stream of their
-own, block by block, as the reader of the `cuda_ipc` transport does it.
+Writes a trace for a browser (chrome://tracing or Perfetto). Like the reader of the `cuda_ipc` transport, the
+copies go through the CUDA driver block by block, on their own stream.
 """
 
 import threading
@@ -21,7 +21,7 @@ from engine.batch import StepLimits
 
 PART = "overlap"
 PAUSE_S = 0.02
-"""Between two hand-overs."""
+"""Pause between two hand-overs."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -41,7 +41,7 @@ def run(setting: Setting, emit: Emit) -> None:
         max_num_seqs=batch,
         max_num_batched_tokens=batch,
         max_model_len=context + num_tokens + 2,
-        num_blocks=num_blocks - 2 * num_loaded,  # the rest is for the hand-over
+        num_blocks=num_blocks - 2 * num_loaded,  # the others are for the hand-over
         block_size=block_size,
         enable_prefix_caching=False,
     )
@@ -59,7 +59,7 @@ def _measure(
     alone = loop.run(prompts, params, loaded=True)
     fill_alike(engine.pool)
     copies = BlockCopies(setting, engine, num_loaded)
-    synchronize(setting.device)  # the copies' stream does not wait for what filled the blocks
+    synchronize(setting.device)  # the copies' stream does not wait for the work that filled the blocks
     with profiled(setting) as profile:
         copies.start()
         beside = loop.run(prompts, params, loaded=True)
@@ -92,7 +92,7 @@ def _measure(
 
 
 class BlockCopies:
-    """Copies blocks at the pool's end to others there, round after round, on its own thread and stream."""
+    """Copies blocks at the end of the pool to other blocks there, in rounds, on its own thread and stream."""
 
     def __init__(self, setting: Setting, engine: CheckedEngine, num_blocks: int) -> None:
         blocks = engine.pool.blocks_NLKHTD

@@ -1,4 +1,4 @@
-"""Our engine beside transformers' own on one device: equal weights, prompts and numbers of tokens, in turn."""
+"""Our engine beside transformers' own on one device, in turn: equal weights, prompts and token counts."""
 
 import gc
 import random
@@ -32,7 +32,7 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The workload: that many prompts at once, all of one length, so that nothing is padded."""
+    """The workload: several prompts at once, all of one length, so that nothing is padded."""
 
     model: str
     config: dict[str, Any]
@@ -63,7 +63,7 @@ def run(setting: Setting, emit: Emit) -> None:
         for name, generate in _ways(setting, sizes, theirs).items():
             try:
                 emit(_compare(setting, sizes, name, prompts, loop, generate))
-            except Exception as error:  # another project's code on this machine: the other way may still work
+            except Exception as error:  # other code may fail; the other way may still work
                 emit(Row(PART, f"transformers {name}", "failed", f"{type(error).__name__}: {error}"[:200]))
             gc.collect()
 
@@ -82,7 +82,7 @@ def _compare(
         return loop.run(prompts, [params] * len(prompts)).tokens
 
     sides: tuple[Callable[[], Tokens], ...] = (ours, lambda: generate(prompts))
-    answers = [side() for side in sides]  # warms up: graphs, compilers, pages
+    answers = [side() for side in sides]  # warms up graphs, compilers and pages
     rounds = [[_seconds(setting, side) for side in sides] for _ in range(sizes.rounds)]
     our_s, their_s = (median(side) for side in zip(*rounds, strict=True))
     lengths = {len(tokens) for answer in answers for tokens in answer}
@@ -124,7 +124,7 @@ def _our_loop(setting: Setting, sizes: Sizes, model: LoadedModel) -> LoopedEngin
 
 
 def _their_model(setting: Setting, sizes: Sizes, model: LoadedModel) -> Any:
-    """The same decoder with the same weights, by transformers."""
+    """transformers' decoder of the same kind, with the same weights."""
     config = AutoConfig.for_model(**sizes.config)
     with torch.device(setting.device):
         theirs = AutoModelForCausalLM.from_config(
@@ -138,10 +138,11 @@ def _their_model(setting: Setting, sizes: Sizes, model: LoadedModel) -> Any:
 
 
 def _ways(setting: Setting, sizes: Sizes, model: Any) -> dict[str, Callable[[Tokens], Tokens]]:
-    """Two ways that transformers has to be fast; which one is, depends on its version and on what is installed."""
+    """The two fast ways of transformers. Which one is faster depends on versions and installed packages."""
     common = {"max_new_tokens": sizes.num_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     continuous = GenerationConfig(**common)
-    # On a CPU half of the free memory would be the machine's, and be written once.
+    # On a CPU, half of the free memory would be half of the machine's memory, and every page would be written
+    # once.
     room = {"num_blocks": 4, "max_batch_tokens": 64} if setting.is_dry else {"max_memory_percent": 0.5}
     batching = ContinuousBatchingConfig(allow_block_sharing=False, **room)
     static = GenerationConfig(**common, cache_implementation="static", disable_compile=not sizes.compiled)
@@ -162,7 +163,8 @@ def _ways(setting: Setting, sizes: Sizes, model: Any) -> dict[str, Callable[[Tok
         tokens: Tokens = out[:, input_ids.shape[1] :].tolist()
         return tokens
 
-    return {"generate_batch": batched, "generate, static cache": compiled}
+    # On an H200, generate_batch of transformers 5.17 failed in a thread of its own and never returned.
+    return {"generate, static cache": compiled, "generate_batch": batched}
 
 
 def _seconds(setting: Setting, work: Callable[[], Tokens]) -> float:

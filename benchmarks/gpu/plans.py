@@ -1,4 +1,7 @@
-"""Step plans written by hand, for requests whose prompts count as computed; knows no scheduler and no tensor."""
+"""Step plans written by hand, for requests whose prompts count as computed.
+
+Knows no scheduler and no tensor.
+"""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +13,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1_000_000)
 
 
 class PlanMaker:
-    """Each plan replaces the previous plan's requests; their blocks are scattered, as in a long-running worker."""
+    """Makes plans. Each plan replaces the requests of the previous plan.
+
+    The requests' blocks are scattered, as in a worker that has run for a long time."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, seed: int = 0) -> None:
         self._block_size = block_size
@@ -22,7 +27,10 @@ class PlanMaker:
         self._num_plans = 0
 
     def step(self, contexts: list[int], num_tokens: int = 1) -> SchedulerOutput:
-        """A request of each of `contexts` tokens, whose last `num_tokens` this step computes; all of them sample."""
+        """A plan with one request for each of `contexts`.
+
+        The step computes its last `num_tokens`, and samples.
+        """
         self._num_plans += 1
         new, first_block = [], 0
         for number, context in enumerate(contexts):
@@ -35,7 +43,7 @@ class PlanMaker:
         return self._plan(tuple(new), CachedRequestData(), dict.fromkeys(_ids(new), num_tokens))
 
     def prompt(self, length: int, chunk: int) -> Iterator[SchedulerOutput]:
-        """One request whose prompt is computed in chunks; the last step samples."""
+        """Plans that compute one request's prompt in chunks; the last step samples."""
         self._num_plans += 1
         num_blocks = -(-length // self._block_size)
         assert num_blocks <= len(self._block_ids), f"{len(self._block_ids)} blocks do not hold {length}"

@@ -1,4 +1,7 @@
-"""Compiles kernels by launching them in several processes; Triton keeps them on disk for all."""
+"""Compiles kernels by launching them in several processes.
+
+Triton stores them on disk, where all processes find them.
+"""
 
 import multiprocessing
 import os
@@ -11,14 +14,16 @@ from benchmarks.gpu.setting import Setting
 
 PROCESSES = multiprocessing.get_context("fork")
 MAX_PROCESSES = 8
-"""Each has a context on the device, some 0.5 GiB, besides its launches' memory."""
+"""Most processes at once. Each needs a context on the device (some 0.5 GiB), besides the memory of its
+launches."""
 
 
 def precompile(setting: Setting, works: Sequence[Callable[[], object]], until: float) -> None:
-    """Calls each of `works` in one of several processes, as many at once as there are cores; no longer than `until`.
+    """Calls each of `works` in one of several processes, at most until `until`.
 
-    For a process that has not touched the device yet: one that has cannot be forked. What fails here, by an error or by
-    time, says nothing: it will fail again where its result is wanted.
+    As many processes run at once as there are cores. Call this before the process touches the device:
+    afterwards the process must not be forked. Errors and timeouts are ignored here, since the launch will
+    fail again in the caller.
     """
     assert not torch.cuda.is_initialized(), "a process that uses the device cannot be forked"
     next_work = PROCESSES.Value("i", 0)
@@ -33,10 +38,10 @@ def precompile(setting: Setting, works: Sequence[Callable[[], object]], until: f
                 return
             try:
                 works[number]()
-            except Exception as error:  # of any kind; the caller's own launch will report it
+            except Exception as error:  # any error; the caller's own launch will report it
                 print(f"  compiling: {type(error).__name__}: {str(error).splitlines()[0][:160]}", flush=True)
             if not setting.is_dry:
-                torch.cuda.synchronize()  # raises, and so ends this process, if the device is lost to it
+                torch.cuda.synchronize()  # raises, and so ends this process, if the device has failed
                 torch.cuda.empty_cache()
 
     processes = [PROCESSES.Process(target=run, daemon=True) for _ in range(num_processes)]
@@ -44,5 +49,5 @@ def precompile(setting: Setting, works: Sequence[Callable[[], object]], until: f
         process.start()
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
-        process.kill()  # nothing, if it has ended
+        process.kill()  # no effect if the process has ended
         process.join()

@@ -1,4 +1,4 @@
-"""Prefill compared with the matrix units' speed, by size of chunk."""
+"""Prefill compared with the speed of the matrix units, by chunk size."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ PART = "prefill"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured."""
+    """The models and sizes that are measured."""
 
     models: dict[str, dict[str, Any]]
     dtype: Dtype
@@ -43,7 +43,7 @@ class Sizes:
     block_size: int
     prompts: tuple[int, ...]
     chunks: tuple[int, ...]
-    """Tokens of a step, into which a prompt of `chunked_prompt` is cut."""
+    """Chunk sizes: tokens of one step. A prompt of `chunked_prompt` tokens is divided into such chunks."""
     chunked_prompt: int
     check_prompt: int
     rounds: int
@@ -79,7 +79,7 @@ def run(setting: Setting, emit: Emit) -> None:
 def _check_logits(
     setting: Setting, sizes: Sizes, name: str, ours: "_Prompts", theirs: "_Prompts"
 ) -> Iterator[Row]:
-    """A whole prompt, in two chunks by our kernels and in one by torch's."""
+    """Compares a whole prompt: our kernels compute it in two chunks, torch's in one."""
     logits = []
     for prompts, chunk in ((ours, sizes.check_prompt // 2 + 1), (theirs, sizes.check_prompt)):
         prompts.prepared(sizes.check_prompt, chunk, 1)()
@@ -129,16 +129,16 @@ def _measure_model(
 
 
 class _Prompts:
-    """Computes prompts of any length, each as its own request, over the same blocks."""
+    """Computes prompts of any length. Each prompt is a new request over the same blocks."""
 
     def __init__(self, sizes: Sizes, engine: CheckedEngine) -> None:
         self.engine = engine
         self._plans = PlanMaker(engine.pool.num_blocks, sizes.block_size, engine.model.vocab_size)
 
     def prepared(self, length: int, chunk: int, count: int) -> Callable[[], None]:
-        """Computes a prompt chunk by chunk, until the token that follows it is known; to be called `count` times.
+        """A function that computes a prompt in chunks, until the next token is known. Call it `count` times.
 
-        Plans are made here: the scheduler's time is no prefill.
+        The plans are made here, since the scheduler's time is not part of the prefill.
         """
         waiting = [list(self._plans.prompt(length, chunk)) for _ in range(count)]
 

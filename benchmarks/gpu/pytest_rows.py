@@ -1,7 +1,8 @@
-"""A plugin of pytest that writes each test's result to a file at once: `--rows FILE`.
+"""A pytest plugin that writes each test's result to a file at once: `--rows FILE`.
 
-So a run that is ended half-way keeps its results. One JSON object a line: `test`, `outcome` (passed, failed,
-skipped, or uncollected: a file that could not be read) and `message`, the first line of what went wrong or the reason.
+So a run that is ended early keeps its results. Each line is a JSON object with `test`, `outcome` and
+`message`. `outcome` is passed, failed, skipped, or uncollected (pytest could not read the file). `message` is
+the first line of the error, or the reason of a skip.
 """
 
 import json
@@ -19,25 +20,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--rows")
-    # Workers of pytest-xdist report to the process that started them.
+    # Worker processes of pytest-xdist report their results to the process that started them.
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(RowWriter(path.open("w")), "row-writer")
 
 
 class RowWriter:
-    """Writes to `file`, and closes it in the end."""
+    """Writes results to `file`, and closes it at the end."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
         self._uncollected: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test passes in its call; it may fail or skip in a fixture too."""
+        """Writes the result. A test passes in its call phase, but it may also fail or skip in a fixture."""
         if report.when == "call" or not report.passed:
             self._write(report.nodeid, report.outcome, report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Each process of pytest-xdist collects all files."""
+        """Writes a failed collection once: each process of pytest-xdist collects all files."""
         if not report.passed and report.nodeid not in self._uncollected:
             self._uncollected.add(report.nodeid)
             self._write(report.nodeid, "uncollected", report)
@@ -51,7 +52,7 @@ class RowWriter:
 
 
 def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The line that names an assertion or exception, or the reason of a skip."""
+    """The line that names the assertion or exception, or the reason of the skip."""
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")[:MAX_MESSAGE]
     lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]

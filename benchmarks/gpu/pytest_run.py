@@ -1,4 +1,4 @@
-"""A run of pytest as rows: its log is written at once, and its results count however it ends."""
+"""A pytest run as rows. Its log is written at once, and its results count even if the run is ended early."""
 
 import json
 import os
@@ -16,16 +16,17 @@ from benchmarks.gpu.setting import Setting
 
 ROOT = Path(__file__).parents[2]
 THREADS = "2"
-"""Of PyTorch in each process: references on the CPU are small, and several processes share the cores."""
+"""PyTorch threads per process: references on the CPU are small, and several processes share the cores."""
 SPARE_S = 15.0
-"""Of a part's time, for ending pytest and reading its results."""
+"""Time at the end of a part that is reserved for ending pytest and reading its results."""
 PROGRESS_S = 15.0
 ENDS = (0, 1)
-"""Of pytest: all passed, some did not (they are counted)."""
+"""Exit codes of pytest after a complete run: all tests passed, or some failed (these are counted)."""
 NUM_SHOWN = 12
-"""Failures that get a row of their own."""
+"""How many failures get their own row."""
 EXCUSES = re.compile(r"needs (two|\d+) GPUs|compute capability|on a GPU here|interpret their kernels")
-"""Valid reasons on a GPU. A test that is skipped for another reason counts as left out."""
+"""Reasons for skipping a test that are valid on a GPU. A test skipped for another reason counts as left
+out."""
 DRY_EXCUSES = re.compile(r"interpreter|needs a GPU|no CUDA device")
 
 
@@ -39,7 +40,7 @@ class Outcome:
 
 
 def run_pytest(setting: Setting, part: str, title: str, arguments: Sequence[str]) -> Iterator[Row]:
-    """A summary, a row for each reason of skipped tests, and a row for each of the first failures."""
+    """Yields a summary, a row for each reason of skips, and a row for each of the first failures."""
     name = re.sub(r"\W+", "-", title).strip("-")
     log, rows_file = setting.folder_for_files() / f"pytest-{name}.log", setting.folder / f"{name}.jsonl"
     rows_file.unlink(missing_ok=True)
@@ -74,13 +75,13 @@ def run_pytest(setting: Setting, part: str, title: str, arguments: Sequence[str]
 
 
 def read_rows(path: Path) -> list[Outcome]:
-    """The results so far; an incomplete last line does not count."""
+    """The results so far. An incomplete last line is ignored."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [Outcome(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def _pytest(setting: Setting, arguments: Sequence[str], log: Path, rows_file: Path) -> int | None:
-    """Its exit code; None: it was ended because the part's time was nearly over."""
+    """Runs pytest: its exit code, or None if it was ended because the part's time was nearly over."""
     command = [
         sys.executable,
         "-m",
@@ -91,7 +92,7 @@ def _pytest(setting: Setting, arguments: Sequence[str], log: Path, rows_file: Pa
         "-p",
         "benchmarks.gpu.pytest_rows",
     ]
-    # Versions other than the pinned ones may warn, which is no failure here.
+    # Versions other than the pinned ones may print warnings. Here these are not failures.
     command += ["-W", "default", "--continue-on-collection-errors", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
     deadline = time.monotonic() + max(0.0, setting.left_s - SPARE_S)
@@ -106,7 +107,7 @@ def _pytest(setting: Setting, arguments: Sequence[str], log: Path, rows_file: Pa
                     print("  " + ", ".join(f"{number} {name}" for name, number in counts.items()), flush=True)
             return None
         finally:
-            process.terminate()  # nothing, if it has ended; its workers end with it
+            process.terminate()  # no effect if it has ended; its workers end with it
             try:
                 process.wait(SPARE_S / 2)
             except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Rows of the one table that `make gpu-check` ends with; knows no part and no device."""
+"""Rows of the one table that `make gpu-check` prints at its end. Knows no part and no device."""
 
 import json
 from collections.abc import Sequence
@@ -11,30 +11,31 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was checked or measured."""
+    """One result of a check or a measurement."""
 
     part: str
     name: str
     value: str
-    """As people read it."""
+    """The value as text for people."""
     note: str = ""
     is_failed: bool = False
-    """Wrong, not merely slow: readers judge speed by the figures."""
+    """The result is wrong. Slow results do not fail: readers judge speed by the figures."""
     is_skipped: bool = False
-    """Left out, though this machine should be able to run it: `--strict` counts it as failed."""
+    """The test was left out, although this machine should be able to run it. `--strict` counts it as
+    failed."""
     figures: Figures = field(default_factory=dict)
-    """The same in numbers, units in the names."""
+    """The value as numbers, with units in the names."""
 
 
 def line(row: Row, widths: tuple[int, int, int] = (10, 46, 30)) -> str:
-    """One aligned line of text."""
+    """The row as one aligned line of text."""
     mark = "FAIL" if row.is_failed else "SKIP" if row.is_skipped else ""
     cells = [text.ljust(width) for text, width in zip((row.part, row.name, row.value), widths, strict=True)]
     return f"{mark:5}{'  '.join(cells)}  {row.note}".rstrip()
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows under one another."""
+    """All rows as lines below each other."""
     part, name, value = (
         max((len(getattr(row, column)) for row in rows), default=0) for column in ("part", "name", "value")
     )
@@ -42,9 +43,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def save(path: Path, environment: Figures, rows: Sequence[Row]) -> None:
-    """Rewrites the file: parts that have rows here replace what the file had of them, others stay.
+    """Saves these rows. They replace the rows of their parts in the file; the rows of other parts stay.
 
-    Each part keeps the environment that it was measured in, so a file may come from several runs.
+    Each part keeps the environment in which it was measured. So a file may contain several runs.
     """
     parts: Figures = json.loads(path.read_text())["parts"] if path.exists() else {}
     for name in dict.fromkeys(row.part for row in rows):

@@ -1,4 +1,4 @@
-"""Where a part runs and whether its figures mean anything; made once by the driver, handed to every part."""
+"""Where a part runs, and whether its figures mean anything. The driver makes it once, for every part."""
 
 import math
 import os
@@ -18,37 +18,40 @@ import torch
 from benchmarks.gpu.report import Figures, Row
 
 Emit = Callable[[Row], None]
-"""What a part does with a row as soon as it has one: a time limit then loses only the rest."""
+"""What a part calls with each row as soon as the row exists. So a time limit loses only the remaining
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A GPU, or a CPU that stands in for one: tiny shapes, kernels in Triton's interpreter, figures without meaning."""
+    """A GPU, or a CPU in place of a GPU.
+
+    On a CPU, shapes are tiny, Triton's interpreter runs the kernels, and figures have no meaning."""
 
     is_dry: bool
     folder: Path
-    """For models that are made up and files that are written along the way."""
+    """Folder for generated models and temporary files."""
     out: Path | None
-    """For files that are to stay, such as traces; None: none are."""
+    """Folder for files that are kept, such as traces. None: no such files are written."""
     ends_at: float = math.inf
-    """By time.monotonic(): when the part is ended, wherever it is."""
+    """When the part is ended, in time of time.monotonic()."""
     shapes: Literal["few", "many"] = "few"
-    """Of the kernels' tests."""
+    """Which shapes the kernels' tests use."""
     cases: str = ""
-    """A sweep takes those with this in their names."""
+    """A sweep runs only the cases whose names contain this text."""
     models: tuple[str, ...] = ()
-    """Of shapes.LARGE; empty: all of them."""
+    """Names from shapes.LARGE; empty: all of them."""
 
     @property
     def left_s(self) -> float:
         return max(0.0, self.ends_at - time.monotonic())
 
     def chosen(self, models: dict[str, Any]) -> dict[str, Any]:
-        """Of these, in their order."""
+        """The selected ones of these models, in their order."""
         return {name: config for name, config in models.items() if not self.models or name in self.models}
 
     def folder_for_files(self) -> Path:
-        """Where a part writes logs and traces: `out`, or else a folder that goes with the check."""
+        """The folder for logs and traces: `out`, or else a temporary folder of the check."""
         folder = self.out or self.folder
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -65,17 +68,17 @@ class Setting:
 
 
 def guarded(emit: Emit, part: str, name: str, work: Callable[[], Iterable[Row]]) -> None:
-    """Emits what `work` gives; what it raises becomes a row that failed, and the part goes on."""
+    """Emits the rows of `work`. An exception becomes a failed row, and the part continues."""
     try:
         for row in work():
             emit(row)
-    except Exception as error:  # one case that is broken, or does not fit, must not hide the others
+    except Exception as error:  # one case that fails or does not fit must not hide the others
         traceback.print_exc()
         emit(Row(part, name, "failed", f"{type(error).__name__}: {error}"[:300], is_failed=True))
 
 
 def describe(is_dry: bool) -> Figures:
-    """Device and versions; no date, so that equal results are equal files."""
+    """Device and versions. A date is left out, so that equal results make equal files."""
     import transformers
     import triton
 
@@ -89,13 +92,13 @@ def describe(is_dry: bool) -> Figures:
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
         "transformers": transformers.__version__,
-        "ptxas": triton.knobs.nvidia.ptxas.version,  # TRITON_PTXAS_PATH's, if set
+        "ptxas": triton.knobs.nvidia.ptxas.version,  # of TRITON_PTXAS_PATH, if set
         "ptxas_of_cuda": _ptxas_of_cuda(),
     }
 
 
 def _ptxas_of_cuda() -> str | None:
-    """The version of the toolkit's assembler, which Triton uses only if it is told to; None where there is none."""
+    """The version of the CUDA toolkit's assembler; None without a toolkit. Triton uses it only on request."""
     path = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
     if not os.access(path, os.X_OK):
         return None

@@ -68,10 +68,11 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """The least bytes and operations that a token costs, for comparison."""
+    """The least bytes and operations that a token needs, to compare with."""
 
     num_parameters: int
-    """Of all matrix products and norms, without the embedding table, of which a token reads one row."""
+    """Parameters of all matrix products and norms. The embedding table does not count, since a token reads
+    one row of it."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -86,12 +87,18 @@ class ModelCosts:
         return cls(num_parameters, a.num_layers, a.num_heads, a.num_kv_heads, a.head_dim)
 
     def decode_bytes(self, batch: int, context: int, weight_bytes: int, kv_bytes: int) -> int:
-        """A step reads every weight once and every key and value of its requests' contexts once."""
+        """Bytes of a decode step.
+
+        It reads every weight once, and every key and value of the contexts once.
+        """
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * kv_bytes
         return self.num_parameters * weight_bytes + batch * context * per_token
 
     def prefill_flops(self, num_tokens: int, vocab_parameters: int) -> int:
-        """Two for each weight and token (the last token's logits only), four for each pair of query and key and dim."""
+        """Operations of a prefill.
+
+        There are two operations for each weight and token (but only the last token's logits), and four for
+        each pair of query and key and dimension."""
         pairs = num_tokens * (num_tokens + 1) // 2
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         products = 2 * (self.num_parameters - vocab_parameters) * num_tokens + 2 * vocab_parameters

@@ -1,7 +1,9 @@
-"""Whether this machine computes correctly: each kernel, one graph, one sampled step. A minute, compiling included.
+"""Whether this machine computes correctly: each kernel, one graph, one sampled step.
 
-Each kernel is launched three times on the same inputs, and must give the same bits. Other bits mean a race, such as
-that of assemblers that reuse the registers of a product that still runs.
+Takes a minute with compiling.
+
+Each kernel is launched three times on the same inputs, and must give the same bits. Different bits mean a
+race. Some assemblers cause one: they reuse the registers of a product that is still running.
 """
 
 import time
@@ -23,7 +25,8 @@ from tests.kernels.references import add_rms_norm_reference_, silu_mul_reference
 PART = "smoke"
 NUM_LAUNCHES = 3
 COMPILING_S = 40.0
-"""For all launches together, on several cores; the rest is compiled during the checks."""
+"""Seconds to precompile all launches on several cores. Kernels that are not done by then are compiled in the
+checks."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -64,7 +67,7 @@ def _check(setting: Setting, case: SmokeCase) -> Iterator[Row]:
 
 
 def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative to the reference's norm; for integers, the share of elements that differ."""
+    """The error relative to the reference's norm. For integers, the share of elements that differ."""
     assert got.shape == want.shape, f"{tuple(got.shape)}, not {tuple(want.shape)}"
     got, want = got.cpu(), want.cpu()
     if not want.is_floating_point() or torch.equal(got.double(), want.double()):
@@ -80,7 +83,7 @@ def same_bits(some: Outputs, others: Outputs) -> bool:
 
 
 def _graph(setting: Setting, shapes: Shapes) -> Iterator[Row]:
-    """Two launches, recorded on one input and replayed on another."""
+    """Records two launches on one input, and replays them on another input."""
     x_TM = shapes.randn(shapes.tokens, 2 * shapes.hidden)
     residual_TE, weight_E = shapes.randn(shapes.tokens, shapes.hidden), shapes.randn(shapes.hidden)
     buffer_TM, buffer_TE = torch.zeros_like(x_TM), torch.zeros_like(residual_TE)

@@ -1,4 +1,4 @@
-"""Smoke tests of attention: decodes that are split, chunks of prompts, caches in float8 and queries in float32.
+"""Smoke tests of attention: split decodes, chunks of prompts, float8 caches, and float32 queries.
 
 Shape suffixes: Q query heads, D head size, P rows of partial results, R merges.
 """
@@ -16,13 +16,14 @@ from tests.kernels.references import merge_partials_reference
 from tests.kernels.test_paged_attention import Case, Step
 
 NUM_PROGRAMS = 264
-"""Enough that long contexts are split."""
+"""Number of programs. It is large enough that long contexts are split."""
 KINDS = ("decode", "decode that merges", "prefill")
-"""Another launch merges the parts of split contexts, or the program that ends last does."""
+"""In "decode", another launch merges the parts of split contexts. In "decode that merges", the program that
+ends last merges them."""
 
 
 def makers(shapes: Shapes) -> list[Maker]:
-    """Every pair of dtypes of queries and cache is compiled separately."""
+    """Makers of cases. Every pair of dtypes of queries and cache is compiled separately."""
     fp8 = torch.float8_e4m3fn
     if shapes.device.type == "cpu":
         kinds = [(kind, shapes.dtype, shapes.kv_dtype) for kind in KINDS]
@@ -65,7 +66,7 @@ def _attention(shapes: Shapes, kind: str, dtype: torch.dtype, kv_dtype: torch.dt
 
 
 def _merge(shapes: Shapes) -> Iterator[SmokeCase]:
-    """Two rows of three parts each, which lie one row apart."""
+    """Merges two rows of three parts each. The rows lie one row apart."""
     num_heads, _, head_dim = shapes.heads
     partial_PQD = shapes.randn(6, num_heads, head_dim, dtype=torch.float32)
     weight_PQ = shapes.randn(6, num_heads, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Smoke tests of fused products of few rows, of experts' products, and of launches that begin before others end.
+"""Smoke tests of fused products of few rows, experts' products, and launches that begin before others end.
 
-Shape suffixes: T tokens, I input features, O output features, P pairs of outputs, E hidden size, K experts of a token,
-X experts.
+Shape suffixes: T tokens, I input features, O output features, P pairs of outputs, E hidden size, K experts of
+a token, X experts.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from tests.kernels.references import (
 
 EPS = 1e-5
 NUM_LINKS = 4
-"""Pairs of products of a chain."""
+"""Number of pairs of products in a chain."""
 
 
 def makers(shapes: Shapes) -> list[Maker]:
-    """Sums and products take 1 and 4 tokens, the matrix units 16."""
+    """Makers of cases. Sums and products accept 1 and 4 tokens, the matrix units 16."""
     found = [
         partial(_fused, shapes, num_tokens, is_fp8) for num_tokens in (1, 4, 16) for is_fp8 in (False, True)
     ]
@@ -36,7 +36,7 @@ def makers(shapes: Shapes) -> list[Maker]:
 
 def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]:
     """Products that norm their input if possible, activate pairs, or add to the output."""
-    # float32 is not multiplied with float8.
+    # No kernel multiplies float32 with float8.
     dtype = torch.float16 if is_fp8 and shapes.dtype is torch.float32 else shapes.dtype
     x_TI = shapes.randn(num_tokens, shapes.hidden, dtype=dtype)
     weight_OI, scales_O = _weight(shapes, 2 * shapes.intermediate, shapes.hidden, dtype, is_fp8)
@@ -84,7 +84,10 @@ def _fused(shapes: Shapes, num_tokens: int, is_fp8: bool) -> Iterator[SmokeCase]
 
 
 def _chain(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
-    """Each launch reads what the previous one wrote, and may begin before that one has ended."""
+    """A chain of launches.
+
+    Each reads what the previous launch wrote, and may begin before that launch has ended.
+    """
     rows_TE = shapes.randn(num_tokens, shapes.hidden)
     gate_up_OE, _ = _weight(shapes, 2 * shapes.intermediate, shapes.hidden, shapes.dtype, False)
     down_EP, _ = _weight(shapes, shapes.hidden, shapes.intermediate, shapes.dtype, False)
@@ -109,7 +112,7 @@ def _chain(shapes: Shapes, num_tokens: int) -> Iterator[SmokeCase]:
 
 
 def _experts(shapes: Shapes) -> Iterator[SmokeCase]:
-    """Each token's products with the matrices of two of four experts."""
+    """Multiplies each token with the matrices of two of four experts."""
     x_TI = shapes.randn(shapes.tokens, shapes.hidden)
     matrices = ExpertMatrices(shapes.randn(4, shapes.hidden, shapes.hidden) * shapes.hidden**-0.5)
     experts_TK = torch.arange(2 * shapes.tokens, device=shapes.device).view(-1, 2) % 4
@@ -125,7 +128,10 @@ def _experts(shapes: Shapes) -> Iterator[SmokeCase]:
 def _weight(
     shapes: Shapes, num_outputs: int, num_inputs: int, dtype: torch.dtype, is_fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A weight whose products are about as large as their inputs; in float8 with a scale for each output."""
+    """A weight whose products are about as large as their inputs.
+
+    In float8 it has a scale for each output.
+    """
     weight_OI = shapes.randn(num_outputs, num_inputs, dtype=dtype)
     if not is_fp8:
         return weight_OI * num_inputs**-0.5, None

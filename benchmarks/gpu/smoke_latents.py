@@ -1,7 +1,7 @@
-"""Smoke tests of attention to latents: decodes that are split, a chunk, caches in float8, and how latents are stored.
+"""Smoke tests of attention to latents: split decodes, a chunk, float8 caches, and how latents are stored.
 
-Shape suffixes: T tokens, P queries and latent of a token, D numbers of each, X positions, R rotated part, N blocks, S
-tokens of a block.
+Shape suffixes: T tokens, P queries and latent of a token, D numbers of each, X positions, R rotated part, N
+blocks, S tokens of a block.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from tests.kernels.test_latent_attention import Case, Step
 from tests.kernels.test_latent_store import latent_store_reference
 
 DEEPSEEK = (576, 512)
-"""Numbers of a key, and of a latent."""
+"""Length of a key, and of a latent."""
 TINY = (48, 32)
 
 
 def makers(shapes: Shapes) -> list[Maker]:
-    """DeepSeek-V2-Lite's 16 heads, V3's 128 on four ranks and on one."""
+    """Makers for DeepSeek-V2-Lite's 16 heads, and for V3's 128 heads on four ranks and on one."""
     if shapes.device.type == "cpu":
         kinds = [(4, has_chunks, shapes.dtype, shapes.kv_dtype) for has_chunks in (False, True)]
     else:

@@ -91,7 +91,7 @@ def _activations(shapes: Shapes) -> Iterator[SmokeCase]:
 
 
 def _products(shapes: Shapes) -> Iterator[SmokeCase]:
-    """One token by sums and products, sixteen on the matrix units."""
+    """Products: one token by sums and products, sixteen tokens on the matrix units."""
     weight_OI = shapes.randn(shapes.hidden, shapes.hidden)
     for num_tokens in (1, 16):
         x_TI = shapes.randn(num_tokens, shapes.hidden)
@@ -111,7 +111,7 @@ def _product(product: Callable[..., torch.Tensor], x_TI: torch.Tensor, weight_OI
 
 
 def _rope(shapes: Shapes) -> Iterator[SmokeCase]:
-    """With a padded row, whose slot is -1."""
+    """Rotation with a padded row, whose slot is -1."""
     num_q_heads, num_kv_heads, head_dim = shapes.heads
     qkv_TXD = shapes.randn(shapes.tokens, num_q_heads + 2 * num_kv_heads, head_dim)
     positions_T = shapes.int32([5 * token for token in range(shapes.tokens)])
@@ -133,7 +133,7 @@ def _rope(shapes: Shapes) -> Iterator[SmokeCase]:
 
 
 def _embedding(shapes: Shapes) -> Iterator[SmokeCase]:
-    """Every other id is on the device only."""
+    """The embedding. Every other id exists only on the device."""
     weight_VE = shapes.randn(shapes.vocab, shapes.hidden)
     ids_T = shapes.int32([7 * token % shapes.vocab for token in range(shapes.tokens)])
     sources_T = shapes.int32([0 if token % 2 else -1 for token in range(shapes.tokens)])

@@ -29,7 +29,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "gumbel_draw": {},
     "filtered_draw": {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
 }
-"""By the last kernel that is launched for such rows, and has something to do."""
+"""Row kinds, by the last kernel that is launched for such rows and has work to do."""
 
 
 def makers(shapes: Shapes) -> list[Maker]:
@@ -42,7 +42,10 @@ def _draws(shapes: Shapes) -> Iterator[SmokeCase]:
 
 
 def _draw(shapes: Shapes, file: str, filters: dict[str, Any]) -> SmokeCase:
-    """References on the host: a GPU's logarithms differ by units in the last place, its sort by nothing."""
+    """A case with its reference on the host.
+
+    A GPU's logarithms differ in the last bits, its sort does not differ.
+    """
     logits_RV = 3 * shapes.randn(NUM_ROWS, shapes.vocab)
     params_RF = params(NUM_ROWS, **filters)
     on_device_RF = params_RF.to(shapes.device)
@@ -93,7 +96,7 @@ def _process(shapes: Shapes) -> Iterator[SmokeCase]:
 
 
 def sampled_step(shapes: Shapes) -> tuple[list[int], list[int]]:
-    """Tokens of one step, greedy and random rows mixed: the device sampler's and the host's."""
+    """Tokens of one step with greedy and random rows: those of the device sampler, and those of the host."""
     requests = [
         _request(temperature=0.0),
         _request(temperature=1.0, seed=1),

@@ -1,8 +1,8 @@
-"""Launch parameters of tuned kernels: what was chosen beside its neighbours, over the shapes that matter.
+"""Launch parameters of tuned kernels: the chosen values beside their neighbours, over important shapes.
 
-Beside both, where there is one, a library's kernel. One parameter at a time is moved away from the choice, since each
-combination is compiled anew: all of them by several processes before the first is timed. Every candidate's result is
-compared with the choice's before it is timed.
+If a library has such a kernel, it is compared, too. One parameter at a time is moved away from the choice,
+since each combination must be compiled. Several processes compile all candidates before the first one is
+timed. Every candidate's result is compared with the choice's result before the candidate is timed.
 """
 
 import time
@@ -22,12 +22,12 @@ from engine.gpu.graphs import Replay
 
 PART = "sweep"
 MIN_GAIN = 0.02
-"""A smaller gain is noise."""
+"""A smaller gain counts as noise."""
 ROUNDS = 24
 NUM_SHARES = 3
-"""Processes that share a case's candidates, time permitting; each makes its own inputs."""
+"""How many processes share a case's candidates, if time permits. Each makes its own inputs."""
 COMPILING_SHARE = 0.5
-"""Of the part's time, at most."""
+"""The most that this may use of the part's time."""
 
 
 def run(setting: Setting, emit: Emit) -> None:
@@ -54,7 +54,7 @@ def _launch_share(case: SweepCase, share: int, num_shares: int) -> None:
     for candidate in candidates[share::num_shares]:
         try:
             candidate(0)()
-        except Exception as problem:  # the other candidates may compile
+        except Exception as problem:  # other candidates may still compile
             print(f"  {case.name}: {str(problem).splitlines()[0][:160]}", flush=True)
 
 
@@ -71,7 +71,9 @@ def _sweep(setting: Setting, case: SweepCase) -> Iterator[Row]:
                 wrong.append(f"{name}: {error:.1e} off")
                 continue
             times[name] = _seconds(setting, case, candidate)
-        except Exception as problem:  # Triton's own errors: too much shared memory, or it does not compile
+        except (
+            Exception
+        ) as problem:  # for example, Triton's errors: too much shared memory, or a compile error
             refusals[name] = str(problem).splitlines()[0][:160]
             print(f"  {case.name}: {name}: {refusals[name]}")
     best = min((name for name in times if name != case.yardstick), key=lambda name: times[name])
@@ -98,9 +100,9 @@ def _advice(times: Mapping[str, float], best: str) -> str:
 
 
 def _beside(yardstick: str | None, times: Mapping[str, float], refusals: Mapping[str, str]) -> str:
-    """Our time divided by a library's, or why there is none."""
+    """Our time divided by the library's, or the reason why there is no such quotient."""
     if yardstick is None or (yardstick not in times and yardstick not in refusals):
-        return ""  # no library, or its result is wrong, which the row shows
+        return ""  # no library, or the row shows that its result is wrong
     if yardstick in refusals:
         return f"; {yardstick} is not here: {refusals[yardstick]}"
     return f"; {times[CHOSEN] / times[yardstick]:.2f} x {yardstick} time"
@@ -111,7 +113,7 @@ def _microseconds(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def _seconds(setting: Setting, case: SweepCase, candidate: Candidate) -> float:
-    """The median of replayed graphs, which take the copies of the inputs in turn."""
+    """The median time of replayed graphs. The graphs use the copies of the inputs in turn."""
     recorder = make_recorder(setting.device)
     replays: list[Replay] = []
     for copy in range(case.num_copies):

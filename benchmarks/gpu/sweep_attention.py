@@ -24,14 +24,14 @@ ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "programs_per_multiprocessor": (1, 2, 3, 4),
 }
 CUDNN = "cuDNN's"
-"""torch's scaled_dot_product_attention, over contiguous keys and values without a cache."""
+"""Name of torch's scaled_dot_product_attention, over contiguous keys and values without a cache."""
 LLAMA_8B = AttentionShape(32, 8, 128, 64, 2, 2)
 TINY = AttentionShape(2, 1, 16, 32, 4, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Requests of a launch: each has `num_queries` tokens at the end of `context`."""
+    """The requests of a launch. Each has `num_queries` tokens at the end of `context`."""
 
     num_requests: int
     num_queries: int
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def is_first_chunk(self) -> bool:
-        """Whether it is one whole prompt."""
+        """Whether the step is one whole prompt."""
         return self.num_requests == 1 < self.num_queries == self.context
 
 
@@ -69,7 +69,7 @@ def _candidates(setting: Setting, shape: AttentionShape, step: Step, num_copies:
     chosen = decode_tuning(shape) if step.num_queries == 1 else prefill_tuning(shape)
     inputs = _Inputs(setting, shape, step, num_copies)
     alternatives: dict[str, tuple[int, ...]] = {"num_stages": (2,)} if setting.is_dry else ALTERNATIVES
-    # The copy engine's loads stay within a block.
+    # A load of the copy engine must stay within a block.
     candidates: dict[str, Candidate] = {
         name: partial(inputs.launch, tuning)
         for name, tuning in neighbours(chosen, alternatives)
@@ -79,7 +79,7 @@ def _candidates(setting: Setting, shape: AttentionShape, step: Step, num_copies:
 
 
 class _Inputs:
-    """Of one step, with several copies of the pool."""
+    """The inputs of one step, with several copies of the pool."""
 
     def __init__(self, setting: Setting, shape: AttentionShape, step: Step, num_copies: int) -> None:
         self._setting, self._shape, self._step = setting, shape, step
@@ -97,7 +97,7 @@ class _Inputs:
         self._block_ids_BM = order.view(step.num_requests, num_blocks_each).to(torch.int32)
 
     def launch(self, tuning: AttentionTuning, copy: int) -> Launch:
-        """Attention and, if contexts are split, the merge, as a step launches them."""
+        """Launches attention and, if contexts are split, the merge, as a step does."""
         step, shape, device = self._step, self._shape, self._setting.device
         requests_B = np.arange(step.num_requests)
         grid = tuning.grid(shape, self._setting.num_multiprocessors)
@@ -139,7 +139,7 @@ class _Inputs:
         return launch
 
     def launch_cudnn(self, copy: int) -> Launch:
-        """A first chunk by cuDNN. RuntimeError if it does not support these inputs."""
+        """Computes a first chunk with cuDNN. Raises RuntimeError if cuDNN does not support these inputs."""
         q_1QTD = self._q_TQD.transpose(0, 1)[None]
         blocks_NKHSD = self._kvs[copy].kv_NKHSD[self._block_ids_BM[0]]
         kv_KHTD = blocks_NKHSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self._step.context]

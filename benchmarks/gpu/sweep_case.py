@@ -11,29 +11,30 @@ CHOSEN = "as chosen"
 Launch = Callable[[], torch.Tensor]
 """Queues the same work on the same memory each time, and returns the output."""
 Candidate = Callable[[int], Launch]
-"""Launches on one copy of the inputs; the output is filled with NaN before."""
+"""Launches on one copy of the inputs. Before that, the output is filled with NaN."""
 
 Tuning = TypeVar("Tuning", bound=Any)
 
 
 @dataclass(frozen=True, slots=True)
 class SweepCase:
-    """One kernel at one shape."""
+    """One kernel with one shape."""
 
     name: str
     num_copies: int
-    """Enough that a cache does not hold them all."""
+    """Enough copies that a cache cannot store all of them."""
     num_bytes: int
-    """The least bytes to move."""
+    """The least bytes that the kernel must move."""
     max_error: float
     make: Callable[[], dict[str, Candidate]]
-    """Candidates by name; one is `CHOSEN`. Makes the inputs, which live as long as the candidates."""
+    """Makes the inputs, and returns candidates by name; one is `CHOSEN`. The inputs live as long as the
+    candidates."""
     yardstick: str | None = None
-    """The library's candidate, which may refuse."""
+    """The name of the library's candidate, which may refuse these inputs."""
 
 
 def neighbours(chosen: Tuning, alternatives: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tuning]]:
-    """The choice, then dataclasses that differ from it in one field, each with its name."""
+    """The choice, then variants that differ from it in one field; each has a name."""
     yield CHOSEN, chosen
     names = {field.name for field in fields(chosen)}
     for name, values in alternatives.items():
@@ -43,5 +44,5 @@ def neighbours(chosen: Tuning, alternatives: dict[str, tuple[int, ...]]) -> Iter
 
 
 def copies_beyond_cache(num_bytes: int) -> int:
-    """How many copies of inputs of this size exceed an L2 of 60 MiB by far; at least two, at most sixteen."""
+    """How many copies of inputs of this size far exceed an L2 of 60 MiB: from two to sixteen."""
     return max(2, min(16, -(-200 * 2**20 // num_bytes)))

@@ -39,7 +39,7 @@ def cases(setting: Setting) -> Iterator[SweepCase]:
 def _candidates(setting: Setting, shape: AttentionShape, sizes: Sizes) -> dict[str, Candidate]:
     chosen = latent_tuning(shape, has_chunks=sizes.num_queries > 1)
     alternatives: dict[str, tuple[int, ...]] = {"num_stages": (3,)} if setting.is_dry else ALTERNATIVES
-    # The copy engine's loads stay within a block, and a tile has a token's heads at least.
+    # A load of the copy engine must stay within a block, and a tile has at least all heads of a token.
     return {
         name: partial(_launch, setting, shape, sizes, tuning)
         for name, tuning in neighbours(chosen, alternatives)
@@ -50,7 +50,10 @@ def _candidates(setting: Setting, shape: AttentionShape, sizes: Sizes) -> dict[s
 def _launch(
     setting: Setting, shape: AttentionShape, sizes: Sizes, tuning: AttentionTuning, copy: int
 ) -> Launch:
-    """Attention and, if contexts are split, the merge, as a step launches them. Every copy has the same numbers."""
+    """Launches attention and, if contexts are split, the merge, as a step does.
+
+    All copies have the same numbers.
+    """
     del copy
     dtype = torch.float32 if setting.is_dry else torch.bfloat16
     num_programs = tuning.grid(shape, setting.num_multiprocessors).num_programs

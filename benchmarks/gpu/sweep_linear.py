@@ -1,4 +1,4 @@
-"""Cases of the matrix product with few rows for a sweep, torch's library among the candidates.
+"""Cases of the matrix product with few rows for a sweep. torch's library is one of the candidates.
 
 Shape suffixes: T tokens, I input features, O output features.
 """
@@ -22,7 +22,7 @@ PRODUCTS = {
     "down": (14336, 4096),
     "lm head": (4096, 128256),
 }
-"""Of Llama-3.1-8B: inputs and outputs."""
+"""Inputs and outputs of the layers of Llama-3.1-8B."""
 TOKENS = (1, 2, 4, 16)
 LIBRARY = "torch's"
 ALTERNATIVES: dict[str, tuple[int, ...]] = {

@@ -1,4 +1,4 @@
-"""Whether the GPU engine gives the CPU engine's tokens: float32, the real scheduler, mixed steps."""
+"""Whether the GPU engine computes the tokens of the CPU engine: float32, the real scheduler, mixed steps."""
 
 import random
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Sizes:
     max_num_seqs: int
     chunk: int
     scarce_tokens: int
-    """Too few blocks for all requests, so that some are preempted."""
+    """Tokens in a pool with too few blocks for all requests, so that some requests are preempted."""
 
 
 def _full(name: str, block_size: int, **options: Any) -> Sizes:
@@ -76,7 +76,7 @@ class Way:
     is_async: bool = True
     has_graphs: bool = True
     preemption: Literal["recompute", "swap"] | None = None
-    """None: enough blocks for all requests."""
+    """How requests are preempted. None: the pool has enough blocks for all requests."""
 
 
 WAYS = (
@@ -97,7 +97,7 @@ def run(setting: Setting, emit: Emit) -> None:
 
 
 def _check(setting: Setting, sizes: Sizes, path: Path, way: Way) -> Iterator[Row]:
-    """Compares one way on the device with the plainest way on the CPU."""
+    """Compares one way on the device with the simplest way on the CPU."""
     reference = load_model(ModelConfig(dtype="float32"), path, CPU, TorchBackend())
     prompts, params = _workload(sizes, reference.vocab_size)
     num_blocks = _ample_blocks(sizes)
@@ -142,7 +142,7 @@ def _generate(
     params: list[SamplingParams],
     way: Way,
 ) -> tuple[list[list[int]], int]:
-    """Tokens, and how often a request was preempted."""
+    """Runs the workload: its tokens, and how often a request was preempted."""
     config = SchedulerConfig(
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.chunk,
@@ -160,7 +160,10 @@ def _generate(
 
 
 def _workload(sizes: Sizes, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Every other request greedy, the others seeded with filters of all kinds, one with penalties."""
+    """The workload.
+
+    Every other request is greedy; the others have seeds and filters, and one has penalties.
+    """
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in sizes.lengths]
     kinds: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from engine.gpu.graphs import Replay
 
 NUM_WARM = 3
 NUM_SHOWN = 8
-"""How many of the slowest kernels are named."""
+"""How many of the slowest kernels the summary names."""
 Event = dict[str, Any]
 Span = tuple[float, float]
 
@@ -31,17 +31,17 @@ class KernelSums:
 
     num_launches: int
     kernels_us: float
-    """The sum over all kernels."""
+    """The sum of the times of all kernels."""
     gaps_us: float
-    """The time from the first kernel's start to the last one's end in which none ran."""
+    """The time between the first kernel's start and the last kernel's end in which no kernel ran."""
     span_us: float
     by_name: dict[str, tuple[int, float]]
-    """Launches and time of the slowest kernels."""
+    """Number of launches and time of the slowest kernels, by name."""
 
 
 @torch.inference_mode()
 def trace_replay(setting: Setting, part: str, title: str, replay: Replay) -> Row:
-    """One replay of a recorded step: its trace, and the times of its kernels and of the gaps between them."""
+    """Traces one replay of a recorded step: the times of its kernels, and of the gaps between them."""
     for _ in range(NUM_WARM):
         replay()
     synchronize(setting.device)
@@ -67,7 +67,7 @@ def trace_replay(setting: Setting, part: str, title: str, replay: Replay) -> Row
 
 
 def sum_kernels(events: Iterable[Event]) -> KernelSums:
-    """Of a trace's events."""
+    """The sums over the kernels in a trace's events."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     launches = Counter(str(event["name"]) for event in kernels)
     times = dict.fromkeys(launches, 0.0)
@@ -86,7 +86,7 @@ def sum_kernels(events: Iterable[Event]) -> KernelSums:
 
 @contextmanager
 def profiled(setting: Setting) -> Iterator[torch.profiler.profile]:
-    """A profiler; on exit, everything queued within it has ended."""
+    """A profiler. On exit, all work queued within it has ended."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [] if setting.is_dry else [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
@@ -95,7 +95,7 @@ def profiled(setting: Setting) -> Iterator[torch.profiler.profile]:
 
 
 def write_trace(profile: torch.profiler.profile, path: Path) -> list[Event]:
-    """Its events."""
+    """Writes the trace, and returns its events."""
     profile.export_chrome_trace(str(path))
     events: list[Event] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return events
@@ -114,7 +114,7 @@ def spans(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time without overlaps, in order."""
+    """The time that these spans cover, as spans in order that do not overlap."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -125,7 +125,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def shared(a: list[Span], b: list[Span]) -> float:
-    """How long both run at once; each must be merged."""
+    """How long both run at the same time. Both must be merged."""
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
