@@ -206,7 +206,8 @@ def measure(side: Side, prompts: Prompts, decode_tokens: int) -> Order:
     """Measures one order.
 
     If the time of a step is not visible, it is computed from a long and a short answer: in the difference,
-    the prefill cancels out."""
+    the prefill cancels out.
+    """
     if decode_tokens == 0:
         return {"prefill_s": sum(side.seconds(prompts, 1))}
     seconds = side.seconds(prompts, decode_tokens + 1)

@@ -83,7 +83,7 @@ def sides(products: Products) -> Iterator[Side]:
     yield Side("int8", "torch, int8pack", bfloat16, _int8pack)
     if (
         "avx512_vnni" in cpu_flags() or "avx_vnni" in cpu_flags()
-    ):  # other processors' sums of two products overflow
+    ):  # elsewhere oneDNN's sums of two products overflow
         yield Side("int8", "oneDNN, 8-bit activations", float32, _onednn)
     yield Side("int4", "torch, int4pack", bfloat16, _int4pack)
 
@@ -107,7 +107,8 @@ def _int4pack(weight_OI: torch.Tensor) -> Product:
 def _onednn(weight_OI: torch.Tensor) -> Product:
     """A product with one scale for all activations. Real activations have a scale per token.
 
-    So this is only an upper bound of what oneDNN could reach."""
+    So this is only an upper bound of what oneDNN could reach.
+    """
     scales_O = weight_OI.abs().amax(-1) / 127
     values_OI = (weight_OI / scales_O.unsqueeze(-1)).round().to(torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(values_OI, None)

@@ -47,7 +47,7 @@ from tests.factories.devices import Device, PretendedDevice, Process, RealDevice
 KIB, MIB = 2**10, 2**20
 BLOCK_SIZE = 16
 LAYER_NBYTES = 2 * 8 * BLOCK_SIZE * 128 * 2
-"""Bytes of one token's part of a block: keys and values, 8 heads of 128 numbers in bfloat16."""
+"""Bytes of one layer in one block: keys and values, 8 heads of 128 numbers in bfloat16."""
 CONFIG = KVTransferConfig(transport="cuda_ipc", checksum="off")
 PATIENCE_S = 60.0
 SETTLE_S = 0.01

@@ -73,8 +73,9 @@ def measure(device: Device, pool_bytes: int, wait_s: float) -> Freed:
 def free_bytes(device: Device) -> Callable[[], int]:
     """A function that reads the free bytes of a device.
 
-    A real device's driver reports them. A pretended device has no size, so its free bytes count below
-    zero."""
+    A real device's driver reports them. A pretended device has no size: its used bytes count as negative free
+    bytes.
+    """
     if isinstance(device, PretendedDevice):
         host = device.host
         return lambda: -sum(len(memory) for at, memory in host.memories.items() if at not in host.gone)

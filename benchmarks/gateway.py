@@ -112,7 +112,8 @@ async def by_grpc(stub: "pb_grpc.GenerationServiceAsyncStub", num_tokens: int) -
 class HttpClient:
     """A client that keeps its connections, as every client does, and reads lines.
 
-    A full HTTP client would use so much time that the benchmark would measure the client."""
+    A full HTTP client would use so much time that the benchmark would measure the client.
+    """
 
     def __init__(self, port: int, path: str, prompt: dict[str, object]) -> None:
         """`prompt` has the fields of the request's body that differ between paths."""

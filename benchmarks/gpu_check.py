@@ -92,7 +92,8 @@ def judged(row: Row, is_strict: bool) -> Row:
 def run_part(part: str, arguments: argparse.Namespace, folder: Path, end: float) -> Iterator[Row]:
     """Runs a part in its own process until its limit or `end`.
 
-    Yields the part's rows, and one more row if the part did not end normally."""
+    Yields the part's rows, and one more row if the part did not end normally.
+    """
     limit_s = PART_LIMITS_S.get(part, PATIENCE_S) * (DRY_FACTOR if arguments.dry_run else 1)
     end = min(end, time.monotonic() + limit_s)
     reader, writer = PROCESSES.Pipe(duplex=False)

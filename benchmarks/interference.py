@@ -95,7 +95,8 @@ def over_peer(measured: dict[str, dict[str, float]]) -> dict[str, dict[str, floa
 def _start(arguments: argparse.Namespace, model: Path, stack: ExitStack) -> list[Server]:
     """Starts all sides, one after another, since they would slow each other's start.
 
-    Each side waits for its rounds without using the CPU."""
+    Each side waits for its rounds without using the CPU.
+    """
     overrides: dict[str, dict[str, Any]] = {}
     for text in arguments.set:
         name, _, value = text.partition("=")

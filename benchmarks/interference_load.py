@@ -32,7 +32,8 @@ class Workload:
 class Seen:
     """One answer as its client received it.
 
-    Times are in seconds; `sent_s` and `arrivals_s` count from the start of the round."""
+    Times are in seconds; `sent_s` and `arrivals_s` count from the start of the round.
+    """
 
     is_chat: bool
     sent_s: float

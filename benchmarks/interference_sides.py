@@ -79,7 +79,8 @@ def vllm_server(python: str, model: Path, dtype: str, max_num_batched_tokens: in
     """Runs vLLM's own server with its defaults, except for three settings.
 
     It has a thread for each core of this machine (as by default there), a smaller KV cache, and a shorter
-    longest context."""
+    longest context.
+    """
     port = _free_port()
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += [

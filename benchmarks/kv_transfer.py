@@ -283,7 +283,8 @@ def _answer(pipe: Connection) -> Any:
 def transfers_that_fit(wanted: Sequence[int]) -> list[int]:
     """The transfers for which half of the free memory is enough.
 
-    Each needs two pools, and the same space again for copies that are under way."""
+    Each needs two pools, and the same space again for copies that are under way.
+    """
     free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     return [nbytes for nbytes in wanted if 4 * nbytes < free // 2]
 

@@ -105,7 +105,8 @@ Command = Connect | Announce | Give | GiveRaw | None
 class Memory:
     """Shared memory whose pages are all written, and the order in which its blocks are used.
 
-    The order is scattered, as in a pool that has been used."""
+    The order is scattered, as in a pool that has been used.
+    """
 
     def __init__(self, num_bytes: int, seed: int) -> None:
         self.shared = SharedMemory(num_bytes)

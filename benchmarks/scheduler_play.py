@@ -57,7 +57,8 @@ class Decisions:
         """One line, such as `r0:1 r3:16@32 r4:3~7,9 -r5 r0=stop`.
 
         Here r0 runs 1 token, r3 is admitted with 32 of its tokens cached, and r4 has the drafts 7 and 9. r5
-        is preempted, and r0 ends."""
+        is preempted, and r0 ends.
+        """
         preempted = [f"-{request_id}" for request_id in sorted(self.preempted)]
         return " ".join([*map(str, self.shares), *preempted, *map(str, self.ended)])
 

@@ -81,7 +81,8 @@ class Workload:
         """The kind of the workload.
 
         `priority-ties` is the priority policy with requests of equal priority and arrival time. `drafts` and
-        `windows` are any policy with drafts or with windows."""
+        `windows` are any policy with drafts or with windows.
+        """
         if self.settings.num_speculative_tokens:
             return "drafts"
         if self.settings.num_windowed:
@@ -178,7 +179,8 @@ def _make_settings(rng: random.Random, max_model_len: int, requests: list[Reques
     """Settings that both schedulers accept.
 
     Both refuse a budget below the context if prompts are not split. V1 refuses a budget below
-    `max_num_seqs`."""
+    `max_num_seqs`.
+    """
     block_size, max_num_seqs = rng.choice([1, 4, 8, 16]), rng.choice([1, 2, 4, 8, 16])
     enable_chunked_prefill = rng.random() < 0.65
     budget = max(max_num_seqs, rng.choice([4, 16, 33, 64, 200]))
@@ -206,7 +208,8 @@ def _make_settings(rng: random.Random, max_model_len: int, requests: list[Reques
 def workload_by_hand(number: int, requests: list[RequestSpec], **settings: Any) -> Workload:
     """A workload with room for all requests, and without limits, except for `settings`.
 
-    `settings` must contain at least `num_blocks` and `max_model_len`."""
+    `settings` must contain at least `num_blocks` and `max_model_len`.
+    """
     return Workload(
         -number,
         Settings(

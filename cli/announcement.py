@@ -9,7 +9,7 @@ from cluster.serve.screen import Screen
 
 
 def serving(screen: Screen, as_json: bool) -> WhileReady:
-    """Announces the gateway, and then waits to be cancelled."""
+    """Prints the announcement of the gateway, and then waits until it is cancelled."""
 
     async def while_ready(service: Service) -> None:
         announce(service, screen)
@@ -21,7 +21,7 @@ def serving(screen: Screen, as_json: bool) -> WhileReady:
 
 
 def announce(service: Service, screen: Screen) -> None:
-    """The ready line, and ways to use it."""
+    """Prints the line that says the gateway is ready, and example commands."""
     chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     addresses = f"gRPC on [green]{service.target}[/]"
     url = f"{'https' if service.uses_tls else 'http'}://{service.http}"
@@ -40,7 +40,7 @@ def announce(service: Service, screen: Screen) -> None:
 
 
 def ready_line(service: Service) -> str:
-    """For programs that start a deployment: its addresses, and its workers' processes."""
+    """One JSON line for programs that start a deployment: its addresses, and the processes of its workers."""
     workers = [
         {"name": e.ref.name, "role": e.role.value, "pid": e.pid, "request_address": e.request_address}
         for e in service.endpoints

@@ -19,7 +19,7 @@ SERVE_FLAGS: dict[str, tuple[str, str]] = {
     "--prefill": ("cluster", "prefill"),
     "--decode": ("cluster", "decode"),
     "--ray-address": ("cluster", "ray_address"),
-    "--address": ("cluster", "ray_address"),  # named as in Ray's own commands
+    "--address": ("cluster", "ray_address"),  # Ray's own commands use this name
     "--name": ("cluster", "name"),
     "--device": ("engine", "device"),
     "--tensor-parallel": ("engine", "tensor_parallel"),
@@ -73,7 +73,7 @@ _OF_A_WORKERS_ROOM = (
 )
 
 MODELS_FLAGS = {flag: SERVE_FLAGS[flag] for flag in _OF_A_WORKERS_ROOM}
-"""Flags that decide what a model takes on a worker."""
+"""Flags that change how much memory a model needs on a worker."""
 
 _ALSO_A_GATEWAYS = {("cluster", "name"), ("cluster", "ray_address"), ("model", "path")}
 
@@ -82,11 +82,11 @@ GATEWAY_FLAGS = {
     for flag, (section, key) in SERVE_FLAGS.items()
     if section in ("gateway", "network") or (section, key) in _ALSO_A_GATEWAYS
 } | {"--fleet-address": ("cluster", "fleet_address")}
-"""Flags of a single gateway, which takes the rest of its configuration from the fleet."""
+"""Flags of a single gateway. It reads the rest of its configuration from the fleet."""
 
 
 def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, tuple[str, str]]) -> None:
-    """Adds one flag per entry of the table; a flag that is not given leaves its key alone."""
+    """Adds one flag per entry of the table. A flag that is not given does not change its key."""
     for flag, (section, key) in flags.items():
         field = field_of(section, key)
         kind, choices = _type_of(field.annotation)
@@ -116,7 +116,7 @@ def overrides_from(options: argparse.Namespace) -> Overrides:
 
 
 def for_one_fleet(overrides: Overrides) -> Overrides:
-    """A flag that names the fleet overrides all keys of a file that name one."""
+    """Lets a flag that names the fleet override all keys of the file that name a fleet."""
     cluster = overrides.get("cluster", {})
     for key, other in (("ray_address", "fleet_address"), ("fleet_address", "ray_address")):
         if key in cluster and other not in cluster:
@@ -125,7 +125,7 @@ def for_one_fleet(overrides: Overrides) -> Overrides:
 
 
 def field_of(section: str, key: str) -> FieldInfo:
-    """The configuration's own description of a key."""
+    """The field that describes this key in the configuration."""
     section_class = BatonConfig.model_fields[section].annotation
     assert section_class is not None
     fields: dict[str, FieldInfo] = section_class.model_fields
@@ -133,7 +133,7 @@ def field_of(section: str, key: str) -> FieldInfo:
 
 
 def _type_of(annotation: Any) -> tuple[type[Any], tuple[str, ...] | None]:
-    """The type that parses a flag's text, and the closed set of its values, if there is one."""
+    """The type that parses a flag's text, and the allowed values if there are only a few."""
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (part for part in get_args(annotation) if part is not type(None))
     if get_origin(annotation) is Literal:

@@ -1,7 +1,8 @@
-"""The `baton` command: parses, dispatches, and turns errors into exit codes; each subcommand is a module of its own.
+"""The `baton` command: parses flags, runs a subcommand, and turns errors into exit codes.
 
-Exit codes: 0 done, 1 refused (by the server, the cluster or a file's content), 2 usage. Subcommands are imported only
-when they run, so `baton --help` and commands that only call a gateway never wait for Ray or torch.
+Each subcommand is its own module. Exit codes: 0 done, 1 refused (by the server, the cluster or a file's
+content), 2 usage. Subcommands are imported only when they run. So `baton --help`, and commands that only call
+a gateway, never wait for Ray or torch.
 """
 
 import argparse
@@ -50,7 +51,8 @@ _DEMO: dict[str, Any] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; error messages go to stderr."""
     options = build_parser().parse_args(arguments)
-    # gRPC reads this at its first use. Without it, gRPC logs a line for each TLS handshake that fails.
+    # gRPC reads this variable at its first use. Without it, gRPC logs a line for each TLS handshake that
+    # fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         return _COMMANDS[options.command](options)
@@ -166,19 +168,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    """As many as a field of the gateway's messages holds; argparse names the flag."""
+    """Parses a number that fits a field of the gateway's messages. On errors, argparse adds the flag."""
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 2**32):
         raise argparse.ArgumentTypeError(f"got {text!r}; must be a number from 1 to {2**32 - 1}")
     return int(text)
 
 
 def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:
-    """Resolves paths against this command's folder, since workers may run in another one."""
+    """Resolves paths against the folder of this command, since workers may run in another folder."""
     changed: dict[str, Section] = {}
     if (trace_dir := config.engine.trace_dir) is not None:
         changed["engine"] = config.engine.model_copy(update={"trace_dir": str(here / trace_dir)})
     draft_model = config.speculation.draft_model
-    if draft_model is not None and (here / draft_model).exists():  # else it is a name
+    if draft_model is not None and (here / draft_model).exists():  # otherwise it is a name
         path = str(here / draft_model)
         changed["speculation"] = config.speculation.model_copy(update={"draft_model": path})
     return config.model_copy(update=changed)
@@ -326,13 +328,13 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _do_without_torch() -> None:
-    """Libraries that read tokenizers import torch if it is installed, which costs seconds and 250 MiB for nothing."""
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # "not there", see the import system's reference
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # they would warn about it
+    """Hides torch from libraries that read tokenizers: importing it would cost seconds and 250 MiB."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # "absent", see the import system
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else they warn that torch is missing
 
 
 def _prepare(config: BatonConfig) -> None:
-    """For commands that start or join a fleet: they compute nothing themselves, but may need Ray."""
+    """Prepares commands that start or join a fleet: this process computes nothing, but may need Ray."""
     _do_without_torch()
     if config.cluster.ray_address == "none" or config.cluster.fleet_address is not None:
         return
@@ -344,7 +346,7 @@ def _prepare(config: BatonConfig) -> None:
 def _of_gateway(
     command: Callable[["Target", argparse.Namespace], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """Wraps a command that calls a running gateway, which may refuse."""
+    """Wraps a command that calls a running gateway. The gateway may refuse the call."""
 
     def run(options: argparse.Namespace) -> int:
         from cli.target import target_from

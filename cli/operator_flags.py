@@ -48,7 +48,7 @@ def add_operators_commands(
 
 
 def add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of `baton trace`, which reads files alone."""
+    """Adds the flags of `baton trace`, which only reads files."""
     parser.add_argument(
         "files",
         nargs="+",
@@ -122,7 +122,7 @@ def _add_probe(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _seconds(text: str) -> float:
-    """Seconds, more than 0 and at most a day; argparse names the flag."""
+    """Parses seconds: more than 0, and at most a day. In errors, argparse adds the flag's name."""
     try:
         seconds = float(text)
     except ValueError:

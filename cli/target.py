@@ -1,4 +1,4 @@
-"""Target: the gateway that a command calls, and the credentials it presents; reads flags and environment."""
+"""Target: the gateway that a command calls, and the credentials for it, from flags and environment."""
 
 import argparse
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _MAX_FILE_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One gateway."""
+    """A gateway's address, and the credentials for it."""
 
     address: str
     """HOST:PORT of its gRPC API."""
@@ -27,7 +27,10 @@ class Target:
 
 
 def target_from(options: argparse.Namespace, environment: Mapping[str, str]) -> Target:
-    """Builds the target from the flags of `add_target_flags`; a ConfigError names the bad flag, and shows no key."""
+    """Builds the target from the flags of `add_target_flags`.
+
+    ConfigError names the bad flag, and shows no key.
+    """
     cert, key = options.tls_cert, options.tls_key
     if (cert is None) != (key is None):
         raise ConfigError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def add_target_flags(parser: argparse.ArgumentParser, default: str) -> None:
-    """Flags that choose the gateway, the credentials for it, and how its identity is checked."""
+    """Adds the flags that choose the gateway, the credentials for it, and how to check its identity."""
     parser.add_argument(
         "--target", default=default, metavar="HOST:PORT", help="gateway to call; default %(default)s"
     )

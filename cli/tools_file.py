@@ -1,4 +1,7 @@
-"""Tools for `baton generate`: a file of OpenAI's tools as our own values; the gateway checks their schemas."""
+"""Tools for `baton generate`: converts a file of OpenAI's tools to our own values.
+
+The gateway checks their schemas.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +15,10 @@ MAX_FILE_BYTES = 4 * 2**20
 
 
 def tools_from(path: Path) -> tuple[Tool, ...]:
-    """The tools of a JSON file: a list, or one tool. ConfigError says what is wrong with it."""
+    """Reads the tools of a JSON file that contains a list of tools, or one tool.
+
+    ConfigError says what is wrong.
+    """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"--tools {path}: has more than {MAX_FILE_BYTES} bytes")
@@ -24,7 +30,10 @@ def tools_from(path: Path) -> tuple[Tool, ...]:
 
 
 def tool_choice_from(word: str | None) -> ToolChoice:
-    """`none`, `auto`, `required`, or the name of the only tool that must be called; None is `auto`."""
+    """Parses `none`, `auto`, `required`, or the name of the only tool that must be called.
+
+    None means `auto`.
+    """
     if word is None:
         return ToolChoice()
     if word in {use.value for use in ToolUse}:

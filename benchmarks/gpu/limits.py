@@ -1,6 +1,7 @@
 """How long each part of the check may run.
 
-A part, together with its start and the start of another part, fits in a command of ten minutes."""
+A part, together with its start and the start of another part, fits in a command of ten minutes.
+"""
 
 PART_LIMITS_S = {
     "smoke": 60.0,  # eight processes compile its launches; a broken device may hang

@@ -15,7 +15,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1_000_000)
 class PlanMaker:
     """Makes plans. Each plan replaces the requests of the previous plan.
 
-    The requests' blocks are scattered, as in a worker that has run for a long time."""
+    The requests' blocks are scattered, as in a worker that has run for a long time.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int, seed: int = 0) -> None:
         self._block_size = block_size

@@ -26,7 +26,8 @@ rows."""
 class Setting:
     """A GPU, or a CPU in place of a GPU.
 
-    On a CPU, shapes are tiny, Triton's interpreter runs the kernels, and figures have no meaning."""
+    On a CPU, shapes are tiny, Triton's interpreter runs the kernels, and figures have no meaning.
+    """
 
     is_dry: bool
     folder: Path

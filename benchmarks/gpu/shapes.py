@@ -98,7 +98,8 @@ class ModelCosts:
         """Operations of a prefill.
 
         There are two operations for each weight and token (but only the last token's logits), and four for
-        each pair of query and key and dimension."""
+        each pair of query and key and dimension.
+        """
         pairs = num_tokens * (num_tokens + 1) // 2
         attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         products = 2 * (self.num_parameters - vocab_parameters) * num_tokens + 2 * vocab_parameters

@@ -71,9 +71,7 @@ def _sweep(setting: Setting, case: SweepCase) -> Iterator[Row]:
                 wrong.append(f"{name}: {error:.1e} off")
                 continue
             times[name] = _seconds(setting, case, candidate)
-        except (
-            Exception
-        ) as problem:  # for example, Triton's errors: too much shared memory, or a compile error
+        except Exception as problem:  # such as Triton's errors: too much shared memory, or no compilation
             refusals[name] = str(problem).splitlines()[0][:160]
             print(f"  {case.name}: {name}: {refusals[name]}")
     best = min((name for name in times if name != case.yardstick), key=lambda name: times[name])

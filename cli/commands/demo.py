@@ -39,7 +39,7 @@ def run(config: BatonConfig, prompt: str) -> int:
 
 
 def show_timeline(answer: GeneratedAnswer, console: Console) -> None:
-    """Where the time of one answer went, stage by stage, and on which workers."""
+    """Shows where the time of one answer went, stage by stage, and on which workers."""
     timing, usage, placement = (
         answer.completion.timing,
         answer.completion.usage,
@@ -76,7 +76,7 @@ def show_timeline(answer: GeneratedAnswer, console: Console) -> None:
 
 
 def _story(transfer: dict[str, Any]) -> str:
-    """One end's view of a hand-over, with the moments of its events since the request's arrival."""
+    """The account of a hand-over by one of its ends. Times of events count from the request's arrival."""
     direction = "to" if transfer["role"] == "producer" else "from"
     events = ", ".join(
         f"{event['name'].replace('_', ' ')} {event['at_s'] * 1e3:.1f} ms" for event in transfer["events"]

@@ -9,7 +9,10 @@ from cli.target import Target
 
 
 def run(target: Target, worker: str, as_json: bool) -> int:
-    """Returns once the worker is removed. GatewayError if it is not, with the reason."""
+    """Returns once the worker is removed.
+
+    Raises GatewayError with the reason if the worker is not removed.
+    """
     with running_command("drain", f"draining {worker}", as_json) as stage:
         total_s = asyncio.run(_drain(target, worker, stage.say))
         stage(f"{worker} is removed")

@@ -16,7 +16,8 @@ from cli.target import Target
 from cluster.control_api.zmq_carrier import control_client
 
 _ASK_AGAIN_S = 1.0
-"""Pause between two tries: an unreachable control server may be restarting. The command may be repeated."""
+"""Pause between two tries: an unreachable control server may be restarting. Sending the command again is
+harmless."""
 
 
 def run(ask: Target | str, node: str, timeout_s: float, network: NetworkConfig, as_json: bool) -> int:

@@ -1,4 +1,7 @@
-"""`baton fleet`: workers and their controller without a gateway; serves gateways elsewhere until Ctrl-C."""
+"""`baton fleet`: runs workers and their controller without a gateway, until Ctrl-C.
+
+Gateways elsewhere use the fleet.
+"""
 
 import asyncio
 import json
@@ -33,6 +36,6 @@ def run(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -
 
 
 def ready_line(fleet: OpenFleet) -> str:
-    """For programs that start a fleet: where it is, and its workers' processes."""
+    """One JSON line for programs that start a fleet: its address, and the processes of its workers."""
     workers = [{"name": e.ref.name, "role": e.role.value, "pid": e.pid} for e in fleet.endpoints]
     return json.dumps({"fleet": fleet.address, "workers": workers})

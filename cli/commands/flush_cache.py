@@ -1,4 +1,4 @@
-"""`baton flush-cache`: workers forget their prefix caches, so that the next prompts are computed whole."""
+"""`baton flush-cache`: makes workers forget their prefix caches. Later prompts are computed in full."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from cli.target import Target
 
 
 def run(target: Target, workers: Sequence[str], *, force: bool, as_json: bool) -> int:
-    """1 if any worker keeps its cache; stderr says which, and why."""
+    """Returns 1 if any worker keeps its cache; stderr says which worker, and why."""
     started = time.monotonic()
     with running_command("flush-cache", "flushing prefix caches", as_json) as stage:
         flushes = asyncio.run(_flush(target, workers, force))

@@ -1,4 +1,7 @@
-"""`baton gateway`: one more gateway for a running fleet, until Ctrl-C; the fleet outlives it."""
+"""`baton gateway`: adds one more gateway to a running fleet, until Ctrl-C.
+
+The fleet then continues without it.
+"""
 
 from rich.console import Console
 

@@ -1,4 +1,7 @@
-"""`baton generate`: one prompt to a running gateway, streamed to stdout as it comes or printed whole as JSON."""
+"""`baton generate`: sends one prompt to a running gateway.
+
+The answer is streamed to stdout, or printed as JSON at the end.
+"""
 
 import argparse
 import asyncio
@@ -20,18 +23,18 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True, slots=True)
 class GeneratedAnswer:
-    """A whole answer."""
+    """One complete answer."""
 
     text: str
     token_ids: tuple[int, ...]
     completion: GenerationEnd
     parts: AnswerParts | None = None
-    """Of an answer to a conversation; `text` is then what the user is to read."""
+    """The parts of an answer to a conversation. `text` then contains only the part that the user reads."""
     call_ids: tuple[str, ...] = ()
 
 
 def run(target: Target, options: argparse.Namespace) -> int:
-    """Streams the answer, or prints it as one object. GatewayError says why there is none."""
+    """Streams the answer, or prints it as one JSON object. Raises GatewayError if the request fails."""
     keys = ("max_tokens", "temperature", "seed", "ignore_eos", "json_schema", "regex")
     sampling = {key: getattr(options, key) for key in keys}
     prompt = _prompt_of(options)
@@ -43,7 +46,7 @@ def run(target: Target, options: argparse.Namespace) -> int:
 
 
 def _prompt_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The prompt, as `GatewayClient.generate` takes it; ConfigError names a bad flag."""
+    """The prompt as arguments of `GatewayClient.generate`. ConfigError names a bad flag."""
     if options.tools is None:
         if options.tool_choice is not None:
             raise ConfigError("--tool-choice needs --tools")
@@ -56,14 +59,16 @@ def _prompt_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _end_of(answer: GeneratedAnswer) -> str:
-    """What follows the text: a line for each call."""
+    """The output after the text: one line for each tool call."""
     calls = answer.parts.calls if answer.parts else []
     break_ = "\n" if answer.text or not calls else ""
     return break_ + "".join(f"{call.name}({call.arguments})\n" for call in calls)
 
 
 async def ask(target: Target, on_text: Callable[[str], None], **request: Any) -> GeneratedAnswer:
-    """One request from beginning to end, as `GatewayClient.generate` takes it; `on_text` gets each piece of text as it
+    """Runs one request from beginning to end.
+
+    `request` has the arguments of `GatewayClient.generate`. `on_text` gets each piece of text when it
     arrives.
     """
     pieces: list[str] = []
@@ -90,7 +95,7 @@ def _text_of(events: Iterable[AnswerEvent]) -> str:
 
 
 def to_json(answer: GeneratedAnswer) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """The JSON object that `--json` prints."""
     completion = answer.completion
     return {
         "text": answer.text,
@@ -117,8 +122,10 @@ def _parts_to_json(answer: GeneratedAnswer) -> dict[str, Any]:
 
 
 def _write(text: str) -> None:
-    """A terminal obeys control characters, and so a model could move its cursor or rename its window: they are shown
-    instead, all but line ends and tabs."""
+    """Prints a model's text. Control characters are made visible, except line ends and tabs.
+
+    A terminal obeys control characters. So a model could otherwise move the cursor or rename the window.
+    """
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     sys.stdout.write(text)

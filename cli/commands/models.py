@@ -13,11 +13,11 @@ from engine.loading.cached_models import CachedModel, cached_models
 from engine.loading.pretrained import default_cache_dir
 
 _WIDTH_OF_FILES = 160
-"""Width of the table, in columns, if stdout is no terminal."""
+"""Width of the table in columns if stdout is not a terminal."""
 
 
 def run(config: BatonConfig, *, as_json: bool) -> int:
-    """Prints a row for each model, as `config` would serve it, and why some would not load."""
+    """Prints a row for each cached model, as `config` would serve it, and why some would not load."""
     models = cached_models(config, default_cache_dir(os.environ))
     if as_json:
         print(json.dumps([_object(model) for model in models]))

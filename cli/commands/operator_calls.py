@@ -1,4 +1,4 @@
-"""Shared by `baton drain`, `role`, `rollout` and `flush-cache`: runs a command to the fleet, and shows its progress."""
+"""Shared by `baton drain`, `role`, `rollout` and `flush-cache`: runs a command and shows its progress."""
 
 import asyncio
 import sys
@@ -14,12 +14,12 @@ from cluster.serve.screen import Screen, ScreenStage
 from gateway.client import GatewayClient, GatewayError
 
 LOOK_INTERVAL_S = 1.0
-"""Pause between two looks at the workers."""
+"""Pause between two requests for the state of the workers."""
 
 
 @contextmanager
 def running_command(command: str, doing: str, as_json: bool) -> Iterator[ScreenStage]:
-    """Shows the command while it runs, and its outcome as the last line; on stderr if stdout is for JSON.
+    """Shows the command while it runs, and then its outcome; on stderr if stdout is reserved for JSON.
 
     Ctrl-C ends the wait, not the command.
     """
@@ -39,7 +39,10 @@ async def carry_out(
     describe: Callable[[list[dict[str, Any]]], str],
     say: Callable[[str], None],
 ) -> float:
-    """Waits for the call, and shows the workers through `describe` meanwhile; returns the seconds it took."""
+    """Waits for the call, and shows the workers through `describe` in the meantime.
+
+    Returns the duration in seconds.
+    """
     started = time.monotonic()
     looking = asyncio.create_task(_look(client, describe, say))
     try:
@@ -62,18 +65,18 @@ async def _look(
 
 
 def of_worker(name: str) -> Callable[[list[dict[str, Any]]], str]:
-    """A description of this worker."""
+    """A function that describes the worker of this name."""
     return lambda workers: "; ".join(map(what_it_has, (w for w in workers if w["name"] == name))) or "gone"
 
 
 def of_absent(workers: list[dict[str, Any]]) -> str:
-    """A description of the workers that do not serve."""
+    """Describes the workers that do not serve."""
     absent = [worker for worker in workers if worker["state"] != "ready"]
     return "; ".join(f"{worker['name']} {what_it_has(worker)}" for worker in absent) or "all serve"
 
 
 def what_it_has(worker: dict[str, Any]) -> str:
-    """What a worker still holds: requests, and blocks that others may still read or write."""
+    """Describes what a worker still has: requests, and blocks that other workers may still read or write."""
     state, requests, blocks = words.state_text(worker).plain, worker["requests"], worker["kv_blocks"]
     if not blocks["total"]:
         return state

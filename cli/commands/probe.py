@@ -22,8 +22,9 @@ _MAX_BODY_BYTES = 300
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """TLS settings for https. Without a CA, the server's certificate is not checked: a probe is about health, not
-    trust.
+    """TLS settings for https.
+
+    Without a CA, the probe does not check the server's certificate: a probe tests health, not trust.
     """
 
     ca: Path | None = None
@@ -32,9 +33,10 @@ class TlsFiles:
 
 
 def run(url: str, timeout_s: float, tls: TlsFiles, network: NetworkConfig) -> int:
-    """Returns if the process is healthy; ClusterError says what is wrong, ConfigError that the URL cannot be probed.
+    """Returns if the process is healthy. Raises ClusterError with the reason if it is not.
 
-    `timeout_s` applies to each step. A `fleet` URL is probed with the cluster's secret, as `network` configures it.
+    ConfigError means that the URL cannot be probed. `timeout_s` applies to each step. A `fleet` URL is probed
+    with the cluster secret, as `network` configures it.
     """
     parts = _parts_of(url)
     if parts.scheme != "https" and tls != TlsFiles():

@@ -10,7 +10,10 @@ from cli.target import Target
 
 
 def run(target: Target, worker: str, role: str, as_json: bool) -> int:
-    """Returns once the worker serves in its new role. GatewayError if it keeps its old one, with the reason."""
+    """Returns once the worker serves in its new role.
+
+    Raises GatewayError if the worker keeps its old role.
+    """
     with running_command("role", f"{worker} becomes a {role} worker", as_json) as stage:
         total_s = asyncio.run(_set_role(target, worker, WorkerRole(role), stage.say))
         stage(f"{worker} serves as a {role} worker")

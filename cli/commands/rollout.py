@@ -11,7 +11,10 @@ from gateway.client import GatewayError
 
 
 def run(target: Target, workers: Sequence[str], as_json: bool) -> int:
-    """Returns once these workers, or all, were restarted. GatewayError, with the progress, if the rollout stopped."""
+    """Returns once these workers (by default all) were restarted.
+
+    Raises GatewayError if the rollout stopped.
+    """
     steps: list[RolloutStep] = []
 
     def on_step(step: RolloutStep) -> None:

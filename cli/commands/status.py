@@ -1,4 +1,4 @@
-"""`baton status`: a fleet as its gateway and controller see it, as tables or as JSON."""
+"""`baton status`: prints a fleet, as its gateway and controller see it, as tables or as JSON."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ from cli.target import Target
 from cli.views import words
 
 _WIDTH_OF_FILES = 160
-"""Width of the tables, in columns, if stdout is no terminal."""
+"""Width of the tables in columns if stdout is not a terminal."""
 
 
 def run(target: Target, as_json: bool) -> int:
-    """Prints the state of the fleet. GatewayError if no gateway answers at `target`."""
+    """Prints the state of the fleet. Raises GatewayError if no gateway answers at `target`."""
     description = asyncio.run(_describe(target))
     if as_json:
         print(json.dumps(description))
@@ -28,7 +28,7 @@ def run(target: Target, as_json: bool) -> int:
 
 
 def show(description: dict[str, Any], console: Console) -> None:
-    """Lines about requests and the controller, a row for each node and worker, and the last failures."""
+    """Prints lines about requests and the controller, a row per node and worker, and the last failures."""
     gateway, workers = description["gateway"], description["workers"]
     console.print(
         Text.assemble(
@@ -71,7 +71,7 @@ def _nodes_table(nodes: Iterable[dict[str, Any]]) -> Table:
 
 
 def _workers_table(workers: Iterable[dict[str, Any]], is_wide: bool) -> Table:
-    """A missing worker has only a state and its number of starts."""
+    """One row for each worker. A missing worker has only a state and its number of starts."""
     headings = ("free blocks", "leased", "quarantined", "running", "waiting", "loading", "starts")
     if not is_wide:
         headings = ("free", "lease", "quar", "run", "wait", "load", "starts")
@@ -106,7 +106,7 @@ def _numbers(worker: dict[str, Any]) -> list[str]:
 
 
 def _hand_overs_table(hand_overs: Iterable[tuple[str, dict[str, Any]]], is_wide: bool) -> Table:
-    """The hand-overs between each pair of workers; times are means over finished hand-overs, in ms."""
+    """One row for each pair of workers. Times are means over finished hand-overs, in milliseconds."""
     table = words.plain_table("worker", "", "peer", "transport")
     for heading in ("handed over" if is_wide else "done", "failed", *(["not needed"] if is_wide else [])):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -19,13 +19,13 @@ from cli.views.top import TopView
 from gateway.client import GatewayClient, GatewayError
 
 ANSWER_TIMEOUT_S = 5.0
-"""A gateway that takes longer counts as silent; the next update asks again."""
+"""A gateway that takes longer than this counts as silent. The next update tries again."""
 
 
 def run(target: Target, interval_s: float) -> int:
-    """Shows the fleet until q or a signal, then restores the terminal.
+    """Shows the fleet until the user presses q or a signal arrives, then restores the terminal.
 
-    GatewayError if no gateway answers at first; ConfigError without a terminal.
+    Raises GatewayError if no gateway answers at the start, and ConfigError if there is no terminal.
     """
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
@@ -75,7 +75,7 @@ async def _describe(client: GatewayClient) -> dict[str, Any]:
 
 @contextmanager
 def _keys(leave: Callable[[], None]) -> Iterator[None]:
-    """Reads keys at once, without echo. Ctrl-Z is off, since it would not restore the screen."""
+    """Reads keys at once, without echo. Ctrl-Z is disabled, since it would not restore the screen."""
     if not sys.stdin.isatty():
         yield
         return

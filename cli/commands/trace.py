@@ -12,15 +12,16 @@ from cli.trace_chart.text import text_of
 from worker.step_trace import Trace, read_trace
 
 _WIDTH_OF_FILES = 160
-"""Width of the picture, in columns, if stdout is no terminal."""
+"""Width of the picture in columns if stdout is not a terminal."""
 
 _CHARACTERS_PER_STEP = 6
-"""Approximate width of a step; only decides whether equal steps are folded."""
+"""Approximate width of a step. It is used only to decide whether equal steps are folded."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the picture. Raises TraceError for a bad trace file, OSError if a file cannot be read, and ConfigError
-    for a bad flag.
+    """Prints the picture.
+
+    Raises TraceError for a bad trace file, OSError if a file cannot be read, and ConfigError for a bad flag.
     """
     if options.max_columns < 1:
         raise ConfigError(f"--max-columns: got {options.max_columns}; must be at least 1")

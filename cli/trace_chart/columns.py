@@ -1,7 +1,7 @@
 """Columns of a step chart: the steps of one or several workers ordered by time, with equal neighbours folded.
 
-A column begins where any worker begins to compute a step. So simultaneous events on two workers share a column, and a
-long step of one worker spans several short ones of the other.
+A column begins when any worker begins to compute a step. So simultaneous events on two workers share a
+column, and a long step of one worker spans several short steps of the other worker.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from worker.step_trace import Share, StepTrace, Trace
 
 MIN_FOLD = 4
-"""Fewer equal steps are not worth folding."""
+"""A shorter run of equal steps is not folded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ EVERYTHING = StepRange()
 
 
 def columns_of(traces: Sequence[Trace], steps: StepRange, fold_above: int) -> list[Column]:
-    """Columns ordered by time. `steps` counts the first trace's; the other traces contribute their steps of the same
-    period.
+    """Columns ordered by time.
 
-    Equal steps are folded if there would otherwise be more columns than `fold_above`.
+    `steps` selects steps of the first trace; the other traces contribute their steps of the same period. If
+    there were more columns than `fold_above`, equal steps are folded.
     """
     columns = [
         column for owner, trace in enumerate(traces) for column in _single(owner, trace, _zero(traces))
@@ -53,7 +53,7 @@ def columns_of(traces: Sequence[Trace], steps: StepRange, fold_above: int) -> li
 
 
 def prompt_lengths(trace: Trace) -> dict[str, int]:
-    """Prompt lengths of every request that the worker computed."""
+    """Prompt lengths of all requests that the worker computed, by request id."""
     return {
         request_id: num_tokens
         for step in trace.steps
@@ -62,8 +62,9 @@ def prompt_lengths(trace: Trace) -> dict[str, int]:
 
 
 def is_decode(share: Share, num_drafts: int, num_prompt_tokens: int | None) -> bool:
-    """One token, besides drafts, that belongs to no prompt; if the prompt's length is unknown, a single token counts as
-    output.
+    """Whether a request decodes in this step: one token, besides drafts, is not part of its prompt.
+
+    If the prompt's length is unknown, a single token counts as output.
     """
     return share.num_tokens - num_drafts == 1 and share.num_computed_tokens >= (num_prompt_tokens or 0)
 
@@ -73,8 +74,10 @@ def _zero(traces: Sequence[Trace]) -> float:
 
 
 def _single(owner: int, trace: Trace, zero_unix_s: float) -> list[Column]:
-    """With asynchronous scheduling, a step is planned while the previous one computes, and begins when that one does
-    end.
+    """One column for each step.
+
+    With asynchronous scheduling, a step is planned while the previous step computes. So it begins when the
+    previous step ends.
     """
     columns = []
     offset_s, previous_end_s = trace.header.began_unix_s - zero_unix_s, 0.0
@@ -87,7 +90,7 @@ def _single(owner: int, trace: Trace, zero_unix_s: float) -> list[Column]:
 
 
 def _within(steps: StepRange, columns: list[Column]) -> list[Column]:
-    """Everything from the beginning of the first wanted step to the end of the last."""
+    """The columns from the beginning of the first selected step to the end of the last."""
     first, last = steps.first, steps.last
     if first is None and last is None:
         return columns
@@ -119,7 +122,7 @@ def _fold(columns: list[Column], traces: Sequence[Trace]) -> list[Column]:
 
 
 def _look(column: Column, prompts: Sequence[dict[str, int]]) -> tuple[object, ...]:
-    """What the picture shows of a step; steps that must not be folded are unequal to all others."""
+    """What the picture shows of a step. A step that must not be folded gets a value that equals no other."""
     step = column.steps[0]
     is_alone = (
         step.num_prompt_tokens

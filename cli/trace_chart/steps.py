@@ -1,7 +1,7 @@
-"""A step chart: the layout of traces of one or several workers; knows no terminal.
+"""A step chart: the layout of the traces of one or several workers; knows no terminal.
 
-One panel for each worker, one row for each request in the order of arrival, one column for each step. Pieces lie in
-rows and span columns. Panels share their columns (cli/trace_chart/columns.py).
+Each worker has a panel. A panel has one row for each request, in the order of arrival, and one column for
+each step. Pieces lie in rows and span columns. All panels share their columns (cli/trace_chart/columns.py).
 """
 
 from bisect import bisect_left
@@ -15,14 +15,14 @@ from worker.step_trace import StepTrace, Trace, TraceEnd, TraceHeader
 
 _MIN_LABEL = 4
 _MAX_WHOLE_LABEL = 8
-"""Ids of this length or less are not shortened."""
+"""Ids up to this length are not shortened."""
 
 
 class PieceKind(Enum):
-    """What a request did."""
+    """What a request did in a piece."""
 
     PREFILL = auto()
-    """Several tokens, or one that does not precede the first output: a prompt, or tokens lost to a preemption."""
+    """The step computed several tokens, or one token of the prompt: a prompt, or tokens lost by a preemption."""
     DECODE = auto()
     LOADING = auto()
     """The request waited for KV from another worker."""
@@ -36,25 +36,25 @@ class PieceKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """From the beginning of column `first` to the end of column `last`."""
+    """One activity of a request, from the beginning of column `first` to the end of column `last`."""
 
     kind: PieceKind
     first: int
     last: int
     step: int
-    """The first of `num_steps` equal ones."""
+    """The first of `num_steps` equal steps."""
     num_steps: int = 1
     num_tokens: int = 0
     """Tokens computed in each step."""
     num_sampled: int | None = None
-    """With drafts: how many of these tokens' samples count. The other drafts were wrong."""
+    """With drafts: how many tokens of the samples count. The other drafts were wrong."""
     num_cached_tokens: int = 0
-    """Tokens just found in the prefix cache."""
+    """Tokens found in the prefix cache at the beginning of this piece."""
     num_swapped_in_tokens: int = 0
-    """Tokens just copied back from host memory."""
+    """Tokens copied back from host memory at the beginning of this piece."""
     is_resumed: bool = False
     is_in_vain: bool = False
-    """The request had already ended, but the scheduler did not know when it planned the step."""
+    """The request had already ended, but the scheduler did not know this when it planned the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,16 @@ class Row:
     preempted: tuple[int, ...]
     """Columns in which the request lost its blocks."""
     end: tuple[int, FinishReason] | None
-    """Where the reason for its end is drawn: at the beginning of this column, which may be one past the last."""
+    """Where the reason for the request's end is drawn: at the beginning of this column, which may be one past
+    the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """The numbers of one step of a worker. If a column stands for several equal steps, those of the last one."""
+    """The numbers of one step of a worker.
+
+    If a column stands for several equal steps, these are the numbers of the last step.
+    """
 
     column: int
     num_tokens: int
@@ -85,23 +89,27 @@ class StepUsage:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One worker."""
+    """The part of the chart that belongs to one worker."""
 
     name: str
     header: TraceHeader
     end: TraceEnd
     rows: tuple[Row, ...]
     usage: tuple[StepUsage, ...]
-    """One for each of the worker's own columns."""
+    """One entry for each of the worker's own columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A whole picture. Names in it are printable, whatever the files hold; headers are unchanged."""
+    """A whole picture.
+
+    All names in it are printable, even if the trace files contain control characters. Headers are
+    unchanged.
+    """
 
     columns: tuple[Column, ...]
     num_left_out: int
-    """Later steps that did not fit."""
+    """How many later steps did not fit."""
     panels: tuple[Panel, ...]
 
 
@@ -112,8 +120,10 @@ def make_chart(
     fold_above: int = 40,
     max_columns: int = 200,
 ) -> Chart:
-    """`requests` are prefixes of ids; without any, all requests are drawn. Equal steps are folded if there would
-    otherwise be more columns than `fold_above`. At most `max_columns` are drawn.
+    """Lays out the chart of these traces.
+
+    `requests` are prefixes of ids; without prefixes, all requests are drawn. If there were more columns than
+    `fold_above`, equal steps are folded. At most `max_columns` columns are drawn.
     """
     found = columns_of(traces, steps, fold_above)
     columns = tuple(found[:max_columns])
@@ -143,7 +153,7 @@ def make_chart(
 
 @dataclass(slots=True)
 class _Request:
-    """A request from its first mention to its end; its id may be used again after that."""
+    """A request from its first mention to its end. After that, another request may have the same id."""
 
     request_id: str
     number: int
@@ -160,7 +170,7 @@ class _Request:
     def to_row(self, label_of: Callable[[str], str]) -> Row:
         label = label_of(self.request_id) + "'" * self.number
         end = self.end
-        if end is not None:  # after tokens computed in vain
+        if end is not None:  # after tokens that were computed in vain
             end = (max([end[0], *(piece.last + 1 for piece in self.pieces)]), end[1])
         return Row(
             _printable(self.request_id),
@@ -172,7 +182,7 @@ class _Request:
         )
 
     def extend(self, kind: PieceKind, first: int, last: int, step: int) -> None:
-        """The request waits, perhaps as it did before."""
+        """Records that the request waits, and extends its last piece if it waited before."""
         previous = self.pieces[-1] if self.pieces else None
         if previous is not None and previous.kind is kind and previous.last == first - 1:
             first, step = previous.first, previous.step
@@ -181,7 +191,7 @@ class _Request:
 
 
 class _Plot:
-    """Reads one trace from its beginning, and draws everything within the columns."""
+    """Reads one trace from its beginning, and draws everything that happens within the columns."""
 
     def __init__(self, owner: int, trace: Trace, columns: Sequence[Column]) -> None:
         self.requests: list[_Request] = []
@@ -213,7 +223,10 @@ class _Plot:
             self.usage.append(self._usage(index))
 
     def _request(self, request_id: str, step: StepTrace) -> _Request:
-        """The request of this id. A step planned before its end was known still means the old request."""
+        """The request with this id.
+
+        A step that was planned before a request's end was known still means the old request.
+        """
         request = self._current.get(request_id)
         if request is None or (request.ended_s is not None and step.planned_s >= request.ended_s):
             request = _Request(request_id, 0 if request is None else request.number + 1)
@@ -267,18 +280,18 @@ class _Plot:
         )
 
     def _next_own(self, index: int) -> int:
-        """Where the worker's next step begins."""
+        """The index of the column in which the worker's next step begins."""
         position = bisect_left(self._own, index + 1)
         return self._own[position] if position < len(self._own) else len(self._columns)
 
     def _end_of_work(self, index: int) -> int:
-        """The first column that begins when this one's step is done, or later."""
+        """The first column that begins after this column's step is done."""
         end_s, next_own = self._columns[index].end_s, self._next_own(index)
         return next((i for i in range(index + 1, next_own) if self._columns[i].begin_s >= end_s), next_own)
 
 
 def _labels(request_ids: Collection[str]) -> Callable[[str], str]:
-    """Shortens ids to as many leading characters as tell them apart, or to trailing ones if fewer suffice."""
+    """Shortens ids to the leading or trailing characters that tell them apart, whichever are fewer."""
     printable = {request_id: _printable(request_id) for request_id in request_ids}
     longest = max(map(len, request_ids), default=0)
     for size in range(_MIN_LABEL, longest) if longest > _MAX_WHOLE_LABEL else ():
@@ -294,5 +307,5 @@ def _labels(request_ids: Collection[str]) -> Callable[[str], str]:
 
 
 def _printable(name: str) -> str:
-    """Replaces characters that would move a cursor."""
+    """Replaces characters that would move the cursor of a terminal."""
     return "".join(character if character.isprintable() else "?" for character in name)

@@ -1,4 +1,4 @@
-"""A step chart for terminals: readable without colours, as wide as fits, and in several bands if necessary."""
+"""A step chart for terminals: readable without colours, as wide as fits, in several bands if needed."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _MIN_WIDTH = 3
 
 
 def text_of(chart: Chart, width: int) -> Text:
-    """The whole picture in lines of at most `width` characters, unless headings or single columns are wider."""
+    """The whole picture in lines of at most `width` characters. Headings and single columns may be wider."""
     if not chart.columns:
         return Text("no steps\n")
     layout = _Layout(chart)
@@ -72,15 +72,15 @@ class _Layout:
 
     @property
     def left(self) -> int:
-        """Where the first column begins: to the right of request, prompt and the names of the axes."""
+        """Where the first column begins: right of the request, the prompt, and the axes' names."""
         return self.label_width + len("  prompt  step  ")
 
     def width(self, first: int, stop: int) -> int:
-        """Width of some columns, with the gaps between them."""
+        """Width of these columns, with the gaps between them."""
         return sum(self.widths[first:stop]) + max(0, stop - first - 1)
 
     def bands(self, width: int) -> Iterator[tuple[int, int]]:
-        """Columns that fit beside one another: first, and one past the last."""
+        """Splits the columns into bands that fit the width: the index of the first, and one past the last."""
         first = 0
         while first < len(self.widths):
             stop = first + 1
@@ -101,7 +101,7 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Line:
-    """Texts at their positions, from left to right."""
+    """Collects texts at their positions, from left to right."""
 
     text: Text = field(default_factory=Text)
 
@@ -112,7 +112,7 @@ class _Line:
 
 
 class _Band:
-    """Some columns, side by side, with all their content."""
+    """Some columns side by side, with all their content."""
 
     def __init__(self, chart: Chart, layout: _Layout, first: int, stop: int) -> None:
         self._chart = chart
@@ -121,7 +121,7 @@ class _Band:
         self._stop = stop
 
     def lines_of(self, number: int, panel: Panel) -> list[Text]:
-        """One worker's part of this band, if it has any."""
+        """The lines of one worker's panel in this band; empty if the worker has no steps in it."""
         rows = [row for row in panel.rows if self._has(row)]
         usage = self._usage(panel)
         if not rows and not usage:
@@ -129,7 +129,7 @@ class _Band:
         return [_heading(panel), *self._axis(number), *map(self._row, rows), Text(), *usage, Text()]
 
     def _at(self, column: int) -> int:
-        """Where a column begins."""
+        """The position at which a column begins."""
         gap = 1 if column > self._first else 0
         return self._layout.left + self._layout.width(self._first, column) + gap
 
@@ -145,11 +145,14 @@ class _Band:
         return self._first <= column < self._stop
 
     def _ends(self, column: int) -> bool:
-        """A reason that ends before the first column of a band is drawn behind the last column of the band above."""
+        """Whether the reason for an end at this column belongs to this band.
+
+        A reason before the first column of a band is drawn after the last column of the band above.
+        """
         return self._first < column <= self._stop or column == self._first == 0
 
     def _axis(self, number: int) -> list[Text]:
-        """Number and start time of each step."""
+        """The number and the start time of each step."""
         head = f"{'request':<{self._layout.label_width}}  prompt"
         steps = _Line().put(self._layout.left - len("step  "), "step", "dim")
         times = _Line().put(0, f"{head}  {self._layout.unit[0]:>4}", "dim")
@@ -220,7 +223,7 @@ def _heading(panel: Panel) -> Text:
 
 
 def _cell(piece: Piece) -> tuple[str, str, str]:
-    """The text before the tokens, the tokens, and the number of equal steps."""
+    """The text before the tokens, the tokens, and the number of equal steps, as texts."""
     lead = _RESUMED if piece.is_resumed else ""
     if piece.num_cached_tokens:
         lead += f"{piece.num_cached_tokens}+"
@@ -234,7 +237,7 @@ def _cell(piece: Piece) -> tuple[str, str, str]:
 
 
 def _usage_names(panel: Panel) -> dict[str, str]:
-    """The lines below the requests; lines without any value are left out."""
+    """The names of the lines below the requests. Lines without any value are left out."""
     names = {"tokens": f"tokens of {panel.header.max_num_batched_tokens}", "free": "free blocks"}
     if any(usage.num_waiting for usage in panel.usage):
         names["queue"] = "queue"
@@ -261,7 +264,7 @@ def _end_text(reason: FinishReason) -> str:
 
 
 def _legend(chart: Chart, width: int) -> list[Text]:
-    """Explains the signs that occur."""
+    """Explains the signs that occur in this chart."""
     lines = [Text()]
     for sign in signs_of(chart):
         entry = Text.assemble((_SAMPLES[sign], "bold"), f" {sign.value}   ")

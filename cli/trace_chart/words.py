@@ -41,7 +41,7 @@ class Sign(Enum):
 
 
 def signs_of(chart: Chart) -> list[Sign]:
-    """The signs that occur."""
+    """The signs that occur in this chart."""
     rows = [row for panel in chart.panels for row in panel.rows]
     pieces = [piece for row in rows for piece in row.pieces]
     kinds = {piece.kind for piece in pieces}
@@ -62,7 +62,7 @@ def signs_of(chart: Chart) -> list[Sign]:
 
 
 def heading_of(panel: Panel) -> str:
-    """The worker's role, and the resources it shares out."""
+    """The worker's role, its token budget for a step, and its blocks."""
     header = panel.header
     return (
         f"{header.role.value} worker, {header.max_num_batched_tokens} tokens a step, "
@@ -71,24 +71,24 @@ def heading_of(panel: Panel) -> str:
 
 
 def left_out(chart: Chart) -> str:
-    """How many steps did not fit; empty if all did."""
+    """Says how many steps did not fit; empty if all did."""
     if chart.num_left_out == 1:
         return "1 later step is left out"
     return f"{chart.num_left_out} later steps are left out" if chart.num_left_out else ""
 
 
 def step_text(column: Column) -> str:
-    """The number of a column's step, or of its first and last."""
+    """The number of a column's step, or the numbers of its first and last step."""
     first, last = column.steps[0].step, column.steps[-1].step
     return str(first) if first == last else f"{first}-{last}"
 
 
 def time_unit(columns: Sequence[Column]) -> tuple[str, float]:
-    """Name and seconds of the unit that makes a chart's times short."""
+    """The name and the length in seconds of the unit that keeps the chart's times short."""
     return ("s", 1.0) if columns and columns[-1].begin_s >= 100 else ("ms", 1e-3)
 
 
 def time_text(seconds: float, unit: tuple[str, float]) -> str:
-    """As short as the unit allows."""
+    """The time in as few characters as the unit allows."""
     value = seconds / unit[1]
     return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

@@ -1,4 +1,4 @@
-"""Rates of a fleet, from the differences of counters in two descriptions; pure."""
+"""Rates of a fleet, computed from the counters of two descriptions; pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PairTransfers:
-    """KV moving from one worker to another. Rates are None without an earlier description to compare with."""
+    """The KV that moves from one worker to another. Without an earlier description, rates are None."""
 
     producer: str
     consumer: str
     transports: tuple[str, ...]
     num_bytes: int
-    """Counted since the consumer's start, as are the next two fields."""
+    """Counted since the consumer's start, like the next two fields."""
     done: int
     failed: int
     bytes_per_s: float | None
@@ -31,7 +31,7 @@ class _Counts:
 def transfers(
     previous: dict[str, Any] | None, current: dict[str, Any], elapsed_s: float
 ) -> list[PairTransfers]:
-    """Every pair with any hand-over, the busiest first; counted where KV arrives."""
+    """Every pair with any hand-over, the busiest first. The counts are those of the consumer."""
     known = {worker["name"]: worker for worker in previous["workers"]} if previous else {}
     found = []
     for worker in current["workers"]:
@@ -58,7 +58,7 @@ def transfers(
 def path_rates(
     previous: dict[str, Any] | None, current: dict[str, Any], elapsed_s: float
 ) -> Iterator[tuple[str, int, float | None]]:
-    """(path, finished requests, per second) of the gateway."""
+    """(path, finished requests, requests per second) of the gateway."""
     before = previous["gateway"]["paths"] if previous else {}
     for path, count in current["gateway"]["paths"].items():
         is_comparable = previous is not None and elapsed_s > 0
@@ -76,7 +76,7 @@ def acceptance_rate(previous: dict[str, Any] | None, worker: dict[str, Any]) -> 
 
 
 def _share(part: str, whole: str, previous: dict[str, Any] | None, worker: dict[str, Any]) -> float | None:
-    """Of two counters, recently or, if nothing was counted recently, since the worker's start."""
+    """One counter divided by another, both recent; without recent counts, since the worker's start."""
     now = worker["counters"]
     former = {}
     for known in previous["workers"] if previous else ():
@@ -90,7 +90,10 @@ def _share(part: str, whole: str, previous: dict[str, Any] | None, worker: dict[
 
 
 def _before(former: dict[str, Any] | None, worker: dict[str, Any]) -> dict[str, _Counts]:
-    """The counts to subtract; none if the worker restarted, since its counts then began at zero."""
+    """The counts to subtract.
+
+    There are none if the worker restarted, since its counters then began at zero.
+    """
     if former is None or former["incarnation"] != worker["incarnation"]:
         return {}
     return _by_producer(former)

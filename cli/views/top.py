@@ -1,4 +1,4 @@
-"""TopView: a screen of `baton top` from two descriptions of a fleet; fits itself to the terminal it is drawn on."""
+"""TopView: draws a screen of `baton top` from two descriptions of a fleet, and fits it to the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,18 @@ from cli.views import rates, words
 _BAR_STYLES = (("referenced", "█", "green"), ("leased", "▓", "cyan"), ("quarantined", "░", "magenta"))
 _FREE = "·"
 _NUM_LINES = 5
-"""Lines of each section, if there is room."""
+"""Lines of each section if there is enough room."""
 _FEW = 2
-"""Lines of each section, if there is little room."""
+"""Lines of each section if there is little room."""
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class TopView:
-    """`previous` was taken `elapsed_s` before `current`; without it there are no rates."""
+    """The whole screen.
+
+    `previous` was taken `elapsed_s` before `current`; without `previous` there are no rates.
+    """
 
     target: str
     previous: dict[str, Any] | None
@@ -30,7 +33,7 @@ class TopView:
     height: int | None = None
     """Lines of the screen; None shows everything."""
     notice: str = ""
-    """Why there is no newer description."""
+    """The reason why there is no newer description."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, is_wide = options.max_width, options.max_width >= words.WIDE
@@ -97,7 +100,7 @@ class TopView:
         ]
         if is_wide:
             head.append(Text(words.node_of(worker)))
-        if not blocks["total"]:  # only its starts are known
+        if not blocks["total"]:  # only the number of its starts is known
             return [*head, *[""] * 12, words.starts_of(worker)] if is_wide else head
         used = 1 - blocks["free"] / blocks["total"]
         step_ms, prefill_rate = load["decode_step_s"] * 1e3, load["prefill_tokens_per_s"]
@@ -136,9 +139,10 @@ class TopView:
 
 
 def fit(room: int, num_workers: int, sizes: list[int]) -> tuple[int, list[int]]:
-    """How many workers, and lines of each section, fit into `room` lines: the longest sections shrink first.
+    """How many workers, and how many lines of each section, fit into `room` lines.
 
-    A section with lines also has a title and a gap. At least one worker is shown.
+    The longest sections shrink first. A section with lines also has a title and a gap. At least one worker is
+    shown.
     """
     sizes = list(sizes)
 
@@ -152,7 +156,10 @@ def fit(room: int, num_workers: int, sizes: list[int]) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _BlocksBar:
-    """As wide as its column: each kind of block in proportion, but at least one cell for each kind that occurs."""
+    """A bar as wide as its column.
+
+    Kinds of blocks are shown in proportion, with at least one cell for each kind that occurs.
+    """
 
     blocks: dict[str, int]
 
@@ -161,7 +168,7 @@ class _BlocksBar:
 
 
 def bar(blocks: dict[str, int], width: int) -> Text:
-    """Blocks of a pool as `width` cells: referenced, leased, quarantined, and free ones."""
+    """Draws the blocks of a pool as `width` cells: referenced, leased, quarantined, and free blocks."""
     known = {kind: blocks[kind] for kind in ("leased", "quarantined", "free")}
     counts = {"referenced": blocks["total"] - sum(known.values()), **known}
     text = Text(no_wrap=True)

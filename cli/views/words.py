@@ -1,4 +1,4 @@
-"""The state of a worker, a node or a controller, in a few words and a colour; `status` and `top` share them."""
+"""Describes a worker, node or controller in a few words and a colour; used by `status` and `top`."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from rich.text import Text
 from baton.system.cpus import cpus_text
 
 WIDE = 120
-"""From this width on, a terminal has room for more columns per worker."""
+"""From this width on, a table has room for more columns per worker."""
 
 _STYLES = {
     "ready": "green",
@@ -25,7 +25,7 @@ _STYLES = {
 
 
 def plain_table(*headings: str, **options: Any) -> Table:
-    """A table without lines, and with one space between columns."""
+    """A table without lines, and with one space between its columns."""
     table = Table(
         box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold", **options
     )
@@ -35,7 +35,7 @@ def plain_table(*headings: str, **options: Any) -> Table:
 
 
 def state_text(worker: dict[str, Any]) -> Text:
-    """The worker's state, and when it restarts if it backs off."""
+    """The worker's state, and the time until its next start while it backs off."""
     state = worker["state"]
     words = state.replace("_", " ")
     slot = worker["slot"]
@@ -45,7 +45,7 @@ def state_text(worker: dict[str, Any]) -> Text:
 
 
 def role_text(worker: dict[str, Any], is_wide: bool) -> str:
-    """The worker's role; during a change, from which to which, or only to which."""
+    """The worker's role. During a change of role, the old and the new role, or only the new one."""
     role, slot = worker["role"], worker["slot"]
     if slot is None or slot["role"] == role:
         return str(role)
@@ -53,7 +53,7 @@ def role_text(worker: dict[str, Any], is_wide: bool) -> str:
 
 
 def node_of(worker: dict[str, Any]) -> str:
-    """The node's name from the controller's list of nodes, if it has one; else as the worker reports it."""
+    """The node's name as the controller gives it; otherwise as the worker reports it."""
     return str((worker["slot"] or {}).get("node") or worker["node"] or "-")
 
 
@@ -62,14 +62,17 @@ def starts_of(worker: dict[str, Any]) -> str:
 
 
 def threads_text(worker: dict[str, Any]) -> str:
-    """Threads that compute and the CPUs they keep to: `4 on 0-3`, `4` if it is not pinned, `-` on a GPU."""
+    """The number of computing threads and their CPUs: `4 on 0-3`, `4` without pinning, `-` on a GPU."""
     if not worker["threads"]:
         return "-"
     return f"{worker['threads']}" + (f" on {cpus_text(worker['cpus'])}" if worker["cpus"] else "")
 
 
 def weights_text(workers: list[dict[str, Any]]) -> str:
-    """`, int8 weights`, if the workers that have a process keep them so; several kinds with their workers' names."""
+    """`, int8 weights` if all workers with a process use int8.
+
+    If they differ, each kind with the workers' names.
+    """
     names: dict[str, list[str]] = {}
     for worker in workers:
         if worker["incarnation"]:
@@ -81,7 +84,7 @@ def weights_text(workers: list[dict[str, Any]]) -> str:
 
 
 def failures(description: dict[str, Any]) -> list[tuple[str, str]]:
-    """(worker, its last failure) in one line each, for workers that have one."""
+    """(worker, its last failure in one line) for every worker that has failed."""
     found = []
     for worker in description["workers"]:
         what = worker["failure"] or (worker["slot"] or {}).get("last_failure")
@@ -91,8 +94,9 @@ def failures(description: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def one_line(text: str) -> str:
-    """Removes line ends, colours and whatever else would move a terminal's cursor: the text may come from any
-    program.
+    """Removes line ends, colours and all other characters that would move a terminal's cursor.
+
+    The text may come from any program.
     """
     plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text)
     return " ".join("".join(c if c.isprintable() else " " for c in plain).split())
@@ -114,7 +118,7 @@ def paths_text(paths: dict[str, int]) -> str:
 
 
 def outcomes_text(counters: dict[str, int]) -> str:
-    """Requests that did not simply finish: `0 failed ...; 3 went on elsewhere (2 lost, 1 refused)`."""
+    """Requests that did not finish normally: `0 failed ...; 3 went on elsewhere (2 lost, 1 refused)`."""
     text = ", ".join(f"{counters.get(what, 0)} {what}" for what in ("failed", "rejected", "aborted"))
     moves = {key.removeprefix("migrated_"): n for key, n in counters.items() if key.startswith("migrated_")}
     if total := sum(moves.values()):
@@ -124,7 +128,7 @@ def outcomes_text(counters: dict[str, int]) -> str:
 
 
 def amount(value: float) -> str:
-    """9.5, 340, 1.2k, 34k, 1.2M: at most four characters, so that columns stay where they are."""
+    """9.5, 340, 1.2k, 34k, 1.2M: at most four characters, so that columns keep their places."""
     for unit, size in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
         scaled = value / size
         if scaled < 9.95:

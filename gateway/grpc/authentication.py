@@ -1,4 +1,4 @@
-"""GrpcAuthentication: which caller may call which gRPC method; runs before the first message is read."""
+"""GrpcAuthentication: decides which caller may call which gRPC method, before the first message is read."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import NO_CALLER, Right, current_caller
 
 OPEN = frozenset({"grpc.health.v1.Health"})
-"""Services open to everyone who can connect."""
+"""Services that every client may use without a key."""
 
 RIGHTS: dict[str, Right | None] = {
     "/baton.v1.ClusterService/DescribeCluster": Right.OBSERVE,
@@ -27,24 +27,25 @@ RIGHTS: dict[str, Right | None] = {
     "/grpc.reflection.v1alpha.ServerReflection": None,
     "/grpc.reflection.v1.ServerReflection": None,
 }
-"""The right that a method needs, else its service; None: any key. All others need the right to generate."""
+"""The right that a method needs, or else the right that its service needs. None: any key is enough. Methods
+that are not listed need the right to generate."""
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
-"""None if there is no such method."""
+"""The handler of a method; None if the method does not exist."""
 
 
 def right_for(method: str) -> Right | None:
-    """The right that `/package.Service/Method` needs, if its service is not open."""
+    """The right that `/package.Service/Method` needs; None if any key is enough, or the service is open."""
     return RIGHTS.get(method, RIGHTS.get(f"/{_service_of(method)}", Right.GENERATE))
 
 
 def _service_of(method: str) -> str:
-    """A client may send any name."""
+    """The service part of a method's name. The name may be malformed, since a client may send any name."""
     return method.rpartition("/")[0].removeprefix("/")
 
 
 class GrpcAuthentication(grpc.aio.ServerInterceptor):
-    """Sets `current_caller` for the call, or ends the call with a status that says what is missing."""
+    """Sets `current_caller` for the call, or refuses the call with a status that says what is missing."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
@@ -71,7 +72,10 @@ class GrpcAuthentication(grpc.aio.ServerInterceptor):
 
 
 def _refusing(error: RequestError) -> Handler:
-    """Handles the call as if it had streams both ways, so that no message is read before the refusal."""
+    """Refuses the call.
+
+    The handler has streams in both directions, so that no message is read before the refusal.
+    """
 
     async def refuse(_requests: Any, _context: object) -> None:
         raise error

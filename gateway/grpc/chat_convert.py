@@ -1,4 +1,4 @@
-"""Protobuf <-> conversations: a Chat as our own value, and the events of an answer as messages."""
+"""Protobuf <-> conversations: converts a Chat to our own value, and the events of an answer to messages."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -35,7 +35,7 @@ from gateway.conversation.template_options import MAX_OPTIONS, check_template_op
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
-"""Calls of one message."""
+"""Most tool calls in one message."""
 
 TOOL_USES = {
     pb.TOOL_USE_UNSPECIFIED: ToolUse.AUTO,
@@ -49,11 +49,11 @@ CLIENT_NAMES: Mapping[str, str] = {
     "reasoning": "chat.reasoning",
     "template_options": "chat.template_options",
 }
-"""The names of this API's fields that errors name differently."""
+"""API field names that differ from the names in errors, by the name in the error."""
 
 
 def conversation_from(chat: pb.Chat) -> Conversation:
-    """InvalidRequest names the field by its path in the request."""
+    """Converts a Chat; InvalidRequest names the field by its path in the request."""
     for name, entries, most in (
         ("chat.tools", chat.tools, MAX_TOOLS),
         ("chat.tool_choice.names", chat.tool_choice.names, MAX_TOOLS),
@@ -97,7 +97,7 @@ def event_to_message(request_id: str, event: AnswerEvent) -> pb.AnswerEvent:
 
 
 def _message_from(turn: pb.Chat.Message, place: str) -> ChatMessage:
-    """Fields that belong to another role are refused."""
+    """Converts one message of a chat. Fields that belong to another role are refused."""
     for name, role in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
         if getattr(turn, name) and turn.role != role:
             raise InvalidRequest(f"{place}.{name}", f"only messages of role {role!r} have it")
@@ -153,7 +153,7 @@ def _schema_from(text: str, place: str) -> dict[str, Any]:
 
 
 def _json_from(text: str, place: str) -> Any:
-    """The parser bounds the depth of lists and objects."""
+    """Parses JSON. The parser itself limits the depth of lists and objects."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""ClusterService: the operators' calls, which the fleet's controller carries out."""
+"""ClusterService: the operators' calls. The fleet's controller carries them out."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -30,10 +30,12 @@ from gateway.workers.worker_view import views_of
 WATCH_INTERVAL_S = 1.0
 MIN_WATCH_INTERVAL_S, MAX_WATCH_INTERVAL_S = 0.1, 60.0
 MAX_WATCHES = 64
-"""Each look asks the controller, and the fleet's description is some kilobytes."""
+"""Most watches at a time. Each update of a watch calls the controller, and the fleet's description has some
+kilobytes."""
 
 _HEARD_WITHIN_S = 1.0
-"""A worker sends a heartbeat when its role has changed; whoever looks after the command finds the new one."""
+"""How long SetWorkerRole waits for the worker's heartbeat with the new role. A description after the call
+shows this role."""
 
 DRAIN_NODE_S, MAX_DRAIN_NODE_S = 60.0, 3600.0
 
@@ -41,9 +43,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterService(pb_grpc.ClusterServiceServicer):
-    """Describes the fleet as the gateway and the controller see it, and sends operators' commands to the controller.
+    """Describes the fleet as gateway and controller see it, and sends operators' commands to the controller.
 
-    The controller carries out a command even if its caller leaves.
+    The controller carries out a command even if the client that sent it disconnects.
     """
 
     def __init__(self, driver: RequestDriver, model: ServedModel, control: ControlApi | None) -> None:
@@ -68,7 +70,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
                     yield pb.WatchClusterResponse(cluster=description)
 
     def end_watches(self) -> None:
-        """Ends watches, which could last for ever, before the server waits for running calls."""
+        """Ends all watches before the server waits for running calls: a watch could last for a long time."""
         self._is_closing.set()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:

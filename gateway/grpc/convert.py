@@ -1,4 +1,4 @@
-"""Protobuf <-> our own values, for requests; `fleet_messages` does the same for fleets."""
+"""Protobuf <-> our own values, for requests; `fleet_messages` does this for fleets."""
 
 import math
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ _MOST = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids
 
 
 def prompt_from(message: generation_pb.GenerateRequest) -> Prompt:
-    """The prompt; exactly one of three fields."""
+    """The prompt of the request, which must have exactly one of three fields."""
     match message.WhichOneof("prompt"):
         case "text":
             return message.text
@@ -64,7 +64,7 @@ def mode_from(message: generation_pb.GenerateRequest) -> Mode | None:
 
 
 def sampling_params_from(message: sampling_pb.SamplingParams) -> SamplingParams:
-    """Fills in defaults; InvalidRequest names the field."""
+    """Converts sampling parameters and fills in defaults; InvalidRequest names the field."""
     check_counts(message)
     return common_sampling(
         message,
@@ -78,7 +78,7 @@ def sampling_params_from(message: sampling_pb.SamplingParams) -> SamplingParams:
 
 
 def common_sampling(message: Any, **others: Any) -> SamplingParams:
-    """The fields that mean the same in both services' messages, and `others`. Call check_counts before."""
+    """Converts the fields that both services' messages share, and adds `others`. Call check_counts first."""
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else UNLIMITED,
         min_tokens=message.min_tokens,
@@ -97,8 +97,9 @@ def common_sampling(message: Any, **others: Any) -> SamplingParams:
 
 
 def check_counts(message: Any) -> None:
-    """Checks repeated fields before they are converted: a message can hold millions of entries, and would block all
-    others.
+    """Checks the lengths of repeated fields before they are converted.
+
+    A message can contain millions of entries. Their conversion would block all other calls.
     """
     for name, most in _MOST.items():
         if (count := len(getattr(message, name))) > most:
@@ -106,7 +107,7 @@ def check_counts(message: Any) -> None:
 
 
 def ids_to_abort(request_ids: Sequence[str]) -> list[str]:
-    """InvalidRequest if there are too many ids."""
+    """The ids as a list; InvalidRequest if there are too many ids."""
     if len(request_ids) > MAX_ABORTED:
         raise InvalidRequest(
             "request_ids", f"one call can end at most {MAX_ABORTED} requests, got {len(request_ids)}"
@@ -129,7 +130,10 @@ def _structured_output_from(message: sampling_pb.SamplingParams) -> StructuredOu
 def delta_to_response(
     request_id: str, delta: Delta, events: Sequence[AnswerEvent] = (), num_reasoning_tokens: int = 0
 ) -> generation_pb.GenerateResponse:
-    """`events`: what the delta's text says, if the client wants to know. `num_reasoning_tokens`: so far."""
+    """`events` are what the delta's text means, if the client wants events.
+
+    `num_reasoning_tokens` counts from the start.
+    """
     response = generation_pb.GenerateResponse(
         request_id=request_id,
         token_ids=delta.token_ids,
@@ -137,7 +141,7 @@ def delta_to_response(
         logprobs=[_logprobs_to_message(logprobs) for logprobs in delta.logprobs],
         finish=_finish_to_message(delta.finish, num_reasoning_tokens) if delta.finish else None,
     )
-    if events:  # most answers have none, and there is a response for each token
+    if events:  # most answers have no events, and this runs for each token
         response.events.extend(event_to_message(request_id, event) for event in events)
     return response
 
@@ -209,6 +213,6 @@ def exact(value: float) -> float:
 
 
 def filled(kind: type[M], value: object, **others: Any) -> M:
-    """A message whose fields are the attributes of `value` by the same names, apart from `others`."""
+    """A message with `others`, whose remaining fields are the attributes of `value` with the same names."""
     names = [field.name for field in kind.DESCRIPTOR.fields if field.name not in others]
     return kind(**{name: getattr(value, name) for name in names}, **others)

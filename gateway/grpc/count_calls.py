@@ -1,4 +1,4 @@
-"""CountCalls: reports the status of every gRPC call, by its method."""
+"""CountCalls: reports the status of every gRPC call, together with its method."""
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -10,20 +10,23 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 
 OnCallEnded = Callable[[str, str], None]
-"""Method and status code, by name."""
+"""Called with the names of the method and of the status code."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 OTHER = "(other)"
-"""Stands for unknown methods, since clients could name any number of them."""
+"""Replaces the names of unknown methods, since clients could send any number of different names."""
 
 
 class CountCalls(grpc.aio.ServerInterceptor):
-    """The outermost interceptor, so that it counts calls that another one refuses, and unknown methods."""
+    """The outermost interceptor.
+
+    So it also counts unknown methods, and calls that another interceptor refuses.
+    """
 
     def __init__(self, services: Iterable[str], on_call_ended: OnCallEnded) -> None:
-        """`services` by full name; they must be in protobuf's default pool."""
+        """`services` are full names of services that protobuf's default pool knows."""
         described = map(descriptor_pool.Default().FindServiceByName, services)
         self._methods = {
             f"/{service.full_name}/{name}" for service in described for name in service.methods_by_name
@@ -80,7 +83,10 @@ class CountCalls(grpc.aio.ServerInterceptor):
 
 
 async def _refuse(_messages: Any, context: Context) -> None:
-    """Refuses unknown methods, as gRPC itself does, but counted."""
+    """Refuses unknown methods with gRPC's own status.
+
+    Because this function does it, the calls are counted.
+    """
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
@@ -88,14 +94,12 @@ _UNKNOWN: Any = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 class _Watch:
-    """Records what a call's context does not know."""
+    """Records whether a call raised an exception, which its context does not know."""
 
     def __init__(self) -> None:
         self.has_raised = False
 
-    def code(
-        self, context: Any
-    ) -> str:  # its stub knows neither calls without a code nor those without a deadline
+    def code(self, context: Any) -> str:  # Any: gRPC's stub excludes calls without a code or a deadline
         """The name of an ended call's status code."""
         if (code := context.code()) is not None:
             return str(code.name)

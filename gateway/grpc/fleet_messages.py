@@ -1,4 +1,4 @@
-"""Our own values -> protobuf, for the fleet: workers' reports, joined with their controller's description."""
+"""Our own values -> protobuf, for fleets: workers' reports, joined with the controller's description."""
 
 from baton.fleet import CacheFlush, NodeDescription, ReplicaDescription, RolloutStep
 from baton.v1 import cluster_service_pb2 as pb
@@ -10,7 +10,7 @@ from gateway.workers.worker_view import WorkerView, in_order
 
 
 def worker_to_message(view: WorkerView) -> pb.Worker:
-    """Without numbers before the worker's first heartbeat."""
+    """Describes one worker. Before the worker's first heartbeat, the message has no numbers."""
     endpoint = view.endpoint
     message = pb.Worker(
         name=view.name,
@@ -67,8 +67,11 @@ def gateway_to_message(dispatcher: Dispatcher) -> pb.Gateway:
 
 
 def hide_inside(description: pb.DescribeClusterResponse) -> None:
-    """Removes what only administrators may see: machines (whose names may be addresses), processes, paths, and
-    failures, whose text may name any of these."""
+    """Removes what only administrators may see.
+
+    These are machines (whose names may be addresses), processes and paths. Failures are removed too, since
+    their text may contain any of these.
+    """
     description.ClearField("model_path")
     description.ClearField("nodes")
     description.controller.ClearField("failure")
@@ -83,7 +86,7 @@ def hide_inside(description: pb.DescribeClusterResponse) -> None:
 
 
 def _status_to_message(status: WorkerStatus) -> pb.Worker:
-    """The fields that only a heartbeat fills."""
+    """The fields that the gateway learns only from a heartbeat."""
     return pb.Worker(
         kv_blocks=filled(pb.KVBlocks, status.kv_blocks),
         requests=filled(pb.Requests, status.requests),

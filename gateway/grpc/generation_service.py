@@ -1,4 +1,7 @@
-"""GenerationService: gRPC's calls for text and tokens, carried out by the preprocessor and the request driver."""
+"""GenerationService: gRPC's calls for text and tokens.
+
+The preprocessor and the request driver carry them out.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -63,7 +66,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         )
 
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> GatewayRequest:
-        self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of them become a tuple
+        self._preprocessor.room_behind(len(request.token_ids.ids))  # before millions of ids become a tuple
         try:
             return await self._preprocessor.preprocess(
                 convert.prompt_from(request),

@@ -1,4 +1,4 @@
-"""Guard: what every gRPC call gets, for any service: an id, proper statuses, and reads and writes that end."""
+"""Guard: gives every gRPC call an id and proper statuses, and limits the time of its reads and writes."""
 
 import asyncio
 import inspect
@@ -22,34 +22,39 @@ from gateway.telemetry.call_log import INTERNAL_ERROR, CallError, OnCallError
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 60.0
-"""Limit for a call's message to arrive, as for a body over HTTP."""
+"""Limit for the arrival of a call's message. Over HTTP, the same limit applies to a body."""
 
 ABORT_TIMEOUT_S = 1.0
-"""A status is sent after everything the client has not read yet. gRPC keeps it for a client that reads on later."""
+"""Limit for sending a status. gRPC sends a status after all data that the client has not read yet. After this
+time, gRPC keeps the status for a client that reads later."""
 
 MAX_COMPRESSED_BYTES = 256 * 1024
-"""Largest response that is compressed. gRPC compresses in the event loop: a MiB takes 30 ms."""
+"""Largest response that is compressed. gRPC compresses in the event loop: 1 MiB takes 30 ms."""
 
 ENCODING = "baton-response-encoding"
-"""The header with which a client asks for compressed answers. gRPC hides which encodings a client understands, and
-breaks calls of clients that understand none."""
+"""The header with which a client requests compressed answers. gRPC does not show which encodings a client
+understands, and it breaks calls of clients that understand none."""
 
 RpcMethod = Callable[[Any, Context], Any]
 Read = Callable[[bytes], Any]
 Receive = Callable[[Context], Awaitable[Any]]
-"""Reads from a call what its method takes: one message, or all of them."""
+"""Reads what the method of a call accepts: one message, or a stream of messages."""
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Our own errors become statuses; all others are logged, and the client only learns that an error occurred.
+    """Turns Baton's own errors into gRPC statuses, and bounds how long a call reads and writes.
 
-    A message with an empty `request_id` gets one, so that service, log and status use the same. If the client or a
-    proxy offered another id in metadata, the trailer returns that one. Answers are compressed on request. A call ends
-    if its client reads nothing for `write_timeout_s`, if its message does not arrive, or, once the gateway is
-    closing, if the client could send more but does not.
+    All other errors are logged, and the client only learns that an error occurred.
+
+    A message with an empty `request_id` gets an id, so that service, log and status use the same id. If the
+    client or a proxy sent another id in metadata, the trailer returns the id of the metadata. Answers are
+    compressed on request.
+
+    A call ends if its client reads nothing for `write_timeout_s`, or if its message does not arrive. Once the
+    gateway is closing, a call also ends if the gateway waits for another message of the client.
     """
 
     def __init__(self, write_timeout_s: float, is_closing: asyncio.Event, on_error: OnCallError) -> None:
@@ -64,14 +69,14 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         handler: Any = await continuation(handler_call_details)
         if handler is None:
-            return None  # there is no such call; gRPC says so
+            return None  # unknown method; gRPC answers the call
         read = handler.request_deserializer
-        if handler.stream_stream is not None:  # gRPC's reflection, and refused calls
+        if handler.stream_stream is not None:  # gRPC's reflection, and calls that are refused
             method, receive = handler.stream_stream, partial(self._receive_many, read)
         else:
             method, receive = handler.unary_stream or handler.unary_unary, partial(_receive_one, read)
-        # gRPC itself waits without limit for the one message of a call, and never ends calls that send none. A single
-        # answer is written as a stream of one, since only streams are compressed.
+        # gRPC itself waits without limit for the one message of a call, and never ends calls that send no
+        # message. A single answer is written as a stream of one message, since only streams are compressed.
         call = self._guarded(method, receive, handler_call_details.method)
         serialise = partial(_serialised, handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(call, None, serialise)
@@ -104,7 +109,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._messages(read, context)
 
     async def _messages(self, read: Read, context: Context) -> AsyncIterator[Any]:
-        """Messages until the client has no more, sends none for a long time, or the gateway is closing."""
+        """Yields messages until the client sends no more or is silent too long, or the gateway is closing."""
         closing = asyncio.ensure_future(self._is_closing.wait())
         reading: asyncio.Future[Any] = closing
         try:
@@ -132,7 +137,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def trace_of(context: Context) -> TraceContext | None:
-    """The client's trace context."""
+    """The trace context that the client sent; None if the client sent none."""
     sent = context.invocation_metadata() or ()
     parents, states = (
         [value for key, value in sent if key == name and isinstance(value, str)]
@@ -165,12 +170,12 @@ def _read(read: Read, body: bytes) -> Any:
 
 
 def _serialised(serialise: Callable[[Any], bytes], response: Any) -> bytes:
-    """A large response may come as bytes, serialised by its method."""
+    """Serialises a response, unless its method has serialised it already (as for large responses)."""
     return response if isinstance(response, bytes) else serialise(response)
 
 
 def _named(request: Any, drawn: str) -> str:
-    """The id that the caller gave the request, or else `drawn`, which is then written into the message."""
+    """The caller's id of the request, or else `drawn`, which is then written into the message."""
     if not isinstance(request, Message) or "request_id" not in request.DESCRIPTOR.fields_by_name:
         return drawn
     message: Any = request
@@ -188,7 +193,7 @@ def _set_compression(context: Context) -> None:
 
 
 def _is_over(context: Context, error: Exception) -> bool:
-    """The call has a status already, or its client is gone."""
+    """Whether the call already has a status, or its client has left."""
     return isinstance(error, grpc.aio.AbortError) or context.cancelled()
 
 

@@ -1,7 +1,7 @@
-"""Health: grpc.health.v1, with which probes and load balancers ask whether this gateway serves.
+"""Health: grpc.health.v1. Probes and load balancers ask this service whether the gateway serves.
 
-In gRPC's own implementation, watchers wait for each other's writes, and so does a change of status. One client that
-does not read would block all others, and the gateway's shutdown.
+In gRPC's own implementation, watchers wait for each other's writes, and a change of status waits for all of
+them. One client that does not read would block all other watchers, and the gateway's shutdown.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from baton.errors import ClusterError
 from gateway.places import Places
 
 MAX_WATCHES = 4096
-"""These calls need no key, and each lasts as long as its client likes."""
+"""Most watches at a time. These calls need no key, and each lasts until its client ends it."""
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Health"].full_name
 
@@ -24,7 +24,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health:
-    """All services have the gateway's status, whose own name is the empty one: SERVING until it stops."""
+    """Every service has the status of the gateway: SERVING until the gateway stops.
+
+    The empty name means the gateway.
+    """
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(("", *services))
@@ -32,8 +35,9 @@ class Health:
         self._watches = Places(MAX_WATCHES, "calls are watching already", retry_after_s=10.0)
 
     def leave(self) -> None:
-        """NOT_SERVING from now on. Watchers receive it, and then their calls end, which would otherwise last for
-        ever.
+        """Reports NOT_SERVING from now on, and ends all watches.
+
+        A watcher receives the new status before its call ends. Otherwise watches could last for ever.
         """
         self._is_stopping.set()
 

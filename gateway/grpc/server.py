@@ -1,4 +1,4 @@
-"""GrpcServer: services on a port of their own, with health, reflection, and limits on what one client may hold."""
+"""GrpcServer: the gRPC services on their own port, with health, reflection, and limits for each client."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +19,19 @@ from gateway.grpc.guard import Guard
 from gateway.telemetry.call_log import OnCallError
 
 KEEPALIVE_TIMEOUT_S = 20.0
-"""A client that leaves a ping unanswered for this long is gone."""
+"""A client that does not answer a ping for this time counts as lost."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""Limit for the start of a connection, TLS included. gRPC would allow two minutes, during which it counts against the
-limit of connections."""
+"""Limit for the start of a connection, including TLS. gRPC's default is two minutes, and an unfinished
+connection counts against the limit of connections."""
 
 CONNECTION_IDLE_S = 60.0
-"""A connection without calls is closed after this time, and its client opens another one for its next call. gRPC does
-not say who opened a connection before there is a call, nor does it let us close one: so all have the same time."""
+"""A connection without calls is closed after this time. The client opens another one for its next call. gRPC
+does not tell who opened a connection before its first call, and cannot close a single connection. So this
+time applies to all connections."""
 
 MAX_METADATA_BYTES = 32 * 1024
-"""Limit for all of a call's headers together."""
+"""Limit for the size of all headers of a call together."""
 
 AddTo = Callable[[grpc.aio.Server], None]
 
@@ -47,8 +48,10 @@ class GrpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         certificates: Watched[Certificates] | None = None,
     ) -> None:
-        """`services` maps full names to the functions that add them to a server. With `certificates` it accepts only
-        TLS."""
+        """`services` maps full names to the functions that add the services to a server.
+
+        With `certificates`, the server accepts only TLS.
+        """
         self._host = in_url(config.host)
         self._port = config.grpc_port
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -67,7 +70,7 @@ class GrpcServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Binds the port and serves; ConfigError if the port is taken."""
+        """Binds the port and serves; ConfigError if the port is in use."""
         address = f"{self._host}:{self._port}"
         try:
             self.port = self._listen(address)
@@ -76,7 +79,7 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls at once, gives running ones `grace_s` to end, then cancels them."""
+        """Refuses new calls at once, gives running calls `grace_s` to end, then cancels them."""
         self._health.leave()
         self._is_closing.set()
         await self._server.stop(grace_s)
@@ -88,7 +91,10 @@ class GrpcServer:
 
 
 def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
-    """Every connection uses the certificates that are current when it begins; TLS 1.2 or newer, gRPC's default."""
+    """Each connection uses the certificates that are current when it begins.
+
+    TLS 1.2 or newer is required (gRPC's default).
+    """
     first = certificates.current()
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first),
@@ -103,10 +109,10 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 
 def options_of(config: GatewayConfig) -> dict[str, int]:
-    """gRPC's options for the configuration; all others keep gRPC's defaults."""
+    """The gRPC options for this configuration. All other options keep gRPC's defaults."""
     max_bytes = config.max_message_mib * 2**20
     options = {
-        "grpc.so_reuseport": 0,  # a port that is taken must be an error, not a coin toss
+        "grpc.so_reuseport": 0,  # an occupied port must be an error, not shared by two servers
         "grpc.max_receive_message_length": max_bytes,
         "grpc.max_send_message_length": max_bytes,
         "grpc.max_metadata_size": MAX_METADATA_BYTES,
@@ -117,9 +123,9 @@ def options_of(config: GatewayConfig) -> dict[str, int]:
         "grpc.max_connection_idle_ms": _ms(CONNECTION_IDLE_S),
         "grpc.keepalive_time_ms": _ms(config.grpc_keepalive_s),
         "grpc.keepalive_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),
-        "grpc.http2.ping_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),  # the time it really waits
+        "grpc.http2.ping_timeout_ms": _ms(KEEPALIVE_TIMEOUT_S),  # gRPC waits for this time in practice
         "grpc.keepalive_permit_without_calls": 1,
-        "grpc.http2.max_pings_without_data": 0,  # else a quiet client is pinged twice and then never again
+        "grpc.http2.max_pings_without_data": 0,  # else a quiet client is pinged only twice
         "grpc.http2.min_ping_interval_without_data_ms": _ms(config.grpc_min_client_ping_s),
     }
     if config.grpc_max_connection_age_s is not None:

@@ -1,4 +1,4 @@
-"""Our errors as gRPC statuses with google.rpc's details, in one place."""
+"""Converts our errors to gRPC statuses with the details of google.rpc."""
 
 import math
 import re
@@ -22,13 +22,15 @@ DOMAIN = "baton"
 
 DETAILS = "grpc-status-details-bin"
 RETRY_TRAILERS = ("retry-after-ms", "grpc-retry-pushback-ms")
-"""Retry hints: one for people, and one that gRPC's own clients obey if their service config lets them retry."""
+"""Trailers with retry hints. The first is for people. gRPC's own clients obey the second if their service
+config allows retries."""
 
 MAX_MESSAGE_BYTES = 1_000
-"""Limit for a status's text. It travels up to three times in one block of headers, of which clients accept 8 KiB."""
+"""Limit for the text of a status. Up to three copies share one block of headers, and clients accept only 8
+KiB of headers."""
 
 REQUEST_ID = "x-request-id"
-"""The metadata in which client and gateway exchange the id of a request, as over HTTP."""
+"""The metadata key for the id of a request. HTTP uses a header of the same name."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -38,7 +40,7 @@ async def abort_call(
 ) -> NoReturn:
     """Ends the call with the error's status; the text of an internal error is not sent.
 
-    The trailer has the id that was `offered` in metadata, if any.
+    If metadata `offered` an id, the trailer returns this id.
     """
     code = codes_of(error).grpc
     message = _short(INTERNAL_MESSAGE if code is grpc.StatusCode.INTERNAL else str(error))
@@ -53,7 +55,7 @@ async def abort_call(
 
 
 def reason_of(error: Exception, code: grpc.StatusCode) -> str:
-    """The error's class, in the capitals that ErrorInfo requires: INVALID_REQUEST."""
+    """The name of the error's class in capitals, as ErrorInfo requires: INVALID_REQUEST."""
     if code is grpc.StatusCode.INTERNAL:
         return "INTERNAL"
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
@@ -82,7 +84,7 @@ def _packed(message: Message) -> AnyMessage:
 
 
 def _short(text: str) -> str:
-    """The text may contain client input, and is not returned in full."""
+    """Shortens the text: it may contain client input, which must not be returned in full."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= MAX_MESSAGE_BYTES:
         return text

@@ -1,4 +1,7 @@
-"""vLLM's token-level messages <-> our own values. Unsupported fields are refused by name."""
+"""vLLM's token-level messages <-> our own values.
+
+Unsupported fields are refused, and the error names the field.
+"""
 
 from collections.abc import Sequence
 
@@ -43,10 +46,11 @@ def prompt_from(request: pb.GenerateRequest) -> Prompt:
 
 
 def sampling_params_from(message: pb.SamplingParams) -> SamplingParams:
-    """Fills in vLLM's defaults; InvalidRequest names the field.
+    """Converts sampling parameters and fills in vLLM's defaults; InvalidRequest names the field.
 
-    Three fields may have any value. `spaces_between_special_tokens` and `include_stop_str_in_output` change vLLM's
-    text and not its tokens. Grammars apply from the first token, whatever `grammar_from_first_token` says.
+    Three fields are accepted with any value. `spaces_between_special_tokens` and `include_stop_str_in_output`
+    change vLLM's text but not its tokens. Grammars always apply from the first token, so
+    `grammar_from_first_token` has no effect.
     """
     _refuse_unsupported(message)
     check_counts(message)
@@ -100,7 +104,10 @@ def _literally(text: str) -> str:
 
 
 def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.GenerateResponse:
-    """`completion_tokens` counts those of this chunk, as in vLLM; cached tokens are known at the end."""
+    """Converts one delta.
+
+    As in vLLM, `completion_tokens` counts this chunk only; only the last chunk has `cached_tokens`.
+    """
     chunk = pb.GenerateStreamChunk(
         token_ids=delta.token_ids,
         prompt_tokens=num_prompt_tokens,
@@ -113,7 +120,7 @@ def delta_to_chunk(index: int, delta: Delta, num_prompt_tokens: int) -> pb.Gener
 
 
 def to_complete(index: int, delta: Delta, finish: Finish) -> pb.GenerateResponse:
-    """The last response of a stream. It repeats the last chunk's tokens, as in vLLM."""
+    """The last response of a stream. As in vLLM, it repeats the tokens of the last chunk."""
     complete = to_end(index, len(delta.token_ids), finish)
     complete.output_ids.extend(delta.token_ids)
     if (logprobs := logprobs_to_message(delta.logprobs)) is not None:
@@ -122,7 +129,7 @@ def to_complete(index: int, delta: Delta, finish: Finish) -> pb.GenerateResponse
 
 
 def to_end(index: int, num_tokens: int, finish: Finish) -> pb.GenerateComplete:
-    """The fields of a last response other than its tokens."""
+    """All fields of a last response except its tokens."""
     complete = pb.GenerateComplete(
         finish_reason=finish.reason.value,
         prompt_tokens=finish.num_prompt_tokens,

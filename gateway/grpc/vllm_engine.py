@@ -1,4 +1,7 @@
-"""VllmEngine: the token-level service with which routers such as smg drive a whole Baton as one engine."""
+"""VllmEngine: vLLM's token-level service.
+
+Routers such as smg use a whole Baton cluster through it as one engine.
+"""
 
 import asyncio
 import hashlib
@@ -37,8 +40,10 @@ Batches = AsyncIterator[Sequence[ChoiceDelta]]
 
 
 class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """One instance serves all calls. To a router the fleet looks like one engine: prefill, hand-over and decode are
-    inside."""
+    """One instance serves all calls.
+
+    A router sees the fleet as one engine. Prefill, hand-over and decode are hidden from it.
+    """
 
     def __init__(
         self,
@@ -48,7 +53,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         not_ready: Callable[[], str | None],
         clock: Clock,
     ) -> None:
-        """`not_ready` says why no request could be served now; None if it could."""
+        """`not_ready` returns why no request can be served now, or None if requests can be served."""
         self._driver = driver
         self._preprocessor = preprocessor
         self._model = model
@@ -59,7 +64,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._archive: _Archive | None = None
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Any]:
-        """An answer that is not streamed comes as serialised bytes; else GenerateResponses."""
+        """Yields GenerateResponses if the answer is streamed; otherwise serialised bytes."""
         gateway_requests = await self._preprocess(request, context)
         async with aclosing(batches_of(self._driver, gateway_requests)) as batches:
             answer = (
@@ -80,7 +85,10 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        """Names no folders: a router gets the tokenizer with GetTokenizer."""
+        """Describes the model without any folder name.
+
+        A router gets the tokenizer with GetTokenizer instead.
+        """
         model = self._model
         return pb.GetModelInfoResponse(
             model_path=model.name,
@@ -106,7 +114,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
-        """The fleet as one rank: the gateway's requests, and the decode workers' KV."""
+        """Reports the fleet as one rank: this gateway's requests, and the KV blocks of the decode workers."""
         decode = [status for status in self._driver.workers.statuses if status.role is WorkerRole.DECODE]
         rows = [(status.kv_blocks, status.ref.block_size / status.kv_groups.num_groups) for status in decode]
         total = int(sum(blocks.total * num_tokens for blocks, num_tokens in rows))
@@ -126,7 +134,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """The tokenizer's files as a ZIP archive, its SHA-256 in the last chunk."""
+        """Sends the tokenizer's files as a ZIP archive. The last chunk contains the archive's SHA-256."""
         archive = await self._packed_tokenizer()
         for begin in range(0, len(archive.data), CHUNK_BYTES):
             is_last = begin + CHUNK_BYTES >= len(archive.data)
@@ -155,7 +163,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def _packed_tokenizer(self) -> "_Archive":
-        """Made once, off the event loop: it takes most of a second with a large vocabulary."""
+        """Makes the archive once, in a thread: with a large vocabulary this takes most of a second."""
         async with self._packing:
             if self._archive is None:
                 self._archive = await asyncio.to_thread(_pack, await self._preprocessor.tokenizer_files())
@@ -164,7 +172,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _preprocess(self, request: pb.GenerateRequest, context: Context) -> list[GatewayRequest]:
         self._preprocessor.room_behind(
             len(request.tokenized.input_ids)
-        )  # before millions of them become a tuple
+        )  # before millions of ids become a tuple
         params = request.sampling_params
         keep_special_tokens = not params.skip_special_tokens
         gateway_request = await self._preprocessor.preprocess(
@@ -203,7 +211,7 @@ async def _whole(gateway_requests: Sequence[GatewayRequest], batches: Batches) -
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """A ZIP file."""
+    """The content of a ZIP file, and its SHA-256."""
 
     data: bytes
     sha256: str

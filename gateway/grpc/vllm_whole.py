@@ -1,6 +1,7 @@
-"""WholeResponse: one answer in one response of vLLM's service, serialised as its tokens arrive.
+"""WholeResponse: one whole answer as one response of vLLM's service, serialised while its tokens arrive.
 
-Serialising a message of a hundred thousand tokens takes the event loop a tenth of a second, and building it longer.
+Serialising a message of a hundred thousand tokens at once would block the event loop for a tenth of a second.
+Building the message would block it even longer.
 """
 
 from baton.request import TokenLogprobs
@@ -16,9 +17,12 @@ _LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["output_logprobs"].num
 
 
 class WholeResponse:
-    """Call `take` with every delta, then `serialised`. The bytes equal those of one message, except that lists of
-    numbers come in several pieces, which every reader of protobuf joins (its encoding guide: "Condensed Encoding of
-    Repeated Fields")."""
+    """Call `take` with every delta, then `serialised`.
+
+    The bytes equal those of one message, except that lists of numbers are split into several pieces. Every
+    protobuf reader joins these pieces (see "Condensed Encoding of Repeated Fields" in protobuf's encoding
+    guide).
+    """
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -26,7 +30,7 @@ class WholeResponse:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._written_ids = bytearray()
-        """Serialised part of a GenerateComplete."""
+        """Serialised part of a GenerateComplete: its token ids."""
         self._written_logprobs = bytearray()
         """Serialised part of an OutputLogProbs."""
 
@@ -38,7 +42,7 @@ class WholeResponse:
             self._write()
 
     def serialised(self, finish: Finish) -> bytes:
-        """The whole as a GenerateResponse."""
+        """The whole answer as a serialised GenerateResponse."""
         self._write()
         parts: list[bytes | bytearray] = [
             self._written_ids,
@@ -57,7 +61,7 @@ class WholeResponse:
 
 
 def _header(field: int, length: int) -> bytes:
-    """The header of an embedded message."""
+    """The header of an embedded message: its field number and its length."""
     return _varint(field << 3 | 2) + _varint(length)
 
 

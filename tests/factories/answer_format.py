@@ -1,4 +1,4 @@
-"""A model's way of writing that tests can read: `<think>...</think>` around reasoning, `<call name>{...}</call>`."""
+"""A format of answers that tests can read: `<think>...</think>` and `<call name>{...}</call>`."""
 
 import json
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from gateway.conversation import (
 )
 
 TAGS = {"text": ("<think>", "<call "), "think": ("</think>",), "name": (">",), "arguments": ("</call>",)}
-"""What ends a part, by the part."""
+"""The tags that end a part, by the part."""
 AFTER = {"<think>": "think", "<call ": "name", "</think>": "text", ">": "arguments", "</call>": "text"}
-"""The part behind a tag."""
+"""The part that follows a tag."""
 PARTS = {
     "text": AnswerPart.TEXT,
     "think": AnswerPart.REASONING,
@@ -31,7 +31,7 @@ PARTS = {
 
 
 class MarkedParser:
-    """A part's end is a tag; the beginning of a tag is held back."""
+    """A parser whose parts end with tags. Text that may be the beginning of a tag is held back."""
 
     def __init__(self) -> None:
         self._part = "text"
@@ -87,12 +87,15 @@ class MarkedParser:
 
 
 class MarkedFormat:
-    """The conversation's tools and turns become plain turns of the tests' chat template. A forced call is guided."""
+    """The conversation's tools and turns become plain turns of the tests' chat template.
+
+    Forced calls are guided.
+    """
 
     kept_special_tokens: frozenset[str] = frozenset()
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
-        """Its template reads any option, so all are admitted."""
+        """The arguments of the template, which reads any option. So all options are accepted."""
         turns = []
         if tools := conversation.tools:
             names = ", ".join(f"{tool.name}{json.dumps(tool.parameters)}" for tool in tools)

@@ -1,4 +1,4 @@
-"""Answers as the dispatcher gives them, of any length, without a request."""
+"""Answers of any length as the dispatcher gives them, made without a request."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from gateway.text import Tokenizer
 T = TypeVar("T")
 
 LOGPROBS = (-1.5, -0.0, -1e-7, -12.345678901234567, -1e16, -math.inf, math.nan)
-"""Such as JSON writes in more than one way, or not at all."""
+"""Log-probabilities that JSON writes in more than one way, or cannot write."""
 
 
 def finish_of(reason: FinishReason = FinishReason.LENGTH, **fields: object) -> Finish:
@@ -26,7 +26,10 @@ def finish_of(reason: FinishReason = FinishReason.LENGTH, **fields: object) -> F
 
 
 def long_answer(tokenizer: Tokenizer, num_tokens: int, num_top: int | None, tokens_each: int) -> list[Delta]:
-    """Of tokens of every kind, so many in each delta. `num_top` None: without log-probabilities."""
+    """Deltas of an answer of `num_tokens` tokens of every kind, with `tokens_each` tokens in each delta.
+
+    With `num_top` None, they have no log-probabilities.
+    """
     token_ids = [token_id % tokenizer.vocab_size for token_id in range(num_tokens)]
     deltas = []
     for begin in range(0, num_tokens, tokens_each):
@@ -45,8 +48,10 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
 
 
 class WorkClock(asyncio.SelectorEventLoop):
-    """An event loop whose time is the work that was noted, so that what one of its turns did can be told apart from how
-    fast the machine is."""
+    """An event loop whose time is the work that was noted with `work`.
+
+    So a test sees how much one turn of the loop did, however fast the machine is.
+    """
 
     def __init__(self) -> None:
         self._worked_s = 0.0
@@ -58,7 +63,7 @@ class WorkClock(asyncio.SelectorEventLoop):
         return self._worked_s
 
     def work(self, seconds: float) -> None:
-        """In this turn."""
+        """Notes work in the current turn."""
         self._worked_s += seconds
         self._done[self._turn] += seconds
 
@@ -84,6 +89,6 @@ class WorkClock(asyncio.SelectorEventLoop):
 
 
 async def batches_from(deltas: Sequence[Delta], index: int = 0) -> AsyncIterator[list[tuple[int, Delta]]]:
-    """Each as soon as it is wanted."""
+    """Yields each delta as soon as the consumer wants it."""
     for delta in deltas:
         yield [(index, delta)]

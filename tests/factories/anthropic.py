@@ -1,4 +1,4 @@
-"""The `anthropic` package as its users have it, towards a gateway of ours."""
+"""The `anthropic` package as its users have it, as a client of a gateway under test."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from tests.factories.gateway import GatewayUnderTest, Script, gateway_with
 
 @asynccontextmanager
 async def anthropic_for(under_test: GatewayUnderTest, key: str = "none") -> AsyncIterator[AsyncAnthropic]:
-    """It retries nothing, so that a test sees the first answer, and accepts no answer that its types do not admit."""
+    """A client that retries nothing, so that a test sees the first answer, and validates answers strictly."""
     async with AsyncAnthropic(
         base_url=under_test.http_url,
         api_key=key,
@@ -27,7 +27,7 @@ async def anthropic_for(under_test: GatewayUnderTest, key: str = "none") -> Asyn
 async def anthropic_with(
     folder: Path, decode: Script, prefill: Script | None = None, **config: Any
 ) -> AsyncIterator[tuple[GatewayUnderTest, AsyncAnthropic]]:
-    """A gateway with workers `d0` and, with a script for it, `p0`; and the package as its client."""
+    """A gateway with workers `d0` and, if it has a script, `p0`; and the package as its client."""
     prefills = {} if prefill is None else {"p0": prefill}
     async with (
         gateway_with(folder, prefills, {"d0": decode}, **config) as under_test,

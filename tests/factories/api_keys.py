@@ -20,6 +20,6 @@ API_KEYS = (
     entry("watcher", WATCHER, scopes=["observe"]),
     entry("admin", ADMIN, scopes=["administer", "generate"]),
 )
-"""Two clients, Prometheus, and an operator."""
+"""The API keys of two clients, Prometheus, and an operator."""
 
 AS_ADMIN = Credentials(api_key=ADMIN)

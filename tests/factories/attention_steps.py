@@ -20,7 +20,7 @@ from tests.factories.kv_blocks import block_array
 
 CPU = torch.device("cpu")
 Context = tuple[int, int]
-"""Tokens up to the end of the step, and how many of them are the step's."""
+"""The number of tokens up to the end of the step, and how many of them the step computes."""
 MIXED: list[Context] = [(700, 1), (65, 1), (64, 1), (1, 1), (130, 130), (300, 77), (2, 2), (1100, 40)]
 
 
@@ -91,7 +91,7 @@ def make_layout(
     seed: int = 0,
     is_latent: bool = False,
 ) -> Layout:
-    """Decodes come first, as in a step."""
+    """Makes a pool and a step. Requests that decode come first, as in a real step."""
     torch.manual_seed(seed)
     num_blocks = 2 + sum(-(-length // block_size) for length, _ in contexts)
     shape = KVBlockShape(

@@ -1,4 +1,4 @@
-"""A TCP connection that a test may break: what goes through it arrives, or is lost, and then it comes back."""
+"""A TCP connection that a test may break. Its bytes arrive or are lost, and the test may restore it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ Direction = Literal["to worker", "to gateway"]
 
 
 class BreakableLine:
-    """Listens at `address` and carries bytes to and from the address behind it."""
+    """Listens at `address`, and carries bytes to and from the target address."""
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -17,28 +17,28 @@ class BreakableLine:
         self._pumps: set[asyncio.Task[None]] = set()
         self.address = ""
         self.is_cut = False
-        """While it is set, no connection is accepted."""
+        """While this is set, no connection is accepted."""
         self.swallows: Direction | None = None
-        """What goes this way is taken and lost; the sender does not notice."""
+        """Bytes in this direction are read and lost. The sender does not notice."""
         self.num_swallowed = 0
 
     def cut(self) -> None:
-        """Every connection breaks; what was swallowed before does not come again."""
+        """Breaks every connection. Bytes that were swallowed before do not arrive later."""
         self.is_cut = True
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
 
     def mend(self) -> None:
-        """Connections are possible again, and carry everything."""
+        """Allows connections again. They carry everything."""
         self.is_cut, self.swallows = False, None
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Of the listening socket."""
+        """The listening socket calls this for each connection."""
         if self.is_cut:
             writer.transport.abort()
             return
-        self._writers.add(writer)  # `cut` breaks it also while the other end is being reached
+        self._writers.add(writer)  # `cut` breaks it even while the other end is connecting
         far_reader, far_writer = await asyncio.open_connection(*self._target)
         if writer not in self._writers:
             far_writer.transport.abort()
@@ -63,13 +63,13 @@ class BreakableLine:
                 else:
                     target.write(data)
         except OSError:
-            pass  # it was cut
+            pass  # the line was cut
         target.transport.abort()
 
 
 @asynccontextmanager
 async def breakable_line(address: str) -> AsyncIterator[BreakableLine]:
-    """A line to the listener at `address`, of ZeroMQ's form."""
+    """A line to the listener at `address`, an address in ZeroMQ's form."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     line = BreakableLine(host, int(port))
     server = await asyncio.start_server(line.accept, "127.0.0.1", 0)

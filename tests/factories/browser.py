@@ -1,4 +1,4 @@
-"""A real browser without a window, driven over a pipe (the DevTools protocol): tests of the live page look with it."""
+"""A real browser without a window, driven over a pipe (the DevTools protocol), for tests of the live page."""
 
 import asyncio
 import base64
@@ -35,16 +35,16 @@ os.dup2(reader, 3)
 os.dup2(writer, 4)
 os.execvp(sys.argv[3], sys.argv[3:])
 """
-"""A browser knows its pipe by these two numbers."""
+"""The two file descriptors at which a browser expects its pipe."""
 
 
 def find_browser() -> str | None:
-    """None where there is none."""
+    """The path of a browser; None if there is none."""
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 class Page:
-    """One tab."""
+    """One tab of the browser."""
 
     def __init__(self, browser: "Browser", session: str) -> None:
         self._browser = browser
@@ -54,7 +54,10 @@ class Page:
         return await self._browser.call(method, params, self._session)
 
     async def evaluate(self, expression: str) -> Any:
-        """Its value, awaited if it is a promise; an exception there is one here."""
+        """The value of the expression, awaited if it is a promise.
+
+        An exception in the page raises AssertionError.
+        """
         answer = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -63,11 +66,11 @@ class Page:
         return answer["result"].get("value")
 
     async def text(self, selector: str) -> str:
-        """What somebody would read there."""
+        """The text that a user would read in the element."""
         return str(await self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     async def until(self, condition: str) -> None:
-        """Waits for an expression to be true."""
+        """Waits until the expression is true."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 while not await self.evaluate(f"Boolean({condition})"):
@@ -77,11 +80,11 @@ class Page:
             raise AssertionError(f"never came true: {condition}\n{seen}") from None
 
     async def type(self, text: str) -> None:
-        """Into what has the focus."""
+        """Types into the element that has the focus."""
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str, code: int, modifiers: int = 0) -> None:
-        """`modifiers`: 2 is Ctrl."""
+        """Presses a key. `modifiers`: 2 is Ctrl."""
         text = {"text": "\r"} if key == "Enter" and not modifiers else {}
         for kind in ("keyDown", "keyUp"):
             await self.call(
@@ -97,7 +100,7 @@ class Page:
     async def look(
         self, width: int, height: int, *, dark: bool = False, reduced_motion: bool = False
     ) -> None:
-        """Through a window of this size, with these preferences."""
+        """Sets the window's size and the user's preferences."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -112,18 +115,18 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=features)
 
     async def screenshot(self, *, whole: bool = False) -> bytes:
-        """A PNG; `whole` goes below the window's edge."""
+        """A PNG of the page. With `whole`, it includes what is below the window's edge."""
         answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(answer["data"])
 
     @property
     def complaints(self) -> list[str]:
-        """Errors that the page caused: exceptions, refused loads, breaches of its own security policy."""
+        """Errors of the page: exceptions, refused loads, violations of its own security policy."""
         return self._browser.complaints.setdefault(self._session, [])
 
 
 class Browser:
-    """One process; `running` starts and ends it."""
+    """One browser process; `running` starts and ends it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -154,7 +157,7 @@ class Browser:
             return await self._answers[number]
 
     async def listen(self) -> None:
-        """Until the browser ends."""
+        """Reads the browser's messages until the browser ends."""
         while frame := await self._frame():
             message = json.loads(frame)
             if "id" in message:
@@ -185,7 +188,7 @@ class Browser:
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
-    """A browser with a profile of its own, which is gone afterwards."""
+    """A browser with its own profile, which is deleted at the end."""
     command = find_browser()
     assert command is not None
     (to_read, its_writer), (its_reader, to_write) = os.pipe(), os.pipe()

@@ -1,4 +1,4 @@
-"""Certificates as docs/security.md makes them: its own commands, run in a folder."""
+"""Certificates made with the commands of docs/security.md, which run in a folder."""
 
 import re
 import ssl
@@ -13,7 +13,7 @@ SECURITY = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """An authority, a gateway's certificate for localhost and 127.0.0.1, and a client's."""
+    """A CA, a gateway's certificate for localhost and 127.0.0.1, and a client's certificate."""
 
     folder: Path
 
@@ -22,12 +22,15 @@ class CertificateFiles:
         return self.folder / "ca.pem"
 
     def tls(self, *, asks_clients: bool = False) -> dict[str, str]:
-        """The section `gateway.tls`."""
+        """The configuration's section `gateway.tls`."""
         files = {"cert_file": str(self.folder / "gateway.pem"), "key_file": str(self.folder / "gateway.key")}
         return {**files, "client_ca_file": str(self.ca)} if asks_clients else files
 
     def credentials(self, api_key: str | None = None, *, has_own: bool = False) -> Credentials:
-        """A client's that trusts the authority, and has a certificate of its own if need be."""
+        """The credentials of a client that trusts the CA.
+
+        With `has_own`, the client also has a certificate.
+        """
         cert, key = self.folder / "alice.tls.pem", self.folder / "alice.tls.key"
         return Credentials(
             api_key=api_key,
@@ -38,7 +41,7 @@ class CertificateFiles:
         )
 
     def trusting(self, own: "CertificateFiles | None" = None) -> ssl.SSLContext:
-        """For HTTPS clients: they trust this authority, and show the client's certificate of `own`."""
+        """A context for HTTPS clients. They trust this CA, and present the client's certificate of `own`."""
         context = ssl.create_default_context(cafile=str(self.ca))
         if own is not None:
             context.load_cert_chain(own.folder / "alice.tls.pem", own.folder / "alice.tls.key")

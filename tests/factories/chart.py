@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by the real helm; whatever is asked for twice is rendered once."""
+"""The Helm chart, rendered by the real helm. Equal calls render only once."""
 
 import json
 import subprocess
@@ -26,24 +26,24 @@ Object = dict[str, Any]
 
 
 class Refused(Exception):
-    """What helm said instead of rendering."""
+    """Helm refused to render; the text is helm's message."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """What one release consists of."""
+    """All that one release consists of."""
 
     objects: tuple[Object, ...]
-    """Those of `helm test` are among them."""
+    """All objects, including those of `helm test`."""
     notes: str
-    """What the chart prints after an installation."""
+    """The text that the chart prints after an installation."""
 
     def of_kind(self, kind: str) -> dict[str, Object]:
-        """By name."""
+        """The objects of this kind, by name."""
         return {item["metadata"]["name"]: item for item in self.objects if item["kind"] == kind}
 
     def one(self, kind: str, suffix: str = "") -> Object:
-        """The only one of its kind whose name ends like that."""
+        """The only object of its kind whose name ends with `suffix`."""
         (item,) = (item for name, item in self.of_kind(kind).items() if name.endswith(suffix))
         return item
 
@@ -53,13 +53,13 @@ class Release:
         return spec
 
     def pods(self) -> dict[str, Object]:
-        """The template of each component's pods."""
+        """The template of the pods of each component, by the component."""
         groups = {group["groupName"]: group["template"] for group in self.ray["workerGroupSpecs"]}
         gateway = self.one("Deployment")["spec"]["template"]
         return {"gateway": gateway, "head": self.ray["headGroupSpec"]["template"]} | groups
 
     def fleet_config(self) -> Object:
-        """Baton's configuration of the fleet."""
+        """The configuration of Baton in the fleet's pods."""
         return self._config("-fleet", "baton.yaml")
 
     def gateway_config(self) -> Object:
@@ -71,13 +71,13 @@ class Release:
 
 
 def containers(pod: Object) -> dict[str, Object]:
-    """Those that run while the pod does, and those before, by name."""
+    """All containers of a pod by name, including those that run before the others."""
     spec = pod["spec"]
     return {item["name"]: item for item in [*spec.get("initContainers", []), *spec["containers"]]}
 
 
 def helm(*arguments: str) -> str:
-    """Raises Refused with what it said."""
+    """Runs helm. Raises Refused with helm's message."""
     done = subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT)
     if done.returncode:
         raise Refused(done.stderr)
@@ -90,7 +90,7 @@ def render(
     name: str = "demo",
     namespace: str = "llm",
 ) -> Release:
-    """With values from a file, or over the chart's own. Raises Refused."""
+    """Renders the chart with values from a file, or values over the chart's own. Raises Refused."""
     text = values.read_text() if isinstance(values, Path) else json.dumps(values or {})
     return _render(text, name, namespace)
 
@@ -110,7 +110,7 @@ def _render(values: str, name: str, namespace: str) -> Release:
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> Object:
-    """`changes` over `values`, however deep."""
+    """`values` with `changes` applied at any depth."""
     result = dict(values)
     for key, value in changes.items():
         under = result.get(key)

@@ -1,8 +1,11 @@
-"""Three classical schedulers as models, written down rule by rule from their descriptions; know nothing of ours.
+"""Three classical schedulers as models, written rule by rule from their descriptions.
 
-`NanoVLLM` and `MiniVLLM` have two phases: a step prefills whole prompts, or else decodes. `Mixed` does both in one
-step, as the scheduler of a book's chapter on nano-vLLM does. A model is asked for one step after another,
-and answers with the requests of the step in order, each with the number of tokens that it computes.
+They use none of our code.
+
+`NanoVLLM` and `MiniVLLM` have two phases: a step either prefills whole prompts, or decodes. `Mixed` does both
+in one step, like the scheduler in a book's chapter on nano-vLLM. A test calls a model for one step after
+another. The model returns the step's requests in order, each with the number of tokens that the step
+computes.
 """
 
 from collections import deque
@@ -24,10 +27,10 @@ class Sequence:
     max_tokens: int
     ignore_eos: bool = False
     max_model_len: int | None = None
-    """Prompt and completion; only MiniVLLM knows it."""
+    """Limit for prompt and completion together. Only MiniVLLM uses it."""
     num_completion_tokens: int = 0
     num_cached: int = 0
-    """Tokens that its last prefill found in the prefix cache."""
+    """Number of tokens that its last prefill found in the prefix cache."""
     blocks: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -35,7 +38,7 @@ class Sequence:
 
 
 class BlockManager:
-    """Blocks by number. The least recently freed one is taken first, and forgets what it held then."""
+    """Blocks by number. The least recently freed block is used first, and loses its content."""
 
     def __init__(self, num_blocks: int, block_size: int, is_caching: bool) -> None:
         self.size = block_size
@@ -43,15 +46,19 @@ class BlockManager:
         self._is_caching = is_caching
         self._num_owners = [0] * num_blocks
         self._text: list[tuple[int, ...] | None] = [None] * num_blocks
-        """For a full block: all tokens from the beginning of the sequence to the end of the block."""
+        """For each full block: all tokens from the beginning of the sequence to the end of the block."""
         self._holders: dict[tuple[int, ...], list[int]] = {}
 
     def can_allocate(self, seq: Sequence) -> bool:
-        """There is a free block for each of the sequence's blocks, whatever is cached."""
+        """Whether enough blocks are free for all of the sequence, even if some of it is cached."""
         return len(self.free) >= self._num_blocks(seq)
 
     def allocate(self, seq: Sequence) -> None:
-        """Cached full blocks first, as many as there are without a gap; one token at least is left to compute."""
+        """Allocates the sequence's blocks.
+
+        Cached full blocks come first, as many as there are without a gap. At least one token is left to
+        compute.
+        """
         assert not seq.blocks
         for end in range(self.size, len(seq), self.size):
             holders = self._holders.get(tuple(seq.tokens[:end]))
@@ -69,7 +76,7 @@ class BlockManager:
         self._fill(seq, num_hits)
 
     def needs_block(self, seq: Sequence) -> bool:
-        """The sequence's last token, which a decode step computes, is the first one of a block."""
+        """Whether the sequence's last token, which a decode step computes, begins a new block."""
         return len(seq) % self.size == 1
 
     def can_append(self, seq: Sequence) -> bool:
@@ -81,7 +88,7 @@ class BlockManager:
         self._fill(seq, (len(seq) - 1) // self.size)
 
     def deallocate(self, seq: Sequence) -> None:
-        """The last block is free first, so that it is taken first."""
+        """Frees the blocks. The last block is freed first, and so is used first."""
         for block in reversed(seq.blocks):
             self._num_owners[block] -= 1
             if not self._num_owners[block]:
@@ -100,7 +107,7 @@ class BlockManager:
         seq.blocks.append(block)
 
     def _fill(self, seq: Sequence, first: int) -> None:
-        """Blocks from `first` on that this step fills are cached."""
+        """Caches the blocks from `first` on that this step fills."""
         for index in range(first, len(seq) // self.size if self._is_caching else 0):
             text = tuple(seq.tokens[: (index + 1) * self.size])
             self._text[seq.blocks[index]] = text
@@ -108,7 +115,7 @@ class BlockManager:
 
 
 class ClassicalScheduler:
-    """What the three have in common: two queues, preemption, and how a step's tokens are taken in."""
+    """The common part of the three: two queues, preemption, and how a step's tokens are processed."""
 
     def __init__(
         self,
@@ -122,15 +129,15 @@ class ClassicalScheduler:
     ) -> None:
         self.blocks = BlockManager(
             num_blocks - 1, block_size, enable_prefix_caching
-        )  # ours keeps a null block
+        )  # our pool reserves a null block
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self.preempted: list[str] = []
-        """In this step, in order."""
+        """The sequences that were preempted in this step, in order."""
         self.has_both = False
-        """This step has prefills and decodes."""
+        """Whether this step has both prefills and decodes."""
         self._next_token = next_token
 
     def add(self, seq: Sequence) -> None:
@@ -148,7 +155,7 @@ class ClassicalScheduler:
         return step
 
     def schedule(self) -> tuple[list[Sequence], list[Sequence]]:
-        """The step's prefills and decodes."""
+        """The step's prefills, and its decodes."""
         raise NotImplementedError
 
     def preempt(self, seq: Sequence) -> None:
@@ -169,7 +176,10 @@ class ClassicalScheduler:
 
 
 class NanoVLLM(ClassicalScheduler):
-    """Two phases. Places are counted by step; more may run. A prompt is charged for what is not cached."""
+    """Two phases. A step has a limited number of places, but more sequences may run.
+
+    A prompt uses budget only for tokens that are not cached.
+    """
 
     def schedule(self) -> tuple[list[Sequence], list[Sequence]]:
         prefills = self._prefill()
@@ -192,7 +202,10 @@ class NanoVLLM(ClassicalScheduler):
         return len(seq) - seq.num_cached
 
     def _decode(self) -> list[Sequence]:
-        """The first ones decode. One that lacks a block takes it from the last ones, or else goes itself."""
+        """Decodes the first sequences.
+
+        A sequence that lacks a block preempts the last ones, or else itself.
+        """
         decodes: list[Sequence] = []
         while self.running and len(decodes) < self.max_num_seqs:
             seq = self.running.popleft()
@@ -209,8 +222,10 @@ class NanoVLLM(ClassicalScheduler):
 
 
 class MiniVLLM(NanoVLLM):
-    """As nano-vLLM, but a prompt is charged for its whole length, decodes keep to the budget, and a sequence is given
-    room for its next token before it is asked whether the step has a place for it.
+    """Like nano-vLLM, with these differences.
+
+    A prompt uses budget for its whole length. Decodes keep to the budget. A sequence gets room for its next
+    token before the model checks whether the step has a place for the sequence.
     """
 
     def _charge(self, seq: Sequence) -> int:
@@ -241,8 +256,10 @@ class MiniVLLM(NanoVLLM):
 
 
 class Mixed(ClassicalScheduler):
-    """Prompts first, without a budget; all others that run decode in the same step. The last of these give way, as
-    many at once as the rest of them lacks blocks. Slots are those of the chapter's example, whose code has none.
+    """Computes prompts first, without a budget. All other running sequences decode in the same step.
+
+    If blocks are missing, the last of these sequences are preempted, as many at once as the others lack
+    blocks. The number of slots is that of the chapter's example, since its code has no slots.
     """
 
     def schedule(self) -> tuple[list[Sequence], list[Sequence]]:

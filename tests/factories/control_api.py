@@ -1,4 +1,4 @@
-"""A control server on a loopback port over a controller that has no processes, and a client of it."""
+"""A control server on a loopback port for a controller without processes, and a client of the server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -53,7 +53,7 @@ async def control_server(
     keys: PlaneKeys | None = FLEET_KEYS,
     model_path: Path = MODEL_PATH,
 ) -> AsyncIterator[ControlServer]:
-    """Open; without a controller it is one whose fleet is still starting."""
+    """An open control server. Without a controller, its fleet is still starting."""
     if isinstance(control, Controller):
         control = in_process(control, config, model_path)
     server = ControlServer(config.network, config.cluster.fleet_port, keys)
@@ -79,7 +79,7 @@ def port_of(server: ControlServer) -> int:
 
 
 class StandingFleet(FakeFleetControl):
-    """A controller whose workers serve for ever, and are what a test says."""
+    """A controller whose workers always serve, and are those that a test names."""
 
     def __init__(self, configuration: FleetConfiguration, *endpoints: WorkerEndpoint) -> None:
         super().__init__(fleet_of(*[replica(endpoint.ref.name, endpoint.role) for endpoint in endpoints]))

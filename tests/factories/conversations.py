@@ -1,4 +1,4 @@
-"""Conversations with tools, chat templates of the families' conventions, and answers as events."""
+"""Conversations with tools, chat templates in the conventions of model families, and answers as events."""
 
 import random
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ SEARCH = Tool("search", None, {"type": "object", "properties": {"query": {"type"
 TOOLS = (WEATHER, SEARCH)
 
 ASKED = Conversation((ChatMessage("user", "Is it warm in Zürich?"),), TOOLS)
-"""May call."""
+"""A conversation in which the model may call a tool."""
 
 GENERATION = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def _with_calls(calls: str, also: str = "") -> str:
-    """A template that knows tools, and writes an assistant's calls like this."""
+    """A chat template that supports tools, and writes an assistant's calls in this form."""
     return (
         "{% if tools %}<|im_start|>system\n"
         + also
@@ -108,7 +108,8 @@ TEMPLATES = {
     "generic": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     + GENERATION,
 }
-"""By family that writes text with calls in it: a template that shows its signs and writes calls as it does."""
+"""Templates by the family that writes calls as text. Each contains the family's markers, and writes calls as
+the family does."""
 
 HARMONY = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
@@ -125,7 +126,8 @@ HARMONY = (
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-"""As gpt-oss's: it writes one call of a turn, and each tool's description; results are the last call's."""
+"""A template like gpt-oss's. It writes one call of a turn, and the description of each tool. Results belong
+to the last call."""
 
 THINKING = TEMPLATES["hermes"].replace(
     GENERATION,
@@ -133,7 +135,7 @@ THINKING = TEMPLATES["hermes"].replace(
         "{% endif", "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif"
     ),
 )
-"""A model that thinks unless it is told not to."""
+"""A template of a model that thinks unless the prompt forbids it."""
 
 
 def format_of(family: str, vocabulary: Vocabulary | None = None) -> AnswerFormat:
@@ -143,7 +145,7 @@ def format_of(family: str, vocabulary: Vocabulary | None = None) -> AnswerFormat
 def rendered(
     answer_format: AnswerFormat, template: str, conversation: Conversation, *, is_prompt: bool = True
 ) -> str:
-    """As a tokenizer renders it."""
+    """The conversation as a tokenizer renders it."""
     arguments = answer_format.template_arguments(conversation)
     turns = arguments.pop("conversation")
     result = render_jinja_template(
@@ -157,14 +159,14 @@ def rendered(
 
 
 def written_answer(answer_format: AnswerFormat, template: str, turn: ChatMessage) -> str:
-    """How the template writes an assistant's turn."""
+    """The assistant's turn as the template writes it."""
     asked = replace(ASKED, messages=(*ASKED.messages, turn))
     text = rendered(answer_format, template, asked, is_prompt=False)
     return text.rpartition("<|im_start|>assistant\n")[2].removesuffix("<|im_end|>\n")
 
 
 def called(*calls: tuple[str, str]) -> ChatMessage:
-    """An assistant's turn that made these calls: names and arguments."""
+    """An assistant's turn with these calls, each a name and arguments."""
     return ChatMessage(
         "assistant",
         "",
@@ -180,7 +182,7 @@ def parts_of(
     conversation: Conversation = ASKED,
     prompt_end: str = "",
 ) -> AnswerParts:
-    """What an answer says that comes in these pieces."""
+    """The parts of an answer that arrives in these pieces."""
     parser = answer_format.new_parser(conversation, prompt_end)
     assert parser is not None
     parts = AnswerParts()
@@ -196,7 +198,7 @@ def merged_events(
     conversation: Conversation = ASKED,
     prompt_end: str = "",
 ) -> list[tuple[object, ...]]:
-    """The events of an answer that comes in these pieces, adjacent ones of a kind joined."""
+    """The events of an answer that arrives in these pieces. Adjacent events of one kind are joined."""
     parser = answer_format.new_parser(conversation, prompt_end)
     assert parser is not None
     events = [event for piece in pieces for event in parser.push(piece)]
@@ -216,7 +218,7 @@ def calls_in(parts: AnswerParts) -> list[tuple[str, str, bool]]:
 
 
 def random_answer(rng: random.Random, pieces: Sequence[str]) -> str:
-    """Markers, parts of them, calls and text, in an order that no model would choose."""
+    """Markers, parts of markers, calls and text, in an order that no model would produce."""
     answer = []
     for _ in range(rng.randint(1, 12)):
         piece = rng.choice(pieces)

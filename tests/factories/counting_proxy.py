@@ -1,4 +1,4 @@
-"""A TCP proxy that counts what passes, and can stop passing it on, as a network between client and gateway can."""
+"""A TCP proxy between client and gateway that counts bytes, and can stop forwarding them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ class CountingProxy:
         self.num_connections = 0
         self.bytes_to_client = 0
         self.passes = asyncio.Event()
-        """While it is clear, no byte passes either way, and neither end is notified."""
+        """While this is clear, no byte is forwarded in either direction, and neither end is notified."""
         self.passes.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,7 +51,7 @@ class CountingProxy:
 
 @asynccontextmanager
 async def proxy_to(port: int, host: str = "127.0.0.1", own_port: int = 0) -> AsyncIterator[CountingProxy]:
-    """Listens at `host` and `own_port`; 0: any free one."""
+    """Listens at `host` and `own_port`; 0 means any free port."""
     proxy = CountingProxy(port)
     running: set[asyncio.Task[None]] = set()
 

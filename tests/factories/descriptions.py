@@ -1,10 +1,10 @@
-"""What `GatewayClient.describe` returns, of fleets that a test thinks up."""
+"""Descriptions of invented fleets, as `GatewayClient.describe` returns them."""
 
 from typing import Any
 
 
 def worker(name: str, role: str = "decode", state: str = "ready", **fields: Any) -> dict[str, Any]:
-    """A worker in good health; `fields` are those of the message, nested ones given in part."""
+    """A healthy worker. `fields` are fields of the message; nested messages may be incomplete."""
     found: dict[str, Any] = {
         "name": name,
         "role": role,
@@ -64,7 +64,7 @@ def missing(name: str, state: str, **slot: Any) -> dict[str, Any]:
 
 
 def loaded_from(peer: str, num_mib: float, done: int, **fields: Any) -> dict[str, Any]:
-    """A consumer's counts of what it had from a producer."""
+    """A consumer's counts of the KV that it loaded from a producer."""
     counts = {
         "role": "consumer",
         "peer": peer,

@@ -1,4 +1,4 @@
-"""A device and the processes that have memory on it: a real one, or a pretended one whose processes are threads."""
+"""A device and its processes: a real device, or a pretended one whose processes are threads."""
 
 import multiprocessing
 import threading
@@ -15,35 +15,35 @@ from kv_transfer.transport.base import Bytes
 from tests.factories.fake_cuda import FakeHost, UnhurriedDriver
 
 PATIENCE_S = 120.0
-"""A process that has to load PyTorch, and then a device, takes a while."""
+"""Limit for an answer of another process, which may have to load PyTorch and then a device."""
 
 
 class Device(Protocol):
-    """One device as one process sees it."""
+    """One device as a process sees it."""
 
     def allocate(self, num_bytes: int) -> CudaMemory: ...
 
     def write(self, memory: CudaMemory, array: Bytes) -> None:
-        """Fills the memory; it is there when this returns."""
+        """Fills the memory. The bytes have arrived when this returns."""
         ...
 
     def read(self, memory: CudaMemory) -> Bytes:
-        """A copy of all of it."""
+        """A copy of the whole memory."""
         ...
 
     def start(self, run: Callable[["Device", Connection], None]) -> "Process":
-        """Another process on the same device."""
+        """Starts another process on the same device."""
         ...
 
 
 class Process:
-    """Runs a function with a device and one end of a pipe; `pipe` is the other."""
+    """Runs a function with a device and one end of a pipe. `pipe` is the other end."""
 
     def __init__(self, runner: Any, pipe: Connection, kill: Callable[[], None]) -> None:
         self._runner = runner
         self.pipe = pipe
         self.kill = kill
-        """At once, whatever it does; of a pretended device, its memory counts as gone."""
+        """Ends the process at once. On a pretended device, its memory then counts as freed."""
         runner.start()
 
     def answer(self) -> Any:
@@ -51,14 +51,14 @@ class Process:
         return self.pipe.recv()
 
     def end(self) -> None:
-        """It has been asked to; `kill` is for others."""
+        """Waits for a process that was told to end. Use `kill` for other processes."""
         self._runner.join(PATIENCE_S)
         assert not self._runner.is_alive(), "the other process does not end"
 
 
 @dataclass(frozen=True, slots=True)
 class RealDevice:
-    """CUDA's device of that number."""
+    """CUDA's device with this number."""
 
     number: int = 0
 
@@ -66,7 +66,7 @@ class RealDevice:
         return CudaMemory(num_bytes, self.number)
 
     def write(self, memory: CudaMemory, array: Bytes) -> None:
-        """As an engine does: on PyTorch's stream, and what is awaited is an event."""
+        """Writes as an engine does: on PyTorch's stream, with an event to wait for."""
         torch.as_tensor(memory, device=f"cuda:{self.number}").copy_(torch.from_numpy(array))
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.number))
@@ -90,7 +90,7 @@ class RealDevice:
 
 @dataclass(frozen=True, slots=True)
 class PretendedDevice:
-    """Every process has a driver of its own; copies run when their event is asked for."""
+    """A device without hardware. Each process has its own driver. Copies run when their event is queried."""
 
     host: FakeHost = field(default_factory=FakeHost)
 

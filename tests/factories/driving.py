@@ -1,4 +1,4 @@
-"""Driver: steps a scheduler over a fake runner as the engine does, with steps under way if asked to."""
+"""Driver: steps a scheduler over a fake runner as the engine does; several steps may be under way."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -10,9 +10,9 @@ from tests.factories.scheduling import FakeConnector, FakeRunner, assert_at_rest
 
 
 class Driver:
-    """Checks after every step that positions continue, that nothing follows an end, and every invariant.
+    """Checks positions, ends and every invariant of the scheduler after each step.
 
-    Plans `num_ahead` steps before it computes the oldest, as late as a slow device would.
+    It plans `num_ahead` steps before it computes the oldest step, as late as a slow device would.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
         self.finished_in_plans: list[str] = []
-        """Every id that a plan told the runner to forget."""
+        """All ids that plans told the runner to forget."""
         self.has_failed = False
-        """Then the runner was told to forget some requests that begin anew."""
+        """Whether a step has failed. The runner was then told to forget requests that begin again."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -42,7 +42,7 @@ class Driver:
             self.tokens[request.request_id] = request.output_token_ids
 
     def step(self) -> SchedulerOutput:
-        """Plans one step, and takes in as many as then are too many; the plan."""
+        """Plans one step, and returns the plan. Computes the oldest steps if too many are under way."""
         plan = self.scheduler.schedule()
         assert plan.total_num_scheduled_tokens == sum(plan.num_scheduled_tokens.values())
         assert all(num_tokens > 0 for num_tokens in plan.num_scheduled_tokens.values())
@@ -56,7 +56,7 @@ class Driver:
         return plan
 
     def complete(self, keep: int = 0) -> None:
-        """Computes and takes in the oldest steps until `keep` are left."""
+        """Computes the oldest steps, and processes their results, until `keep` steps are left."""
         while len(self.under_way) > keep:
             plan = self.under_way.popleft()
             self.note(flatten(self.scheduler.update_from_output(plan, self.runner.execute(plan))))
@@ -64,7 +64,7 @@ class Driver:
             self.scheduler.check_integrity()
 
     def fail(self) -> None:
-        """The device fails to compute the oldest step, and so what was planned on top of it."""
+        """Makes the oldest step fail, and with it all steps that were planned after it."""
         self.has_failed = True
         failed, *later = self.under_way
         self.under_way.clear()
@@ -85,24 +85,24 @@ class Driver:
     def run_to_end(
         self, before_step: Callable[[], None] = lambda: None, max_steps: int = 20_000
     ) -> dict[str, list[int]]:
-        """Steps until no request is left; returns the tokens of each."""
+        """Steps until no request is left; returns the tokens of each request."""
         for _ in range(max_steps):
             before_step()
             if not self.scheduler.has_requests():
                 self.complete()
-                self.step()  # reports the last ends to the runner
+                self.step()  # tells the runner about the last ends
                 self.check_rest()
                 return self.tokens
             self.step()
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.request_counts()}")
 
     def _start_loads(self, plan: SchedulerOutput | None = None) -> None:
-        """The oldest step's loads: nothing that was planned before it is being computed any more."""
+        """Starts the loads of the oldest step, since all steps before it are computed."""
         if self.connector is not None and (plan or self.under_way):
             self.connector.start_load_kv((plan or self.under_way[0]).kv_connector_metadata or {})
 
     def check_rest(self) -> None:
-        """Behaviour 14, and conservation: each request has ended once, and was reported to the runner."""
+        """Checks behaviour 14: each request has ended once, and the runner was told."""
         assert_at_rest(self.scheduler)
         assert self.ends.keys() == self.tokens.keys()
         assert set(self.finished_in_plans) == self.tokens.keys()

@@ -1,7 +1,7 @@
 """A live TransferEndpoint between an engine that keeps the rules and peers that break them.
 
-After every event: nothing was raised, every request of the engine gets exactly one end, and no byte of the pool has
-changed outside the blocks that a load may write.
+After every event these hold: nothing was raised, every request of the engine gets exactly one end, and in the
+pool only blocks that a load may write have changed.
 """
 
 import random
@@ -61,15 +61,15 @@ PEERS = ("peer-1", "peer-2")
 CONFIG = KVTransferConfig(lease_s=5.0, peer_timeout_s=4.0, load_timeout_s=20.0, max_inflight_mib=1)
 FINAL_MESSAGES = (Refused, Aborted, Cancel, Release, Unreadable)
 RARELY = 0.06
-"""Weight of messages that end a hand-over."""
+"""Weight of messages that end a hand-over: such messages are rare."""
 
 END_S = 200.0
-"""Virtual seconds after which nothing may be left."""
+"""Virtual seconds after which no hand-over may be left."""
 
 
 @dataclass(slots=True)
 class Sending:
-    """A request that this worker prefills, as its engine sees it."""
+    """A request that this worker prefills, from the view of its engine."""
 
     num_tokens: int
     num_ready: int = 0
@@ -123,7 +123,7 @@ class EndpointUnderFire:
         self.counts: Counter[str] = Counter()
 
     def round(self) -> None:
-        """One event of any kind."""
+        """Runs one event of any kind."""
         self.counts["rounds"] += 1
         events = (self._lie, self._be_honest, self._command, self._garble, self._wait)
         event = self._rng.choices(events, (60, 10, 22, 6, 4))[0]
@@ -132,7 +132,7 @@ class EndpointUnderFire:
         self._check()
 
     def end(self) -> None:
-        """The engine ends some requests, timeouts end the others, and nothing is left."""
+        """Ends some requests by the engine and the others by timeouts. Afterwards nothing may be left."""
         for request_id in list(self._sends):
             if not self._sends[request_id].is_over:
                 self._rng.choice((self._finish_send, self._abort_send))(request_id)
@@ -153,7 +153,7 @@ class EndpointUnderFire:
     # peers
 
     def _lie(self) -> None:
-        """A readable message; most are plausible ones about an open hand-over."""
+        """Takes a readable message of a peer. Most are plausible messages about an open hand-over."""
         is_from_producer = self._rng.random() < 0.5
         codec: Any = TO_CONSUMER if is_from_producer else TO_PRODUCER
         kinds = kinds_of(codec)
@@ -175,7 +175,7 @@ class EndpointUnderFire:
         self._take(is_from_producer, frame)
 
     def _be_honest(self) -> None:
-        """Everything that a load waits for, unless a lie came first."""
+        """Takes all messages that a load waits for. An earlier lie may have made them useless."""
         request_id = self._rng.choice([*self._loads, "unknown"])
         key = self._keys[request_id]
         num_pieces = -(-self._num_tokens(key) // 16)
@@ -222,7 +222,7 @@ class EndpointUnderFire:
         return key
 
     def _made_plausible(self, message: ToProducer | ToConsumer) -> ToProducer | ToConsumer:
-        """Most fields as an honest peer would send them."""
+        """Replaces most fields by values that an honest peer would send."""
         rng = self._rng
         match message:
             case Open():
@@ -297,7 +297,7 @@ class EndpointUnderFire:
         self._execute(BeginSend(request_id, transfer, self._sends[request_id].num_tokens))
 
     def _fill(self, request_id: str) -> None:
-        """The next full block of the prompt is computed, in any block of the pool."""
+        """Computes the next full block of the prompt, in any block of the pool."""
         sending = self._sends[request_id]
         if sending.num_ready < sending.num_tokens // 16:
             self._execute(SendBlocks(request_id, sending.num_ready, (self._rng.randrange(NUM_BLOCKS),)))
@@ -389,12 +389,12 @@ class EndpointUnderFire:
 
 
 def wild_piece_id(rng: random.Random) -> int:
-    """An id beyond every pool, whose offset in bytes overflows or nearly does."""
+    """A piece id beyond every pool. Its offset in bytes overflows, or nearly overflows."""
     if rng.random() < 0.5:
         return integer(rng)
     return rng.choice((2**63, 2**64)) // BLOCK_NBYTES + rng.choice((-1, -1, 0, 1))
 
 
 def _long_text(rng: random.Random) -> str:
-    """A text that makes its message about as large as allowed, or the answer to it larger."""
+    """A text that makes its message, or the answer to it, about as large as allowed or larger."""
     return "x" * rng.choice((500, 1_000, MAX_HEADER_BYTES - rng.randrange(400)))

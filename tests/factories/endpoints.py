@@ -26,7 +26,7 @@ from tests.factories.fake_cuda import FakeDriver, FakeHost
 NUM_LAYERS, NUM_HEADS, CELL_BYTES, NUM_BLOCKS = 2, 8, 3, 16
 FINGERPRINT = KVFingerprint(2, "model", "uint8", "LKHTD", NUM_LAYERS, NUM_HEADS, CELL_BYTES, 16, 1)
 LATENTS = replace(FINGERPRINT, layout=LATENT_LAYOUT, num_kv_heads=1)
-"""Of workers whose ranks all have the same."""
+"""Layout of workers whose ranks all have equal parts."""
 TOKEN = FirstToken(7, None)
 LEASE_S, LOAD_TIMEOUT_S = 2.0, 8.0
 CONFIG = KVTransferConfig(
@@ -35,23 +35,23 @@ CONFIG = KVTransferConfig(
 KV_PHTB = np.random.default_rng(0).integers(
     1, 256, (NUM_LAYERS * 2, NUM_HEADS, 512, CELL_BYTES), dtype=np.uint8
 )
-"""The KV of one long prompt, not split into ranks and blocks."""
+"""The KV of one long prompt, before it is divided among ranks and blocks."""
 
 
 class ScriptedNetwork(Network):
-    """Carries messages at once, except for what a test does to them."""
+    """Carries messages at once, except as a test demands."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world, NetworkFaults())
         self.lose: Callable[[str, bytes], bool] = lambda _address, _header: False
-        """Whether a message to this address is lost."""
+        """Decides whether a message to this address is lost."""
         self.alter: Callable[[str, bytes], bytes] = lambda _address, header: header
         """Changes a header sent from this address."""
         self.delay_s = 0.0
         self.num_payloads_to_lose = 0
-        """So many of the next messages with bytes arrive without them."""
+        """The next messages with bytes, this many, arrive without their bytes."""
         self.sent: list[tuple[str, bytes]] = []
-        """Every header as it was encoded, and where to; lost ones too."""
+        """Every header as it was encoded, with its destination. Lost messages are included."""
 
     def post(
         self, source: str, target: str, header: bytes, payload: Payload, arrive: Callable[..., None]
@@ -65,7 +65,7 @@ class ScriptedNetwork(Network):
             self.world.after(self.delay_s, partial(arrive, self.alter(sender, header), payload))
 
     def cut(self, address: str) -> None:
-        """Nothing reaches this address."""
+        """Loses everything sent to this address."""
         self.lose = lambda target, _: target == address
 
     def mend(self) -> None:
@@ -73,7 +73,7 @@ class ScriptedNetwork(Network):
 
 
 class Worker:
-    """All ranks of one worker. Block i of a prompt lives in block 1 + i of every rank's pool."""
+    """All ranks of one worker. Block i of a prompt is stored in block 1 + i of every rank's pool."""
 
     def __init__(
         self, fabric: "Fabric", name: str, num_ranks: int, block_size: int, fingerprint: KVFingerprint
@@ -81,7 +81,7 @@ class Worker:
         names = tuple(f"{name}/{rank}" for rank in range(num_ranks))
         self.ref = WorkerRef(name, f"{name}-life", tuple(f"sim://{name}" for name in names), block_size)
         self.blocks: list[Bytes] = []
-        """Every rank's pool, [num_blocks, bytes of a block], in host or device memory."""
+        """The pool of each rank, [num_blocks, bytes of a block], in host or device memory."""
         connectors = []
         fingerprint = replace(fingerprint, block_size=block_size, num_ranks=num_ranks)
         self._num_planes, heads = fingerprint.num_planes, fingerprint.num_divided_heads
@@ -124,7 +124,7 @@ class Worker:
         return tuple(range(1, 1 + -(-num_tokens // self.ref.block_size)))
 
     def compute(self, num_tokens: int) -> None:
-        """Every rank fills the blocks of the prompt's first tokens with its share of the KV."""
+        """Fills the blocks of the prompt's first tokens on every rank, with the rank's share of the KV."""
         for rank, blocks in enumerate(self.blocks):
             for index, block_id in enumerate(self.blocks_for(num_tokens)):
                 blocks[block_id] = self._truth(rank, index).reshape(-1)
@@ -162,9 +162,9 @@ class Fabric:
         self.clock = self.world.clock(began_at)
         self.network = ScriptedNetwork(self.world)
         self.connectors: list[SimConnector] = []
-        """One for every rank."""
+        """One connector for every rank."""
         self.drivers: list[FakeDriver] = []
-        """Drivers of the ranks on devices, in the order of their adding."""
+        """The drivers of all ranks on devices, in the order in which they were added."""
 
     def add(
         self,
@@ -173,13 +173,13 @@ class Fabric:
         block_size: int = 16,
         fingerprint: KVFingerprint = FINGERPRINT,
     ) -> Worker:
-        """Ranks and block size of `fingerprint` are replaced by the other arguments."""
+        """Adds a worker. The other arguments replace ranks and block size of `fingerprint`."""
         return Worker(self, name, num_ranks, block_size, fingerprint)
 
     def make_pool(
         self, block_nbytes: int, fingerprint: KVFingerprint, rank: int
     ) -> tuple[Bytes, KVPool, dict[str, PoolReader]]:
-        """A rank's pool as an array and as endpoints see it, and the readers that go with it."""
+        """A rank's pool as an array and as endpoints see it, and its readers."""
         num_bytes, shape = NUM_BLOCKS * block_nbytes, (NUM_BLOCKS, block_nbytes)
         if self._host is not None:
             self.drivers.append(FakeDriver(self._host))
@@ -195,11 +195,11 @@ class Fabric:
         return blocks, KVBytes(blocks, fingerprint, rank), readers
 
     def deliver(self) -> None:
-        """Everything under way, and what that leads to."""
+        """Delivers everything under way, and all messages that follow from it."""
         self.world.run(until=self.world.now)
 
     def advance(self, seconds: float) -> None:
-        """Time passes, from event to event."""
+        """Advances the time, from event to event."""
         end = self.world.now + seconds
         self.deliver()
         self._look()
@@ -208,12 +208,12 @@ class Fabric:
         self.deliver()
 
     def _look(self) -> None:
-        """Every rank looks at its clock and its device."""
+        """Lets every rank check its clock and its device."""
         for connector in self.connectors:
             connector.turn()
 
     def assert_at_rest(self) -> None:
-        """No endpoint has a hand-over; once idle pools are closed, no timer is set."""
+        """Checks that no endpoint has a hand-over. Once idle pools are closed, no timer may be set."""
         endpoints = [connector.endpoint for connector in self.connectors]
         for endpoint in endpoints:
             endpoint.check_integrity()

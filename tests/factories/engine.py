@@ -1,4 +1,4 @@
-"""An engine without a device: the real loop, core and scheduler over a fake runner and a scripted connector."""
+"""An engine without a device: real loop, core and scheduler, a fake runner, a scripted connector."""
 
 import queue
 from collections.abc import Callable, Set
@@ -28,12 +28,12 @@ from worker.role import Role
 from worker.step_trace_writer import StepTraceWriter
 
 VOCAB_SIZE = 100_000
-"""The fake model says anything up to 50,100."""
+"""The token ids of the fake model are below 50,100."""
 
 
 @dataclass
 class FakeConnectorWorker:
-    """Moves nothing; says what a test puts into `outputs`, and keeps the commands it was given."""
+    """A connector that moves nothing. It reports what a test puts into `outputs`, and stores its commands."""
 
     outputs: list[KVConnectorOutput] = field(default_factory=list)
     commands: list[Any] = field(default_factory=list)
@@ -64,7 +64,10 @@ class FakeConnectorWorker:
 
 
 class StepHook:
-    """A runner that calls a test before each step; what the call raises is the device's failure."""
+    """A runner that calls a test before each step.
+
+    An exception of the call counts as the device's failure.
+    """
 
     def __init__(self, before_step: Callable[[SchedulerOutput], None]) -> None:
         self._runner = FakeRunner()
@@ -77,14 +80,14 @@ class StepHook:
 
 
 class PlansPastPrompts(ThreadedPipeline):
-    """A step is under way while the next is planned, whatever it holds: as with a GPU."""
+    """Like a GPU's pipeline, plans the next step while any step with tokens is under way."""
 
     def num_ahead(self, plan: SchedulerOutput) -> int:
         return int(bool(plan.num_scheduled_tokens))
 
 
 def make_grammars() -> GrammarCompiler:
-    """For requests without a structured output; it has no tokenizer."""
+    """A compiler for requests without a structured output. It has no tokenizer."""
     return GrammarCompiler(Path("no model"), VOCAB_SIZE, (EOS,), lambda: None, SystemClock())
 
 
@@ -98,7 +101,7 @@ def make_core(
     num_speculative_tokens: int = 0,
     **overrides: Any,
 ) -> EngineCore:
-    """`pipeline`: in place of one around a `runner`."""
+    """Makes a core. `pipeline` replaces the pipeline around `runner`."""
     config = make_config(**overrides)
     scheduler = Scheduler(
         config, KVConnectorScheduler(16), hash_key=b"k" * 16, num_speculative_tokens=num_speculative_tokens
@@ -122,17 +125,17 @@ def make_engine_request(request_id: str = "r", num_tokens: int = 10, **options: 
 
 
 class RunningLoop:
-    """An EngineLoop and its outbox, which keeps what it delivers; a context manager."""
+    """An EngineLoop and its outbox, which stores what the loop delivers. A context manager."""
 
     def __init__(
         self, core: EngineCore | None = None, role: Role | None = None, *, lease_s: float = 0.1
     ) -> None:
         self.ref = WorkerRef("w0", "life", ("tcp://127.0.0.1:1",), 16)
-        """What others may call it."""
+        """The name under which others may know the worker."""
         self.outputs: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
         self.kv_changes: queue.Queue[tuple[tuple[str, ...], KVChange]] = queue.Queue()
         self.beats: queue.Queue[EngineSnapshot] = queue.Queue()
-        """How the engine stood when it asked for a heartbeat."""
+        """The state of the engine at each heartbeat."""
         self.commands = CommandQueue()
         self.loop = EngineLoop(
             core or make_core(), role or DecodeWorker(100), self, SystemClock(), lease_s, self.commands
@@ -149,14 +152,14 @@ class RunningLoop:
         return self.outputs.get(timeout=60)
 
     def until_finished(self, request_id: str) -> RequestOutput:
-        """The request's last output; those of others are passed over."""
+        """Waits for the request's last output, and drops all outputs before it."""
         while True:
             _, output = self.next_output()
             if output.request_id == request_id and output.finish_reason is not None:
                 return output
 
     def next_finish(self) -> RequestOutput:
-        """The next output that ends a request."""
+        """Waits for the next output that ends a request."""
         while (output := self.next_output()[1]).finish_reason is None:
             continue
         return output

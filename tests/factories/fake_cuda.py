@@ -1,6 +1,6 @@
-"""A CUDA driver over host memory: copies are queued, and happen when a test says so.
+"""A CUDA driver over host memory. Copies are queued, and run when a test says so.
 
-All streams of a process share one queue, which is one of the orders that a device may take.
+All streams of a process share one queue. A real device may use this order, too.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ FIRST_ADDRESS = 1 << 40
 
 
 class Copy(NamedTuple):
-    """Rows of bytes that are queued to be copied."""
+    """Rows of bytes, queued to be copied."""
 
     to: int
     source: int
@@ -26,16 +26,17 @@ class Copy(NamedTuple):
 
 @dataclass
 class FakeHost:
-    """All devices of one host, and what is allocated on them."""
+    """All devices of one host, and the memory allocated on them."""
 
     memories: dict[int, bytearray] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
-    """Memories whose owner has ended: processes that have them open go on reading them; none can open them."""
+    """Memories whose owner has ended. Processes that have them open can still read them; no process can open
+    them."""
     next_address: int = FIRST_ADDRESS
     pinned: dict[int, "ctypes.Array[ctypes.c_uint8]"] = field(default_factory=dict)
-    """Host memory that devices reach, by address."""
+    """Host memory that devices can access, by address."""
     pinned_room: int | None = None
-    """Limit of the bytes that may be pinned in all."""
+    """Limit of the bytes that may be pinned in total."""
 
     def allocate(self, num_bytes: int) -> int:
         address, self.next_address = self.next_address, self.next_address + num_bytes + 4096
@@ -43,7 +44,7 @@ class FakeHost:
         return address
 
     def find(self, address: int, num_bytes: int) -> memoryview:
-        """Device memory by its address, or the host's that is pinned."""
+        """Device memory, or pinned host memory, at this address."""
         views = [(base, memoryview(memory)) for base, memory in self.memories.items()]
         views += [(base, memoryview(buffer).cast("B")) for base, buffer in self.pinned.items()]
         for base, view in views:
@@ -54,14 +55,14 @@ class FakeHost:
 
 @dataclass
 class FakeDriver(CudaDriver):
-    """One process's view of a device."""
+    """The driver of a device in one process."""
 
     host: FakeHost
     device: int = 0
     is_slow: bool = False
-    """Copies wait for `run`."""
+    """Whether copies wait for `run`."""
     takes_rows: bool = True
-    """False: refuses pitches, as the real driver may."""
+    """False: the driver refuses pitches, as a real driver may."""
     queued: deque[Copy] = field(default_factory=deque)
     num_queued: int = 0
     num_over: int = 0
@@ -69,9 +70,9 @@ class FakeDriver(CudaDriver):
     opened: list[int] = field(default_factory=list)
     events: dict[int, int] = field(default_factory=dict)
     room: int | None = None
-    """How many copies may be queued at a time; one more is refused."""
+    """How many copies may be queued at a time. Further copies are refused."""
     failure: str | None = None
-    """Once set, the context is lost: every call about streams and events fails."""
+    """Once this is set, the context is lost: every call for streams and events fails."""
     streams: set[int] = field(default_factory=set)
     _own: list[int] = field(default_factory=list)
 
@@ -150,7 +151,7 @@ class FakeDriver(CudaDriver):
             self.run()
 
     def run(self) -> None:
-        """Everything that is queued happens."""
+        """Runs all queued copies."""
         while self.queued:
             self._copy_next()
 
@@ -193,7 +194,7 @@ class FakeDriver(CudaDriver):
 
 @dataclass
 class UnhurriedDriver(FakeDriver):
-    """Copies one run with each query of an event, so reads take several polls."""
+    """A driver that runs one copy at each query of an event. So reads need several polls."""
 
     is_slow: bool = True
 

@@ -1,7 +1,7 @@
-"""A rank whose device and connector follow plans and commands: `python -m tests.factories.fake_rank FD`.
+"""A rank whose device and connector do what plans and commands say: `python -m tests.factories.fake_rank FD`.
 
-Its steps are real in one thing: they meet the other ranks in a collective. What it did is in `rank-R.txt` of the folder
-that it takes for its model's.
+One part of its steps is real: they meet the other ranks in a collective. The rank writes what it did to the
+file `rank-R.txt`, in the folder that the configuration gives as the model's.
 """
 
 import os
@@ -30,21 +30,21 @@ FAKE_RANK = "tests.factories.fake_rank"
 NUM_BLOCKS = 20
 DIGEST = "digest"
 
-# What a plan does to one rank, by the id of a request that has tokens: "VERB-RANK".
+# What a plan does to one rank. The plan contains a request with the id "VERB-RANK".
 RAISE, DIE, STALL, DELAY = "raise", "die", "stall", "delay"
 DELAY_S = 0.5
 HANG_S = 1.0
-"""How long the transfer of a request called "stuck" may take; it never ends."""
+"""Limit for the transfer of a request called "stuck", which never ends."""
 
 
 def make_plan(step: int, *request_ids: str) -> SchedulerOutput:
-    """A step of one token for each."""
+    """A plan with one token for each request."""
     tokens = dict.fromkeys(request_ids or ("r",), 1)
     return SchedulerOutput((), CachedRequestData(), tokens, len(tokens), frozenset(), frozenset(), step=step)
 
 
 class Diary:
-    """What a rank did, a line each."""
+    """A file with one line for each action of a rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"rank-{rank}.txt"
@@ -59,7 +59,7 @@ class Diary:
 
 
 class CollectiveRunner:
-    """Samples the sum of all ranks' step numbers; does to its own rank what a plan says."""
+    """Samples the sum of the step numbers of all ranks. Does to its own rank what the plan says."""
 
     def __init__(self, collectives: Collectives, diary: Diary) -> None:
         self._collectives = collectives
@@ -81,7 +81,7 @@ class CollectiveRunner:
         raise NotImplementedError("a CPU computes where it is called")
 
     def _all_of_them(self) -> list[object]:
-        """What each collective gives; their results are the same on every rank."""
+        """The result of each collective. Every rank gets the same results."""
         collectives, rank = self._collectives, float(self._collectives.rank)
         results: list[object] = []
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -113,7 +113,7 @@ def make_fake_pipeline(collectives: Collectives, diary: Diary) -> Pipeline:
 
 
 class DiaryConnector:
-    """Writes its commands down; its loads arrive at once."""
+    """Writes its commands down. Its loads complete at once."""
 
     kv_address = "tcp://127.0.0.1:1"
 
@@ -167,7 +167,7 @@ class DiaryConnector:
 def build(
     setup: Setup, config: BatonConfig, collectives: Collectives, on_kv_output: Callable[[], None]
 ) -> Rank:
-    """`model.path` says what goes wrong: `slow`, `no-model`, `broken`, `dead`."""
+    """Builds the rank. `model.path` says what fails: `slow`, `no-model`, `broken`, `dead`."""
     match config.model.path:
         case "no-model":
             raise ModelError("no config.json")

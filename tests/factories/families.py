@@ -1,6 +1,6 @@
-"""Tiny models of every family and option that is served, and the tables of docs/models.md.
+"""Tiny models of every family and option that Baton serves, and the tables of docs/models.md.
 
-python -m tests.factories.families           writes the tables anew
+python -m tests.factories.families           rewrites the tables
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 @dataclass(frozen=True)
 class Case:
-    """A model by `make_model_dir`."""
+    """A model, as arguments for `make_model_dir`."""
 
     family: Family
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Case:
 
 
 def longrope(short: float, long: float, **parameters: Any) -> dict[str, Any]:
-    """For heads of 16 dimensions: the first frequency keeps its own divisor."""
+    """Parameters for heads of 16 dimensions. The first frequency keeps its own divisor."""
     divisors = {"short_factor": [1.0] + [short] * 7, "long_factor": [1.0] + [long] * 7}
     return {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **divisors, **parameters}}
 
@@ -65,7 +65,7 @@ DEEPSEEK = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
 }
-"""What the cache holds is a multiple of 16 numbers, as the CPU's own kernels need it."""
+"""A multiple of 16 numbers in the cache, as our own CPU kernels require."""
 DEEPSEEK_V3 = {**DEEPSEEK, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 CASES: dict[str, Case] = {
@@ -201,7 +201,7 @@ CASES: dict[str, Case] = {
         },
     ),
 }
-"""Beside those of tests/e2e/test_model_parity.py."""
+"""Cases in addition to those of tests/e2e/test_model_parity.py."""
 
 NAMES = {
     Family.LLAMA: ("Llama 2 and 3, SmolLM2", ""),
@@ -233,7 +233,7 @@ NAMES = {
 
 
 def families_table() -> str:
-    """What each family may be served with."""
+    """The table of what each family may be served with."""
     in_gguf = {name: kind for kind, name in GGUF_ARCHITECTURES.items()}
     rows = [
         "| models | `architectures` | what is special | CPU | GPU | ranks | GGUF |",
@@ -248,7 +248,7 @@ def families_table() -> str:
 
 
 def keys_table() -> str:
-    """What is refused, by its key."""
+    """The table of what is refused, by its configuration key."""
     rows = ["| key | without effect, beside null | read for |", "|---|---|---|"]
     for key, harmless in WITHOUT_EFFECT.items():
         values = ", ".join(f"`{str(value).lower()}`" for value in harmless)
@@ -258,7 +258,7 @@ def keys_table() -> str:
 
 
 def renewed(page: str) -> str:
-    """The page with its tables as they should be."""
+    """The page with its tables rewritten."""
     for name, table in (("families", families_table()), ("keys", keys_table())):
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)

@@ -1,4 +1,4 @@
-"""A launcher whose workers are a few lines in this process, and a controller on it that waits for next to nothing."""
+"""A launcher whose workers are simple objects in this process, and a controller with very short waits."""
 
 import asyncio
 import itertools
@@ -49,13 +49,13 @@ QUICK = {
 
 
 def fleet_config(prefill: int = 1, decode: int = 2, **cluster: Any) -> BatonConfig:
-    """Short times."""
+    """A configuration with short times."""
     sections: dict[str, Any] = {"cluster": {"prefill": prefill, "decode": decode, **QUICK, **cluster}}
     return BatonConfig.from_mapping({**sections, "kv_transfer": {"lease_s": 0.1}})
 
 
 class FakeIncarnation:
-    """A worker that a test kills, freezes and breaks."""
+    """A worker that a test can kill, freeze and break."""
 
     _incarnations = itertools.count(1)
 
@@ -70,7 +70,7 @@ class FakeIncarnation:
         self.death: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.is_frozen = False
         self.num_hops = 0
-        """Of 0.1 s each, which its status takes to get here."""
+        """How many hops of 0.1 s its status takes to arrive here."""
         self.start_error: Exception | None = None
         self.role_error: FleetError | None = None
         self.flush_error: FleetError | None = None
@@ -81,7 +81,7 @@ class FakeIncarnation:
         self.commands: list[str] = []
         self.running = 0
         self.num_answers = 0
-        """Answers to WaitStatus."""
+        """Number of answers to WaitStatus."""
         self.pid = next(self._incarnations)
 
     def kill(self, reason: str = "killed") -> None:
@@ -160,7 +160,7 @@ class FakeIncarnation:
 
 
 class FakeLauncher:
-    """Remembers every incarnation; a test's `prepare` sees each before it starts."""
+    """Remembers every incarnation. A test's `prepare` gets each incarnation before it starts."""
 
     def __init__(self, prepare: Callable[[FakeIncarnation], None] = lambda _: None) -> None:
         self.incarnations: list[FakeIncarnation] = []
@@ -168,9 +168,9 @@ class FakeLauncher:
         self.room.set()
         self.has_spare_room = False
         self.is_cut_off = False
-        """No process can be ended."""
+        """Whether no process can be ended."""
         self.addresses = {"here": "127.0.0.1"}
-        """Of each node. Workers go to the first that may have any."""
+        """The address of each node. A worker gets the first node that it may use."""
         self.avoided: tuple[str, ...] = ()
         self.prepare = prepare
 
@@ -214,7 +214,7 @@ class FakeLauncher:
 
 
 class FleetUnderTest:
-    """A controller, its launcher, and what a gateway would know."""
+    """A controller, its launcher, and what a gateway would know about the fleet."""
 
     def __init__(self, config: BatonConfig, launcher: FakeLauncher, store: Store) -> None:
         self.launcher = launcher
@@ -227,7 +227,7 @@ class FleetUnderTest:
     async def until(
         self, condition: Callable[[dict[str, WorkerEndpoint]], bool]
     ) -> dict[str, WorkerEndpoint]:
-        """Follows the view until its endpoints, by name, are as wanted."""
+        """Follows the view until its endpoints have these names."""
         async with asyncio.timeout(60.0):
             while True:
                 known = {endpoint.ref.name: endpoint for endpoint in self.view.endpoints}
@@ -249,7 +249,7 @@ class FleetUnderTest:
 async def fleet(
     config: BatonConfig, launcher: FakeLauncher | None = None, store: Store | None = None
 ) -> AsyncIterator[FleetUnderTest]:
-    """A fleet that starts; nothing of it is left afterwards."""
+    """A fleet that starts. At the end nothing of it is left."""
     tested = FleetUnderTest(config, launcher or FakeLauncher(), store or Memory())
     await tested.controller.start()
     try:

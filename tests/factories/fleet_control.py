@@ -1,4 +1,4 @@
-"""A controller that has no processes: it describes what a test says, and carries out commands or refuses them."""
+"""A controller without processes. It describes the fleet of a test, and carries out or refuses commands."""
 
 import asyncio
 from dataclasses import replace
@@ -49,7 +49,10 @@ def fleet_of(*replicas: ReplicaDescription, nodes: tuple[NodeDescription, ...] =
 
 
 class FakeFleetControl:
-    """`refuses` is raised by commands, `is_away` by everything; while `answers` is clear, nothing is answered."""
+    """Raises `refuses` for commands, and `is_away` for all calls.
+
+    While `answers` is clear, it does not answer.
+    """
 
     def __init__(self, fleet: FleetDescription) -> None:
         self.fleet = fleet
@@ -57,11 +60,11 @@ class FakeFleetControl:
         self.refuses: BatonError | None = None
         self.is_away: BatonError | None = None
         self.in_use: dict[str, str] = {}
-        """Workers that keep their prefix caches, each with the reason."""
+        """Workers that keep their prefix caches, with the reason."""
         self.answers = asyncio.Event()
         self.answers.set()
         self.obeys = asyncio.Event()
-        """While it is clear, a drain or a change of role takes its time."""
+        """While this is clear, a drain or a change of role does not complete."""
         self.obeys.set()
         self._rolled: tuple[str, ...] = ()
 
@@ -107,7 +110,7 @@ class FakeFleetControl:
         return self.fleet
 
     def _step(self, index: int) -> RolloutStep | None:
-        """Refuses, if it does, after the first worker."""
+        """One step of a rollout. A refusal is raised after the first worker."""
         if index > 0 and self.refuses:
             raise self.refuses
         if index == len(self._rolled):

@@ -1,4 +1,4 @@
-"""A cluster whose workers a test may kill, stop and replace at will: real processes, the real gateway."""
+"""A cluster whose workers a test may kill, stop and replace: real processes and the real gateway."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ THREADS = {"device", "engine", "kv-transfer", "request-plane"}
 
 
 class FragileWorker:
-    """One process of tests/factories/warm_worker.py; `endpoint` once it was begun."""
+    """One process of tests/factories/warm_worker.py. `endpoint` is set once it has begun."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self.process = process
@@ -36,7 +36,7 @@ class FragileWorker:
 
     @property
     def ports(self) -> tuple[int, int]:
-        """Of the KV plane and of the request plane, in the order in which a worker binds them."""
+        """Ports of the KV plane and of the request plane, in the order in which a worker binds them."""
         assert self.endpoint is not None
         addresses = [self.endpoint.ref.kv_addresses[0], self.endpoint.request_address]
         kv, request = [int(re.sub(r".*:", "", address)) for address in addresses]
@@ -47,7 +47,7 @@ class FragileWorker:
         return self.process.returncode is None
 
     async def begin(self, role: WorkerRole, name: str, ports: Sequence[int] = ()) -> WorkerEndpoint:
-        """It serves when this returns."""
+        """Starts the worker; it serves when this returns."""
         line = await self._ask({"role": role.value, "name": name, "ports": list(ports)}, START_TIMEOUT_S)
         self.endpoint = endpoint_from_json(line)
         return self.endpoint
@@ -62,7 +62,7 @@ class FragileWorker:
             assert await self.process.stdout.readline() == b'"warm"\n', self.log.read_text()
 
     async def kill(self) -> None:
-        """`kill -9`; nothing of it is left when this returns."""
+        """Ends the process with `kill -9`. Nothing of it is left when this returns."""
         self.process.kill()
         await self.process.wait()
 
@@ -70,7 +70,7 @@ class FragileWorker:
         self.process.send_signal(signal.SIGSTOP)
 
     async def hang(self) -> None:
-        """None of its steps ends any more, and all its other threads go on."""
+        """Makes its steps hang. From now on no step ends, but all other threads continue."""
         await self._ask("hang", ANSWER_TIMEOUT_S)
 
     def go_on(self) -> None:
@@ -89,7 +89,7 @@ class FragileWorker:
 
 
 class FragileCluster:
-    """Workers by name, a gateway that learns of them as from a supervisor, and spare processes that are warm."""
+    """Workers by name, a gateway that learns about them as from a supervisor, and warm spare processes."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class FragileCluster:
         folder: Path,
         on_begun: OnBegun | None,
     ) -> None:
-        """`command` starts a process of warm_worker.py; `folder` takes the logs."""
+        """`command` starts a process of warm_worker.py. `folder` gets the logs."""
         self.gateway = gateway
         self.client = client
         self.workers: dict[str, FragileWorker] = {}
         self.processes: list[FragileWorker] = []
-        """All that were ever started."""
+        """All processes that were ever started."""
         self._roles = dict(worker_names(config.cluster))
         self._command = command
         self._folder = folder
@@ -121,7 +121,7 @@ class FragileCluster:
         await asyncio.gather(*[self.gateway.wait_for_worker(name) for name in self._roles])
 
     async def warm_up(self) -> FragileWorker:
-        """A process that has everything imported and waits for its command."""
+        """A process that has imported everything and waits for its command."""
         self._num_started += 1
         log = self._folder / f"worker-{self._num_started}.log"
         pipe = asyncio.subprocess.PIPE
@@ -135,7 +135,7 @@ class FragileCluster:
         return worker
 
     async def prepare_spares(self, number: int) -> None:
-        """So many are warm when this returns."""
+        """Prepares warm processes; `number` are ready when this returns."""
         missing = range(number - len(self._spares))
         self._spares += await asyncio.gather(*[self.warm_up() for _ in missing])
 
@@ -148,7 +148,7 @@ class FragileCluster:
         await self.gateway.wait_for_worker(name)
 
     async def descriptions(self) -> dict[str, dict[str, Any]]:
-        """How every live worker stands, as it says itself."""
+        """The state of every live worker, as the worker itself reports it."""
         live = {name: worker for name, worker in self.workers.items() if worker.is_alive}
         answers = await asyncio.gather(*[worker.describe() for worker in live.values()])
         return dict(zip(live, answers, strict=True))
@@ -162,12 +162,12 @@ class FragileCluster:
     async def end(self) -> None:
         for worker in self.processes:
             if worker.is_alive:
-                worker.go_on()  # a stopped process does not even die
+                worker.go_on()  # a stopped process would not end
                 await worker.kill()
 
 
 def unrest(description: dict[str, Any]) -> list[str]:
-    """What keeps a worker from being at rest and well; empty if it is."""
+    """The reasons why a worker is not idle and healthy; empty if it is."""
     blocks = description["kv_blocks"]
     found = [f"{name} is missing" for name in sorted(THREADS - set(description["threads"]))]
     if description["state"] != "ready":
@@ -188,13 +188,15 @@ async def fragile_cluster(
     on_begun: OnBegun | None = None,
     worker_options: Sequence[str] = (),
 ) -> AsyncIterator[FragileCluster]:
-    """`cluster.prefill` + `cluster.decode` processes with these options; see warm_worker.py. The gateway learns of a
-    worker after `on_begun`."""
+    """A cluster of `cluster.prefill` + `cluster.decode` processes with these options; see warm_worker.py.
+
+    The gateway learns about a worker after `on_begun`.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         values = config.model_dump(exclude_unset=True)
         values.setdefault("model", {})["path"] = str(model_path)
-        # A worker that is restarted listens where it did, and on no port more.
+        # A restarted worker listens on its previous ports, and on no other port.
         values.setdefault("network", {})["metrics_port"] = None
         (folder / "baton.json").write_text(json.dumps(values))  # JSON is YAML
         command = [executable, "-m", "tests.factories.warm_worker", "--config", str(folder / "baton.json")]

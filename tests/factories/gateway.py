@@ -32,16 +32,16 @@ from worker.kv_events import KVChange
 from worker.request_plane import RequestServer
 
 NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=30.0)
-"""So long that a busy machine is never taken for a lost peer."""
+"""Its peer timeout is so long that a busy machine never looks like a lost peer."""
 IMPATIENT = NETWORK.model_copy(update={"peer_timeout_s": 2.0})
-"""For tests of silent peers."""
+"""A configuration for tests of silent peers."""
 
 Script = Callable[[EngineRequest], list[RequestOutput]]
-"""A worker's immediate outputs for a request."""
+"""The outputs that a worker sends at once for a request."""
 
 
 class ScriptedWorker:
-    """A worker without an engine. `received` holds its requests, and the ids of aborted ones."""
+    """A worker without an engine. `received` has its requests, and the ids of aborted requests."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ScriptedWorker:
         self.kv_peers: tuple[KVPeerCounts, ...] = ()
         self.received: queue.Queue[EngineRequest | str] = queue.Queue()
         self.goes_on = threading.Event()
-        """While it is clear, the worker stands still at its next heartbeat, like a stopped process."""
+        """While this is clear, the worker stops at its next heartbeat, like a stopped process."""
         self.goes_on.set()
         self._server = RequestServer(
             network, keys.request, self._ref.incarnation, self._status, SystemClock()
@@ -83,7 +83,7 @@ class ScriptedWorker:
         self.received.put(f"client {client_id}")
 
     def subscribe_kv_events(self, client_id: str) -> None:
-        """It has no prefix cache: its account is empty, and nothing follows."""
+        """Reports an empty prefix cache, which never changes."""
         self._server.send_kv_change((client_id,), KVChange(True, b"", b""))
 
     def fail(self, error: BaseException) -> None:
@@ -121,7 +121,7 @@ class ScriptedWorker:
 
 
 def silent(_: EngineRequest) -> list[RequestOutput]:
-    """Takes a request and sends nothing."""
+    """A script of a worker that accepts a request and sends nothing."""
     return []
 
 
@@ -131,7 +131,7 @@ def outputs_of(
     start: int = 0,
     finish: FinishReason | None = FinishReason.LENGTH,
 ) -> list[RequestOutput]:
-    """One output per token, the last one with the finish."""
+    """One output per token. The last output also has the finish reason."""
     last = len(token_ids) - 1
     return [
         RequestOutput(
@@ -145,7 +145,7 @@ def outputs_of(
 
 
 def answering(token_ids: list[int], finish: FinishReason = FinishReason.LENGTH) -> Script:
-    """A worker that knows the answer: one token if it only prefills, all the rest if it decodes."""
+    """A worker that knows the answer: one token if it only prefills, all other tokens if it decodes."""
 
     def script(request: EngineRequest) -> list[RequestOutput]:
         start = len(request.output_token_ids)
@@ -211,10 +211,11 @@ async def gateway_with(
     answer_format: AnswerFormat | None = None,
     **config: object,
 ) -> AsyncIterator[GatewayUnderTest]:
-    """A gateway whose workers follow scripts; at the end nothing may be in flight. `credentials` are the client's.
+    """A gateway whose workers follow scripts. At the end, no request may be in flight.
 
-    Prompts are handed over unless a test asks otherwise: what `auto` does depends on times. `answer_format`: instead of
-    the one that the model's template asks for.
+    `credentials` are the client's. Prompts are handed over unless a test sets another mode, since the
+    decisions of `auto` depend on times. `answer_format` replaces the format that the model's template would
+    select.
     """
     tokenizer = Tokenizer(folder)
     if answer_format is not None:

@@ -1,4 +1,4 @@
-"""GGUF files by the `gguf` package, from tiny models; and transformers' model of any folder."""
+"""GGUF files of tiny models, written by the `gguf` package; and transformers' model of any folder."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 Kind = Callable[[str], str]
-"""A tensor's GGUF name -> how it is stored."""
+"""How a tensor is stored, by its GGUF name."""
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -21,14 +21,14 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
 }
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block has its float16 numbers."""
+"""The positions of a block's float16 numbers."""
 
 
 def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any) -> Path:
     """Writes `path` from a tiny model's folder, as llama.cpp's converter would.
 
-    `kind`: of matrices; vectors are F32. K-quants cannot be made by the package: such a matrix is random, of the same
-    size. `metadata`: more keys, with `__` for a dot; None leaves one out.
+    `kind` is for matrices; vectors are F32. The package cannot make K-quants: such a matrix is random, with
+    the same size. `metadata` has more keys, with `__` for a dot; a value of None leaves the key out.
     """
     config = json.loads((model / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
@@ -66,7 +66,7 @@ def make_gguf(path: Path, model: Path, kind: Kind | str = "F32", **metadata: Any
 
 
 def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Rows of random blocks, as bytes; their float16 numbers are small."""
+    """Rows of random blocks, as bytes. Their float16 numbers are small."""
     generator = np.random.default_rng(seed)
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = generator.integers(0, 256, (num_rows * num_columns // block_size, block_bytes), dtype=np.uint8)
@@ -77,7 +77,7 @@ def random_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> 
 
 
 def transformers_model(folder: Path) -> Any:
-    """The folder's model in float32, of a GGUF file with the numbers that the `gguf` package makes of it."""
+    """The folder's model in float32. A GGUF file's numbers are those that the `gguf` package makes of it."""
     if not (folder / "model.gguf").exists():
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(folder)
@@ -161,7 +161,7 @@ def _names(architecture: str, num_layers: int) -> Any:
 
 
 def _stems(num_layers: int) -> list[str]:
-    """The names of all modules of a model, as Hugging Face has them."""
+    """The names of all modules of a model, in Hugging Face's naming."""
     attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     norms = [
@@ -173,7 +173,7 @@ def _stems(num_layers: int) -> list[str]:
 
 
 def _permuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    """Permutes rows as `LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py does."""
     pairs = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape).contiguous()
 

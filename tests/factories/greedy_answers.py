@@ -1,4 +1,4 @@
-"""Prompts told apart by their lengths, and their greedy answers by whole engines and by transformers."""
+"""Prompts identified by their lengths, and their greedy answers by whole engines and by transformers."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.factories.whole_engines import WholeEngine
 
 
 def greedy_by_transformers(folder: Path, lengths: Iterable[int], num_tokens: int) -> dict[int, list[int]]:
-    """The tokens of each answer, by its prompt's length."""
+    """The tokens of each answer, by the length of its prompt."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = {}
     for length in lengths:
@@ -39,5 +39,5 @@ def greedy_request(length: int, num_tokens: int) -> EngineRequest:
 
 
 def answers_of(engine: WholeEngine) -> dict[int, list[int]]:
-    """By the prompt's length."""
+    """The engine's answers, by the length of the prompt."""
     return {int(name[1:]): answer.token_ids for name, answer in engine.answers.items()}

@@ -1,4 +1,4 @@
-"""What a fake runner guesses and forces: pure functions of request and position."""
+"""The drafts and forced tokens of a fake runner: pure functions of request and position."""
 
 from collections.abc import Callable
 from zlib import crc32
@@ -7,7 +7,7 @@ from tests.factories.scheduling import Guess, token_at
 
 
 def guesses(num_drafts: int, next_token: Callable[[str, int], int] = token_at) -> Guess:
-    """Up to so many drafts, three of four of which are right."""
+    """A function that guesses up to `num_drafts` drafts; three of four are right."""
 
     def guess(request_id: str, position: int) -> tuple[int, ...] | None:
         draws = [crc32(f"draft {request_id}@{position}+{ahead}".encode()) for ahead in range(num_drafts)]
@@ -19,7 +19,7 @@ def guesses(num_drafts: int, next_token: Callable[[str, int], int] = token_at) -
 
 
 def forces(next_token: Callable[[str, int], int] = token_at) -> Guess:
-    """At every second position, up to seven tokens of a request with a grammar."""
+    """A function that forces up to seven tokens at every second position, for requests with a grammar."""
 
     def force(request_id: str, position: int) -> tuple[int, ...]:
         draw = crc32(f"forced {request_id}@{position}".encode())

@@ -1,4 +1,4 @@
-"""A small tokenizer that has the families' markers, and answers that a grammar lets through."""
+"""A small tokenizer with the markers of model families, and answers that a grammar allows."""
 
 import random
 
@@ -19,14 +19,14 @@ MARKERS = (
 )
 CLOSING = frozenset('"}])>,<')
 END_OF_VALUE = "\n</parameter>\n"
-"""What random answers prefer, as others would never end."""
+"""Tokens that random answers prefer. Other answers would never end."""
 
 
 class Guide:
-    """A tokenizer and its grammars."""
+    """A tokenizer, and grammars for it."""
 
     def __init__(self, *, has_markers: bool) -> None:
-        """`has_markers`: each is one special token; if not, they are ordinary text."""
+        """`has_markers`: each marker is one special token. Otherwise markers are ordinary text."""
         self.tokenizer: Tokenizer = make_tokenizer()
         if has_markers:
             self.tokenizer.add_tokens(
@@ -48,7 +48,7 @@ class Guide:
         return matcher
 
     def accepts(self, grammar: StructuredOutput, answer: str) -> bool:
-        """Whether a model may write this and end."""
+        """Whether the grammar allows this answer and its end."""
         matcher = self.matcher(grammar)
         ids = self.tokenizer.encode(answer, add_special_tokens=False).ids
         return bool(
@@ -58,7 +58,7 @@ class Guide:
     def random_answer(
         self, grammar: StructuredOutput, rng: random.Random, limit: int = 400
     ) -> tuple[str, bool]:
-        """What a model without sense might write, and whether it ended within `limit` tokens."""
+        """A random answer that the grammar allows, and whether it ended within `limit` tokens."""
         matcher = self.matcher(grammar)
         ids: list[int] = []
         end_of_value = self.tokenizer.encode(END_OF_VALUE, add_special_tokens=False).ids

@@ -13,7 +13,7 @@ def both_ends(
     on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
     attempt: int = 0,
 ) -> tuple[KVTransferParams, KVTransferParams]:
-    """The hand-over's parameters for its producer, and for its consumer."""
+    """The parameters of the hand-over for its producer, and for its consumer."""
     return (
         KVTransferParams(TransferRole.PRODUCER, transfer_id, attempt, consumer, on_failure),
         KVTransferParams(TransferRole.CONSUMER, transfer_id, attempt, producer, on_failure),
@@ -28,7 +28,7 @@ def begin(
     request_id: str = "r",
     block_ids: tuple[int, ...] | None = None,
 ) -> None:
-    """Announces a prompt to both ends, reserves the consumer's blocks (1, 2, ... by default), and delivers."""
+    """Announces a prompt to both ends, reserves the consumer's blocks (by default 1, 2, ...), and delivers."""
     to_producer, to_consumer = both_ends(prefill.ref, decode.ref, request_id)
     prefill.command(BeginSend(request_id, to_producer, num_tokens))
     decode.command(BeginLoad(request_id, to_consumer, num_tokens))
@@ -37,7 +37,7 @@ def begin(
 
 
 def prefill_at_once(prefill: Worker, num_tokens: int, request_id: str = "r") -> None:
-    """Computes a prompt of full blocks in one step; nothing is delivered."""
+    """Computes a prompt of full blocks in one step. Does not deliver anything."""
     prefill.compute(num_tokens)
     block_ids = prefill.blocks_for(num_tokens)
     prefill.save(SendBlocks(request_id, 0, block_ids))
@@ -45,18 +45,18 @@ def prefill_at_once(prefill: Worker, num_tokens: int, request_id: str = "r") -> 
 
 
 def finish(fabric: Fabric, prefill: Worker, num_tokens: int, request_id: str = "r") -> None:
-    """Completes the prompt block by block; its last block may be partly filled."""
+    """Completes the prompt block by block. Its last block may be partly filled."""
     block_ids = prefill.blocks_for(num_tokens)
     num_full = num_tokens // prefill.ref.block_size
     for index in range(num_full):
         prefill.save(SendBlocks(request_id, index, (block_ids[index],)))
         fabric.deliver()
     prefill.command(FinishSend(request_id, len(block_ids), block_ids[num_full:], TOKEN))
-    fabric.advance(0.01)  # enough for a device's reads, which are polled
+    fabric.advance(0.01)  # enough for the reads of a device, which are polled
 
 
 def send_all(wire: Wire, num_blocks: int) -> None:
-    """The same between two state machines: computes the prompt's blocks, ends the prefill, and delivers."""
+    """Computes the blocks of a prompt, ends the prefill, and delivers, between two state machines."""
     wire.ready(0, num_blocks)
     wire.finish_send()
     wire.deliver()

@@ -1,4 +1,4 @@
-"""Grammars that try to end their compiler, each of a given size; small sizes are ordinary grammars."""
+"""Grammars that try to end their compiler, in any size. Small sizes are ordinary grammars."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from baton.sampling import GrammarKind, StructuredOutput
 
 @dataclass(frozen=True, slots=True)
 class HostileShape:
-    """A family of grammars, and the size that a text of at most 100,000 characters can have."""
+    """A family of grammars, and its largest size for a text of at most 100,000 characters."""
 
     kind: GrammarKind
     source: Callable[[int], str]

@@ -1,4 +1,4 @@
-"""Addresses of this machine, of every kind that a worker may listen on."""
+"""Addresses of this machine, of every kind on which a worker may listen."""
 
 import socket
 
@@ -7,7 +7,7 @@ import pytest
 
 
 def _own(family: socket.AddressFamily) -> str:
-    """An address that is not loopback, nor good on one link only; empty if there is none."""
+    """An address that is neither loopback nor link-local; empty if there is none."""
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
             is_local = address.address.startswith(("127.", "::1", "fe80"))

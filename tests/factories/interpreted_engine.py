@@ -1,6 +1,7 @@
-"""A GPU's engine without a GPU: the Triton kernels of workers in this process are interpreted, from here on.
+"""A GPU's engine without a GPU. From now on, workers in this process interpret their Triton kernels.
 
-Import it before any kernel, and not where kernels are compiled. Graphs, compilers and memory of a GPU are left out.
+Import this before any kernel, and never in a process that compiles kernels. Graphs, compilers and memory of a
+GPU are left out.
 """
 
 import os
@@ -23,7 +24,7 @@ from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline
 
 
 def interpret_kernels(patch: pytest.MonkeyPatch | None = None) -> None:
-    """Engines made from now on compute by Triton's kernels, as long as `patch` holds; None: for good."""
+    """Makes later engines compute with Triton's kernels, as long as `patch` lasts; None: for good."""
     patch = patch or pytest.MonkeyPatch()
     patch.setattr(engine.build, "load_model", _load_model)
     patch.setattr(DeviceEngine, "make_pipeline", _make_pipeline)
@@ -34,7 +35,7 @@ def _load_model(config: ModelConfig, path: Path, device: torch.device, **options
 
 
 def _make_pipeline(built: DeviceEngine, grammars: GrammarCompiler | None = None) -> Pipeline:
-    """As for a GPU."""
+    """Makes the pipeline as for a GPU."""
     parts = make_device_parts(built.model, built.pool, built.capacity.limits, num_multiprocessors=2)
     num_swap_blocks = built.scheduler_config.num_swap_blocks or 0
     runner = parts.runner(built.pool, num_swap_blocks, grammars, built.drafter)

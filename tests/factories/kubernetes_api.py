@@ -1,4 +1,4 @@
-"""As much of Kubernetes' API as helm asks when a template looks up what a cluster holds."""
+"""The part of Kubernetes' API that helm calls when a template looks up objects of a cluster."""
 
 import json
 import tempfile
@@ -25,7 +25,7 @@ PLURALS = {
     ("policy/v1", "PodDisruptionBudget"): "poddisruptionbudgets",
     ("ray.io/v1", "RayCluster"): "rayclusters",
 }
-"""What this cluster knows, by version and kind."""
+"""The kinds that this cluster has, by version."""
 
 MISSING: Object = {
     "kind": "Status",
@@ -37,7 +37,7 @@ MISSING: Object = {
 
 
 def render_over(existing: Iterable[Object], values: Mapping[str, Any] | None = None) -> Release:
-    """What an upgrade makes of the release `demo` where the cluster holds these objects; it has no notes."""
+    """The upgrade of the release `demo` in a cluster with these objects, without notes."""
     with api_server(existing) as address, tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(values or {}, file)
         file.flush()
@@ -54,7 +54,7 @@ def render_over(existing: Iterable[Object], values: Mapping[str, Any] | None = N
 
 @contextmanager
 def api_server(existing: Iterable[Object]) -> Iterator[str]:
-    """Its address."""
+    """Serves the API, and yields its address."""
     answers = discovery() | {path_of(item): item for item in existing}
 
     class Answering(BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ def api_server(existing: Iterable[Object]) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Not into the output of tests."""
+            """Keeps log lines out of the output of tests."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -90,7 +90,7 @@ def root_of(version: str) -> str:
 
 
 def discovery() -> dict[str, Object]:
-    """What it answers when it is asked what it knows."""
+    """The answers to questions about the kinds that this cluster has."""
     answers: dict[str, Object] = {
         "/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},

@@ -7,7 +7,7 @@ from kv_transfer.transport.base import Bytes
 
 
 def block_array(pool: KVPool) -> Bytes:
-    """[num_blocks, bytes of a block], in place."""
+    """The pool as an array [num_blocks, bytes of a block], without a copy."""
     blocks = pool.block_bytes()
     assert isinstance(blocks, np.ndarray)
     return blocks

@@ -1,6 +1,6 @@
-"""A gateway in a process of its own that may open few files: `limited_gateway MODEL CERTIFICATES SOFT HARD`.
+"""A gateway in its own process that may open few files: `limited_gateway MODEL CERTIFICATES SOFT HARD`.
 
-Prints its ports as a JSON object when it serves, and ends when its stdin does.
+Prints its ports as a JSON object when it serves, and ends when its stdin ends.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A whole cluster of child processes, and a client that waits for whole answers and for rest."""
+"""A whole cluster of child processes, and a client that waits for complete answers and for rest."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -15,12 +15,13 @@ from gateway.client import GenerationEnd
 
 REST_TIMEOUT_S = 60.0
 HANDING_OVER = {"grpc_port": 0, "http_port": None, "routing_mode": "disaggregated"}
-"""A configuration's section `gateway`: every prompt is handed over, since what `auto` does depends on times."""
+"""The configuration's section `gateway`. Every prompt is handed over, since the decisions of `auto` depend on
+times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole completion."""
+    """One complete answer."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -28,7 +29,7 @@ class Answer:
 
 
 class LocalCluster:
-    """A running cluster as a test uses it."""
+    """A running cluster, as a test uses it."""
 
     def __init__(self, client: GatewayClient, workers: dict[str, WorkerProcess]) -> None:
         self.client = client
@@ -37,7 +38,7 @@ class LocalCluster:
     async def answer(
         self, token_ids: Sequence[int], mode: Literal["disaggregated", "local"] | None = None, **options: Any
     ) -> Answer:
-        """Runs one request to its end; `options` beyond those of `generate` are sampling parameters."""
+        """Runs one request to its end. `options` that `generate` does not have are sampling parameters."""
         names = ("cache_salt", "request_id", "skip_reading_prefix_cache", "max_model_len")
         known = {name: options.pop(name) for name in names if name in options}
         tokens: list[int] = []
@@ -50,9 +51,10 @@ class LocalCluster:
         raise AssertionError("the stream ended without a completion")
 
     async def at_rest(self) -> dict[str, Any]:
-        """Waits until nothing is in flight and every live worker has all its blocks and no request; fails otherwise.
+        """Waits until nothing is in flight and every live worker is idle with all its blocks, or fails.
 
-        The gateway's own count is part of it: a worker's last heartbeat may be older than the last request.
+        The gateway's own count must be zero, too, since a worker's last heartbeat may be older than the last
+        request.
         """
         async with asyncio.timeout(REST_TIMEOUT_S):
             while True:
@@ -70,7 +72,7 @@ class LocalCluster:
 
 @asynccontextmanager
 async def local_cluster(config: BatonConfig, folder: Path) -> AsyncIterator[LocalCluster]:
-    """Starts gateway and workers, and ends them."""
+    """Starts gateway and workers, and ends them at the end of the block."""
     async with child_processes(config, folder) as running, GatewayClient(running.target) as client:
         yield LocalCluster(client, running.workers)
 

@@ -1,4 +1,4 @@
-"""Requests that are wrong for certain, drawn at random: JSON, HTTP and protobuf, in every way we could think of."""
+"""Random requests that are certainly wrong: JSON, HTTP and protobuf, with every fault that we thought of."""
 
 import json
 import random
@@ -47,7 +47,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 6, 7]},
 }
 NEEDED = {"prompt", "messages", "tokens", "model"}
-"""Where a body has them, it must."""
+"""Fields that are required in every body that may have them."""
 
 WRONG_EVERYWHERE = [
     "NaN", "Infinity", "-Infinity", "1e999", "-1e400", "1" * 30, "-" + "9" * 25, "9" * 5000, "0x10", "01", "+1", "1.",
@@ -55,7 +55,7 @@ WRONG_EVERYWHERE = [
     "[" * 100 + "]" * 100, '{"a":' * 80 + "1" + "}" * 80, "[" * 100_000, '{"":[{"":[]}]}', "[[[]]]", "[{}]",
     '{"a":1,"a":1}', "[null]", "[1.5]", '[{"role":"user"}]', '{"5":"x"}', "",
 ]  # fmt: skip
-"""JSON, or nearly, that no field of any body may hold, but for these."""
+"""Values, JSON or nearly JSON, that are wrong in every field, with the exceptions below."""
 WRONG_INSTEAD = {("tokens", "[null]"): "null", ("seed", "-1099511627776"): "1.5"}
 
 BAD_HEADS = [
@@ -94,23 +94,23 @@ Draw = Callable[[random.Random], bytes]
 
 
 def http_request(rng: random.Random) -> bytes:
-    """The bytes of one request that must be answered with a 4xx."""
+    """The bytes of a random request that must be answered with a 4xx."""
     return rng.choice([_wrong_value, _wrong_value, _wrong_fields, _broken_json, _wrong_kind, _bad_head])(rng)
 
 
 def grpc_call(rng: random.Random) -> tuple[str, bytes]:
-    """A method's full name and the bytes of its request, which must end in a status other than OK."""
+    """The full name of a method and a random request, which must end with a status other than OK."""
     draw = rng.choice([_wrong_message, _wrong_message, _broken_message, _unknown_method])
     return draw(rng)
 
 
 def good_http_request() -> bytes:
-    """Must be answered with 200."""
+    """A request that must be answered with 200."""
     return _post("/v1/completions", json.dumps(GOOD_BODIES["/v1/completions"]).encode())
 
 
 def good_grpc_message() -> pb.GenerateRequest:
-    """Must be answered."""
+    """A request that must be answered."""
     params = sampling_pb2.SamplingParams(max_tokens=3, temperature=0.5, stop=["zzz"], logit_bias={5: -1.0})
     return pb.GenerateRequest(
         text="The cache is the baton.", sampling_params=params, routing_mode=pb.ROUTING_MODE_LOCAL
@@ -179,7 +179,7 @@ def _bad_head(rng: random.Random) -> bytes:
 
 
 def _wrong_message(rng: random.Random) -> tuple[str, bytes]:
-    """It can be read, and holds what cannot be done."""
+    """A message that can be read, but contains an impossible request."""
     message = good_grpc_message()
     rng.choice(WRONGS)(message, rng)
     return "baton.v1.GenerationService/Generate", message.SerializeToString()
@@ -242,7 +242,7 @@ WRONGS: list[Callable[[pb.GenerateRequest, random.Random], None]] = [
 
 
 def _broken_message(rng: random.Random) -> tuple[str, bytes]:
-    """It cannot be read, or holds no prompt when it is."""
+    """A message that cannot be read, or that has no prompt."""
     whole = good_grpc_message().SerializeToString()
     at = rng.randrange(1, len(whole) - 1)
     text = whole.index(b"The cache")
@@ -250,10 +250,10 @@ def _broken_message(rng: random.Random) -> tuple[str, bytes]:
         [
             b"\xff" * rng.randint(1, 50),
             b"\x0a\xff\xff\xff\xff\x0f" + whole,  # a string of 4 GiB
-            b"\x12\x04\xff\xfe\xfd\xfc",  # a text that is no UTF-8
+            b"\x12\x04\xff\xfe\xfd\xfc",  # a text that is not UTF-8
             whole[:text] + b"\xff" + whole[text + 1 :],
             b"\x22" * 5000,
-            b"\x0b" * 1000,  # groups within groups, without an end
+            b"\x0b" * 1000,  # nested groups without an end
             b"\x08" + b"\xff" * 11,  # a number of more than 64 bits
             whole[: text + at % 10],
             b"",

@@ -1,4 +1,4 @@
-"""What a scrape brought, as Prometheus' own parsers read it."""
+"""The result of a scrape, read with Prometheus' own parsers."""
 
 import urllib.request
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ TTFT_PARTS = ("gateway", "queue", "failed_attempts", "worker_queue", "transfer_e
 
 
 class Scrape:
-    """One answer of /metrics."""
+    """One answer of `/metrics`."""
 
     def __init__(
         self, text: str, parse: Callable[[str], Iterable[Metric]] = text_string_to_metric_families
@@ -21,18 +21,18 @@ class Scrape:
             for family in families
             if family.name.startswith("baton_")
         }
-        """With the `_total` of counters."""
+        """The names of counters include `_total`."""
         self._samples = [sample for family in families for sample in family.samples]
         self.names = {sample.name for sample in self._samples}
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The sum of all samples of this name, less `baton_`, with these labels."""
+        """The sum of all samples of this name with these labels. The name is given without `baton_`."""
         wanted = labels.items()
         return sum(s.value for s in self._samples if s.name == f"baton_{name}" and wanted <= s.labels.items())
 
 
 def read_url(url: str, accept: str = "") -> str:
-    """Blocks, and fails after ten seconds."""
+    """Reads a URL. This blocks, and fails after ten seconds."""
     request = urllib.request.Request(url, headers={"accept": accept} if accept else {})
     with urllib.request.urlopen(request, timeout=60) as answer:
         body: bytes = answer.read()

@@ -28,16 +28,16 @@ WINDOWED: dict[str, Any] = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
 }
-"""Of a `qwen2`: three KV groups, two of them with a window."""
+"""Overrides for a `qwen2` with three KV groups, of which two have a window."""
 
 
 def make_model_dir(path: Path, architecture: str = "llama", **overrides: Any) -> Path:
     """Fills `path` with a tiny random model of `architecture` (`llama`, `mistral`, `qwen2`, `qwen3`).
 
-    `overrides` go to the transformers config as they are; `seed` picks other weights, `dtype` (a name such
-    as "bfloat16") the one they are stored in, default float32. Biases and norm weights are random too, so that
-    a model that forgets one gives different tokens. The vocabulary is the tokenizer's unless `vocab_size` says
-    otherwise.
+    `overrides` are passed to the transformers config. `seed` selects other weights. `dtype` (a name such as
+    "bfloat16") is the stored dtype, by default float32. Biases and norm weights are random too, so that a
+    model that forgets one of them gives different tokens. The vocabulary is the tokenizer's, unless
+    `vocab_size` is given.
     """
     path.mkdir(parents=True, exist_ok=True)
     seed, dtype = overrides.pop("seed", 0), overrides.pop("dtype", "float32")
@@ -77,7 +77,7 @@ def make_draft_pair(path: Path, num_layers: int = 6, num_first: int = 2) -> tupl
 
 
 def make_tokenizer_dir(path: Path, chat_template: str | None = None) -> Path:
-    """A folder with a tokenizer and no model; `chat_template` None: the usual one."""
+    """A folder with a tokenizer and no model. With `chat_template` None, it has the usual template."""
     path.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(path, make_tokenizer())
     if chat_template is not None:
@@ -86,7 +86,7 @@ def make_tokenizer_dir(path: Path, chat_template: str | None = None) -> Path:
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE of 300 tokens, the same one in every process: any text survives encode and decode."""
+    """A byte-level BPE with 300 tokens, the same in every process. Any text survives encode and decode."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,7 +101,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights large enough that every token and position matters, whatever transformers initialises to."""
+    """Makes weights so large that every token and position matters, however transformers initialises them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [pair for pair in model.named_buffers() if pair[0].endswith("e_score_correction_bias")]

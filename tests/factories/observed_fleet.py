@@ -10,7 +10,7 @@ from cluster.controller.observation import Observation, ObservedWorker
 
 
 def autoscaling_config(prefill: int = 1, decode: int = 1, **autoscaling: Any) -> BatonConfig:
-    """Grows after 10 s and shrinks after 60 s, by default; one look every 5 s."""
+    """By default, a fleet grows after 10 s and shrinks after 60 s, and is checked every 5 s."""
     values = {
         "mode": "on",
         "min_prefill": min(1, prefill),
@@ -52,14 +52,14 @@ def worker_status(
 def worker(
     name: str, role: WorkerRole, state: ReplicaState = ReplicaState.SERVING, **status: Any
 ) -> ObservedWorker:
-    """One that serves has a status, made of what is given; any other one has none."""
+    """One worker. A worker that serves has a status with these values; other workers have none."""
     replica = ReplicaDescription(name=name, role=role, state=state)
     is_serving = state is ReplicaState.SERVING
     return ObservedWorker(replica, worker_status(name, role, **status) if is_serving else None)
 
 
 def fleet(prefill: int = 1, decode: int = 1, *, busy: bool = False, **observed: Any) -> Observation:
-    """Workers that serve, idle or with a third of what they could do."""
+    """Workers that serve. They are idle, or a third full."""
     names = iter(range(100))
     workers = [
         *(worker(f"w{next(names)}", WorkerRole.PREFILL, running=int(busy)) for _ in range(prefill)),
@@ -69,7 +69,7 @@ def fleet(prefill: int = 1, decode: int = 1, *, busy: bool = False, **observed: 
 
 
 def gateway_report(gateway: str = "g0", **values: Any) -> GatewayReport:
-    """Of a gateway that sees nothing amiss, but for what is given."""
+    """A report of a gateway without problems, except for `values`."""
     calm = {
         "window_s": 10.0,
         "num_queued": 0,

@@ -1,6 +1,7 @@
-"""Workers without an engine that take their time: what the live page shows, without a model's cost.
+"""Workers without an engine that need time: they fill the live page at no cost for a model.
 
-They speak the real request plane; how long their stages take is made up, what they report of them is consistent.
+They use the real request plane. The durations of their stages are invented, but what they report is
+consistent.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ TRANSPORT = "shared_memory"
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long things take, in seconds; a third more or less each time."""
+    """How long each stage takes, in seconds. Each time differs by up to a third."""
 
     queue_s: float = 0.004
     prefill_s: float = 0.06
@@ -43,7 +44,7 @@ class _Counts:
 
 
 class PacedFleet:
-    """Scripts for `gateway_with`; `workers` is to be set from what that yields. Every answer begins with `answer`."""
+    """Scripts for `gateway_with`. Set `workers` from its result. Every answer begins with `answer`."""
 
     def __init__(self, folder: Path, answer: str, pace: Pace = Pace(), seed: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
@@ -53,7 +54,7 @@ class PacedFleet:
         self._tasks: set[asyncio.Task[None]] = set()
         self._counts: dict[str, _Counts] = {}
         self._prefilled: dict[str, asyncio.Event] = {}
-        """By request; its decode request waits for it."""
+        """An event for each request id, for which the decode request waits."""
         self.workers: dict[str, ScriptedWorker] = {}
 
     def scripts(self, *names: str) -> dict[str, Script]:
@@ -171,7 +172,7 @@ class PacedFleet:
         )
 
     def _tell(self, name: str) -> None:
-        """With its next heartbeat."""
+        """Reports the counts with the worker's next heartbeat."""
         worker, counts = self.workers[name], self._counts[name]
         used = min(counts.used, NUM_BLOCKS - counts.leased)
         worker.blocks = KVBlockCounts(NUM_BLOCKS, NUM_BLOCKS - used - counts.leased, counts.leased, 0)

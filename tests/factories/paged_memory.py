@@ -1,4 +1,4 @@
-"""PagedMemory: what stands in the slots of a pool, for fakes of what computes and what moves."""
+"""PagedMemory: the content of a pool's slots, for fakes of computing and moving parts."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -7,9 +7,11 @@ from baton.kv_groups import NULL_BLOCK_ID, ONE_GROUP, KVGroups
 
 
 class PagedMemory:
-    """What stands in every slot of the pool. A slot's KV depends on all tokens up to it, and so does its stand-in.
+    """The content of every slot of the pool.
 
-    Each KV group has stand-ins of its own. The null block is never written.
+    A slot's KV depends on all tokens up to it, and so does its stand-in.
+
+    Each KV group has its own stand-ins. The null block is never written.
     """
 
     def __init__(self, block_size: int, groups: KVGroups = ONE_GROUP) -> None:
@@ -19,7 +21,7 @@ class PagedMemory:
         self._host_blocks: dict[int, list[int]] = {}
 
     def write(self, block_ids: Sequence[int], contents: Sequence[int], start: int = 0) -> None:
-        """Puts `contents[i]` into the slots of position `start + i`."""
+        """Writes `contents[i]` into the slots of position `start + i`."""
         for position, content in enumerate(contents, start):
             row, offset = divmod(position, self.block_size)
             for group in range(self.groups.num_groups):
@@ -35,8 +37,9 @@ class PagedMemory:
         self._blocks[block_id] = list(self._host_blocks[host_block_id])
 
     def holds(self, block_ids: Sequence[int], contents: Sequence[int], first: int) -> bool:
-        """Whether attention finds these contents, in each group's slots: of the token of position `first`, and of those
-        after it.
+        """Whether attention finds these contents in the slots of each group.
+
+        `contents` are those of the token at position `first`, and of the tokens after it.
         """
         nothing, num_groups = [0] * self.block_size, self.groups.num_groups
         num_rows = -(-len(contents) // self.block_size)
@@ -55,5 +58,5 @@ def _of_group(content: int, group: int) -> int:
 
 
 def kv_of(token_ids: Sequence[int], previous: int = 0) -> list[int]:
-    """The stand-ins of the KV of `token_ids`, which come after the token whose stand-in is `previous`."""
+    """The stand-ins of the KV of `token_ids`. `previous` is the stand-in of the token before them."""
     return list(accumulate(token_ids, lambda before, token: hash((before, token)), initial=previous))[1:]

@@ -1,4 +1,4 @@
-"""Pool readers for the contract tests: which there are, a plain one, and others that own a pool to read."""
+"""Pool readers for the contract tests: all kinds, a plain one, and processes that own a pool to read."""
 
 import multiprocessing
 import os
@@ -28,11 +28,11 @@ from tests.factories.transfer import KEY
 
 START_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 30.0
-"""Far above what any read takes, also one whose peer is gone."""
+"""Limit for a read. It is far above the duration of any read, even after the peer has ended."""
 
 
 class ProcessMemoryPool:
-    """RemotePool over /proc: copies at once."""
+    """A RemotePool over /proc. It copies at once."""
 
     owner_pid = None
 
@@ -61,7 +61,7 @@ class ProcessMemoryPool:
 
 
 class ProcessMemoryReader:
-    """PoolReader in the fewest words: what a description holds is believed."""
+    """The shortest PoolReader: it believes what a description says."""
 
     name = "process_memory"
     poll_interval_s: float | None = None
@@ -95,16 +95,16 @@ class ProcessMemoryReader:
 @dataclass(frozen=True, slots=True)
 class Implementation:
     make: Callable[[Bytes], PoolReader]
-    """A reader over an array that `allocate` gave."""
+    """Makes a reader over an array from `allocate`."""
     is_available: Callable[[], bool]
     needs: str
-    """What a machine lacks where it is not available."""
+    """What a machine lacks if this is not available there."""
     allocate: Callable[[int], Bytes] = lambda nbytes: np.zeros(nbytes, np.uint8)
     """A pool of `nbytes` bytes."""
 
 
 _memories: dict[int, SharedMemory] = {}
-"""What arrays live in, by their addresses."""
+"""The shared memories of arrays, by the addresses of the arrays."""
 
 
 def shared_array(nbytes: int) -> Bytes:
@@ -115,11 +115,11 @@ def shared_array(nbytes: int) -> Bytes:
 
 _host = FakeHost()
 _devices: dict[int, CudaMemory] = {}
-"""Pretended devices' memories, by the addresses of the arrays that show their bytes."""
+"""The memories of pretended devices, by the addresses of the arrays that show their bytes."""
 
 
 def device_array(nbytes: int) -> Bytes:
-    """The bytes of memory on a device of its own."""
+    """The bytes of memory on its own pretended device."""
     memory = CudaMemory(nbytes, 0, UnhurriedDriver(_host))
     array: Bytes = np.frombuffer(_host.memories[memory.address], np.uint8)
     _devices[array.ctypes.data] = memory
@@ -151,7 +151,7 @@ def pattern(nbytes: int, seed: int) -> Bytes:
 
 
 class Owner(AbstractContextManager["Owner"]):
-    """A process that owns a pool of `pattern(nbytes, seed)` and lets others read it."""
+    """A process that owns a pool of `pattern(nbytes, seed)`, and lets other processes read it."""
 
     def __init__(self, implementation: str, nbytes: int, seed: int) -> None:
         self.pattern = pattern(nbytes, seed)
@@ -173,7 +173,7 @@ class Owner(AbstractContextManager["Owner"]):
         self._process.join()
 
     def stop(self) -> None:
-        """From now on nothing in that process runs."""
+        """Stops the process. From now on nothing in it runs."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
         state = None
@@ -181,7 +181,7 @@ class Owner(AbstractContextManager["Owner"]):
             state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def resume(self) -> None:
-        """Undoes `stop`, and returns once the process runs again."""
+        """Undoes `stop`; the process runs again when this returns."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGCONT)
         self._pipe.send(None)
@@ -199,7 +199,7 @@ class Owner(AbstractContextManager["Owner"]):
 
 
 class DeviceOwner(AbstractContextManager["DeviceOwner"]):
-    """The same for a pool on a pretended device, which this process alone knows of. It is read without its owner."""
+    """The same for a pool on a pretended device in this process. It can be read without its owner."""
 
     def __init__(self, nbytes: int, seed: int) -> None:
         self._pool = device_array(nbytes)
@@ -216,7 +216,7 @@ class DeviceOwner(AbstractContextManager["DeviceOwner"]):
         _host.gone.add(self._memory.address)
 
     def stop(self) -> None:
-        """Nobody would notice."""
+        """Does nothing: a reader would not notice it."""
 
     def resume(self) -> None:
         """Undoes `stop`."""
@@ -233,7 +233,7 @@ def make_owner(implementation: str, nbytes: int, seed: int) -> AnyOwner:
 
 
 def own(implementation: str, nbytes: int, seed: int, pipe: Connection) -> None:
-    """What the owner's process does: all it is asked for, until its parent is gone."""
+    """The main function of the owner's process: carries out commands until its parent has ended."""
     pool = IMPLEMENTATIONS[implementation].allocate(nbytes)
     pool[:] = pattern(nbytes, seed)
     reader = IMPLEMENTATIONS[implementation].make(pool)
@@ -249,7 +249,7 @@ def own(implementation: str, nbytes: int, seed: int, pipe: Connection) -> None:
 
 
 def finish(reader: PoolReader, numbers: Collection[int]) -> dict[int, str | None]:
-    """Polls until all of these reads are over; their errors."""
+    """Polls until all these reads have ended; returns their errors."""
     clock = SystemClock()
     deadline = clock.now() + READ_TIMEOUT_S
     errors: dict[int, str | None] = {}
@@ -262,11 +262,11 @@ def finish(reader: PoolReader, numbers: Collection[int]) -> dict[int, str | None
 
 
 def any_pieces() -> WantedPieces:
-    """Pieces to be read, where it does not matter which."""
+    """Some wanted pieces, for tests in which their number does not matter."""
     return WantedPieces(Pieces(KEY, 0, (), (), ()), SHARED_MEMORY, False, [], [], [])
 
 
 def make_runs(*runs: tuple[int, int, int]) -> Runs:
-    """From (remote offset, local offset, length)."""
+    """Runs from tuples of remote offset, local offset and length."""
     columns = np.array(runs, np.int64).reshape(-1, 3)
     return Runs(*(np.ascontiguousarray(column) for column in columns.T))

@@ -1,4 +1,4 @@
-"""The PromQL of the dashboard and of the alerts, and the metrics that it names."""
+"""The PromQL of the dashboard and of the alerts, and the metrics in it."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def alert_expressions() -> Iterator[tuple[str, str]]:
 
 
 def documented_metrics() -> set[str]:
-    """Names in the first column of that section's tables, without prefix."""
+    """The metric names in the first column of the section's tables, without prefix."""
     _, _, text = DOCUMENT.read_text().partition("### All metrics")
     text, _, _ = text.partition("\n## ")
     rows = re.findall(r"^\| (`[a-z0-9_]+`(?:, `[a-z0-9_]+`)*) \|", text, re.MULTILINE)
@@ -37,5 +37,5 @@ def documented_metrics() -> set[str]:
 
 
 def metrics_in(expression: str) -> set[str]:
-    """Names of our metrics, and of those that Prometheus' library adds, in an expression."""
+    """The names of our metrics in an expression, and of metrics that Prometheus' library adds."""
     return set(re.findall(r"\b(?:baton|process)_[a-z0-9_]+", expression))

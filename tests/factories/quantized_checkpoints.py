@@ -1,4 +1,4 @@
-"""Published kinds of quantized checkpoints from tiny models, packed by the formats' definitions, beside their numbers.
+"""Quantized checkpoints of published kinds, packed from tiny models by the formats' definitions.
 
 The packers follow the writers of the formats: compressed-tensors (`pack_to_int32`), GPTQModel (`pack_original`),
 AutoAWQ (`WQLinear_GEMM.from_linear`), transformers (integrations/finegrained_fp8.py).
@@ -17,23 +17,23 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Written = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""A matrix's tensors without the module's name, and its numbers in float32."""
+"""The tensors of a matrix, without the module's name, and its numbers in float32."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of checkpoint."""
+    """A kind of checkpoint: its configuration, and a function that packs a matrix."""
 
     config: Mapping[str, Any]
-    """Its `quantization_config`."""
+    """The `quantization_config` of the checkpoint."""
     write: Callable[[torch.Tensor], Written]
 
 
 def make_quantized(
     path: Path, source: Path, kind: Kind, ignored: Callable[[str], bool] = lambda name: name == "lm_head"
 ) -> tuple[Path, Path]:
-    """The folder of a tiny model in such a checkpoint, and that of its numbers in float32."""
+    """Two folders: a tiny model in such a checkpoint, and the same numbers in float32."""
     stored: dict[str, torch.Tensor] = {}
     numbers: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -47,7 +47,7 @@ def make_quantized(
 
 
 def make_mxfp4(path: Path, source: Path) -> tuple[Path, Path]:
-    """The same of a tiny gpt-oss in MXFP4, as OpenAI publishes it. The numbers are those of transformers."""
+    """Like `make_quantized`, for a tiny gpt-oss in OpenAI's MXFP4. The numbers are transformers'."""
     stored: dict[str, torch.Tensor] = {}
     numbers: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -63,8 +63,11 @@ def make_mxfp4(path: Path, source: Path) -> tuple[Path, Path]:
 
 
 def mxfp4_tensors(weight_XOI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of 32 inputs in 16 bytes, the first of two in the low bits, and exponents with a bias of 127: the nearest
-    floats of 4 bits, by definition."""
+    """Packs a matrix as MXFP4: the nearest 4-bit floats, by definition.
+
+    A block of 32 inputs has 16 bytes, with the first input of two in the low bits. Exponents have a bias of
+    127.
+    """
     floats = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     floats = torch.cat((floats, -floats))
     groups = weight_XOI.float().unflatten(-1, (-1, 32))
@@ -94,7 +97,7 @@ def _written(
 
 
 def compressed_tensors(stored_as: str, **weights: Any) -> dict[str, Any]:
-    """As llm-compressor writes it."""
+    """The `quantization_config` that llm-compressor writes."""
     group = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -108,13 +111,13 @@ def compressed_tensors(stored_as: str, **weights: Any) -> dict[str, Any]:
 
 
 def gptq(bits: int, group_size: int, **other: Any) -> dict[str, Any]:
-    """As GPTQModel writes it."""
+    """The `quantization_config` that GPTQModel writes."""
     given = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": False, "sym": False}
     return given | {"damp_percent": 0.1, "true_sequential": True, "checkpoint_format": "gptq"} | other
 
 
 def fp8_rows(weight: torch.Tensor, *, is_whole: bool = False) -> Written:
-    """A scale for each output, or one for all."""
+    """fp8 with a scale for each output, or with `is_whole` one scale for all."""
     largest = weight.abs().amax() if is_whole else weight.abs().amax(1, keepdim=True)
     scale = (largest / 448).to(torch.bfloat16)
     values = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -122,7 +125,7 @@ def fp8_rows(weight: torch.Tensor, *, is_whole: bool = False) -> Written:
 
 
 def fp8_blocks(weight: torch.Tensor, rows: int, columns: int) -> Written:
-    """A scale for each block; the last ones may be smaller."""
+    """fp8 with a scale for each block. The last blocks may be smaller."""
     values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
     numbers = torch.empty_like(weight)
@@ -136,13 +139,13 @@ def fp8_blocks(weight: torch.Tensor, rows: int, columns: int) -> Written:
 
 
 def int8_rows(weight: torch.Tensor) -> Written:
-    """int8 W8A8: symmetric, a scale for each output."""
+    """int8 W8A8: symmetric, with a scale for each output."""
     values, scales, _ = rounded(weight, 8, weight.shape[1], is_symmetric=True)
     return {"weight": values.to(torch.int8), "weight_scale": scales}, values * scales.float()
 
 
 def packed(weight: torch.Tensor, bits: int, group_size: int, *, is_symmetric: bool = True) -> Written:
-    """pack-quantized: along the inputs; zero points along the outputs."""
+    """pack-quantized: packed along the inputs. Zero points are packed along the outputs."""
     values, scales, zeros = rounded(weight, bits, group_size, is_symmetric=is_symmetric)
     half = 2 ** (bits - 1)
     tensors = {
@@ -158,7 +161,10 @@ def packed(weight: torch.Tensor, bits: int, group_size: int, *, is_symmetric: bo
 def gptq_tensors(
     weight: torch.Tensor, bits: int, group_size: int, *, is_v2: bool = False, has_order: bool = False
 ) -> Written:
-    """Everything is transposed. `has_order`: a group's inputs lie anywhere, as after act-order."""
+    """Packs as GPTQ: everything is transposed.
+
+    With `has_order`, a group's inputs are anywhere, as with act-order.
+    """
     num_inputs = weight.shape[1]
     order = torch.arange(num_inputs)
     if has_order:
@@ -170,7 +176,7 @@ def gptq_tensors(
     values[:, order] = in_groups
     half = 2 ** (bits - 1)
     qzeros = int32s((zeros + half).t(), bits)
-    if not is_v2:  # GPTQModel subtracts from the packed integers
+    if not is_v2:  # GPTQModel subtracts 1 from the packed zero points
         ones = sum(1 << bits * i for i in range(32 // bits))
         qzeros = torch.from_numpy((qzeros.numpy().view(np.uint32) - np.uint32(ones)).view(np.int32))
     tensors = {
@@ -183,7 +189,7 @@ def gptq_tensors(
 
 
 def awq_tensors(weight: torch.Tensor, group_size: int) -> Written:
-    """Packed along the outputs, in AWQ's order."""
+    """Packs as AWQ: along the outputs, in AWQ's order."""
     values, scales, zeros = rounded(weight, 4, group_size)
     order = [8 * i + j for i in range(len(weight) // 8) for j in AWQ_ORDER]
     tensors = {
@@ -197,7 +203,10 @@ def awq_tensors(weight: torch.Tensor, group_size: int) -> Written:
 def rounded(
     weight: torch.Tensor, bits: int, group_size: int, *, is_symmetric: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Signed values (O x I), float16 scales and signed zero points (O x G); both as float32 integers."""
+    """Values (O x I), float16 scales, zero points (O x G).
+
+    Values and zero points are signed integers in float32.
+    """
     groups = weight.unflatten(1, (-1, group_size))
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     if is_symmetric:
@@ -214,7 +223,7 @@ def rounded(
 def spread(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor
 ) -> torch.Tensor:
-    """The numbers, input by input."""
+    """Spreads the numbers of groups over the inputs."""
     columns = [
         (values[:, i] - zeros[:, group]) * scales[:, group].float() for i, group in enumerate(groups.tolist())
     ]
@@ -222,7 +231,10 @@ def spread(
 
 
 def int32s(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned values along the last dimension, the first in the lowest bits; the last integer may have room."""
+    """Packs unsigned values along the last dimension, from the lowest bits on.
+
+    The last integer may have unused bits.
+    """
     per_int = 32 // bits
     given: npt.NDArray[np.uint32] = values.numpy().astype(np.uint32)
     given = np.pad(given, ((0, 0), (0, -given.shape[1] % per_int)))
@@ -281,4 +293,4 @@ KINDS: dict[str, Kind] = {
     ),
 }
 IN_GROUPS = [name for name in KINDS if "fp8" not in name and "act-order" not in name]
-"""Kinds whose matrices stay in their bits on a CPU."""
+"""Kinds whose matrices keep their bits on a CPU."""

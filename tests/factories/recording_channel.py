@@ -1,4 +1,4 @@
-"""A channel that leads nowhere: it remembers what is sent, and gives what a test says is received."""
+"""A channel without a network. It records what is sent, and receives what a test says."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from kv_transfer.transport.base import Bytes
 
 
 class RecordingChannel:
-    """Keeps the latest messages sent, each of which must be readable for its recipient."""
+    """Keeps the latest messages sent. Their recipients must be able to read them."""
 
     address = "tcp://us:1"
     num_dropped = 0
@@ -25,7 +25,7 @@ class RecordingChannel:
     def __init__(self) -> None:
         self.payload: list[Bytes] = []
         self.seen: deque[TransferKey] = deque(maxlen=40)
-        """Keys that were said on the wire: what an eavesdropper knows."""
+        """Keys that appeared on the wire: an eavesdropper knows these."""
         self.sent: deque[ToProducer | ToConsumer] = deque(maxlen=40)
 
     def send(self, peer: Peer, header: bytes, payload: Sequence[Bytes] = ()) -> bool:

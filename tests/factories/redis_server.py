@@ -1,4 +1,4 @@
-"""A real redis-server on loopback, without a disk; tests skip where there is none."""
+"""A real redis-server on loopback, without a disk. Tests skip if it is not installed."""
 
 import shutil
 import socket
@@ -13,7 +13,7 @@ START_TIMEOUT_S = 60.0
 
 
 class RedisServer:
-    """Its process, and how to reach it."""
+    """The process of the server, and its address."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
         self.process = process

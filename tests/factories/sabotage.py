@@ -1,5 +1,6 @@
-"""Changes the worker of this process from inside, as no signal can: its steps never end, compute NaN, or take as long
-as a GPU's.
+"""Changes the worker of this process from inside, which no signal could do.
+
+Its steps never end, compute NaN, or take as long as a GPU's.
 """
 
 import asyncio
@@ -11,17 +12,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VARIABLE = "BATON_TEST_SABOTAGE"
-"""Of the environment: the folder in which processes look for what to do, in a file named after their pid."""
+"""The environment variable that names the folder of orders. An order is a file named after the pid of its
+process."""
 _LOOK_EVERY_S = 0.2
 
 _INSIDE = str(Path(__file__).parent / "inside")
 
 STEP_S = 0.04
-"""Of a device whose time does not depend on the number of rows; longer than the steps of a tiny model."""
+"""The step time of a device whose time does not depend on the number of rows. It is longer than the steps of
+a tiny model."""
 
 
 def hang() -> None:
-    """From the next step on, the device computes for ever; all other threads go on."""
+    """From the next step on, the device computes without end. All other threads continue."""
     from engine.runner import ModelRunner
 
     def launch(_runner: ModelRunner, plan: object) -> NoReturn:
@@ -32,7 +35,7 @@ def hang() -> None:
 
 
 def spoil() -> None:
-    """A weight of the first layer becomes NaN, and with it all KV and all logits."""
+    """Makes a weight of the first layer NaN, and with it all KV and all logits."""
     import torch
 
     from engine.models.decoder import Decoder
@@ -48,7 +51,7 @@ def spoil() -> None:
 
 
 def pace() -> None:
-    """From the next step on, steps end one after the other, each `STEP_S` after the former at the earliest."""
+    """From the next step on, a step ends at the earliest `STEP_S` after the previous step."""
     from baton.step import ModelRunnerOutput
     from engine.runner import LaunchedStep, ModelRunner
 
@@ -73,26 +76,29 @@ KINDS = {"hang": hang, "spoil": spoil, "pace": pace}
 
 
 def obeying(folder: Path) -> dict[str, str]:
-    """The environment of a fleet whose workers look here for what to do."""
+    """The environment of a fleet whose workers read their orders from this folder."""
     path = ":".join(filter(None, [_INSIDE, os.environ.get("PYTHONPATH", "")]))
     return {VARIABLE: str(folder), "PYTHONPATH": path}
 
 
 def order(folder: Path, pid: int, kind: str) -> None:
-    """The process changes soon, in this way."""
+    """Orders the process to change in this way; returns at once."""
     (folder / "next").write_text(kind)
     (folder / "next").rename(folder / str(pid))
 
 
 async def carried_out(folder: Path, pid: int, kind: str) -> None:
-    """Returns once the process, which must look here, has changed in this way."""
+    """Orders the change, and returns once the process has made it. The process must read this folder."""
     order(folder, pid, kind)
     while (folder / str(pid)).exists():
         await asyncio.sleep(_LOOK_EVERY_S / 4)
 
 
 def obey(folder: Path) -> None:
-    """Does what it is told, for ever. The thread of a process that may be broken."""
+    """Carries out the orders of this process without end.
+
+    Runs in a thread of the process that is to break.
+    """
     told = folder / str(os.getpid())
     while True:
         if told.exists():

@@ -1,4 +1,4 @@
-"""Requests, schedulers, and two fakes to drive them: a runner whose tokens are a function, a connector."""
+"""Requests, schedulers, and two fakes to drive them: a connector, and a runner with computed tokens."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ def make_config(**overrides: Any) -> SchedulerConfig:
 
 
 def make_scheduler(connector: "FakeConnector | None" = None, /, **overrides: Any) -> Scheduler:
-    """`num_speculative_tokens`: with drafts."""
+    """A scheduler of `make_config`. With `num_speculative_tokens`, requests may have drafts."""
     num_speculative_tokens = overrides.pop("num_speculative_tokens", 0)
     kv_groups = overrides.pop("kv_groups", ONE_GROUP)
     return Scheduler(
@@ -68,7 +68,7 @@ def make_request(
     skip_reading_prefix_cache: bool = False,
     **sampling: Any,
 ) -> Request:
-    """A request with a prompt of its own, unless one is given."""
+    """A request with its own prompt, unless `prompt` is given."""
     number = next(_ids)
     tokens = tuple(prompt) if prompt is not None else tuple(1_000 + number for _ in range(num_tokens))
     return Request(
@@ -88,36 +88,37 @@ def make_request(
 
 
 def token_at(request_id: str, position: int) -> int:
-    """What the fake model says: a pure function, so that every schedule must lead to the same text."""
+    """The token of the fake model: a pure function, so that every schedule must lead to the same text."""
     return 100 + crc32(f"{request_id}@{position}".encode()) % 50_000
 
 
 Guess = Callable[[str, int], tuple[int, ...] | None]
-"""Drafts of a request for the positions from one on; None if none are likely for the next positions either."""
+"""A function that gives a request's drafts from a position on. None: drafts are also unlikely for the next
+positions."""
 
 
 def guess_nothing(_request_id: str, _position: int) -> None:
-    """Never."""
+    """Guesses no drafts."""
 
 
 @dataclass(slots=True)
 class KnownRequest:
-    """What a runner remembers of a request between steps."""
+    """What a runner remembers about a request between steps."""
 
     num_prompt_tokens: int
     block_ids: list[int]
     kv: list[int]
-    """What should stand in the slots of all its tokens."""
+    """The expected content of the slots of all its tokens."""
     has_grammar: bool
 
 
 class FakeRunner:
     """Samples for every request whose known tokens are all computed, and verifies drafts.
 
-    Its drafts are announced one step before, or come without an announcement.
+    Its drafts are announced one step in advance, or appear without an announcement.
 
-    It writes into slots and reads them back as attention would, so a block that is lost, shared by mistake, hit before
-    it was filled or reused too early fails the test.
+    The runner writes into slots, and reads them back as attention would. So a test fails if a block is lost,
+    shared by mistake, hit before it was filled, or reused too early.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class FakeRunner:
         guess: Guess = guess_nothing,
         force: Guess = guess_nothing,
     ) -> None:
-        """`force`: the tokens that grammars force from a position on."""
+        """`force` gives the tokens that grammars force from a position on."""
         self._next_token = next_token
         self._guess = guess
         self._force = force
@@ -152,7 +153,7 @@ class FakeRunner:
                 "drafts come after the last known token"
             )
             self.memory.write(known.block_ids, kv[request_id][start:end], start)
-        for request_id, end in ends.items():  # each layer writes every token's KV before it attends to any
+        for request_id, end in ends.items():  # each layer writes all tokens' KV before attention reads it
             block_ids, start = self._known[request_id].block_ids, starts[request_id]
             is_own = self.memory.holds(block_ids, kv[request_id][:end], start)
             assert is_own, f"{request_id} reads foreign KV"
@@ -169,7 +170,7 @@ class FakeRunner:
         )
 
     def _learn(self, plan: SchedulerOutput) -> dict[str, int]:
-        """Takes in new requests and new blocks; returns where each scheduled request's step starts."""
+        """Learns new requests and blocks; returns where each scheduled request's step starts."""
         starts = {}
         for request_id, token_ids in plan.forced_token_ids.items():
             if known := self._known.get(request_id):
@@ -218,7 +219,9 @@ class FakeRunner:
 
 @dataclass
 class FakeConnector:
-    """Loads all that a consumer lacks, once; with `holds`, keeps blocks. Records the scheduler's calls.
+    """Loads all tokens that a consumer lacks, at once.
+
+    With `holds`, keeps blocks. Records the scheduler's calls.
 
     Until a load's end is reported, it writes nonsense into the load's blocks in every step. It also checks that leased
     blocks are unchanged. So a test notices blocks that are reused too early.
@@ -234,11 +237,12 @@ class FakeConnector:
     num_questions: int = 0
     loading: dict[str, Request] = field(default_factory=dict)
     under_way: set[str] = field(default_factory=set)
-    """Loads from their command to the report of their end."""
+    """Loads between their command and the report of their end."""
     commanded: dict[str, Request] = field(default_factory=dict)
-    """Loads that were commanded but not started: see `starts_late`."""
+    """Loads that were commanded but have not started; see `starts_late`."""
     starts_late: bool = False
-    """Loads wait for `start_load_kv`, which comes when every step planned before them is computed."""
+    """Whether loads wait for `start_load_kv`, which is called when every step planned before them is
+    computed."""
     leased: dict[str, tuple[Request, tuple[int, ...]]] = field(default_factory=dict)
 
     def request_added(self, request: Request) -> None:
@@ -270,7 +274,10 @@ class FakeConnector:
         return commanded
 
     def start_load_kv(self, commanded: dict[str, Request]) -> None:
-        """From now on these loads may write, and end. Each is started once, however often it is said."""
+        """Lets these loads write and end from now on.
+
+        A load starts only once, however often this is called.
+        """
         while commanded:
             request_id, request = commanded.popitem()
             self.loading[request_id] = request
@@ -333,7 +340,7 @@ def flatten(outputs: dict[str, EngineCoreOutputs]) -> list[RequestOutput]:
 
 
 def run_step(scheduler: Scheduler, runner: FakeRunner) -> tuple[SchedulerOutput, list[RequestOutput]]:
-    """One step, with every invariant checked after it."""
+    """Runs one step, and checks every invariant after it."""
     plan = scheduler.schedule()
     outputs = flatten(scheduler.update_from_output(plan, runner.execute(plan)))
     scheduler.check_integrity()
@@ -361,7 +368,7 @@ def run_to_end(
 
 
 def assert_at_rest(scheduler: Scheduler) -> None:
-    """Nobody left, so nothing may be held (behaviour 14)."""
+    """Checks that no request is left, and that so no block is used (behaviour 14)."""
     scheduler.check_integrity()
     counts, blocks = scheduler.request_counts(), scheduler.kv_block_counts()
     assert (counts.running, counts.waiting, counts.waiting_for_remote_kvs) == (0, 0, 0)

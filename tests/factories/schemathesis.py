@@ -1,11 +1,11 @@
-"""Schemathesis, as anybody would run it, against the description that a gateway gives of its HTTP API."""
+"""Schemathesis, as any user would run it, against the description that a gateway gives of its HTTP API."""
 
 import asyncio
 import os
 import sys
 
 ENDLESS = "/cluster/events"
-"""A stream that ends with its client."""
+"""A path whose stream ends only when its client closes it."""
 
 CHECKS = (
     "not_a_server_error",
@@ -17,13 +17,15 @@ CHECKS = (
     "missing_required_header",
     "unsupported_method",
 )
-"""Not `positive_data_acceptance`: a schema cannot say that two fields contradict each other, or what the model has."""
+"""All checks but `positive_data_acceptance`: a schema cannot say that two fields contradict each other, or
+which model is served."""
 
 
 async def schemathesis(http_port: int | None, phases: str, examples: int, seed: int) -> tuple[int, str]:
-    """Its exit code and what it prints.
+    """Runs schemathesis; returns its exit code and its output.
 
-    Of its phases, `fuzzing` draws `examples` requests to each route, `coverage` tries the bounds of every field.
+    The phase `fuzzing` sends `examples` requests to each route. The phase `coverage` tries the bounds of
+    every field.
     """
     options = {
         "--phases": phases,

@@ -1,4 +1,4 @@
-"""What schemathesis cannot know from a description: which model is served, and what a deadline means."""
+"""Facts that schemathesis cannot read in a description: which model is served, and what a deadline means."""
 
 from typing import Any
 
@@ -12,8 +12,11 @@ PATIENCE_MS = 60_000
 
 @schemathesis.hook
 def before_call(context: schemathesis.HookContext, case: Any, kwargs: dict[str, Any]) -> None:
-    """Any text that stands for the model's name becomes that name, or every completion would end in a 404; and no
-    deadline is one that a good request might miss, which would rightly be a 504."""
+    """Changes a generated request so that a good request succeeds.
+
+    Any text in place of the model's name becomes this name, since otherwise every completion would end with a
+    404. A short deadline is extended, since a good request might miss it, and a 504 would be correct then.
+    """
     if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
         case.body = case.body | {"model": MODEL}
     asked = (case.headers or {}).get(TIMEOUT_HEADER)

@@ -1,4 +1,4 @@
-"""The secret that the tests' clusters share, and one that they do not know."""
+"""The secret that the clusters of the tests share, and a secret that they do not know."""
 
 from baton.system.curve import ClusterSecret, derive_fleet_keys, derive_keys
 

@@ -1,4 +1,4 @@
-"""`baton serve` or `baton gateway` as a user starts it: a process of its own, all whose descendants can be found."""
+"""`baton serve` or `baton gateway` as a user starts it: a process whose descendants can all be found."""
 
 import json
 import os
@@ -19,15 +19,20 @@ import psutil
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
-"""Also for a command that fails while it starts, on a machine with much else to do."""
+"""The time limit for a start. It is also enough for a command that fails while it starts, on a busy
+machine."""
 COMMAND = [sys.executable, "-m", "cli.main"]
 OPTIONS = ["--grpc-port", "0", "--http-port", "0", "--routing-mode", "disaggregated", "--json"]
-"""What `auto` does depends on times; a test that wants it gives the flag once more."""
+"""The routing mode of tests, since the decisions of `auto` depend on times. A test that needs `auto` repeats
+the flag."""
 _MARKER = "BATON_TEST_MARKER"
 
 
 class ServeProcess:
-    """A running `baton serve --json`, or another command. All its descendants inherit a marker in their environment."""
+    """A running `baton serve --json`, or another command.
+
+    All its descendants inherit a marker in their environment.
+    """
 
     def __init__(
         self,
@@ -38,7 +43,7 @@ class ServeProcess:
         self._marker = secrets.token_hex(8)
         self.temporary = Path(
             tempfile.mkdtemp(prefix="b", dir="/tmp")
-        )  # short, or Ray's sockets go elsewhere
+        )  # a short path; otherwise Ray puts its sockets elsewhere
         self.process = subprocess.Popen(
             [*command, *arguments],
             stdin=subprocess.DEVNULL,
@@ -54,7 +59,7 @@ class ServeProcess:
         self._reader.start()
 
     def wait_ready(self) -> dict[str, Any]:
-        """Blocks until the ready line; its object."""
+        """Blocks until the ready line, and returns its JSON object."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"it ended with {self.process.wait()}:\n{self.stderr}"
@@ -62,13 +67,13 @@ class ServeProcess:
         return ready
 
     def wait_for_text(self, text: str) -> None:
-        """Blocks until stderr holds this."""
+        """Blocks until stderr contains this text."""
         with self._stderr_grew:
             came = self._stderr_grew.wait_for(lambda: text in self.stderr, START_TIMEOUT_S)
         assert came, f"{text!r} did not come:\n{self.stderr}"
 
     def interrupt(self) -> None:
-        """Ctrl-C as a terminal does it: to the whole foreground process group."""
+        """Sends Ctrl-C as a terminal does: to the whole foreground process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def descendants(self) -> list[psutil.Process]:
@@ -83,7 +88,10 @@ class ServeProcess:
         return found
 
     def wait_gone(self) -> int:
-        """Waits for the command and everything it started; fails with what is left. Returns the exit code."""
+        """Waits until the command and everything it started have ended; returns the exit code.
+
+        Fails with the processes that are left.
+        """
         code = self.process.wait(timeout=STOP_TIMEOUT_S)
         self._reader.join(STOP_TIMEOUT_S)
         _, alive = psutil.wait_procs(self.descendants(), timeout=STOP_TIMEOUT_S)
@@ -91,7 +99,7 @@ class ServeProcess:
         return code
 
     def destroy(self) -> None:
-        """For a test that failed half-way."""
+        """Ends everything, for a test that failed before its end."""
         for process in self.descendants():
             process.kill()
         self.process.kill()
@@ -122,7 +130,10 @@ def listening_addresses(processes: list[psutil.Process]) -> set[tuple[str, int]]
 
 @contextmanager
 def serving(*arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[ServeProcess]:
-    """`baton serve` with these arguments; nothing of it outlives the block, whatever happens inside."""
+    """Runs `baton serve` with these arguments.
+
+    At the end of the block nothing of it is left, even after a failure.
+    """
     serve = ServeProcess(arguments, environment)
     try:
         yield serve
@@ -132,14 +143,14 @@ def serving(*arguments: str, environment: Mapping[str, str] = MappingProxyType({
 
 @contextmanager
 def joining(*arguments: str, environment: Mapping[str, str]) -> Iterator[ServeProcess]:
-    """`baton gateway` with these arguments, likewise."""
+    """Runs `baton gateway` with these arguments, as `serving` does."""
     with running([*COMMAND, "gateway", *OPTIONS, *arguments], environment) as gateway:
         yield gateway
 
 
 @contextmanager
 def running(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[ServeProcess]:
-    """Any command that prints one JSON line when it is ready, likewise."""
+    """Runs any command that prints one JSON line when it is ready, as `serving` does."""
     process = ServeProcess((), environment, command)
     try:
         yield process

@@ -1,4 +1,4 @@
-"""A classical scheduler's model and ours, given the same requests: they must agree in every step."""
+"""A classical scheduler's model and our scheduler with the same requests: every step must agree."""
 
 from collections.abc import Sequence as Tokens
 from typing import Any
@@ -22,11 +22,11 @@ CLASSICAL: dict[str, tuple[type[ClassicalScheduler], dict[str, Any]]] = {
     "mini_vllm": (MiniVLLM, {"batching": "prefill_first", "prefill_first_rules": "mini_vllm"}),
     "mixed": (Mixed, {"batching": "mixed"}),
 }
-"""By name: the model, and how to ask ours for the same."""
+"""The model, and the matching settings of our scheduler, by name."""
 
 
 class SideBySide:
-    """Compares requests, tokens, victims and free blocks after every step."""
+    """Compares requests, tokens, preempted requests and free blocks after every step."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class SideBySide:
         enable_prefix_caching: bool = True,
         next_token: NextToken = token_at,
     ) -> None:
-        """`max_num_batched_tokens`: None for no budget but the pool."""
+        """With `max_num_batched_tokens` None, only the pool limits a step."""
         settings: dict[str, Any] = {
             "num_blocks": num_blocks,
             "block_size": block_size,
@@ -61,7 +61,10 @@ class SideBySide:
         ignore_eos: bool = False,
         max_model_len: int | None = None,
     ) -> None:
-        """`prompt`: its tokens, or how many of its own it has. The gateway counts `max_model_len` into `max_tokens`."""
+        """Adds a request. `prompt` has its tokens, or their number.
+
+        The gateway counts `max_model_len` into `max_tokens`.
+        """
         tokens = [100 + crc32(name.encode()) % 50_000] * prompt if isinstance(prompt, int) else list(prompt)
         self.model.add(Sequence(name, list(tokens), max_tokens, ignore_eos, max_model_len))
         if max_model_len is not None:
@@ -85,10 +88,10 @@ class SideBySide:
         return [dict(self.step()) for _ in range(num_steps)]
 
     def finish(self) -> None:
-        """Steps until neither has a request, and all is at rest."""
+        """Steps until neither scheduler has a request, and checks that all is at rest."""
         while self.driver.scheduler.has_requests():
             self.step()
         assert not self.model.waiting
         assert not self.model.running
-        self.driver.step()  # reports the last ends to the runner
+        self.driver.step()  # tells the runner about the last ends
         self.driver.check_rest()

@@ -1,4 +1,4 @@
-"""Requests whose next tokens can be guessed, or are forced by a grammar, and what whole engines make of them."""
+"""Requests whose next tokens can be guessed, or that a grammar forces, and their answers by whole engines."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from tests.factories.whole_engines import Answer, EnginesOf, WholeEngine
 
 # sections `speculation` of the configuration
 PLAIN: dict[str, Any] = {"method": "off", "forced_tokens": False}
-"""Each token is sampled in a step of its own."""
+"""Each token is sampled in its own step."""
 NGRAM: dict[str, Any] = {"method": "ngram"}
 FORCED: dict[str, Any] = {"forced_tokens": True}
 
@@ -34,7 +34,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 
 
 def object_of(*names: str) -> StructuredOutput:
-    """Objects with exactly these names, whose values are short, and no spaces."""
+    """JSON objects with exactly these names, short values, and no spaces."""
     schema = {
         "type": "object",
         "properties": {name: {"enum": [True, 17, "no"]} for name in names},
@@ -57,14 +57,17 @@ LETTER_N = make_tokenizer().encode("n").ids[0]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The n-th request has the n-th text, sampling parameters and limit, and begins again with the first."""
+    """Texts, sampling parameters and limits.
+
+    The n-th request has the n-th of each, and they repeat from the first.
+    """
 
     texts: tuple[str, ...]
     params: tuple[dict[str, Any], ...]
     max_tokens: tuple[int, ...]
 
     def requests(self, number: int) -> list[EngineRequest]:
-        """With seeds of their own. When the parameters begin again, texts begin a character later."""
+        """Requests with their own seeds. When the parameters repeat, texts begin one character later."""
         tokenizer, turns = make_tokenizer(), [divmod(i, len(self.params)) for i in range(number)]
         return [
             EngineRequest(
@@ -100,7 +103,7 @@ REPEATING = Workload(
     ),
     max_tokens=tuple(range(56, 32, -1)),
 )
-"""Answers repeat their prompts or themselves."""
+"""Requests whose answers repeat their prompts or themselves."""
 
 FORCING = Workload(
     texts=(
@@ -126,13 +129,14 @@ FORCING = Workload(
     ),
     max_tokens=(96, 96, 96, 24),
 )
-"""Grammars force most of the tokens. Some requests end within a forced run, since all their tokens are used up."""
+"""Requests with grammars that force most of the tokens. Some reach their limit of tokens within a forced
+run."""
 
 Answers = Mapping[str, Answer]
 
 
 def ask(engines: EnginesOf, engine: WholeEngine, requests: Iterable[EngineRequest]) -> Answers:
-    """All at once; their answers, by request."""
+    """Runs all requests at once; returns their answers by request."""
     for request in requests:
         engine.add(request)
     engines.run()
@@ -147,23 +151,23 @@ def ask_one_by_one(engines: EnginesOf, engine: WholeEngine, requests: Iterable[E
 
 
 def begun(requests: Iterable[EngineRequest], answers: Answers) -> list[EngineRequest]:
-    """The requests with a third of these answers: they were migrated, and their clients have so many tokens."""
+    """The requests with the first third of their answers, as their clients have it after a migration."""
     return [replace(each, output_token_ids=tuple(_thirds(answers[each.request_id])[0])) for each in requests]
 
 
 def assert_rest(answers: Answers, expected: Answers) -> None:
-    """The answers to begun requests."""
+    """Checks the answers to requests from `begun`."""
     assert tokens_of(answers) == {name: _thirds(expected[name])[1] for name in answers}
 
 
 def _thirds(answer: Answer) -> tuple[list[int], list[int]]:
-    """The first one and the others."""
+    """The first third of an answer's tokens, and the others."""
     at = len(answer.token_ids) // 3
     return answer.token_ids[:at], answer.token_ids[at:]
 
 
 def assert_same(answers: Answers, expected: Answers, *, is_whole: bool = True) -> None:
-    """`is_whole`: with log-probabilities; else the tokens alone."""
+    """Compares tokens and log-probabilities; with `is_whole` False, only tokens."""
     assert tokens_of(answers) == tokens_of(expected)
     for name, answer in answers.items():
         assert answer.finish_reason == expected[name].finish_reason
@@ -187,7 +191,7 @@ def num_forced(engine: WholeEngine) -> int:
 
 
 def num_drafts(engine: WholeEngine) -> tuple[int, int]:
-    """Verified, and accepted."""
+    """The numbers of verified and of accepted drafts."""
     counters = engine.core.counters()
     return (
         counters.get("spec_decode_num_draft_tokens", 0),
@@ -196,7 +200,7 @@ def num_drafts(engine: WholeEngine) -> tuple[int, int]:
 
 
 def drafts_of(answers: Answers) -> tuple[int, int]:
-    """Verified, and accepted, as their outputs say."""
+    """The numbers of verified and of accepted drafts, from the answers' outputs."""
     outputs = [output for answer in answers.values() for output in answer.outputs]
     return sum(each.num_draft_tokens for each in outputs), sum(
         each.num_accepted_draft_tokens for each in outputs
@@ -204,14 +208,14 @@ def drafts_of(answers: Answers) -> tuple[int, int]:
 
 
 def assert_some_were_right_and_some_wrong(engine: WholeEngine, answers: Answers) -> None:
-    """The engine counts what its outputs say."""
+    """Checks that drafts were right and wrong, and that the engine and its outputs count alike."""
     num_verified, num_accepted = num_drafts(engine)
     assert 0 < num_accepted < num_verified
     assert drafts_of(answers) == (num_verified, num_accepted)
 
 
 def assert_preempted_as(settings: Mapping[str, Any], engine: WholeEngine) -> None:
-    """Where blocks are few, requests gave way, and came back by the way that the settings name."""
+    """Checks that requests were preempted if blocks are few, and returned as the settings say."""
     counters = engine.core.counters()
     assert (counters.get("preemptions", 0) > 0) == (settings.get("num_blocks") == TIGHT["num_blocks"])
     assert (counters.get("swapped_in_blocks", 0) > 0) == (settings.get("preemption") == "swap")

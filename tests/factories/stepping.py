@@ -1,4 +1,4 @@
-"""A model runner driven by hand-written plans: the smallest possible scheduler, with blocks in shuffled order."""
+"""A model runner driven by hand-written plans: a minimal scheduler, with blocks in shuffled order."""
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ class DrivenRequest:
 
 
 class StepDriver:
-    """Holds a runner, its pool and the requests; every step names the requests and their token counts."""
+    """A runner, its pool and the requests. Every step names the requests and their token counts."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StepDriver:
         num_spare_blocks: int = 0,
         drafter: Callable[[KVPool], Drafter] | None = None,
     ) -> None:
-        """`num_spare_blocks`: behind the others in the pool, for the drafts of `drafter`."""
+        """`num_spare_blocks` follow the other blocks in the pool. The drafts of `drafter` use them."""
         self.model = model
         num_in_all = num_blocks + num_spare_blocks
         self.pool = KVPool(num_in_all, model.kv_block_shape(block_size), model.device)
@@ -95,12 +95,12 @@ class StepDriver:
         return request
 
     def finish(self, request_id: str) -> None:
-        """The next plan tells the runner."""
+        """Ends a request. The next plan reports this to the runner."""
         self.free_blocks.extend(self.requests.pop(request_id).block_ids)
         self._finished.add(request_id)
 
     def preempt(self, request_id: str) -> None:
-        """Takes the blocks away; the request starts over when it is scheduled next."""
+        """Takes the blocks of a request. The request starts over when it is scheduled next."""
         request = self.requests[request_id]
         self.free_blocks.extend(request.block_ids)
         request.block_ids, request.num_computed, request.is_preempted = [], 0, True
@@ -109,7 +109,10 @@ class StepDriver:
     def step(
         self, num_scheduled_tokens: dict[str, int], drafts: Mapping[str, tuple[int, ...]] = NO_DRAFTS
     ) -> ModelRunnerOutput:
-        """One plan through the runner, and its outcome written down. `drafts` come on top of the scheduled tokens."""
+        """Runs one plan, and records its outcome.
+
+        `drafts` are computed in addition to the scheduled tokens.
+        """
         plan = self.plan({name: n + len(drafts.get(name, ())) for name, n in num_scheduled_tokens.items()})
         output = self.runner.execute(replace(plan, scheduled_spec_decode_tokens=drafts))
         for request_id, n in num_scheduled_tokens.items():
@@ -167,7 +170,7 @@ class StepDriver:
         chunk: int = 1000,
         params: SamplingParams = GREEDY,
     ) -> dict[str, list[int]]:
-        """All prompts together, each in chunks of at most `chunk` tokens, until every one has its tokens."""
+        """Runs all prompts together, in chunks of at most `chunk` tokens, until all tokens are there."""
         requests = [self.add(request_id, prompt, params) for request_id, prompt in prompts.items()]
         while running := [request for request in requests if len(request.outputs) < max_tokens]:
             self.step({r.request_id: min(chunk, r.num_tokens - r.num_computed) for r in running})
@@ -184,7 +187,10 @@ class StepDriver:
 
 
 def generate_from_copied_blocks(model: LoadedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a hand-over does: block bytes from one pool into another, and token 0. Returns the answer."""
+    """Does what a hand-over does: copies block bytes from one pool into another, and token 0.
+
+    Returns the answer.
+    """
     producer, consumer = StepDriver(model, seed=1), StepDriver(model, seed=2)
     sent, received = (driver.add("a", prompt) for driver in (producer, consumer))
     producer.step({"a": len(prompt)})

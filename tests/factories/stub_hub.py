@@ -1,4 +1,4 @@
-"""A Hub on loopback: repositories with commits, etags, redirects to a content network and ranges; it can misbehave."""
+"""A Hub on loopback with commits, etags, redirects to a content network, and ranges; it can misbehave."""
 
 import hashlib
 import json
@@ -15,26 +15,26 @@ import pytest
 from huggingface_hub import close_session, constants
 
 TOKEN = "hf_stub"
-"""The token whose account may read everything."""
+"""The token of an account that may read everything."""
 LARGE_SUFFIXES = (".safetensors", ".gguf")
-"""Kept by their content's sha256, on the content network."""
+"""Marks files that the content network stores by their sha256."""
 
 
 def commit_of_text(text: str) -> str:
-    """A commit's hash, of whatever tells the commits of a test apart."""
+    """The hash of a commit, made from any text that tells commits apart."""
     return hashlib.sha1(text.encode()).hexdigest()
 
 
 @dataclass(slots=True)
 class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    """Commit -> path -> content."""
+    """The content of files, by commit and path."""
     refs: dict[str, str] = field(default_factory=dict)
-    """Branch or tag -> commit."""
+    """The commit of a branch or tag."""
     is_gated: bool = False
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
-        """Adds a commit, to which the branch moves."""
+        """Adds a commit, and moves the branch to it."""
         commit = commit_of_text(f"{len(self.commits)} {branch} {sorted(files)}")
         self.commits[commit] = dict(files)
         self.refs[branch] = commit
@@ -42,31 +42,31 @@ class Repository:
 
 
 class StubHub:
-    """The Hub and its content network, on two ports: two hosts, to clients."""
+    """The Hub and its content network, on two ports. Clients see two hosts."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
-        """Method and path of each request."""
+        """The method and path of each request."""
         self.content_bytes = 0
-        """What the content network has sent."""
+        """Bytes that the content network has sent."""
         self.tokens_leaked = 0
-        """Requests to the content network that carried a token."""
+        """Number of requests to the content network that contained a token."""
         self.knows_ranges = True
         self.is_down = False
-        """The Hub answers 503."""
+        """Whether the Hub answers 503."""
         self.page = b""
-        """What the Hub answers to everything, if set: as a portal in between does."""
+        """If set, the Hub's answer to everything, as from a captive portal."""
         self.breaks_after: list[int] = []
-        """The next answers of the content network end after so many bytes."""
+        """The next answers of the content network end after these numbers of bytes."""
         self.holds_after: int | None = None
-        """Answers of the content network wait after so many bytes, until `go_on`."""
+        """Answers of the content network stop after this many bytes, until `go_on`."""
         self.is_held = threading.Event()
         self.go_on = threading.Event()
         self.xet_hash: str | None = None
-        """Of all large files, in listings."""
+        """The xet hash of all large files in listings."""
         self.damage = b""
-        """Replaces the first bytes of files on the content network."""
+        """Bytes that replace the first bytes of files on the content network."""
         self._lock = threading.Lock()
         self._servers = [
             ThreadingHTTPServer(("127.0.0.1", 0), _handler(answer)) for answer in (self._hub, self._content)
@@ -84,7 +84,7 @@ class StubHub:
         return f"http://127.0.0.1:{self._servers[1].server_port}"
 
     def add_folder(self, repo: str, folder: Path, **more: bytes) -> str:
-        """A commit with the folder's files on `main`; `more` by their names, with `__` for a dot."""
+        """Commits the folder's files to `main`. `more` has further files by name, with `__` for a dot."""
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
         extra = {name.replace("__", "."): content for name, content in more.items()}
         return self.repositories.setdefault(repo, Repository()).commit(files | extra)
@@ -106,7 +106,7 @@ class StubHub:
         match = api or file
         repository = self.repositories.get(match[1]) if match else None
         token = http.headers.get("authorization", "").removeprefix("Bearer ")
-        if match is None or repository is None:  # the Hub says so of private ones, too
+        if match is None or repository is None:  # the Hub answers this for private ones, too
             return http.answer(401 if not token else 404, {"X-Error-Code": "RepoNotFound"})
         revision = (api[3] or "main") if api else match[2]
         commit = repository.refs.get(revision, revision)
@@ -174,7 +174,7 @@ def stub_hub() -> Iterator[StubHub]:
 
 
 def environment_of(hub: StubHub, home: Path, **more: str) -> dict[str, str]:
-    """For a process that uses the stub, with its cache in `home`."""
+    """The environment of a process that uses the stub, with its cache in `home`."""
     return {
         "HF_ENDPOINT": hub.endpoint,
         "HF_HOME": str(home),
@@ -185,7 +185,7 @@ def environment_of(hub: StubHub, home: Path, **more: str) -> dict[str, str]:
 
 
 def use_in_this_process(hub: StubHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for this process, where huggingface_hub has read the environment already."""
+    """Sets this environment in this process, although huggingface_hub has already read the old one."""
     template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -194,7 +194,7 @@ def use_in_this_process(hub: StubHub, home: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    close_session()  # the next one has the environment of this test
+    close_session()  # the next session uses the environment of this test
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
 
     def log_message(self, *_: object) -> None:
-        """Tests say what went wrong."""
+        """Prints nothing: failed tests explain themselves."""
 
 
 def _handler(answer: object) -> type[_Handler]:

@@ -15,7 +15,7 @@ TIMEOUT_S = 60.0
 
 
 class ThreadedRank:
-    """Satisfies Collectives."""
+    """One rank as a thread. Satisfies Collectives."""
 
     def __init__(
         self, rank: int, size: int, shared: list[torch.Tensor | None], barrier: threading.Barrier
@@ -46,7 +46,7 @@ class ThreadedRank:
 
 
 def on_ranks(size: int, run: Callable[[Collectives], T]) -> list[T]:
-    """What every rank's `run` gives; if one raises, so does this."""
+    """The results of every rank's `run`. If one rank raises, this raises its exception."""
     barrier = threading.Barrier(size)
     shared: list[torch.Tensor | None] = [None] * size
 

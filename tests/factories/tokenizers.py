@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that models come with, trained on the spot."""
+"""Small tokenizers of all kinds that models use, trained in the test."""
 
 import json
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tests.factories.models import CORPUS, make_tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-"""How a vocabulary with byte fallback writes them."""
+"""The names of bytes in a vocabulary with byte fallback."""
 
 
 def with_byte_fallback() -> Tokenizer:
-    """As Llama 2, Mistral and Gemma have it: spaces are written as a mark, and what is unknown byte by byte."""
+    """Like those of Llama 2, Mistral and Gemma: spaces become a mark, unknown text becomes bytes."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trainer = trainers.BpeTrainer(
         vocab_size=450, special_tokens=["<unk>", "<s>", "</s>", *BYTES], show_progress=False
@@ -20,7 +20,7 @@ def with_byte_fallback() -> Tokenizer:
     trained.train_from_iterator([text.replace(" ", "▁") for text in CORPUS], trainer)
     learnt = json.loads(trained.to_str())["model"]
     merges = [(left, right) for left, right in learnt["merges"]]
-    # Made again, since the trainer would have bytes recognised in the middle of texts, like special tokens.
+    # Made a second time, since the trainer would recognise bytes in the middle of texts, like special tokens.
     tokenizer = Tokenizer(
         models.BPE(vocab=learnt["vocab"], merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
@@ -32,7 +32,7 @@ def with_byte_fallback() -> Tokenizer:
 
 
 def with_metaspace() -> Tokenizer:
-    """As sentencepiece's unigram models have it (T5, XLM-R): no bytes; what is unknown is lost."""
+    """Like sentencepiece's unigram models (T5, XLM-R): there are no bytes, and unknown text is lost."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -44,7 +44,7 @@ def with_metaspace() -> Tokenizer:
 
 
 def with_added_tokens() -> Tokenizer:
-    """Byte-level, with added tokens that are not written in its alphabet: spaces, and a word of two characters."""
+    """Byte-level, with added tokens outside of its alphabet: spaces, and a word of two characters."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken("    ", normalized=False), AddedToken("日本", normalized=False)])
     tokenizer.add_special_tokens(["<|tool|>"])

@@ -29,7 +29,7 @@ VALUES: dict[str, Schema] = {
     "either": {"anyOf": [{"type": "integer"}, {"enum": ["none"]}]},
     "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
 }  # fmt: skip
-"""What an argument may be."""
+"""Schemas for one argument."""
 
 PLACE: Schema = {
     "type": "object",
@@ -47,7 +47,7 @@ TREE: Schema = {
 
 
 def tool_schemas() -> list[Schema]:
-    """Each an object's; always the same fifty."""
+    """Always the same fifty schemas, each for an object."""
     alone = [_object({"value": value}, ["value"]) for value in VALUES.values()]
     optional = [
         _object({"must": VALUES[first], "may": VALUES[second]}, ["must"])

@@ -1,4 +1,4 @@
-"""Step traces made by hand: as little as a test has to say."""
+"""Step traces made by hand, with as few values as a test needs."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from worker.step_trace import Share, StepTrace, Trace, TraceEnd, TraceHeader
 
 
 def make_header(worker: str = "w0", **overrides: Any) -> TraceHeader:
-    """100 tokens a step, 50 blocks of 16, and a trace that began at second 0."""
+    """A header with 100 tokens a step, 50 blocks of 16, and a trace that began at second 0."""
     values: dict[str, Any] = {
         "worker": worker,
         "incarnation": "life",
@@ -25,8 +25,9 @@ def make_header(worker: str = "w0", **overrides: Any) -> TraceHeader:
 def make_step(
     step: int, scheduled: Mapping[str, tuple[int, int] | tuple[int, int, int]] | None = None, **values: Any
 ) -> StepTrace:
-    """`scheduled`: tokens, tokens computed before and, perhaps, sampled ones, by request. Each step takes 10 ms, one
-    after the other.
+    """Makes a step that takes 10 ms; steps follow one another without a gap.
+
+    `scheduled` has three numbers by request: tokens, tokens computed before, and perhaps sampled tokens.
     """
     shares = {request_id: Share(*counts) for request_id, counts in (scheduled or {}).items()}
     defaults: dict[str, Any] = {
@@ -60,7 +61,7 @@ CHUNKED = make_trace(
         make_step(5, ended={"three": FinishReason.ABORT}, num_free_blocks=50),
     ]
 )
-"""Continuous batching with a budget of 100: a prompt is split, a third request waits for a step."""
+"""Continuous batching with a budget of 100: a prompt is split, and a third request waits for a step."""
 
 PREEMPTED = make_trace(
     [
@@ -94,7 +95,8 @@ PREEMPTED = make_trace(
     ],
     end=TraceEnd.OPEN,
 )
-"""A request loses its blocks twice: they come back from host memory, then it computes what the cache has lost."""
+"""A request loses its blocks twice. Once they return from host memory. Then it computes what the cache has
+lost."""
 
 HANDED_OVER = (
     make_trace(
@@ -148,4 +150,4 @@ HANDED_OVER = (
         end=TraceEnd.CUT,
     ),
 )
-"""A prefill worker's and a decode worker's trace of the same fifth of a second."""
+"""The traces of a prefill worker and a decode worker for the same fifth of a second."""

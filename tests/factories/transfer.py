@@ -29,7 +29,7 @@ from kv_transfer.protocol.transports import SENDS_BYTES, SHARED_MEMORY, ZMQ_TCP,
 FINGERPRINT = KVFingerprint(2, "model", "float32", "LKHTD", 2, 2, 8, 16, 1)
 SHAPE = PieceShape(pieces_per_block=1, num_tokens=16, first_head=0, num_heads=2)
 PIECE_NBYTES = BYTES_PER_TURN
-"""So large that every piece is a turn of its own."""
+"""So large that every piece is sent in its own turn."""
 FIRST_TOKEN = FirstToken(7, None)
 LEASE_S = 10.0
 HEARTBEAT_S = 1.0
@@ -51,7 +51,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A message on its way, with the bytes of its block if it carries one."""
+    """A message in flight, with the bytes of its block if it has any."""
 
     source: str
     message: ToProducer | ToConsumer
@@ -59,7 +59,7 @@ class Frame:
 
 
 Tamper = Callable[[Frame], list[Frame]]
-"""The frames that arrive for a frame sent: itself, none for a loss, two for a duplicate."""
+"""Returns the frames that arrive for a frame sent: the frame itself, none for a loss, two for a duplicate."""
 
 
 def honest(frame: Frame) -> list[Frame]:
@@ -67,10 +67,10 @@ def honest(frame: Frame) -> list[Frame]:
 
 
 class Wire:
-    """A producer and a consumer, joined by a queue that a test may tamper with. Block contents are plain numbers.
+    """A producer and a consumer, joined by a queue that a test may change. Block contents are plain numbers.
 
-    With `transport` SHARED_MEMORY the consumer reads the producer's blocks when `finish_reads` is called, or at once if
-    `reads_at_once`.
+    With `transport` SHARED_MEMORY, the consumer reads the producer's blocks when `finish_reads` is called.
+    With `reads_at_once`, it reads them at once.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Wire:
         self.do(effects, "consumer")
 
     def deliver(self, limit: int = 100_000) -> None:
-        """Delivers everything in flight, and what that leads to, while no time passes."""
+        """Delivers everything in flight, and all messages that follow from it, without passing time."""
         while self.in_flight and limit:
             limit -= 1
             self._arrive(*self.in_flight.popleft())
         assert limit, "the two ends never stop sending"
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass from deadline to deadline, delivering on the way."""
+        """Advances the time from deadline to deadline, and delivers at each."""
         end = self.clock.now() + seconds
         while True:
             self.deliver()
@@ -167,7 +167,10 @@ class Wire:
         self.at_producer(self.producer.begin(RankTransfer(request_id), key, num_tokens, SHAPE, PIECE_NBYTES))
 
     def ready(self, first_index: int, num_blocks: int, request_id: str = "r") -> None:
-        """Blocks `first_index`... are computed; block i of the prompt lives in local block 100 + i."""
+        """Reports that blocks from `first_index` on are computed.
+
+        Block i of the prompt is in local block 100 + i.
+        """
         block_ids = [100 + index for index in range(first_index, first_index + num_blocks)]
         for block_id in block_ids:
             self.source_blocks[block_id] = block_id * 1_000
@@ -182,21 +185,21 @@ class Wire:
         )
 
     def load(self, first_block: int, num_blocks: int, request_id: str = "r") -> None:
-        """Block i of the prompt goes to local block 200 + i."""
+        """Loads a prompt. Block i of the prompt goes to local block 200 + i."""
         block_ids = tuple(200 + index for index in range(first_block, first_block + num_blocks))
         self.at_consumer(
             self.consumer.load(RankTransfer(request_id), first_block * 16, block_ids, self.clock.now())
         )
 
     def finish_reads(self) -> None:
-        """Every read under way copies what is in the producer's blocks now."""
+        """Completes every read under way: copies what is in the producer's blocks now."""
         reads, self.reads = self.reads, []
         for wanted in reads:
             piece_ids = wanted.message.piece_ids
             self._write(wanted, [self.source_blocks[piece_ids[position]] for position in wanted.positions])
 
     def received_blocks(self) -> dict[int, int]:
-        """Contents by prompt block index."""
+        """The contents of received blocks, by block index of the prompt."""
         return {block_id - 200: content for block_id, content in self.target_blocks.items()}
 
     def assert_at_rest(self) -> None:
@@ -232,7 +235,7 @@ class Wire:
 
 
 def start(wire: Wire, num_blocks: int = 3) -> None:
-    """Both ends begin a prompt of `num_blocks` full blocks, and the consumer has room."""
+    """Begins a prompt of `num_blocks` full blocks at both ends. The consumer has room for it."""
     wire.begin_send(KEY, num_blocks * 16)
     wire.begin_load(KEY, num_blocks * 16)
     wire.load(0, num_blocks)
@@ -240,12 +243,12 @@ def start(wire: Wire, num_blocks: int = 3) -> None:
 
 
 def sent(wire: Wire, kind: type[M]) -> list[M]:
-    """Every message of this kind that either end sent, lost ones included."""
+    """All messages of this kind that either end sent, including lost messages."""
     return [frame.message for frame in wire.sent if isinstance(frame.message, kind)]
 
 
 def lossy(seed: int, *, loss: float = 0.1, doubling: float = 0.1, damage: float = 0.05) -> Tamper:
-    """A network that loses, doubles and damages frames at random."""
+    """A network that randomly loses, duplicates and damages frames."""
     rng = random.Random(seed)
 
     def tamper(frame: Frame) -> list[Frame]:

@@ -1,4 +1,4 @@
-"""An event loop on virtual time, which a test can let stand still; for code that waits for no socket and no thread."""
+"""An event loop in virtual time that a test can stop. For code that waits for no socket and no thread."""
 
 import asyncio
 import selectors
@@ -7,12 +7,12 @@ from functools import wraps
 from typing import Any
 
 TURN_S = 1e-6
-"""What a turn of the loop takes at least."""
+"""The least time of one turn of the loop."""
 MAX_S = 1000.0
 
 
 class _Selector(selectors.DefaultSelector):
-    """Instead of waiting, time passes."""
+    """A selector that advances the time instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its time is a Clock's, too."""
+    """An event loop whose time is also a Clock's."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -40,19 +40,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
     def stand_still(self, seconds: float) -> None:
-        """As if the process had been stopped, or a callback had taken so long."""
+        """Lets time pass as if the process had been stopped, or a callback had taken so long."""
         self._virtual.now += seconds
 
 
 def virtual_loop() -> VirtualLoop:
-    """The one that runs."""
+    """The running loop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     return loop
 
 
 def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test on a loop of its own."""
+    """Runs an async test on its own loop."""
 
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:

@@ -1,11 +1,12 @@
-"""A real worker for tests that break it: warm before it is needed, on given ports if asked, and open to questions.
+"""A real worker for tests that break it. It is warm before a test needs it, and answers questions.
 
     python -m tests.factories.warm_worker --config FILE [--interpreted]
 
-One line of JSON each way: it says "warm" once everything is imported; receives `{"role", "name", "ports"}`, starts, and
-says its endpoint; from then on it answers every line with how it stands. After the line "hang" no step of its engine
-ends any more. Prompts that begin with BREAKS_STEPS or KILLS_WORKERS do so. It ends when its stdin does. With
---interpreted it has a GPU's engine, whose kernels are interpreted.
+The test and the worker exchange lines of JSON. The worker prints "warm" once everything is imported. It then
+receives `{"role", "name", "ports"}`, starts, and prints its endpoint. The ports may be chosen by the test.
+From then on, it answers every line with its state. After the line "hang", no step of its engine ends. Prompts
+that begin with BREAKS_STEPS or KILLS_WORKERS do what these names say. The worker ends when its stdin ends.
+With --interpreted, it has a GPU's engine with interpreted kernels.
 """
 
 import argparse
@@ -65,7 +66,11 @@ def say(value: object) -> None:
 
 
 def bind_to(ports: Sequence[int]) -> None:
-    """Workers bind to port 0, always. A restart that gets its predecessor's ports is chance; here it is arranged."""
+    """Makes the worker bind these ports.
+
+    Workers always bind to port 0. A restart on the ports of its predecessor is chance, which this function
+    arranges.
+    """
     if not ports:
         return
     left = iter(ports)
@@ -86,7 +91,7 @@ def suffer_from_prompts() -> None:
         poisons.update({new.request_id: new.prompt_token_ids[0] for new in plan.scheduled_new_reqs})
         present = {poisons[request_id] for request_id in plan.num_scheduled_tokens}
         if KILLS_WORKERS in present:
-            signal.raise_signal(signal.SIGSEGV)  # to this thread: os.kill may let it go on, and answer
+            signal.raise_signal(signal.SIGSEGV)  # in this thread: after os.kill it might continue, and answer
         if BREAKS_STEPS in present:
             raise ValueError("a request breaks the step")
         return launch(runner, plan)
@@ -95,7 +100,7 @@ def suffer_from_prompts() -> None:
 
 
 def describe(host: EngineHost) -> dict[str, Any]:
-    """What a heartbeat says, and what only the process itself can see."""
+    """The content of a heartbeat, and facts that only the process itself can see."""
     status = host.status()
     return {
         "state": status.state.value,
@@ -111,7 +116,10 @@ def describe(host: EngineHost) -> dict[str, Any]:
 
 
 def pools(permissions: str) -> list[int]:
-    """Inodes of the KV pools in this process's address space: it may write its own, and only read its peers'."""
+    """The inodes of the KV pools that this process has mapped with these permissions.
+
+    It may write its own pools, and only read those of its peers.
+    """
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     return sorted({int(line[4]) for line in lines if line[1] == permissions and "/memfd:baton-kv" in line})
 

@@ -1,4 +1,7 @@
-"""Whole engines over a tiny model, joined by their real KV plane and stepped by the test: all but the gateway."""
+"""Whole engines over a tiny model, with a real KV plane; a test runs their steps.
+
+Only the gateway is missing.
+"""
 
 import threading
 import time
@@ -24,24 +27,24 @@ PATIENCE_S = 60.0
 
 @dataclass(slots=True)
 class Answer:
-    """What an engine said about one request: every position once, in order, and nothing after the end."""
+    """The outputs of an engine for one request: every position once, in order, and nothing after the end."""
 
     first_position: int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: RequestOutput | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
-    """All of that, as it came."""
+    """All outputs, in the order of their arrival."""
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """It has ended."""
+        """The finish reason of the last output. The request must have ended."""
         assert self.end is not None
         return self.end.finish_reason
 
     def note(self, output: RequestOutput) -> None:
         if output.finish_reason is None and not output.token_ids:
-            return  # what was handed over has been released
+            return  # the prefill's blocks were released after the hand-over
         assert self.end is None, f"{output} after the end"
         if self.first_position is None:
             self.first_position = output.first_position
@@ -54,7 +57,7 @@ class Answer:
 
 
 class WholeEngine:
-    """All of a worker but its loop, its role and its request plane."""
+    """All of a worker except its loop, its role and its request plane."""
 
     def __init__(
         self,
@@ -116,13 +119,13 @@ class WholeEngine:
             self.answers[output.request_id].note(output)
 
     def take_answers(self) -> dict[str, Answer]:
-        """By request; the engine forgets them."""
+        """Returns the answers by request; the engine then forgets them."""
         answers, self.answers = self.answers, {}
         return answers
 
     @property
     def is_idle(self) -> bool:
-        """Nobody runs or waits, and no block is in use, here or elsewhere."""
+        """Whether no request runs or waits, and no block is in use, here or at a peer."""
         blocks = self.core.kv_block_counts()
         return not self.scheduler.has_requests() and blocks.free == blocks.total
 
@@ -132,10 +135,10 @@ class WholeEngine:
 
 
 class EnginesOf:
-    """Engines that are stepped in turn; a context manager."""
+    """Engines that run steps in turn; a context manager."""
 
     def __init__(self, folder: Path, patience_s: float = PATIENCE_S) -> None:
-        """`run` may take `patience_s`."""
+        """`patience_s` is the time limit of `run`."""
         self._folder = folder
         self._patience_s = patience_s
         self._news = threading.Event()
@@ -156,13 +159,16 @@ class EnginesOf:
         speculation: Mapping[str, object] | None = None,
         **scheduler: Any,
     ) -> WholeEngine:
-        """`folder`: of another model than that of the others. `speculation`: that section of the configuration."""
+        """Starts an engine.
+
+        `folder` is that of another model; `speculation` is that section of the configuration.
+        """
         engine = WholeEngine(folder or self._folder, name, self._news, num_ranks, speculation, **scheduler)
         self._engines.append(engine)
         return engine
 
     def step(self) -> None:
-        """Each once; where none can do more, it waits for news first."""
+        """Runs one step of each engine. If no engine can continue, first waits for a report."""
         self._news.clear()
         may_progress = False
         for engine in self._engines:
@@ -172,7 +178,7 @@ class EnginesOf:
             assert self._news.wait(PATIENCE_S), "nothing happens any more"
 
     def run(self) -> None:
-        """Until everybody is idle."""
+        """Runs steps until all engines are idle."""
         end = time.monotonic() + self._patience_s
         while not all(engine.is_idle for engine in self._engines):
             assert time.monotonic() < end, "it does not come to an end"
@@ -187,7 +193,7 @@ def hand_over(
     request: EngineRequest,
     on_failure: OnLoadFailure = OnLoadFailure.REPORT,
 ) -> None:
-    """Adds the request's prefill request to one engine, and its decode request to the other."""
+    """Adds the prefill request to one engine, and the decode request to the other engine."""
     ends = both_ends(producer.ref, consumer.ref, request.request_id, on_failure)
     for engine, transfer in zip((producer, consumer), ends, strict=True):
         engine.add(replace(request, kv_transfer=transfer))

@@ -1,6 +1,6 @@
-"""Hostile frames: messages of every kind with extreme values, and what bit flips, cuts and splices make of them.
+"""Hostile frames: messages of every kind with extreme values, and their bit flips, cuts and splices.
 
-Everything is a function of a `random.Random`, so that a seed replays it.
+Everything is a function of a `random.Random`, so that a seed repeats it.
 """
 
 import math
@@ -57,7 +57,7 @@ WORDS = (
 
 
 def integer(rng: random.Random) -> int:
-    """Mostly small, sometimes at the edge of what msgpack can say."""
+    """An integer that is mostly small, and sometimes at the limits of msgpack."""
     if rng.random() < 0.6:
         return rng.randint(-2, 40)
     return rng.choice(INTEGERS + NEGATIVES)
@@ -65,7 +65,7 @@ def integer(rng: random.Random) -> int:
 
 @cache
 def maker(hint: Any) -> Maker:
-    """Makes values that a field of this type may hold; of a message, such as its own constructor accepts."""
+    """Makes values for a field of this type. For a message, makes values that its constructor accepts."""
     if hint is SamplingParams:
         return _sampling_params
     if hint is Any:
@@ -109,7 +109,7 @@ def _maker_of_dataclass(kind: Any) -> Maker:
                     values[name] = tuple([integer(rng) for _ in values["indices"]])
             try:
                 return kind(**values)
-            except BatonError:  # a limit of its own that chance does not know
+            except BatonError:  # a limit that random values do not know
                 continue
 
     return make
@@ -132,7 +132,10 @@ def valid_frame(codec: Any, rng: random.Random) -> bytes:
 
 
 def hostile_frame(codec: Any, rng: random.Random) -> bytes:
-    """Garbage, or a valid frame after a few mutations; mostly sealed where frames are, so that it gets further."""
+    """Garbage, or a valid frame after a few mutations.
+
+    Most are sealed if frames are, so that more code reads them.
+    """
     is_sealed = isinstance(codec, SealedCodec)
     if rng.random() < 0.05:
         data = rng.randbytes(rng.randint(0, 80))
@@ -148,7 +151,7 @@ def hostile_frame(codec: Any, rng: random.Random) -> bytes:
 
 
 def seal(data: bytes) -> bytes:
-    """As a SealedCodec does it."""
+    """Seals the data as SealedCodec does."""
     return messages.seal(data, PROTOCOL_VERSION)
 
 
@@ -173,7 +176,7 @@ def _append(data: bytes, rng: random.Random) -> bytes:
 
 
 def _insert_header(data: bytes, rng: random.Random) -> bytes:
-    """The beginning of something huge: a string, bytes, an array, a map, an extension."""
+    """Inserts the beginning of something huge: a string, bytes, an array, a map, or an extension."""
     at, size = rng.randint(0, len(data)), rng.choice((0, 1, len(data), 2**16, 2**31, 2**32 - 1))
     return (
         data[:at]
@@ -184,7 +187,7 @@ def _insert_header(data: bytes, rng: random.Random) -> bytes:
 
 
 def _nest(data: bytes, rng: random.Random) -> bytes:
-    """Arrays within arrays, each of which claims as many items as there are bytes."""
+    """Arrays within arrays. Each claims as many items as there are bytes."""
     depth = rng.choice((3, 60, 500, 2_000))
     claim = b"\xdd" + struct.pack(">I", rng.choice((1, len(data), len(data) + 5 * depth - 1)))
     return claim * depth + data
@@ -196,7 +199,7 @@ def _splice(data: bytes, rng: random.Random) -> bytes:
 
 
 def _change_tree(data: bytes, rng: random.Random) -> bytes:
-    """One node anywhere becomes something else, goes, or comes twice."""
+    """Changes one node of the tree: replaces, removes or doubles it."""
     try:
         tree = unpack(data)
     except WireError:
@@ -216,7 +219,7 @@ def _change_tree(data: bytes, rng: random.Random) -> bytes:
             parent.insert(index, node)
         case 2:
             parent[index] = _anything(rng)
-        case _:  # of the same type, so that it is looked at
+        case _:  # a value of the same type, so that it is read
             parent[index] = _SCALARS.get(type(node), _anything)(rng)
     return _pack(tree)
 

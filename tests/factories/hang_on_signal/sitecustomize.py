@@ -1,6 +1,7 @@
 """On PYTHONPATH, makes every Python process hang on SIGUSR2: from then on no step of a worker's engine ends.
 
-For workers that a test does not start itself, as Ray's. All other threads go on, heartbeats included.
+This is for workers that a test does not start itself, such as Ray's. All other threads continue, so
+heartbeats continue.
 """
 
 import signal
@@ -14,5 +15,5 @@ def wait_for_signal() -> None:
     hang()
 
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})  # in all threads, since they inherit it
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})  # in all threads, since they inherit the mask
 threading.Thread(target=wait_for_signal, name="hang on signal", daemon=True).start()

@@ -1,6 +1,6 @@
 """Python imports this in every process of a fleet under test, since its folder is on their PYTHONPATH.
 
-Workers then do what tests/factories/sabotage.py finds in the folder of the environment variable.
+The workers then obey the orders of tests/factories/sabotage.py in the folder of the environment variable.
 """
 
 import os
