@@ -70,8 +70,8 @@ def load_draft(
         return None
     if model.layer_groups.groups.num_windowed:
         raise ConfigError(
-            "speculation.method: got 'draft_model', but the served model has sliding windows, and gives back KV that a "
-            "draft model needs; use 'ngram'"
+            "speculation.method: got 'draft_model', but the served model has sliding windows, and frees KV that a "
+            "draft model still needs; use 'ngram'"
         )
     if speculation.draft_layers is not None:
         first = _first_layers(model, speculation.draft_layers)

@@ -108,8 +108,8 @@ class RemotePrompts:
     def fail(self, failure: FailedKV) -> Request | None:
         """Ends a load that failed or was postponed. Returns its request, or None if unknown.
 
-        The request keeps no blocks, so it never blocks others. Verified blocks stay in the prefix cache for
-        its next admission.
+        The request holds no KV blocks, so other requests never wait for it. Verified blocks stay in the
+        prefix cache for its next admission.
         """
         load = self._end_load(failure.request_id)
         if load is None:

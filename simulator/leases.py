@@ -1,4 +1,7 @@
-"""Leases: checks that a lease ends only after its reader was silent while the producer ran; keeps its own count."""
+"""Leases: checks that a lease ends only if its reader was silent while the producer ran.
+
+It records by itself when each reader last gave a sign of life.
+"""
 
 from baton.errors import WireError
 from baton.kv import KVTransferParams

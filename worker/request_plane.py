@@ -77,7 +77,7 @@ class RequestServer:
     """Listens for gateways. A gateway's session begins with its Hello.
 
     The session ends when the gateway is silent for `peer_timeout_s`, is unreachable, or has missed a message.
-    Then its requests end, and its next Hello opens another session.
+    Then the session's requests end, and the gateway's next Hello opens a new session.
     """
 
     def __init__(

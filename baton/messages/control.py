@@ -195,7 +195,7 @@ class DrainWorker(ControlRequest[Done]):
 
 @dataclass(frozen=True, slots=True)
 class DrainNode(ControlRequest[Done]):
-    """Drains a node. Answered once the node has no workers and gets none; FleetError after `within_s`."""
+    """Drains a node. Returns once the node has no workers and gets no new ones; FleetError after `within_s`."""
 
     node: str
     """The node's address or name."""

@@ -12,7 +12,8 @@ class StopSignals:
     """Handles Ctrl-C from start to end of a program: KeyboardInterrupt outside `run`, events inside.
 
     No earlier SIGINT is lost. Python drops a KeyboardInterrupt raised where it cannot be caught, such as in a
-    destructor or in a callback of an extension module. So it is also recorded, and `run` then begins with `stop` set.
+    destructor or in a callback of an extension module. So the SIGINT is also recorded, and `run` then begins
+    with `stop` set.
     """
 
     def __init__(self) -> None:

@@ -308,7 +308,7 @@ def _top_k_mass(  # type: ignore[no-untyped-def]
             n_0, n_1, n_2, n_3, mass_0, mass_1, mass_2, mass_3 = _count_above(
                 at, chunk_bits_C, row_active_ptr, num_chunks, first, step, CHUNK, GROUP, HAS_PROCESSED
             )
-            # The largest weight with k or more above it, and the smallest with fewer.
+            # `low`: the largest tested weight with at least k weights above it; `high`: the smallest with fewer.
             if n_3 >= top_k:
                 low = first + 3 * step
             elif n_2 >= top_k:

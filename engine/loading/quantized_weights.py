@@ -46,7 +46,7 @@ class QuantizedWeights(WeightSource):
             matrix = matrix.dequantized()
         if matrix.shape[1] % _GROUP_SIZE:
             raise ModelError(
-                f"tensor {name} cannot be quantized: its {matrix.shape[1]} inputs on a rank are not whole groups of "
-                f"{_GROUP_SIZE}; use model.quantization: none, or another number of ranks"
+                f"tensor {name} cannot be quantized: a rank has {matrix.shape[1]} of its input columns, not a "
+                f"multiple of the group size {_GROUP_SIZE}; use model.quantization: none, or another number of ranks"
             )
         return GroupedWeight.quantize(matrix, bits)

@@ -199,7 +199,7 @@ class Attempt:
         )
 
     def abandoned(self) -> AttemptFailure | None:
-        """A failure if no sub-request is open and the answer is incomplete."""
+        """A failure if no sub-request is open. Call it only while the answer is incomplete."""
         if self.open_workers:
             return None
         return AttemptFailure(self.placement.decode, Cause.FAILED, "no worker is still running this request")

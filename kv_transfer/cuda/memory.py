@@ -61,7 +61,7 @@ def pinned_array(num_bytes: int, device: int, driver: CudaDriver | None = None) 
     driver = driver if driver is not None else CudaDriver(device)
     address = driver.allocate_host(num_bytes)
     array: Bytes = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
-    # At the end of the process, the system releases it.
+    # Not at exit: the operating system then releases the memory anyway.
     weakref.finalize(array, _free_host, driver, address).atexit = False
     return array
 

@@ -26,8 +26,7 @@ class _Heard:
 class Waits:
     """The deadlines of each rank transfer.
 
-    Time in which this process stood still counts neither as a producer's silence nor as part of a load's
-    time.
+    A standstill of this process does not count as a producer's silence, nor as part of a load's time.
     """
 
     def __init__(self, heartbeat_s: float, timeout_s: float) -> None:
