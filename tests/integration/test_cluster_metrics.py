@@ -16,6 +16,9 @@ from tests.factories.local_cluster import LocalCluster
 from tests.factories.metrics import TTFT_PARTS, Scrape, read_url
 from tests.factories.promql import alert_expressions, dashboard_expressions, documented_metrics, metrics_in
 
+NUM_TOKENS = 64
+"""So many that the prefill worker tells of the end of its hand-over before the answer ends, on a busy machine, too."""
+
 
 @asynccontextmanager
 async def cluster_and_gateways_url(folder: Path) -> AsyncIterator[tuple[LocalCluster, str]]:
@@ -47,7 +50,7 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
                 "local": range(204, 4, -1),
             }
             for mode, prompt in modes.items():
-                answer = await cluster.answer(prompt, mode, max_tokens=8, ignore_eos=True)
+                answer = await cluster.answer(prompt, mode, max_tokens=NUM_TOKENS, ignore_eos=True)
                 now = await scrape(url)
                 parts = {
                     part: now("ttft_part_seconds_sum", part=part) - before("ttft_part_seconds_sum", part=part)
@@ -77,7 +80,7 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
             }
             assert by_role["prefill"]("worker_computed_tokens_total", kind="prompt") == 200
             assert by_role["decode"]("worker_computed_tokens_total", kind="prompt") == 200
-            assert by_role["decode"]("worker_computed_tokens_total", kind="decode") == 2 * 7
+            assert by_role["decode"]("worker_computed_tokens_total", kind="decode") == 2 * (NUM_TOKENS - 1)
             assert by_role["decode"]("kv_peer_handovers_total", outcome="done") == 1
             assert by_role["prefill"]("step_seconds_count", kind="prefill") == 4
 
