@@ -167,7 +167,7 @@ def test_an_ordinary_checkpoint_is_quantized_while_it_is_loaded(
 def test_inputs_that_are_not_whole_groups_are_named(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path, intermediate_size=80)
     with pytest.raises(
-        ModelError, match=r"down_proj\.weight cannot be quantized: its 80 inputs .* groups of 32"
+        ModelError, match=r"down_proj\.weight cannot be quantized: a rank has 80 of its .* the group size 32"
     ):
         load(path, quantization="int8")
 
