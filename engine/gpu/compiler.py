@@ -22,6 +22,8 @@ FIXED_PTXAS = (13, 3)
 HOPPER = 9
 """Major compute capability of the GPUs that have WGMMA."""
 TIMEOUT_S = 30.0
+FAULTS = ("CUDA error", "Triton Error [CUDA]")
+"""How texts of errors begin that PyTorch and Triton raise after a kernel has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,9 @@ def naming_assembler(compiler: Compiler, device: torch.device) -> Iterator[None]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except RuntimeError as error:
-        if not str(error).startswith("CUDA error"):
+        what = str(error).partition("\n")[0]
+        if not what.startswith(FAULTS) or "out of memory" in what:
             raise
-        what = str(error).splitlines()[0]
         raise ConfigError(f"a Triton kernel failed on this GPU: {what}. {compiler.advice}") from error
 
 

@@ -10,14 +10,10 @@ waited for the previous one. So when a kernel starts, all earlier kernels but th
 load what the previous one does not write. Kernels that are launched normally, such as torch's, begin when all earlier
 kernels have ended.
 
-An early start can cost more than it saves, as measured on an H200 (benchmarks/results/gpu-nvidia-h200.json):
-
-* Programs that start early run on multiprocessors that have room at that time. If a kernel has few large
-  programs, at most one per multiprocessor, several may then share a multiprocessor while others are idle. So
-  such kernels start normally.
-* A multiprocessor divides its memory into L1 cache and shared memory, and changes this division only while it
-  is idle. Attention uses most of the memory as shared memory. A product that starts early after attention
-  would read weights through a tiny L1 cache.
+The kernel after attention starts normally: attention calls `wait_for_former` with NEXT_STARTS_EARLY=False. A
+multiprocessor divides its memory into L1 cache and shared memory, and changes this division only while it is
+idle. Attention uses most of the memory as shared memory. A product that starts early after attention would
+read weights through a tiny L1 cache, as measured on an H200 (docs/kernels.md, "Launches of a decode step").
 """
 
 from functools import cache
@@ -32,15 +28,12 @@ from engine.kernels.switches import kernel_switches
 FIRST_ARCHITECTURE = 90
 
 
-def launch_options(*, starts_early: bool = True) -> dict[str, bool]:
-    """Options to launch a kernel that calls `wait_for_former(PDL)`.
-
-    `starts_early`: whether it starts before the previous kernel has ended.
-    """
+def launch_options() -> dict[str, bool]:
+    """Options to launch a kernel that calls `wait_for_former(PDL)`."""
     if not kernel_switches().pdl or knobs.runtime.interpret:
         return {"PDL": False}
     return (
-        {"PDL": True, "launch_pdl": starts_early}
+        {"PDL": True, "launch_pdl": True}
         if _is_supported(driver.active.get_current_device())
         else {"PDL": False}
     )

@@ -47,7 +47,7 @@ def launch_dot(launch: DotLaunch, operands: Operands) -> None:
         num_stages=launch.num_stages,
         # More than it needs. Otherwise the assembler spills, to make room for programs that shared memory cannot hold.
         maxnreg=168 if o.is_gated and o.scales_O is None else None,
-        **launch_options(starts_early=False),
+        **launch_options(),
     )
 
 

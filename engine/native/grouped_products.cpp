@@ -66,7 +66,7 @@ struct Dot4 {
 #endif
 
 #elif defined(__AVX2__)
-constexpr int MAX_ROWS = 6, MAX_ROWS_OF_8_BITS = 3;  // whose sums, and those of 8 bits are two, stay in 16 registers
+constexpr int MAX_ROWS = 6, MAX_ROWS_OF_8_BITS = 3;  // their sums, two for 8 bits, stay in 16 registers
 constexpr bool FEW_REGISTERS = true;
 using Bytes = __m256i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes)); }

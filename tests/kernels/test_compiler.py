@@ -113,21 +113,23 @@ def test_a_folder_that_takes_no_kernels_is_an_error(tmp_path: Path, monkeypatch:
         find_compiler(HOPPER)
 
 
-def test_a_fault_of_a_kernel_names_the_assembler_and_a_remedy() -> None:
+@pytest.mark.parametrize("kind", ["CUDA error", "Triton Error [CUDA]"])
+def test_a_fault_of_a_kernel_names_the_assembler_and_a_remedy(kind: str) -> None:
     compiler, cpu = Compiler("/bundled/ptxas", "12.8.93", "/cache", is_suspect=True), torch.device("cpu")
-    text = "CUDA error: an illegal memory access was encountered\nFor debugging consider"
+    fault = f"{kind}: an illegal memory access was encountered"
     with pytest.raises(ConfigError) as refused, naming_assembler(compiler, cpu):
-        raise RuntimeError(text)
-    assert str(refused.value).startswith(
-        "a Triton kernel failed on this GPU: CUDA error: an illegal memory access"
-    )
+        raise RuntimeError(f"{fault}\nFor debugging consider")
+    assert str(refused.value).startswith(f"a Triton kernel failed on this GPU: {fault}. ")
     for word in ("12.8.93", "/bundled/ptxas", "TRITON_PTXAS_PATH", "docs/gpu.md"):
         assert word in str(refused.value)
     assert "debugging" not in str(refused.value)
 
 
-def test_other_errors_of_a_start_stay_as_they_are() -> None:
+@pytest.mark.parametrize(
+    "text", ["CUDA out of memory. Tried to allocate 2.00 GiB", "Triton Error [CUDA]: out of memory"]
+)
+def test_other_errors_of_a_start_stay_as_they_are(text: str) -> None:
     compiler, cpu = Compiler("/bundled/ptxas", "12.8.93", "/cache", is_suspect=True), torch.device("cpu")
-    with pytest.raises(RuntimeError, match="CUDA out of memory") as raised, naming_assembler(compiler, cpu):
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(RuntimeError, match="out of memory") as raised, naming_assembler(compiler, cpu):
+        raise RuntimeError(text)
     assert not isinstance(raised.value, ConfigError)
