@@ -60,7 +60,6 @@ IN_GROUPS = WINDOWED | {
 }
 """One KV group has full attention, two have windows."""
 FLOAT32 = ModelConfig(dtype="float32")
-BIASED = {"attention_bias": True, "mlp_bias": True}
 
 Answers = dict[str, tuple[list[int], list[Any]]]
 
@@ -207,7 +206,7 @@ def is_tied(logprob: float, top: Sequence[tuple[int, float]]) -> bool:
     ("architecture", "overrides", "block_size", "uses_graphs"),
     [
         ("llama", {"num_hidden_layers": 2, "vocab_size": 300}, 32, True),
-        ("llama", BIASED, 16, False),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, 16, False),
         ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}, 32, True),
         ("mistral", {"sliding_window": 7}, 16, True),
     ],
@@ -227,15 +226,9 @@ def test_the_same_tokens_as_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("switches", "overrides"),
-    [
-        pytest.param(KernelSwitches(), {}, marks=pytest.mark.by_hand),
-        (KernelSwitches(), BIASED),
-        (ALL_OFF, {}),
-        pytest.param(ALL_OFF, BIASED, marks=pytest.mark.by_hand),
-    ],
-    ids=["all fused", "all fused, with biases", "nothing fused", "nothing fused, with biases"],
+    "overrides", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["without biases", "with biases"]
 )
+@pytest.mark.parametrize("switches", [KernelSwitches(), ALL_OFF], ids=["all fused", "nothing fused"])
 def test_the_same_tokens_with_and_without_fusions(
     tmp_path: Path, device: torch.device, switches: KernelSwitches, overrides: dict[str, Any]
 ) -> None:
