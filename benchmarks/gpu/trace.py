@@ -17,6 +17,7 @@ from benchmarks.gpu.measure import synchronize
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Setting
 from engine.gpu.graphs import Replay
+from kv_transfer.cuda.copy_kernel import NAME as COPY_KERNEL
 
 NUM_WARM = 3
 NUM_SHOWN = 8
@@ -102,14 +103,13 @@ def write_trace(profile: torch.profiler.profile, path: Path) -> list[Event]:
 
 
 def spans(events: Iterable[Event]) -> tuple[list[Span], list[Span]]:
-    """When kernels ran and when the device copied memory, from a trace's events; in microseconds."""
-    kernels, moves = [], []
+    """When a step's kernels ran, and when the kernel of hand-overs did, from a trace's events; in microseconds."""
+    kernels: list[Span] = []
+    moves: list[Span] = []
     for event in events:
-        span = (float(event.get("ts", 0)), float(event.get("ts", 0)) + float(event.get("dur", 0)))
         if event.get("cat") == "kernel":
-            kernels.append(span)
-        elif event.get("cat") == "gpu_memcpy" and "DtoD" in event.get("name", ""):
-            moves.append(span)
+            span = (float(event.get("ts", 0)), float(event.get("ts", 0)) + float(event.get("dur", 0)))
+            (moves if event.get("name") == COPY_KERNEL else kernels).append(span)
     return kernels, moves
 
 

@@ -13,8 +13,12 @@ among them, and ends the capture. So every call sets the capture mode in which o
 import ctypes
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kv_transfer.transport.base import TransportError
 
@@ -39,6 +43,14 @@ class CudaError(TransportError):
 
 class CudaOutOfMemory(CudaError):
     """The device (or the host, for page-locked memory) has less free memory than requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel, and the module that holds it."""
+
+    module: int
+    function: int
 
 
 class _IpcHandle(ctypes.Structure):
@@ -193,6 +205,35 @@ class CudaDriver:
             height=num_rows,
         )
         self._in_context("cuMemcpy2DAsync_v2", ctypes.byref(rows), ctypes.c_void_p(stream))
+
+    def load_kernel(self, ptx: bytes, name: str) -> Kernel:
+        """Compiles a kernel for this device. May wait for the device, so call it at the start."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._in_context("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(ptx))
+        self._in_context(
+            "cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name.encode())
+        )
+        return Kernel(module.value or 0, function.value or 0)
+
+    def unload_kernel(self, kernel: Kernel) -> None:
+        self._in_context("cuModuleUnload", ctypes.c_void_p(kernel.module))
+
+    def launch(
+        self, kernel: Kernel, num_blocks: int, num_threads: int, argument: npt.NDArray[np.uint64], stream: int
+    ) -> None:
+        """Queues a kernel whose only argument is a struct. The struct is read before this returns."""
+        arguments = (ctypes.c_void_p * 1)(argument.ctypes.data)
+        grid = [ctypes.c_uint(size) for size in (num_blocks, 1, 1, num_threads, 1, 1)]
+        shared_nbytes = ctypes.c_uint(0)
+        self._in_context(
+            "cuLaunchKernel",
+            ctypes.c_void_p(kernel.function),
+            *grid,
+            shared_nbytes,
+            ctypes.c_void_p(stream),
+            arguments,
+            None,
+        )
 
     def record(self, stream: int) -> int:
         """Returns an event that completes when everything queued so far is done."""

@@ -26,13 +26,17 @@ from baton.request import FirstToken
 from kv_transfer.protocol.effects import Peer, RankTransfer
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
 from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
-from kv_transfer.protocol.transports import SENDS_BYTES, TransportOffer
+from kv_transfer.protocol.transports import CUDA_IPC, SENDS_BYTES, TransportOffer
 
 BYTES_PER_TURN = 4 * 1024 * 1024
 """The most bytes that a rank transfer sends in one turn."""
 
 BYTES_PER_TURN_READ = 32 * 1024 * 1024
 """The same limit if the consumer reads: offers cost nothing per byte, and reading this much takes 3 ms."""
+
+BYTES_PER_TURN_DEVICE = 256 * 1024 * 1024
+"""The same limit if the consumer's device reads, which takes some 0.2 ms. A peer may have two such offers, so that it
+never waits for the next one."""
 
 
 class OutgoingState(Enum):
@@ -245,9 +249,11 @@ class SendWindow:
 
     def _num_pieces_that_fit(self, transfer: OutgoingTransfer) -> int:
         """The number of pieces to send now; at least one if the peer has no unacknowledged bytes."""
-        inflight, size = self._inflight[transfer.peer], transfer.piece_nbytes
-        num_in_window = (self._max_bytes - inflight) // size
+        inflight, size, max_bytes = self._inflight[transfer.peer], transfer.piece_nbytes, self._max_bytes
+        turn = BYTES_PER_TURN if transfer.has_payload else BYTES_PER_TURN_READ
+        if transfer.transport == CUDA_IPC:
+            turn, max_bytes = BYTES_PER_TURN_DEVICE, max(max_bytes, 2 * BYTES_PER_TURN_DEVICE)
+        num_in_window = (max_bytes - inflight) // size
         if inflight == 0:
             num_in_window = max(1, num_in_window)
-        num_in_turn = max(1, (BYTES_PER_TURN if transfer.has_payload else BYTES_PER_TURN_READ) // size)
-        return max(0, min(num_in_window, num_in_turn, MAX_PIECES_PER_MESSAGE, len(transfer.unsent)))
+        return max(0, min(num_in_window, max(1, turn // size), MAX_PIECES_PER_MESSAGE, len(transfer.unsent)))

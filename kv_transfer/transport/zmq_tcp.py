@@ -6,9 +6,11 @@ protocol repairs the loss.
 
 import errno
 import math
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import zmq
@@ -45,6 +47,9 @@ MIN_FRAME_BYTES = 128 * 1024
 
 MAX_ARRIVALS_PER_TURN = 64
 """The most arrivals per turn: a peer that never stops sending must not delay commands and deadlines."""
+
+MIN_POLL_S = 0.001
+"""ZeroMQ waits for whole milliseconds. During a shorter wait, it is not asked for what arrives."""
 
 
 @dataclass(slots=True)
@@ -114,7 +119,7 @@ class ZmqChannel:
     def wait(self, timeout_s: float | None) -> Iterator[Arrival]:
         """Sleeps until something arrives or the time has passed, rarely less, then yields the arrivals."""
         self._close_unused()
-        ready = dict(self._poller.poll(self._timeout_ms(timeout_s)))
+        ready = self._poll(self._until_idle(timeout_s))
         self._authenticator.attend(ready)
         if self._router in ready:
             yield from self._arrivals(self._router, None)
@@ -200,13 +205,25 @@ class ZmqChannel:
             self._poller.unregister(connection.socket)
             connection.socket.close(LINGER_MS)
 
-    def _timeout_ms(self, timeout_s: float | None) -> int | None:
+    def _until_idle(self, timeout_s: float | None) -> float | None:
         """The time to sleep, cut so that unused connections are closed in time."""
         oldest = next(iter(self._connections.values()), None)
         if oldest is not None:
-            idle_s = oldest.used_at + self._idle_s - self._clock.now()
+            idle_s = max(0.0, oldest.used_at + self._idle_s - self._clock.now())
             timeout_s = idle_s if timeout_s is None else min(timeout_s, idle_s)
-        return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
+        return timeout_s
+
+    def _poll(self, timeout_s: float | None) -> dict[Any, int]:
+        """Events by socket or file descriptor, once there are some or the time has passed."""
+        if timeout_s is None:
+            return dict(self._poller.poll())
+        if timeout_s >= MIN_POLL_S:
+            return dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        ready = dict(self._poller.poll(0))
+        if ready or not timeout_s:
+            return ready
+        time.sleep(timeout_s)
+        return dict(self._poller.poll(0))
 
     def _configured(self, kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)

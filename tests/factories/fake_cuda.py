@@ -8,7 +8,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kv_transfer.cuda.driver import HANDLE_BYTES, CudaDriver, CudaError, CudaOutOfMemory
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.cuda.copy_kernel import CHUNK_NBYTES, ENTRY_WORDS, MAX_BLOCKS, NO_CHUNK, NUM_THREADS
+from kv_transfer.cuda.driver import HANDLE_BYTES, CudaDriver, CudaError, CudaOutOfMemory, Kernel
 
 FIRST_ADDRESS = 1 << 40
 
@@ -63,17 +67,19 @@ class FakeDriver(CudaDriver):
     """Whether copies wait for `run`."""
     takes_rows: bool = True
     """False: the driver refuses pitches, as a real driver may."""
-    queued: deque[Copy] = field(default_factory=deque)
+    queued: deque[tuple[Copy, ...]] = field(default_factory=deque)
+    """The copies of each call."""
     num_queued: int = 0
     num_over: int = 0
     num_made_current: int = 0
     opened: list[int] = field(default_factory=list)
     events: dict[int, int] = field(default_factory=dict)
     room: int | None = None
-    """How many copies may be queued at a time. Further copies are refused."""
+    """How many calls may be queued at a time. Further calls are refused."""
     failure: str | None = None
     """Once this is set, the context is lost: every call for streams and events fails."""
     streams: set[int] = field(default_factory=set)
+    kernels: set[Kernel] = field(default_factory=set)
     _own: list[int] = field(default_factory=list)
 
     def allocate(self, num_bytes: int) -> int:
@@ -122,7 +128,7 @@ class FakeDriver(CudaDriver):
         return stream
 
     def copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
-        self._queue(Copy(to, source, num_bytes), stream)
+        self._queue((Copy(to, source, num_bytes),), stream)
 
     def copy_rows(
         self,
@@ -138,14 +144,43 @@ class FakeDriver(CudaDriver):
         assert max(to_pitch, source_pitch) < 2**31
         if not self.takes_rows:
             raise CudaError("cuMemcpy2DAsync_v2: invalid argument (1)")
-        self._queue(Copy(to, source, row_nbytes, num_rows, to_pitch, source_pitch), stream)
+        self._queue((Copy(to, source, row_nbytes, num_rows, to_pitch, source_pitch),), stream)
 
-    def _queue(self, copy: Copy, stream: int) -> None:
+    def load_kernel(self, ptx: bytes, name: str) -> Kernel:
+        assert f".visible .entry {name}(".encode() in ptx
+        kernel = Kernel(len(self.kernels) + 1, len(self.kernels) + 1)
+        self.kernels.add(kernel)
+        return kernel
+
+    def unload_kernel(self, kernel: Kernel) -> None:
+        self._check_context()
+        self.kernels.remove(kernel)
+
+    def launch(
+        self, kernel: Kernel, num_blocks: int, num_threads: int, argument: npt.NDArray[np.uint64], stream: int
+    ) -> None:
+        """Does what copy_runs.ptx does."""
+        assert kernel in self.kernels
+        assert 1 <= num_blocks <= MAX_BLOCKS
+        assert num_threads == NUM_THREADS
+        num_chunks, entries = int(argument[0]), argument[2:].reshape(-1, ENTRY_WORDS)
+        num_runs = int(np.flatnonzero(entries[:, 3] == NO_CHUNK)[0])
+        chunks = [
+            (run, chunk) for run in entries[:num_runs].tolist() for chunk in range(0, run[2], CHUNK_NBYTES)
+        ]
+        assert num_chunks == len(chunks)
+        copies = []
+        for number, ((source, to, length, first), offset) in enumerate(chunks):
+            assert number - first == offset // CHUNK_NBYTES
+            copies.append(Copy(to + offset, source + offset, min(CHUNK_NBYTES, length - offset)))
+        self._queue(tuple(copies), stream)
+
+    def _queue(self, copies: tuple[Copy, ...], stream: int) -> None:
         assert stream in self.streams
         self._check_context()
         if self.room is not None and len(self.queued) >= self.room:
             raise CudaError("cuMemcpyAsync: out of memory (2)")
-        self.queued.append(copy)
+        self.queued.append(copies)
         self.num_queued += 1
         if not self.is_slow:
             self.run()
@@ -153,13 +188,13 @@ class FakeDriver(CudaDriver):
     def run(self) -> None:
         """Runs all queued copies."""
         while self.queued:
-            self._copy_next()
+            self.run_next()
 
-    def _copy_next(self) -> None:
-        copy = self.queued.popleft()
-        for row in range(copy.num_rows):
-            to = self.host.find(copy.to + row * copy.to_pitch, copy.row_nbytes)
-            to[:] = self.host.find(copy.source + row * copy.source_pitch, copy.row_nbytes)
+    def run_next(self) -> None:
+        for copy in self.queued.popleft():
+            for row in range(copy.num_rows):
+                to = self.host.find(copy.to + row * copy.to_pitch, copy.row_nbytes)
+                to[:] = self.host.find(copy.source + row * copy.source_pitch, copy.row_nbytes)
         self.num_over += 1
 
     def record(self, stream: int) -> int:
@@ -194,11 +229,11 @@ class FakeDriver(CudaDriver):
 
 @dataclass
 class UnhurriedDriver(FakeDriver):
-    """A driver that runs one copy at each query of an event. So reads need several polls."""
+    """A driver that runs one call's copies at each query of an event. So reads need several polls."""
 
     is_slow: bool = True
 
     def is_over(self, event: int) -> bool:
         if self.queued:
-            self._copy_next()
+            self.run_next()
         return super().is_over(event)

@@ -22,6 +22,7 @@ from engine.kv_cache import KVBlockShape, KVPool
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.commands import BeginLoad, BeginSend, FinishSend, LoadBlocks, SendBlocks
 from kv_transfer.connector.worker import KVConnectorWorker
+from kv_transfer.cuda.copy_kernel import CHUNK_NBYTES, MAX_RUNS
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.cuda.staging import Staged, Stager
 from kv_transfer.pool import DeviceBlocks, DeviceKVBytes
@@ -74,8 +75,11 @@ def read(reader: CudaIpcReader, description: bytes, runs: Runs) -> str | None:
     [
         make_runs(*((a * 4096, b * 4096, 4096) for a, b in [(3, 7), (4, 8), (23, 0), (9, 20)])),
         make_runs(*((row * 512, 64 + row * 1536, 256) for row in range(40))),
+        make_runs(*((row * 3, 100 + row * 5, 2) for row in range(2 * MAX_RUNS + 1))),
+        make_runs((1, 0, 5 * CHUNK_NBYTES), (NBYTES // 2, NBYTES // 2 + 16, 33 * CHUNK_NBYTES + 16)),
+        make_runs((7, 9, 0), (16, 32, 16 * 31), (4096, 8192, 4096 + 8)),
     ],
-    ids=["blocks", "rows"],
+    ids=["blocks", "rows", "several launches", "many chunks", "odd lengths"],
 )
 def test_the_right_bytes_arrive_and_no_others_change(
     device: Device, owner: tuple[Process, bytes], runs: Runs

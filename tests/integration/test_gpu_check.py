@@ -17,6 +17,7 @@ from benchmarks.gpu.report import Row, save, table
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.trace import merged, shared, spans
 from benchmarks.gpu_check import PARTS
+from kv_transfer.cuda.copy_kernel import NAME as COPY_KERNEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,12 +142,12 @@ def test_the_table_is_aligned_and_marks_what_failed() -> None:
 
 
 def test_copies_count_as_hidden_while_kernels_run() -> None:
-    """Two kernels that overlap, from 0 to 30 us; copies at 10 to 15, 25 to 45, and one that a host began."""
+    """Two kernels that overlap, from 0 to 30 us; a hand-over copies at 10 to 15 and 25 to 45."""
     events: list[dict[str, Any]] = [
         {"cat": "kernel", "name": "a", "ts": 0, "dur": 20},
         {"cat": "kernel", "name": "b", "ts": 10, "dur": 20},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "ts": 10, "dur": 5},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "ts": 25, "dur": 20},
+        {"cat": "kernel", "name": COPY_KERNEL, "ts": 10, "dur": 5},
+        {"cat": "kernel", "name": COPY_KERNEL, "ts": 25, "dur": 20},
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 0, "dur": 30},
         {"cat": "cpu_op", "name": "c", "ts": 0, "dur": 100},
         {"name": "metadata"},

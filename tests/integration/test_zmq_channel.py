@@ -233,6 +233,17 @@ def test_c48_an_idle_channel_wakes_to_close_unused_connections_and_then_sleeps()
     consumer.close()
 
 
+def test_what_arrives_between_short_waits_is_found(producer: ZmqChannel, consumer: ZmqChannel) -> None:
+    """ZeroMQ itself counts whole milliseconds."""
+    assert list(producer.wait(0.0001)) == []
+    consumer.send(producer.address, b"hello")
+    end = time.monotonic() + 60.0
+    headers: list[bytes] = []
+    while not headers and time.monotonic() < end:
+        headers = [arrival.header for arrival in producer.wait(0.0001)]
+    assert headers == [b"hello"]
+
+
 def test_c48_a_peer_that_is_gone_is_tried_again_ever_more_seldom(
     consumer: ZmqChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

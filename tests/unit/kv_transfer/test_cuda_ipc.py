@@ -3,10 +3,16 @@
 import msgpack
 import pytest
 
+from kv_transfer.cuda import copy_kernel
 from kv_transfer.cuda.driver import CudaError
 from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.transport.base import ReadDone, TransportError
-from kv_transfer.transport.cuda_ipc import CudaIpcReader
+from kv_transfer.transport.cuda_ipc import (
+    EARLY_POLL_INTERVAL_S,
+    NUM_EARLY_POLLS,
+    POLL_INTERVAL_S,
+    CudaIpcReader,
+)
 from tests.factories.fake_cuda import FakeDriver, FakeHost
 from tests.factories.pool_readers import make_runs
 
@@ -40,7 +46,8 @@ def test_a_read_is_over_when_the_device_says_so(host: FakeHost) -> None:
     consumer.driver.is_slow = True
     pool = consumer.reader.open(description_of(producer))
     first = pool.read(make_runs((0, 512, 64), (64, 576, 64), (256, 0, 16)))
-    assert next(iter(consumer.driver.queued))[2] == 128, "neighbours are copied at once"
+    (copies,) = consumer.driver.queued
+    assert [copy.row_nbytes for copy in copies] == [128, 16], "neighbours are one run"
     assert consumer.reader.poll() == []
     consumer.driver.run()
     second = pool.read(make_runs((0, 1000, 24)))
@@ -50,6 +57,27 @@ def test_a_read_is_over_when_the_device_says_so(host: FakeHost) -> None:
     assert consumer.bytes[512:640] == bytes([7]) * 128
     assert consumer.bytes[:16] == bytes([7]) * 16
     assert not any(consumer.bytes[16:512])
+
+
+def test_a_read_is_polled_often_at_first(host: FakeHost) -> None:
+    producer, consumer = Process(host, fill=7), Process(host)
+    consumer.driver.is_slow = True
+    pool = consumer.reader.open(description_of(producer))
+    for _ in range(2):
+        pool.read(make_runs((0, 0, 64)))
+        for _ in range(NUM_EARLY_POLLS):
+            assert consumer.reader.poll_interval_s == EARLY_POLL_INTERVAL_S
+            consumer.reader.poll()
+        assert consumer.reader.poll_interval_s == POLL_INTERVAL_S
+    consumer.driver.run()
+    assert len(consumer.reader.poll()) == 2
+
+
+def test_a_closed_reader_leaves_nothing_on_the_device(host: FakeHost) -> None:
+    worker = Process(host)
+    worker.reader.close()
+    assert not worker.driver.streams
+    assert not worker.driver.kernels
 
 
 def test_closing_a_pool_waits_for_its_reads_and_unmaps_it(host: FakeHost) -> None:
@@ -121,8 +149,9 @@ def test_nothing_outside_either_pool_is_touched(host: FakeHost) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_c46_a_read_of_which_only_a_part_can_be_queued_is_over_when_it_is_refused(
-    host: FakeHost, room: int
+    host: FakeHost, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(copy_kernel, "MAX_RUNS", 1)  # a launch for each run
     producer, consumer = Process(host, fill=7), Process(host)
     consumer.driver.is_slow = True
     consumer.driver.room = room

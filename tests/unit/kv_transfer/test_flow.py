@@ -1,8 +1,18 @@
 """Who is sent how much and when: windows, turns, and acknowledgements that cross an Open."""
 
+import pytest
+
 from kv_transfer.protocol.effects import Freed, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, Hold, Release
-from kv_transfer.protocol.transports import SHARED_MEMORY
+from kv_transfer.protocol.outgoing import (
+    BYTES_PER_TURN,
+    BYTES_PER_TURN_DEVICE,
+    BYTES_PER_TURN_READ,
+    OutgoingState,
+    OutgoingTransfer,
+    SendWindow,
+)
+from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
 from tests.factories.hand_overs import send_all
 from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, start
 
@@ -60,3 +70,26 @@ def test_an_ack_that_comes_twice_is_counted_and_changes_nothing() -> None:
     assert isinstance(wire.notifications[0], Received)
     assert wire.producer_counters["kv_duplicate_messages"] > 0
     wire.assert_at_rest()
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("transport", "turn", "window"),
+    [
+        (ZMQ_TCP, BYTES_PER_TURN, 64 * MIB),
+        (SHARED_MEMORY, BYTES_PER_TURN_READ, 64 * MIB),
+        (CUDA_IPC, BYTES_PER_TURN_DEVICE, 2 * BYTES_PER_TURN_DEVICE),
+    ],
+)
+def test_each_way_to_move_bytes_has_its_turn_and_its_window(transport: str, turn: int, window: int) -> None:
+    transfer = OutgoingTransfer(KEY, OutgoingState.STREAMING, piece_nbytes=MIB, transport=transport)
+    transfer.unsent.extend(range(2**10))
+    sends = SendWindow(64 * MIB)
+    sends.join(transfer)
+    turns = [len(indices) for _, indices in sends.next_turns()]
+    assert set(turns) == {turn // MIB}
+    assert sum(turns) == window // MIB
+    assert sends.acknowledged(transfer, 0)
+    assert [len(indices) for _, indices in sends.next_turns()] == [1], "room for one more"

@@ -86,8 +86,8 @@ def test_the_device_fills_the_next_buffer_while_one_is_looked_at_and_no_other() 
     device.take_out("out", view, [0, 2, 4, 6, 8, 10, 1])
     assert len(device.driver.queued) == 2 * NUM_BUFFERS, "two blocks a buffer"
     assert device.stager.poll() == []
-    device.driver._copy_next()
-    device.driver._copy_next()
+    device.driver.run_next()
+    device.driver.run_next()
     assert device.stager.poll() == [], "there is more of it"
     assert len(device.driver.queued) == 2 * NUM_BUFFERS
     [out] = drain(device)
