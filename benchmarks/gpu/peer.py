@@ -1,10 +1,17 @@
-"""Our engine beside transformers' own on one device, in turn: equal weights, prompts and token counts."""
+"""Our engine beside transformers' own on one device, in turn: equal weights, prompts and token counts.
 
-import gc
+transformers runs in a process of its own. A way of it that fails or never answers ends there, and what it compiles and
+records shares no memory with our graphs.
+"""
+
+import multiprocessing
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -27,6 +34,13 @@ from engine.loading.weights import DummyWeights
 
 PART = "peer"
 GOAL = 3.0
+WAYS = ("generate, static cache", "generate_batch")
+"""The two fast ways of transformers. Which one is faster depends on versions and installed packages. On an H200,
+generate_batch of transformers 5.17 failed in a thread of its own and never returned."""
+
+ANSWER_TIMEOUT_S = 180.0
+"""The first answer includes torch.compile, which takes one to three minutes."""
+
 Tokens = list[list[int]]
 
 
@@ -58,39 +72,84 @@ def run(setting: Setting, emit: Emit) -> None:
         [rng.randrange(sizes.config["vocab_size"]) for _ in range(sizes.prompt)] for _ in range(sizes.batch)
     ]
     model = load(setting, path, sizes.dtype, dummy=True)
+    theirs = Theirs(setting, sizes)
     with _our_loop(setting, sizes, model) as loop:
-        theirs = _their_model(setting, sizes, model)
-        for name, generate in _ways(setting, sizes, theirs).items():
+        for way in WAYS:
             try:
-                emit(_compare(setting, sizes, name, prompts, loop, generate))
-            except Exception as error:  # other code may fail; the other way may still work
-                emit(Row(PART, f"transformers {name}", "failed", f"{type(error).__name__}: {error}"[:200]))
-            gc.collect()
+                emit(_compare(setting, sizes, way, prompts, loop, theirs))
+            except TheirError as error:  # the other way may still work
+                emit(Row(PART, f"transformers {way}", "failed", str(error)[:200]))
+                theirs.end()
+                theirs = Theirs(setting, sizes)
+    theirs.end()
+
+
+class TheirError(Exception):
+    """transformers failed, or did not answer in time."""
+
+
+class Theirs:
+    """transformers in its own process, which loads the model when it is first asked."""
+
+    def __init__(self, setting: Setting, sizes: Sizes) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked process cannot use the device
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_answer, args=(setting, sizes, theirs), daemon=True)
+
+    def generate(self, way: str, prompts: Tokens) -> tuple[Tokens, float]:
+        """Its tokens, and the seconds that it took to compute them."""
+        if self._process.pid is None:
+            self._process.start()
+        self._pipe.send((way, prompts))
+        if not self._pipe.poll(ANSWER_TIMEOUT_S):
+            raise TheirError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise TheirError("its process has ended") from None
+        if isinstance(answer, str):
+            raise TheirError(answer)
+        tokens, seconds = answer
+        return tokens, seconds
+
+    def end(self) -> None:
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
+
+
+def _answer(setting: Setting, sizes: Sizes, pipe: Connection) -> None:
+    """The process of transformers: answers until it is killed, or the other end is gone."""
+    ways = _ways(setting, sizes, _their_model(setting, sizes))
+    with suppress(EOFError):
+        while True:
+            way, prompts = pipe.recv()
+            try:
+                tokens, seconds = _timed(setting, partial(ways[way], prompts))
+            except Exception as error:  # other code may fail in any way
+                pipe.send(f"{type(error).__name__}: {error}")
+            else:
+                pipe.send((tokens, seconds))
 
 
 def _compare(
-    setting: Setting,
-    sizes: Sizes,
-    name: str,
-    prompts: Tokens,
-    loop: LoopedEngine,
-    generate: Callable[[Tokens], Tokens],
+    setting: Setting, sizes: Sizes, way: str, prompts: Tokens, loop: LoopedEngine, theirs: Theirs
 ) -> Row:
     params = SamplingParams(temperature=0.0, max_tokens=sizes.num_tokens, ignore_eos=True)
 
-    def ours() -> Tokens:
-        return loop.run(prompts, [params] * len(prompts)).tokens
+    def ours() -> tuple[Tokens, float]:
+        return _timed(setting, lambda: loop.run(prompts, [params] * len(prompts)).tokens)
 
-    sides: tuple[Callable[[], Tokens], ...] = (ours, lambda: generate(prompts))
-    answers = [side() for side in sides]  # warms up graphs, compilers and pages
-    rounds = [[_seconds(setting, side) for side in sides] for _ in range(sizes.rounds)]
+    sides: tuple[Callable[[], tuple[Tokens, float]], ...] = (ours, lambda: theirs.generate(way, prompts))
+    answers = [side()[0] for side in sides]  # warms up graphs, compilers and pages
+    rounds = [[side()[1] for side in sides] for _ in range(sizes.rounds)]
     our_s, their_s = (median(side) for side in zip(*rounds, strict=True))
     lengths = {len(tokens) for answer in answers for tokens in answer}
     agree = sum(a[0] == b[0] for a, b in zip(*answers, strict=True)) / len(prompts)
     num_tokens = sizes.batch * sizes.num_tokens
     return Row(
         PART,
-        f"{sizes.model} beside transformers {name}",
+        f"{sizes.model} beside transformers {way}",
         f"{their_s / our_s:.2f}x (goal {GOAL:g})",
         f"{sizes.batch} prompts of {sizes.prompt}, {sizes.num_tokens} tokens each: {num_tokens / our_s:,.0f} and "
         f"{num_tokens / their_s:,.0f} tokens/s; first tokens {agree:.0%} equal",
@@ -123,14 +182,14 @@ def _our_loop(setting: Setting, sizes: Sizes, model: LoadedModel) -> LoopedEngin
     return LoopedEngine(engine.runner, config, model.vocab_size)
 
 
-def _their_model(setting: Setting, sizes: Sizes, model: LoadedModel) -> Any:
+def _their_model(setting: Setting, sizes: Sizes) -> Any:
     """transformers' decoder of the same kind, with the same weights."""
     config = AutoConfig.for_model(**sizes.config)
     with torch.device(setting.device):
         theirs = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[sizes.dtype], attn_implementation="sdpa"
         )
-    source = DummyWeights(model.dtype, model.device)
+    source = DummyWeights(DTYPES[sizes.dtype], setting.device)
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             parameter.copy_(source.take(name, *parameter.shape))
@@ -138,7 +197,6 @@ def _their_model(setting: Setting, sizes: Sizes, model: LoadedModel) -> Any:
 
 
 def _ways(setting: Setting, sizes: Sizes, model: Any) -> dict[str, Callable[[Tokens], Tokens]]:
-    """The two fast ways of transformers. Which one is faster depends on versions and installed packages."""
     common = {"max_new_tokens": sizes.num_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     continuous = GenerationConfig(**common)
     # On a CPU, half of the free memory would be half of the machine's memory, and every page would be written
@@ -163,13 +221,12 @@ def _ways(setting: Setting, sizes: Sizes, model: Any) -> dict[str, Callable[[Tok
         tokens: Tokens = out[:, input_ids.shape[1] :].tolist()
         return tokens
 
-    # On an H200, generate_batch of transformers 5.17 failed in a thread of its own and never returned.
-    return {"generate, static cache": compiled, "generate_batch": batched}
+    return dict(zip(WAYS, (compiled, batched), strict=True))
 
 
-def _seconds(setting: Setting, work: Callable[[], Tokens]) -> float:
+def _timed(setting: Setting, work: Callable[[], Tokens]) -> tuple[Tokens, float]:
     synchronize(setting.device)
     start = time.perf_counter()
-    work()
+    tokens = work()
     synchronize(setting.device)
-    return time.perf_counter() - start
+    return tokens, time.perf_counter() - start
