@@ -50,7 +50,8 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check and every test that needs nothing more than `make setup`
 	@scripts/test.sh $(PYTHON_IN_VENV)
 
-test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL, LangChain and the Agents SDK installed
+test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL, LangChain and the Agents SDK installed, and every kernel compiled
+	$(PYTHON_IN_VENV) -m pytest -m "by_hand and not gpu" --numprocesses 2 tests/kernels
 
 lint: $(INSTALLED) ## ruff, the floor plan, buf; also that protos/ breaks no client of the last release
 	$(BIN)/ruff check .

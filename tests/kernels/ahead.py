@@ -1,17 +1,19 @@
 """Rehearses an outline of a model, then the model, and prints which kernels only the model needed.
 
     python -m tests.kernels.ahead [--architecture NAME] [--fp8] [--fp8-cache] [--num-ranks N] [--compile]
+                                   [--expert-parallel] [--next ...]
 
 With --compile the outline's kernels are compiled for sm_90 as in a worker, on two threads; otherwise they are only
-noted. Prints a JSON object: how many kernels the outline needed, the hashes of those that would be loaded, and the
-names of those that the model, the recording of its graphs or the check of attention needed in addition. Do not run it
-with TRITON_INTERPRET set.
+noted. Prints a JSON object for each case: how many kernels the outline needed, the hashes of those that would be
+loaded, and the names of those that the model, the recording of its graphs or the check of attention needed in addition.
+Do not run it with TRITON_INTERPRET set.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +32,7 @@ from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model, outline_model
 from tests.factories.families import DEEPSEEK_V3
 from tests.factories.models import WINDOWED, make_model_dir
+from tests.kernels.cases import split
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.serving import noting_what_is_wanted
 
@@ -49,7 +52,8 @@ def rehearse(model: LoadedModel) -> None:
     parts.record(Repeats())
 
 
-def main() -> int:
+def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
+    """One case. Each has a `device` of its own, for which no kernel is known."""
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.ahead")
     parser.add_argument("--architecture", default="llama")
     parser.add_argument("--fp8", action="store_true")
@@ -57,7 +61,7 @@ def main() -> int:
     parser.add_argument("--num-ranks", type=int, default=1)
     parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--compile", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     shape: dict[str, Any] = {"head_dim": 32}
     if options.architecture == "qwen2":
         shape |= WINDOWED | {"sliding_window": 100}
@@ -90,14 +94,22 @@ def main() -> int:
     ahead = partial(rehearse_outline, outline, BLOCK_SIZE, LIMITS, NUM_MULTIPROCESSORS, uses_graphs=True)
     loaded: list[str] = []
     if options.compile:
-        with compiling_for(90), CompileAhead(ahead, lambda kernel: loaded.append(kernel.hash), num_threads=2):
+        with (
+            compiling_for(90, device),
+            CompileAhead(ahead, lambda kernel: loaded.append(kernel.hash), num_threads=2),
+        ):
             pass
-    with noting_what_is_wanted() as wanted:
+    with noting_what_is_wanted(device) as wanted:
         if not options.compile:
             ahead()
         num_ahead = len(wanted)
         rehearse(model)
-    print(json.dumps({"ahead": num_ahead, "loaded": loaded, "late": wanted[num_ahead:]}))
+    return {"ahead": num_ahead, "loaded": loaded, "late": wanted[num_ahead:]}
+
+
+def main() -> int:
+    for device, options in enumerate(split(sys.argv[1:])):
+        print(json.dumps(play(options, device)))
     return 0
 
 

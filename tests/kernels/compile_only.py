@@ -1,10 +1,11 @@
 """Compiles every kernel without a GPU, and prints what the compiler made of it.
 
-    python -m tests.kernels.compile_only [--arch 90 80 100] [--first | --usual] [--share I N] [--json FILE] [NAME ...]
+    python -m tests.kernels.compile_only [--arch 90] [--first-for 80 100] [--usual] [--json FILE] [NAME ...]
 
 Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
 replaced by compiling, so that what is compiled is what a GPU would get: the same specialisations and the same options.
-Its `RARE`, if it has that, are those that differ from others only in their numbers, and that `--usual` leaves out.
+Its `RARE`, if it has that, are those that differ from others only in their numbers, or combine what others have;
+`--usual` leaves them out. `--first-for` compiles the first launch of each module.
 Launches with "float8" in their name are left out for GPUs before sm_89, which have no such numbers.
 Do not run it with TRITON_INTERPRET set.
 """
@@ -12,7 +13,6 @@ Do not run it with TRITON_INTERPRET set.
 import argparse
 import importlib
 import json
-import os
 import pkgutil
 import re
 import subprocess
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,8 @@ import tests.kernels
 
 triton.knobs.language.default_fp_fusion = True  # as engine/gpu/device_parts.py says it
 
-ARCHITECTURES = (90, 80, 100)
 FIRST_WITH_FLOAT8 = 89
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +69,26 @@ class Compiled:
 class _Target:
     """A driver of a pretended GPU."""
 
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
+    def __init__(self, arch: int, device: int) -> None:
+        self._device = device
         self._target = GPUTarget("cuda", arch, 32)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return self._arch  # Triton keeps compiled kernels by device
+        return self._device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 @contextmanager
-def compiling_for(arch: int) -> Iterator[list[Any]]:
-    """Within the context every launch only compiles for `arch`, and the list receives the kernels."""
+def compiling_for(arch: int, device: int | None = None) -> Iterator[list[Any]]:
+    """Within the context every launch only compiles for `arch`, and the list receives the kernels.
+
+    Triton knows the kernels of each `device`, by default one for each `arch`.
+    """
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -94,7 +97,7 @@ def compiling_for(arch: int) -> Iterator[list[Any]]:
         compiled.append(kernel)
         return kernel
 
-    driver.set_active(_Target(arch))
+    driver.set_active(_Target(arch, arch if device is None else device))
     JITFunction.run = compile_only
     try:
         yield compiled
@@ -147,15 +150,15 @@ def _describe(launch: str, kernel: Any, arch: int, seconds: float) -> Compiled:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    text = _dumped(cubin, "--dump-resource-usage")
+    text = _dumped("cuobjdump", "--dump-resource-usage", cubin)
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
 
 
+@cache
 def _instructions(cubin: bytes) -> list[str]:
     """The assembler's names, in order."""
-    return re.findall(
-        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w+)", _dumped(cubin, "-sass"), re.MULTILINE
-    )
+    text = _dumped("nvdisasm", "--no-dataflow", cubin)
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w+)", text, re.MULTILINE)
 
 
 def _spills_in_loop(cubin: bytes) -> int:
@@ -172,62 +175,63 @@ def _before_wait(cubin: bytes) -> list[str]:
     return [name for name in names[: names.index("ACQBULK")] if is_access.match(name)]
 
 
-def _dumped(cubin: bytes, what: str) -> str:
+def _dumped(tool: str, option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(CUOBJDUMP), what, file.name]
-        path = os.pathsep.join((str(CUOBJDUMP.parent), os.environ.get("PATH", "")))  # it calls nvdisasm
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=60, env={**os.environ, "PATH": path}
-        ).stdout
+        command = [str(TOOLS / tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def chosen(
-    names: Sequence[str], share: Sequence[int], *, only_first: bool, only_usual: bool
-) -> dict[str, Callable[[], object]]:
-    """Launches whose names begin with one of `names` (all, without any), the first of each module, the usual ones or
-    every one, and of these the `share[0]`-th of `share[1]` shares."""
+def chosen(names: Sequence[str], *, only_first: bool, only_usual: bool) -> dict[str, Callable[[], object]]:
+    """Launches whose names begin with one of `names` (all, without any): the first of each module, the usual ones or
+    every one."""
     found = launches(with_rare=not only_usual)
     found = {name: launch for name, launch in found.items() if name.startswith(tuple(names) or "")}
     if only_first:
         first = {name.partition(":")[0]: name for name in reversed(found)}
         found = {name: found[name] for name in reversed(first.values())}
-    return dict(list(found.items())[share[0] :: share[1]])
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.compile_only")
     parser.add_argument("names", nargs="*", help="beginnings of names; all without")
-    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
-    parser.add_argument("--first", action="store_true", help="only the first launch of each module")
-    parser.add_argument("--usual", action="store_true", help="without the rare launches of each module")
+    parser.add_argument("--arch", type=int, nargs="*", default=(90,))
     parser.add_argument(
-        "--share", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="for N processes"
+        "--first-for",
+        type=int,
+        nargs="*",
+        default=(),
+        help="architectures for the first launch of each module",
     )
+    parser.add_argument("--usual", action="store_true", help="without the rare launches of each module")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     all_compiled = []
-    launches_by_name = chosen(
-        options.names, options.share, only_first=options.first, only_usual=options.usual
-    )
-    for name, launch in launches_by_name.items():
-        for arch in options.arch:
+    wanted = [(arch, False) for arch in options.arch] + [(arch, True) for arch in options.first_for]
+    for arch, only_first in wanted:
+        launches_by_name = chosen(
+            options.names, only_first=only_first, only_usual=options.usual and not only_first
+        )
+        for name, launch in launches_by_name.items():
             if "float8" in name and arch < FIRST_WITH_FLOAT8:
                 continue
             for compiled in compile_launch(name, launch, arch):
                 all_compiled.append(asdict(compiled))
-                units = "wgmma" if compiled.has_wgmma else "mma" if compiled.has_mma else "-"
-                print(
-                    f"{name:44} sm_{arch:<4} {compiled.registers:4} registers {compiled.stack_bytes:5} B stack "
-                    f"{compiled.spills_in_loop:3} in loop "
-                    f"{compiled.shared_bytes / 1024:6.1f} KiB shared  {units:5} "
-                    f"{'tma' if compiled.has_tma else '-':3} {compiled.seconds:5.1f} s",
-                    flush=True,
-                )
+                print(_line(compiled), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(all_compiled, indent=1) + "\n")
     return 0
+
+
+def _line(compiled: Compiled) -> str:
+    units = "wgmma" if compiled.has_wgmma else "mma" if compiled.has_mma else "-"
+    return (
+        f"{compiled.launch:44} sm_{compiled.arch:<4} {compiled.registers:4} registers {compiled.stack_bytes:5} B stack "
+        f"{compiled.spills_in_loop:3} in loop {compiled.shared_bytes / 1024:6.1f} KiB shared  {units:5} "
+        f"{'tma' if compiled.has_tma else '-':3} {compiled.seconds:5.1f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Serves requests of every kind as on a GPU, and prints which kernels would have been compiled while they waited.
 
-    python -m tests.kernels.serving [--architecture NAME] [--no-graphs] [--fp8]
+    python -m tests.kernels.serving [--architecture NAME] [--no-graphs] [--fp8] [--next ...]
 
 Nothing is compiled, and nothing runs: each kernel that Triton lacks is noted, and replaced by a stand-in. Tokens are
-arbitrary memory. Prints a JSON object: how many kernels the rehearsal and the recording needed, and the names of those
-that only the check of attention or serving needed. Do not run it with TRITON_INTERPRET set.
+arbitrary memory. Prints a JSON object for each case: how many kernels the rehearsal and the recording needed, and the
+names of those that only the check of attention or serving needed. Do not run it with TRITON_INTERPRET set.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from scheduler import Scheduler
 from tests.factories.engine import FakeConnectorWorker, make_grammars
 from tests.factories.families import DEEPSEEK_V3
 from tests.factories.models import WINDOWED
+from tests.kernels.cases import split
 from tests.kernels.compile_only import compiling_for
 from tests.kernels.device_parts import make_parts
 from worker.core import EngineCore
@@ -75,8 +76,11 @@ SPECIAL = {"qwen2": WINDOWED, "deepseek_v3": DEEPSEEK_V3}
 
 
 @contextmanager
-def noting_what_is_wanted() -> Iterator[list[str]]:
-    """Within the context, the list receives the name of every kernel that would be compiled."""
+def noting_what_is_wanted(device: int = 90) -> Iterator[list[str]]:
+    """Within the context, the list receives the name of every kernel that would be compiled for sm_90.
+
+    A kernel that was compiled or noted before for the same `device` is not.
+    """
     wanted: list[str] = []
     do_compile = JITFunction._do_compile
 
@@ -87,7 +91,7 @@ def noting_what_is_wanted() -> Iterator[list[str]]:
 
     JITFunction._do_compile = note
     try:
-        with compiling_for(90):
+        with compiling_for(90, device):
             yield wanted
     finally:
         JITFunction._do_compile = do_compile
@@ -119,13 +123,14 @@ def serve(runner: ModelRunner, kv_groups: KVGroups) -> None:
     core.close()
 
 
-def main() -> int:
+def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
+    """One case. Each has a `device` of its own, for which no kernel is known."""
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.serving")
     parser.add_argument("--architecture", default="llama")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--fp8", action="store_true")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, noting_what_is_wanted() as wanted:
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder, noting_what_is_wanted(device) as wanted:
         assert CONFIG.num_blocks is not None
         assert CONFIG.max_model_len is not None
         model, parts, pool = make_parts(
@@ -150,7 +155,12 @@ def main() -> int:
         runner = parts.runner(pool, CONFIG.num_swap_blocks or 0)
         num_rehearsed = len(wanted)
         serve(runner, parts.kv_groups)
-    print(json.dumps({"rehearsed": num_rehearsed, "late": [*by_check, *wanted[num_rehearsed:]]}))
+    return {"rehearsed": num_rehearsed, "late": [*by_check, *wanted[num_rehearsed:]]}
+
+
+def main() -> int:
+    for device, options in enumerate(split(sys.argv[1:])):
+        print(json.dumps(play(options, device)))
     return 0
 
 

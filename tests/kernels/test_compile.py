@@ -12,42 +12,41 @@ from typing import Any
 
 import pytest
 
-NUM_PROCESSES = 2
+from tests.kernels.cases import joined
+
 TIMEOUT_S = 1800.0
 """Of a process, which takes a minute or two if it has its own core."""
 
 Compiled = list[dict[str, Any]]
 
+OTHERS = {"usual": (80,), "all": (80, 100)}
+"""Architectures for which one launch of each kernel is compiled."""
+
 
 @pytest.fixture(scope="module", params=["usual", pytest.param("all", marks=pytest.mark.by_hand)])
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The usual launches or all for sm_90, and one launch of each kernel for the others."""
+def which(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def compiled(which: str, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    """The usual launches or all for sm_90, and one launch of each kernel for others. `make test-all` compiles all."""
     folder = tmp_path_factory.mktemp("compiled")
     environment = _without_interpreter()
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")  # empty, so that everything is compiled now
-    results: Compiled = []
-    which = ["--usual"] if request.param == "usual" else []
-    for what in (["--arch", "90", *which], ["--first", "--arch", "80", "100"]):
-        files = [folder / f"{what[1]}-{share}.json" for share in range(NUM_PROCESSES)]
-        processes = [
-            _compile([*what, "--share", str(share), str(NUM_PROCESSES), "--json", str(file)], environment)
-            for share, file in enumerate(files)
-        ]
-        for process, file in zip(processes, files, strict=True):
-            output, _ = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, output
-            results += json.loads(file.read_text())
-    return results
-
-
-def _compile(arguments: list[str], environment: dict[str, str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.kernels.compile_only", *arguments],
+    options = ["--first-for", *map(str, OTHERS[which]), *["--usual"] * (which == "usual")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_only", *options, "--json", folder / "compiled"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
+        timeout=TIMEOUT_S,
+        check=False,
     )
+    assert done.returncode == 0, done.stdout
+    results: Compiled = json.loads((folder / "compiled").read_text())
+    return results
 
 
 def _without_interpreter() -> dict[str, str]:
@@ -60,10 +59,10 @@ def of_arch(compiled: Compiled, arch: int, name: str = "") -> Compiled:
     return found
 
 
-def test_every_file_of_kernels_is_compiled_for_all(compiled: Compiled) -> None:
+def test_every_file_of_kernels_is_compiled_for_all(compiled: Compiled, which: str) -> None:
     """A launch is named after its test file, which is named after the kernel."""
     named = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
-    for arch in (90, 100):
+    for arch in (90, *OTHERS[which]):
         assert {kernel["launch"].partition(":")[0] for kernel in of_arch(compiled, arch)} <= named
     without_float8 = {kernel["launch"].partition(":")[0] for kernel in of_arch(compiled, 80)}
     assert {"paged_attention", "rms_norm", "rope_store", "sample", "skinny_linear"} <= without_float8
@@ -124,23 +123,19 @@ def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compile
     assert all(kernel["before_wait"] is None for kernel in of_arch(compiled, 80)), "there is no such launch"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--no-graphs",),
-        ("--fp8",),
-        pytest.param(("--no-graphs", "--architecture=mixtral"), marks=pytest.mark.by_hand),
-        pytest.param(("--no-graphs", "--architecture=gpt_oss"), marks=pytest.mark.by_hand),
-        pytest.param(("--no-graphs", "--architecture=deepseek_v3"), marks=pytest.mark.by_hand),
-        pytest.param(("--no-graphs", "--architecture=qwen2"), marks=pytest.mark.by_hand),
-    ],
-    ids=str,
+SERVED = (("--no-graphs",), ("--fp8",))
+SERVED_BY_HAND = tuple(
+    ("--no-graphs", f"--architecture={name}") for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen2")
 )
-def test_nothing_is_left_to_compile_when_requests_come(options: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "tests.kernels.serving", *options]
+
+
+@pytest.mark.parametrize("cases", [SERVED, pytest.param(SERVED_BY_HAND, marks=pytest.mark.by_hand)], ids=str)
+def test_nothing_is_left_to_compile_when_requests_come(cases: tuple[tuple[str, ...], ...]) -> None:
+    command = [sys.executable, "-m", "tests.kernels.serving", *joined(cases)]
     output = subprocess.run(
         command, env=_without_interpreter(), stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True
     ).stdout
-    kernels = json.loads(output.splitlines()[-1])
-    assert kernels["rehearsed"] > 20
-    assert kernels["late"] == []
+    for options, line in zip(cases, output.splitlines()[-len(cases) :], strict=True):
+        kernels = json.loads(line)
+        assert kernels["rehearsed"] > 20, options
+        assert kernels["late"] == [], options
