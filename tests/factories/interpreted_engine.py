@@ -21,6 +21,7 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import LoadedModel, load_model
 from engine.pipeline import InlinePipeline, Pipeline, StreamPipeline
+from tests.factories import fast_interpreter  # noqa: F401
 
 
 def interpret_kernels(patch: pytest.MonkeyPatch | None = None) -> None:

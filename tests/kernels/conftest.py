@@ -10,7 +10,7 @@ MAX_CACHED_BYTES = 2**30
 
 collect_ignore_glob: list[str] = []
 try:
-    import triton  # noqa: F401
+    from tests.factories import fast_interpreter  # noqa: F401
 except ModuleNotFoundError:
     collect_ignore_glob.append("test_*.py")
 

@@ -121,17 +121,17 @@ def test_a_rank_gets_no_runner_of_wrong_kernels(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
 ) -> None:
     """The same calls as in a worker's start, without memory and connector."""
-    model, _, pool = make_parts(tmp_path, device, LIMITS, **WORKER)
+    model, _, pool = make_parts(tmp_path, device, LIMITS, **(WORKER | {"num_hidden_layers": 1}))
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     properties = SimpleNamespace(multi_processor_count=2, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     if is_wrong:
         monkeypatch.setattr(triton_attention, "paged_attention", wrong_from(1, swap_two_columns))
-    scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
     unused: Any = None
     rank = DeviceEngine(
         model,
-        Capacity(scheduler, StepLimits(2, 32, 64)),
+        Capacity(scheduler, StepLimits(2, 16, 64)),
         pool,
         unused,
         unused,

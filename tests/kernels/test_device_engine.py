@@ -246,7 +246,8 @@ def test_c27_kv_groups_change_no_token(tmp_path: Path, device: torch.device, blo
     lengths, settings = (5, 40, 105), {"max_model_len": 112, "max_num_batched_tokens": 48}
     prompts = [[(7 * i + length) % VOCAB for i in range(length)] for length in lengths]
     config = make_config(block_size, 3 * 192 // block_size, **settings)
-    found = on_device(path, device, config, uses_graphs=True, prompts=prompts)
+    uses_graphs = device.type == "cuda"  # interpreted, padded steps take twice the time
+    found = on_device(path, device, config, uses_graphs=uses_graphs, prompts=prompts)
     assert_same(found, on_cpu(path, config, prompts))
 
 
@@ -260,7 +261,8 @@ def test_preemption_changes_no_token(
     path = make_model_dir(tmp_path / "model", **(SMALL | groups))
     swap = {"num_swap_blocks": 8 * num_groups} if preemption == "swap" else {}
     config = make_config(4, 5 * num_groups + 1, preemption=preemption, **swap)
-    assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
+    uses_graphs = num_groups == 1 or device.type == "cuda"  # interpreted, they take twice the time
+    assert_same(on_device(path, device, config, uses_graphs=uses_graphs), on_cpu(path, config))
 
 
 def test_synchronous_steps_change_no_token(tmp_path: Path, device: torch.device) -> None:
