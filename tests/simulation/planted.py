@@ -352,11 +352,16 @@ class Hunt:
 
 
 def hunt(
-    plant: Plant, num_jobs: int, time_limit_s: float = TIME_LIMIT_S, *, needs_windows: bool = False
+    plant: Plant,
+    num_jobs: int,
+    time_limit_s: float = TIME_LIMIT_S,
+    *,
+    first: int = 0,
+    needs_windows: bool = False,
 ) -> Hunt:
-    """Plays seeds from 0 on with the bug in place. `needs_windows`: only those that have sliding windows."""
+    """Plays seeds from `first` on with the bug in place. `needs_windows`: only those that have sliding windows."""
     begun, num_seeds = time.monotonic(), 0
-    seeds = filter(has_windows, count()) if needs_windows else count()
+    seeds = filter(has_windows, count(first)) if needs_windows else count(first)
     with plant(), closing(results(seeds, num_jobs)) as played:
         for result in played:
             num_seeds += 1

@@ -1,4 +1,7 @@
-"""A few thousand faults, the same each time: every promise is kept, and every kind of fault occurred."""
+"""A thousand faults, the same each time: every promise is kept, and every kind of fault occurred.
+
+`make simulate-faults` plays many more seeds.
+"""
 
 import os
 import subprocess
@@ -12,7 +15,7 @@ from tests.simulation.planted import NEEDS_WINDOWS, PLANTED, Plant, hunt
 from tests.simulation.run import play, results
 from tests.simulation.unmended import UNMENDED
 
-NUM_SEEDS = 600
+NUM_SEEDS = 200
 NUM_JOBS = min(2, os.cpu_count() or 1)
 
 MESSAGES = (*messages.TO_PRODUCER._codec._encoders, *messages.TO_CONSUMER._codec._encoders)
@@ -69,7 +72,7 @@ def test_bugs_found_once_would_be_found_again(plant: Plant, seed: int) -> None:
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     """Sets of strings have another order in each process; nothing may depend on it."""
-    seeds = range(20)
+    seeds = range(10)
     here = [play(seed).digest for seed in seeds]
     assert here == [play(seed).digest for seed in seeds]
     program = f"from tests.simulation.run import play; print(*[play(seed).digest for seed in {seeds}])"
@@ -84,35 +87,36 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
         assert done.stdout.split() == here, done.stderr
 
 
-QUICK = (
-    "give back rows that are still read",
-    "lease too little of the window",
-    "load too little of the window",
-    "keep rejected drafts in the prefix cache",
-    "count forced tokens as computed",
-    "plan past first tokens",
-    "free producers blocks at the end",
-    "skip the checksum",
-    "let no lease end",
-    "complete twice",
-    "offer withdrawn blocks",
-    "hit blocks before they arrive",
-    "end a lease twice",
-    "overlook lost sessions",
-    "overlook lost commands",
-    "never report being stuck",
-    "keep room for what is stuck",
-    "go on behind too few tokens",
-    "overlook losses while it moves",
-    "count sub requests of ended attempts",
-    "one caller takes all",
-    "forget poison",
-    "trust heartbeats alone",
-)
+QUICK = {
+    "give back rows that are still read": 0,
+    "lease too little of the window": 0,
+    "load too little of the window": 156,
+    "keep rejected drafts in the prefix cache": 0,
+    "count forced tokens as computed": 0,
+    "plan past first tokens": 0,
+    "free producers blocks at the end": 0,
+    "skip the checksum": 33,
+    "let no lease end": 0,
+    "complete twice": 0,
+    "offer withdrawn blocks": 75,
+    "hit blocks before they arrive": 0,
+    "end a lease twice": 0,
+    "overlook lost sessions": 0,
+    "overlook lost commands": 56,
+    "never report being stuck": 59,
+    "keep room for what is stuck": 59,
+    "go on behind too few tokens": 0,
+    "overlook losses while it moves": 0,
+    "count sub requests of ended attempts": 0,
+    "one caller takes all": 0,
+    "forget poison": 0,
+    "trust heartbeats alone": 54,
+}
+"""From which seed on some bugs are hunted: they are rare, and seeds before it do not find them."""
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_planted_bug_is_found(name: str) -> None:
+@pytest.mark.parametrize(("name", "first"), QUICK.items(), ids=QUICK)
+def test_a_planted_bug_is_found(name: str, first: int) -> None:
     """Bugs that few seeds find; `python -m tests.simulation.planted` hunts all of them."""
-    outcome = hunt(PLANTED[name], num_jobs=1, needs_windows=name in NEEDS_WINDOWS)
+    outcome = hunt(PLANTED[name], num_jobs=1, first=first, needs_windows=name in NEEDS_WINDOWS)
     assert outcome.found is not None, f"not found in {outcome.num_seeds} seeds"
