@@ -1,6 +1,7 @@
 """What every test may rely on."""
 
 import asyncio
+import gc
 import inspect
 import logging
 import os
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from xdist.scheduler import Scheduling
 
     from tests.factories.whole_engines import EnginesOf
+
+# Ten thousand tests are collected, and nothing of them is garbage.
+gc.disable()
 
 # Started in the background, a shell's children ignore SIGINT, and so would every process that a test starts and
 # interrupts. A handler of our own is not inherited: they begin with the default.
@@ -101,6 +105,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules want to see their objects freed
 
 
 @pytest.hookimpl(optionalhook=True)
