@@ -14,6 +14,8 @@ TRANSFERS ?= 200
 FUZZ_SECONDS ?= 600
 REQUESTS ?= 20000
 EXAMPLES ?= 500
+# End-to-end tests that `make test` leaves out, as what they test is near what others do.
+BY_HAND := $(addprefix tests/e2e/test_,quantized_tokens.py tensor_parallel.py worker_faults.py)
 CHAOS ?=
 HOSTILE ?=
 CLIENTS ?=
@@ -50,8 +52,8 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check and every test that needs nothing more than `make setup`
 	@scripts/test.sh $(PYTHON_IN_VENV)
 
-test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL, LangChain and the Agents SDK installed, and every kernel compiled
-	$(PYTHON_IN_VENV) -m pytest -m "by_hand and not gpu" --numprocesses 2 tests/kernels
+test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL, LangChain and the Agents SDK installed, and the end-to-end tests and kernels that it leaves out
+	$(PYTHON_IN_VENV) -m pytest -m "by_hand and not gpu" --numprocesses 2 tests/kernels $(BY_HAND)
 
 lint: $(INSTALLED) ## ruff, the floor plan, buf; also that protos/ breaks no client of the last release
 	$(BIN)/ruff check .

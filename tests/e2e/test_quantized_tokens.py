@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_quantized_while_loading(
     check(folder, quantization, num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.by_hand), 2])
 def test_a_gguf_file_as_it_is(tmp_path: Path, num_ranks: int) -> None:
     """Of several kinds of blocks, resolved like `--model FILE.gguf`."""
     gguf = make_gguf(

@@ -49,7 +49,12 @@ async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in found]
 
 
-@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 2)])
+ONE_TO_TWO = pytest.param(
+    1, 2, marks=pytest.mark.by_hand
+)  # test_ranks_with_whole_experts has both differences
+
+
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [ONE_TO_TWO, (2, 2)])
 def test_tokens_do_not_depend_on_the_number_of_ranks(
     folder: Path, num_prefill_ranks: int, num_decode_ranks: int
 ) -> None:
