@@ -1,6 +1,7 @@
 """Graphs: work on a device, recorded once and repeated with one call; knows nothing about the work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -34,10 +35,28 @@ class CudaGraphs:
             work()  # compiles kernels and fills caches, neither of which can be recorded
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, above all the transfer thread, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _own_workspaces(),
+            # Other threads, above all the transfer thread, may call CUDA meanwhile.
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             given = work()
         return _unowned(given), graph.replay
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Within it, cuBLAS allocates its workspaces anew: in the pool of the graph that is recorded.
+
+    PyTorch keeps one workspace for each stream. A graph has the address, but does not keep the memory. So it
+    would read and write others' memory once somebody has cleared the workspaces, as torch.compile does. Meanwhile
+    no other thread may compute products.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class Repeats:

@@ -60,9 +60,13 @@ def measure(
     with model.collectives.silent():
         pool = KVPool(2, model.kv_block_shape(block_size), device)
         parts = make_device_parts(model, pool, limits)
+        torch.cuda.reset_peak_memory_stats(device)
         parts.rehearse()
         chunk = chosen_chunk(limits, partial(_throughput, parts)) if wants_chunk else None
-        free_rehearsed = _free_now(device)
+        # Timing products has recorded graphs, for which PyTorch returned the memory of the steps before them.
+        returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+        activations = free_loaded - _free_now(device) + returned
+        free_memory(device)
         graphs = graphs_bytes(parts, CudaGraphs(), lambda: _free_now(device)) if uses_graphs else 0
     if model.collectives.size > 1:
         graphs += COLLECTIVES_BYTES
@@ -72,7 +76,7 @@ def measure(
         total=total,
         used_by_others=total - free_loaded - weights,
         weights=weights,
-        activations=free_loaded - free_rehearsed,
+        activations=activations,
         graphs=graphs,
         utilization=utilization,
     )

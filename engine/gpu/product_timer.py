@@ -17,7 +17,7 @@ class GpuTimer:
     """Satisfies `engine.layers.timed_products.Timer`, on the current device."""
 
     def __init__(self) -> None:
-        self._recorder: Recorder = CudaGraphs()  # only one: cuBLAS keeps 32 MiB for each stream
+        self._recorder: Recorder = CudaGraphs()
 
     @torch.inference_mode()
     def __call__(self, works: Sequence[Work]) -> float:
