@@ -14,8 +14,8 @@
 //     8 bits: [group_size / 4][16 outputs][4 inputs]     a byte each
 //     4 bits: [group_size / 8][16 outputs][4 inputs]     low nibbles: the group's first half of inputs; high: the other
 //
-// Quantised rows: [tiles][groups] of [rows of the tile][group_size] signed bytes, then x_scale and x_scale * sum(q) of
-// each row, float32.
+// Quantised rows: [tiles][groups] of [rows of the tile][group_size] signed bytes, then of each row x_scale and
+// x_scale * sum(q), float32, and sum(q), int32.
 
 #include <type_traits>
 #include <utility>
@@ -28,6 +28,7 @@ namespace {
 
 constexpr int BLOCK = 16;  // outputs
 constexpr int64_t SCALE_BYTES = 2 * BLOCK * 2;
+constexpr int64_t ROW_SUMS_BYTES = 3 * 4;
 constexpr int64_t ROW_BLOCK = 256;  // rows that are quantised at a time
 // As engine/layers/grouped_weight.py has them: floats of 4 bits, in halves, plus 12.
 alignas(16) constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -66,7 +67,7 @@ struct Dot4 {
 #endif
 
 #elif defined(__AVX2__)
-constexpr int MAX_ROWS = 6, MAX_ROWS_OF_8_BITS = 3;  // their sums, two for 8 bits, stay in 16 registers
+constexpr int MAX_ROWS = 6, MAX_ROWS_OF_8_BITS = 6;  // their sums stay in 16 registers
 constexpr bool FEW_REGISTERS = true;
 using Bytes = __m256i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes)); }
@@ -85,6 +86,19 @@ struct Dot4 {
     void add(Bytes u, Bytes x) { sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(u, x)); }
     Ints total(int16_t factor = 1) const { return (Ints)(_mm256_madd_epi16(sums, _mm256_set1_epi16(factor))); }
 };
+// 128 * sum(q) + sum((u - 128) * q). Two products, of at most 128 * 127, fit into 16 bits. It needs one register for a
+// row, where Dot8 needs two, so that twice as many rows share a load of weights.
+struct OffsetDot8 {
+    Bytes sums = _mm256_setzero_si256();
+    void begin(int32_t sum_of_q) { sums = _mm256_set1_epi32(128 * sum_of_q); }
+    void add(Bytes u, Bytes x) {
+        const Bytes less = _mm256_xor_si256(u, _mm256_set1_epi8(-128));
+        const Bytes products = _mm256_maddubs_epi16(_mm256_abs_epi8(less), _mm256_sign_epi8(x, less));
+        sums = _mm256_add_epi32(sums, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+    }
+    Ints total() const { return (Ints)sums; }
+};
+constexpr int LEAST_ROWS_OF_OFFSET_DOTS = 3;  // for fewer, Dot8 is as fast
 #define DOT_OF_NIBBLES
 
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -162,14 +176,23 @@ struct Dot8 {
 template <int BITS> using Dot = std::conditional_t<BITS == 4, Dot4, Dot8>;
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+template <int BITS, int ROWS>
+using DotOfFew = std::conditional_t<BITS == 8 && ROWS >= LEAST_ROWS_OF_OFFSET_DOTS, OffsetDot8, Dot<BITS>>;
+#else
+template <int BITS, int ROWS> using DotOfFew = Dot<BITS>;
+#endif
+
 // The weights of a group, for the outputs of one vector, times those of each row: calls `then(row, products' sums)`.
 template <int BITS, int GROUP, bool IS_E2M1, int ROWS, typename Then>
-inline void multiply_group(const uint8_t *bytes, const int8_t *q, const Then &then) {
+inline void multiply_group(const uint8_t *bytes, const int8_t *q, const int32_t *sums_of_q, const Then &then) {
     constexpr int STEPS = GROUP / 4, LOADS = STEPS * BITS / 8;
     const auto unpacked = [](Bytes nibbles) { return IS_E2M1 ? from_e2m1(nibbles) : nibbles; };
     const auto x = [q](int row, int step) { return four(q + row * GROUP + 4 * step); };
     if constexpr (FEW_REGISTERS) {  // they hold the sums of all rows, and the weights of one load
-        Dot<BITS> dots[ROWS];
+        DotOfFew<BITS, ROWS> dots[ROWS];
+        if constexpr (!std::is_same_v<DotOfFew<BITS, ROWS>, Dot<BITS>>)
+            for (int row = 0; row < ROWS; ++row) dots[row].begin(sums_of_q[row]);
 #pragma GCC unroll 2  // unrolled further, GCC 12 stores all products before it adds them
         for (int i = 0; i < LOADS; ++i) {
             const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
@@ -212,14 +235,15 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
             const Float16 *halves = reinterpret_cast<const Float16 *>(group);
             const Floats scales = ::load(halves + part), mins = ::load(halves + BLOCK + part);
             const float *x_scales = reinterpret_cast<const float *>(q + ROWS * GROUP), *x_sums = x_scales + ROWS;
+            const int32_t *sums_of_q = reinterpret_cast<const int32_t *>(x_sums + ROWS);
             if (part == 0) prefetch.step();
             const auto add = [&](int row, Ints dot) {
                 totals[row] = mins * x_sums[row] + totals[row];
                 totals[row] = __builtin_convertvector(dot, Floats) * (scales * x_scales[row]) + totals[row];
             };
-            multiply_group<BITS, GROUP, IS_E2M1, ROWS>(group + SCALE_BYTES + 4 * part, q, add);
+            multiply_group<BITS, GROUP, IS_E2M1, ROWS>(group + SCALE_BYTES + 4 * part, q, sums_of_q, add);
             group += GROUP_BYTES;
-            q += ROWS * (GROUP + 8);
+            q += ROWS * (GROUP + ROW_SUMS_BYTES);
         }
         for (int row = 0; row < ROWS; ++row)
             ::store(sums + BLOCK * row + part, totals[row]);
@@ -247,7 +271,7 @@ void quantise_row(const void *values, Type type, int64_t num_groups, int64_t gro
     const Floats shifter = all(0x1.8p23f);  // a sum with it is a whole number, in its lowest bits
     const int num_vectors = static_cast<int>(group_size / LANES);
     for (int64_t g = 0; g < num_groups; ++g) {
-        int8_t *q = tile + g * rows * (group_size + 8);
+        int8_t *q = tile + g * rows * (group_size + ROW_SUMS_BYTES);
         Floats x[32 / LANES], largest = {}, sums = {};  // sums of whole numbers below 2^24 are exact
         for (int i = 0; i < num_vectors; ++i) {
             x[i] = load(values, type, g * group_size + i * LANES);
@@ -262,7 +286,10 @@ void quantise_row(const void *values, Type type, int64_t num_groups, int64_t gro
         }
         float *scales = reinterpret_cast<float *>(q + rows * group_size);
         scales[row] = top / 127.0f;
-        scales[rows + row] = top / 127.0f * sum_of(sums);
+        const float sum_of_q = sum_of(sums);
+        const int32_t whole = sum_of_q == sum_of_q ? static_cast<int32_t>(sum_of_q) : 0;
+        scales[rows + row] = top / 127.0f * sum_of_q;
+        std::memcpy(scales + 2 * rows + row, &whole, sizeof whole);
     }
 }
 
@@ -316,7 +343,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
                      int64_t y_type, int64_t num_rows, int64_t epilogue, int64_t num_threads) {
     const int64_t group_size = layer->group_size, groups = layer->num_inputs / group_size;
     const int64_t block_bytes = groups * (SCALE_BYTES + BLOCK * group_size * layer->bits / 8);
-    const int64_t row_bytes = groups * (group_size + 8);
+    const int64_t row_bytes = groups * (group_size + ROW_SUMS_BYTES);
     const int64_t num_outputs = epilogue == GATE ? layer->num_outputs / 2 : layer->num_outputs;
     const float factor = static_cast<float>(layer->factor);
     const Tiles row_blocks(num_rows, ROW_BLOCK);
