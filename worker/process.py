@@ -2,7 +2,7 @@
 
 Ray actors use `build_worker`. Without Ray, for tests, benchmarks and manual set-ups:
 
-    python -m worker.process --role prefill --name w0 --config FILE
+    python -m worker --role prefill --name w0 --config FILE
 
 prints the worker's endpoint as one line of JSON once it serves, or why it could not start, and stops cleanly on
 SIGTERM, SIGINT or when its stdin closes, so that it never outlives the process at the other end. Until then it takes
@@ -75,7 +75,7 @@ def build_worker(
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start, or its engine ended by itself."""
-    parser = argparse.ArgumentParser(prog="python -m worker.process", description="One worker without Ray.")
+    parser = argparse.ArgumentParser(prog="python -m worker", description="One worker without Ray.")
     parser.add_argument("--role", required=True, choices=[role.value for role in WorkerRole])
     parser.add_argument("--name", required=True)
     parser.add_argument(
@@ -156,7 +156,3 @@ def _serve_control(server: StdioControlServer, end: WakeUp) -> None:
             if not data:
                 return
             server.receive(data)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ from baton.messages.control import WORKER_CALLS, ControlRequest, Done
 from baton.messages.control_codec import ControlCodec
 from baton.system.cpus import CpuShare, Machine, find_machine
 from baton.system.curve import ClusterKeys, derive_keys
-from baton.system.garbage import settle
+from baton.system.garbage import imports, settle
 from baton.system.hosts import WILDCARDS
 from baton.system.logs import write_logs
 from baton.system.paced import paced
@@ -120,9 +120,10 @@ class WorkerActor:
         # because the controller imports this class and must not load torch.
         for name, value in share.environment.items() if share is not None else ():
             os.environ.setdefault(name, value)
-        from engine.loading.pretrained import default_cache_dir, folder_here
-        from worker.control_calls import WorkerControl
-        from worker.process import build_worker
+        with imports():
+            from engine.loading.pretrained import default_cache_dir, folder_here
+            from worker.control_calls import WorkerControl
+            from worker.process import build_worker
 
         config = on_node(self._config, ray.util.get_node_ip_address())
         keys = keys_of_node(config.network, self._digest)

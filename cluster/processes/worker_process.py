@@ -40,7 +40,7 @@ class WorkerProcess:
         environment = dict(os.environ)
         if secret is not None:
             environment[SECRET_VARIABLE] = secret.text
-        command = [sys.executable, "-m", "worker.process", "--role", role.value, "--name", name]
+        command = [sys.executable, "-m", "worker", "--role", role.value, "--name", name]
         if log_level is not None:
             command += ["--log-level", log_level]
         if share is not None:

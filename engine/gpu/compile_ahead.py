@@ -57,6 +57,7 @@ class CompileAhead:
     def _run(self, rehearse: Callable[[], None]) -> None:
         try:
             with (
+                parsing_alone(),
                 compiling_only() as kernels,
                 AsyncCompileMode(self._compilers, ignore_errors=True),
             ):
@@ -69,6 +70,26 @@ class CompileAhead:
                 logger.warning(
                     "could not compile kernels ahead; each is compiled when it is first needed", exc_info=True
                 )
+
+
+@contextmanager
+def parsing_alone() -> Iterator[None]:
+    """Within the context, one thread at a time parses a kernel's source.
+
+    Python until 3.11.7 and 3.12.1 may fail when several threads parse: "AST constructor recursion depth mismatch"
+    (CPython issue 106905).
+    """
+    parse, lock = JITFunction.parse, threading.Lock()
+
+    def parse_alone(self: Any) -> Any:
+        with lock:
+            return parse(self)
+
+    JITFunction.parse = parse_alone
+    try:
+        yield
+    finally:
+        JITFunction.parse = parse
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from baton.system.garbage import imports
 from engine.ranks.exit_codes import EXIT_ALONE
 
 
@@ -32,7 +33,8 @@ def _end_with(line: int) -> None:
 
 
 def _serve() -> None:
-    from engine.ranks.process import main as serve
+    with imports():
+        from engine.ranks.process import main as serve
 
     serve()
 

@@ -61,7 +61,7 @@ def test_a_child_gets_the_secret_but_not_as_an_argument(model: Path) -> None:
     try:
         endpoint = worker.wait_until_ready()
         arguments = Path(f"/proc/{worker.pid}/cmdline").read_bytes()
-        assert b"worker.process" in arguments
+        assert arguments.split(b"\0")[1:3] == [b"-m", b"worker"]
         assert secret.text.encode() not in arguments
         assert answers(endpoint, secret, PATIENCE_S)
         assert not answers(endpoint, None)
@@ -81,7 +81,7 @@ def test_a_child_without_security_talks_in_the_clear(model: Path) -> None:
 def test_a_worker_by_itself_does_not_invent_a_secret(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE)
     path = config_file(model, secret_file=str(model.parent / "cluster.secret"))
-    command = [sys.executable, "-m", "worker.process", "--role", "decode", "--name", "w0"]
+    command = [sys.executable, "-m", "worker", "--role", "decode", "--name", "w0"]
     done = subprocess.run(
         [*command, "--config", str(path)], capture_output=True, text=True, timeout=60, check=False
     )

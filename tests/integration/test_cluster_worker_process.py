@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> Path:
 
 def start(*arguments: str, first: tuple[str, ...] = ()) -> Process:
     return subprocess.Popen(
-        [*first, sys.executable, "-m", "worker.process", "--name", "w0", *arguments],
+        [*first, sys.executable, "-m", "worker", "--name", "w0", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,7 +8,10 @@ import sys
 import threading
 from pathlib import Path
 
-if any(argument.endswith(("default_worker.py", "worker.process")) for argument in sys.orig_argv):
+is_worker = sys.orig_argv[1:3] == ["-m", "worker"] or any(
+    argument.endswith("default_worker.py") for argument in sys.orig_argv
+)
+if is_worker:
     sys.path.append(str(Path(__file__).parents[3]))
     from tests.factories.sabotage import VARIABLE, obey
 

@@ -1,0 +1,10 @@
+"""`python -m worker`: where the process of a worker begins. See worker/process.py."""
+
+import sys
+
+from baton.system.garbage import imports
+
+if __name__ == "__main__":
+    with imports():
+        from worker.process import main
+    sys.exit(main())
