@@ -6,8 +6,9 @@
         [--peer-llama PYTHON --gguf FILE]      llama.cpp (xllamacpp), installed in PYTHON's environment
 
 transformers is always measured too. Every pair of engine and data type is a process that runs until the end.
-Rounds alternate between these processes, so that other work on the machine slows all of them. The figures are
-medians. Compare ratios, not figures of different runs.
+Rounds alternate between these processes, so that other work on the machine slows all of them. In its turn, a
+process answers twice, and the second answer counts: after a pause, the first one takes up to half a second
+longer. The figures are medians. Compare ratios, not figures of different runs.
 """
 
 import argparse
@@ -99,9 +100,9 @@ class Engine:
 
     def seconds(self, prompts: list[list[int]], workload: Workload, decode_tokens: int) -> float:
         time.sleep(SETTLE_S)
-        answer = self.peer.ask(
-            {"prompts": prompts, "decode_tokens": decode_tokens if workload.decodes else 0}
-        )
+        order = {"prompts": prompts, "decode_tokens": decode_tokens if workload.decodes else 0}
+        self.peer.ask(order)
+        answer = self.peer.ask(order)
         return float(answer["decode_s" if workload.decodes else "prefill_s"])
 
 

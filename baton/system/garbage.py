@@ -11,7 +11,7 @@ def imports() -> Iterator[None]:
     """Within it, nothing is collected; what it has created stays as long as the process.
 
     Importing PyTorch and its dependencies creates 400,000 objects. Collections meanwhile would find nothing, and
-    take a fifth of the time.
+    take a tenth of the time.
     """
     gc.disable()
     try:
