@@ -14,7 +14,7 @@ TRANSFERS ?= 200
 FUZZ_SECONDS ?= 600
 REQUESTS ?= 20000
 EXAMPLES ?= 500
-# End-to-end tests that `make test` leaves out, as what they test is near what others do.
+# End-to-end tests of which `make test` leaves out cases that are near others. Other tests marked by_hand are run by hand.
 BY_HAND := $(addprefix tests/e2e/test_,quantized_tokens.py tensor_parallel.py worker_faults.py)
 CHAOS ?=
 HOSTILE ?=

@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from xdist.scheduler import Scheduling
 
     from tests.factories.whole_engines import EnginesOf
-
-# Ten thousand tests are collected, and nothing of them is garbage.
-gc.disable()
 
 # Started in the background, a shell's children ignore SIGINT, and so would every process that a test starts and
 # interrupts. A handler of our own is not inherited: they begin with the default.
@@ -107,9 +104,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests are collected, and nothing of them is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:

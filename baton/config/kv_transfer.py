@@ -24,7 +24,6 @@ class KVTransferConfig(Section):
     decode worker. `recompute`: the decode worker computes it once it has noticed; if the prefill worker died, `retry`
     is faster. `fail`: the request fails."""
     max_inflight_mib: int = Field(64, ge=1)
-    """Bytes that may be on their way to one peer without acknowledgement. A device that reads another one's memory may
-    have more."""
+    """Bytes that may be on their way to one peer without acknowledgement; with `cuda_ipc` at least 512 MiB."""
     checksum: Literal["auto", "on", "off"] = "auto"
     """Verify the xxh3 checksum of every block on arrival; `auto`: only of blocks from another host."""

@@ -128,7 +128,7 @@ class BlockCopies:
 
     def _make_copy(self) -> Callable[[], None]:
         driver = CudaDriver(self._sources.device.index or 0)
-        kernel, stream = CopyKernel(driver), driver.make_stream()
+        kernel, stream = CopyKernel(driver), driver.make_stream()  # both live as long as this process
         num_blocks, block_nbytes = len(self._sources), self._sources[0].nbytes
         offsets = np.arange(num_blocks) * block_nbytes
         runs = Runs(offsets, offsets, np.full(num_blocks, block_nbytes))

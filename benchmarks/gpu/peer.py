@@ -1,7 +1,7 @@
 """Our engine beside transformers' own on one device, in turn: equal weights, prompts and token counts.
 
-transformers runs in a process of its own. A way of it that fails or never answers ends there, and what it compiles and
-records shares no memory with our graphs.
+transformers runs in processes of its own. If one of its ways to generate fails or hangs, only that process ends. What
+it compiles and records shares no memory with our graphs.
 """
 
 import multiprocessing
@@ -38,8 +38,8 @@ WAYS = ("generate, static cache", "generate_batch")
 """The two fast ways of transformers. Which one is faster depends on versions and installed packages. On an H200,
 generate_batch of transformers 5.17 failed in a thread of its own and never returned."""
 
-ANSWER_TIMEOUT_S = 180.0
-"""The first answer includes torch.compile, which takes one to three minutes."""
+FIRST_ANSWER_TIMEOUT_S, ANSWER_TIMEOUT_S = 270.0, 60.0
+"""The first answer includes the process's start, the weights and torch.compile, which takes one to three minutes."""
 
 Tokens = list[list[int]]
 
@@ -72,16 +72,15 @@ def run(setting: Setting, emit: Emit) -> None:
         [rng.randrange(sizes.config["vocab_size"]) for _ in range(sizes.prompt)] for _ in range(sizes.batch)
     ]
     model = load(setting, path, sizes.dtype, dummy=True)
-    theirs = Theirs(setting, sizes)
     with _our_loop(setting, sizes, model) as loop:
         for way in WAYS:
+            theirs = Theirs(setting, sizes, way)
             try:
                 emit(_compare(setting, sizes, way, prompts, loop, theirs))
             except TheirError as error:  # the other way may still work
                 emit(Row(PART, f"transformers {way}", "failed", str(error)[:200]))
+            finally:
                 theirs.end()
-                theirs = Theirs(setting, sizes)
-    theirs.end()
 
 
 class TheirError(Exception):
@@ -89,43 +88,49 @@ class TheirError(Exception):
 
 
 class Theirs:
-    """transformers in its own process, which loads the model when it is first asked."""
+    """transformers in its own process, which generates in one way."""
 
-    def __init__(self, setting: Setting, sizes: Sizes) -> None:
+    def __init__(self, setting: Setting, sizes: Sizes, way: str) -> None:
         context = multiprocessing.get_context("spawn")  # a forked process cannot use the device
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_answer, args=(setting, sizes, theirs), daemon=True)
+        self._process = context.Process(target=_answer, args=(setting, sizes, way, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._timeout_s = FIRST_ANSWER_TIMEOUT_S
 
-    def generate(self, way: str, prompts: Tokens) -> tuple[Tokens, float]:
+    def generate(self, prompts: Tokens) -> tuple[Tokens, float]:
         """Its tokens, and the seconds that it took to compute them."""
-        if self._process.pid is None:
-            self._process.start()
-        self._pipe.send((way, prompts))
-        if not self._pipe.poll(ANSWER_TIMEOUT_S):
-            raise TheirError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
         try:
+            self._pipe.send(prompts)
+            if not self._pipe.poll(self._timeout_s):
+                raise TheirError(f"no answer within {self._timeout_s:g} s")
             answer = self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise TheirError("its process has ended") from None
+        self._timeout_s = ANSWER_TIMEOUT_S
         if isinstance(answer, str):
             raise TheirError(answer)
         tokens, seconds = answer
         return tokens, seconds
 
     def end(self) -> None:
-        if self._process.pid is not None:
-            self._process.kill()
-            self._process.join()
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
 
 
-def _answer(setting: Setting, sizes: Sizes, pipe: Connection) -> None:
+def _answer(setting: Setting, sizes: Sizes, way: str, pipe: Connection) -> None:
     """The process of transformers: answers until it is killed, or the other end is gone."""
-    ways = _ways(setting, sizes, _their_model(setting, sizes))
+    if setting.is_dry:
+        torch.set_num_threads(1)
+    generate: Callable[[Tokens], Tokens] | None = None
     with suppress(EOFError):
         while True:
-            way, prompts = pipe.recv()
+            prompts = pipe.recv()
             try:
-                tokens, seconds = _timed(setting, partial(ways[way], prompts))
+                if generate is None:
+                    generate = _ways(setting, sizes, _their_model(setting, sizes))[way]
+                tokens, seconds = _timed(setting, partial(generate, prompts))
             except Exception as error:  # other code may fail in any way
                 pipe.send(f"{type(error).__name__}: {error}")
             else:
@@ -140,7 +145,7 @@ def _compare(
     def ours() -> tuple[Tokens, float]:
         return _timed(setting, lambda: loop.run(prompts, [params] * len(prompts)).tokens)
 
-    sides: tuple[Callable[[], tuple[Tokens, float]], ...] = (ours, lambda: theirs.generate(way, prompts))
+    sides: tuple[Callable[[], tuple[Tokens, float]], ...] = (ours, lambda: theirs.generate(prompts))
     answers = [side()[0] for side in sides]  # warms up graphs, compilers and pages
     rounds = [[side()[1] for side in sides] for _ in range(sizes.rounds)]
     our_s, their_s = (median(side) for side in zip(*rounds, strict=True))

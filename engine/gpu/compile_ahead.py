@@ -26,6 +26,8 @@ from engine.loading.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
+PARSING = threading.Lock()
+
 
 class CompileAhead:
     """A context manager that compiles while it is open; on exit it waits until everything is compiled.
@@ -79,10 +81,10 @@ def parsing_alone() -> Iterator[None]:
     Python until 3.11.7 and 3.12.1 may fail when several threads parse: "AST constructor recursion depth mismatch"
     (CPython issue 106905).
     """
-    parse, lock = JITFunction.parse, threading.Lock()
+    parse = JITFunction.parse
 
     def parse_alone(self: Any) -> Any:
-        with lock:
+        with PARSING:
             return parse(self)
 
     JITFunction.parse = parse_alone

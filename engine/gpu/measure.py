@@ -63,10 +63,10 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
         parts.rehearse()
         chunk = chosen_chunk(limits, partial(_throughput, parts)) if wants_chunk else None
-        # Timing products has recorded graphs, for which PyTorch returned the memory of the steps before them.
+        # Timing products has recorded graphs, before which PyTorch returned the memory of the steps until then.
         returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
         activations = free_loaded - _free_now(device) + returned
-        free_memory(device)
+        free_memory(device)  # else the first graph's recording would return it, and seem to need less
         graphs = graphs_bytes(parts, CudaGraphs(), lambda: _free_now(device)) if uses_graphs else 0
     if model.collectives.size > 1:
         graphs += COLLECTIVES_BYTES

@@ -15,7 +15,7 @@
 //     4 bits: [group_size / 8][16 outputs][4 inputs]     low nibbles: the group's first half of inputs; high: the other
 //
 // Quantised rows: [tiles][groups] of [rows of the tile][group_size] signed bytes, then of each row x_scale and
-// x_scale * sum(q), float32, and sum(q), int32.
+// x_scale * sum(q), float32, and sum(q), int32, which only AVX2 reads.
 
 #include <type_traits>
 #include <utility>
@@ -36,7 +36,7 @@ alignas(16) constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11
 // Bytes of a vector register, and their products with the 4 bytes of a row that all outputs share. A dot's sums of a
 // group stay below 2^31, and with values of 4 bits, which stand for 24 at most, below 2^15.
 #if defined(__AVX512BW__)
-constexpr int MAX_ROWS = 16, MAX_ROWS_OF_8_BITS = 16;
+constexpr int MAX_ROWS = 16;
 constexpr bool FEW_REGISTERS = false;
 using Bytes = __m512i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm512_loadu_si512(bytes); }
@@ -67,7 +67,7 @@ struct Dot4 {
 #endif
 
 #elif defined(__AVX2__)
-constexpr int MAX_ROWS = 6, MAX_ROWS_OF_8_BITS = 6;  // their sums stay in 16 registers
+constexpr int MAX_ROWS = 6;  // their sums stay in 16 registers
 constexpr bool FEW_REGISTERS = true;
 using Bytes = __m256i;
 inline Bytes load_bytes(const uint8_t *bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes)); }
@@ -102,7 +102,7 @@ constexpr int LEAST_ROWS_OF_OFFSET_DOTS = 3;  // for fewer, Dot8 is as fast
 #define DOT_OF_NIBBLES
 
 #elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int MAX_ROWS = 8, MAX_ROWS_OF_8_BITS = 8;
+constexpr int MAX_ROWS = 8;
 constexpr bool FEW_REGISTERS = false;
 using Bytes = uint8x16_t;
 inline Bytes load_bytes(const uint8_t *bytes) { return vld1q_u8(bytes); }
@@ -130,7 +130,7 @@ template <int BITS> struct Dot {
 };
 
 #else
-constexpr int MAX_ROWS = 4, MAX_ROWS_OF_8_BITS = 4;
+constexpr int MAX_ROWS = 4;
 constexpr bool FEW_REGISTERS = true;
 struct Bytes {
     uint8_t values[4 * LANES];
@@ -164,7 +164,8 @@ template <int BITS> struct Dot {
 #endif
 
 #if defined(DOT_OF_NIBBLES)
-// Without VNNI, products of 8 bits would exceed the 16 bits of their sums; those of their halves do not.
+// Without VNNI, products of 8 bits would exceed the 16 bits of their sums; those of their halves do not. OffsetDot8 is
+// another way.
 struct Dot8 {
     Dot4 low, high;
     void add(Bytes u, Bytes x) {
@@ -178,9 +179,9 @@ template <int BITS> using Dot = std::conditional_t<BITS == 4, Dot4, Dot8>;
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 template <int BITS, int ROWS>
-using DotOfFew = std::conditional_t<BITS == 8 && ROWS >= LEAST_ROWS_OF_OFFSET_DOTS, OffsetDot8, Dot<BITS>>;
+using RowDot = std::conditional_t<BITS == 8 && ROWS >= LEAST_ROWS_OF_OFFSET_DOTS, OffsetDot8, Dot<BITS>>;
 #else
-template <int BITS, int ROWS> using DotOfFew = Dot<BITS>;
+template <int BITS, int ROWS> using RowDot = Dot<BITS>;
 #endif
 
 // The weights of a group, for the outputs of one vector, times those of each row: calls `then(row, products' sums)`.
@@ -190,8 +191,8 @@ inline void multiply_group(const uint8_t *bytes, const int8_t *q, const int32_t 
     const auto unpacked = [](Bytes nibbles) { return IS_E2M1 ? from_e2m1(nibbles) : nibbles; };
     const auto x = [q](int row, int step) { return four(q + row * GROUP + 4 * step); };
     if constexpr (FEW_REGISTERS) {  // they hold the sums of all rows, and the weights of one load
-        DotOfFew<BITS, ROWS> dots[ROWS];
-        if constexpr (!std::is_same_v<DotOfFew<BITS, ROWS>, Dot<BITS>>)
+        RowDot<BITS, ROWS> dots[ROWS];
+        if constexpr (!std::is_same_v<RowDot<BITS, ROWS>, Dot<BITS>>)
             for (int row = 0; row < ROWS; ++row) dots[row].begin(sums_of_q[row]);
 #pragma GCC unroll 2  // unrolled further, GCC 12 stores all products before it adds them
         for (int i = 0; i < LOADS; ++i) {
@@ -287,7 +288,7 @@ void quantise_row(const void *values, Type type, int64_t num_groups, int64_t gro
         float *scales = reinterpret_cast<float *>(q + rows * group_size);
         scales[row] = top / 127.0f;
         const float sum_of_q = sum_of(sums);
-        const int32_t whole = sum_of_q == sum_of_q ? static_cast<int32_t>(sum_of_q) : 0;
+        const int32_t whole = std::abs(sum_of_q) <= 127.0f * 32 ? static_cast<int32_t>(sum_of_q) : 0;  // 0 for NaN
         scales[rows + row] = top / 127.0f * sum_of_q;
         std::memcpy(scales + 2 * rows + row, &whole, sizeof whole);
     }
@@ -349,7 +350,7 @@ void grouped_product(const GroupedLayer *layer, void *x, int64_t x_stride, int64
     const Tiles row_blocks(num_rows, ROW_BLOCK);
     for (int64_t row_block = 0; row_block < row_blocks.count; ++row_block) {
         const int64_t first = row_blocks.begin(row_block);
-        const Tiles tiles(row_blocks.size(row_block), layer->bits == 8 ? MAX_ROWS_OF_8_BITS : MAX_ROWS);
+        const Tiles tiles(row_blocks.size(row_block), MAX_ROWS);
         const Rows from{x, x_stride, static_cast<Type>(x_type)}, to{y, y_stride, static_cast<Type>(y_type)};
         int8_t *quantised = reinterpret_cast<int8_t *>(scratch<0>(tiles.num_rows * row_bytes));
         // Waking threads takes longer than quantising few rows.

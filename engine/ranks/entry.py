@@ -1,4 +1,4 @@
-"""Where a rank's process begins: `python -m engine.ranks.entry FD`. Knows only the connection to rank 0.
+"""Where a rank's process begins: `python -m engine.ranks.entry FD`. Knows little but the connection to rank 0.
 
 Importing the engine takes seconds. Meanwhile the process must ignore a terminal's signals, which only rank 0 handles,
 and must end if rank 0 ends.

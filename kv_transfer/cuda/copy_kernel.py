@@ -1,6 +1,6 @@
 """CopyKernel: copies runs of bytes between addresses of devices, many runs in one launch (copy_runs.ptx).
 
-A launch takes the processor a few microseconds, and the device copies at the speed of its memory. A copy by the driver
+A launch takes the processor some 20 us, and the device copies at the speed of its memory. A copy by the driver
 out of another process's memory takes about 38 us, and 8 us more for each MiB (measured on an H200).
 """
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kv_transfer.cuda.driver import Address, CudaDriver
+from kv_transfer.cuda.driver import Address, CudaDriver, CudaError
 from kv_transfer.transport.base import Runs
 
 NAME = "copy_runs"
@@ -18,8 +18,8 @@ CHUNKS_PER_BLOCK = NUM_THREADS // 32
 """Each warp copies one chunk at a time."""
 
 MAX_BLOCKS = 128
-"""Thread blocks of a launch. Each has 64 KiB in flight, so that all together keep a device's memory busy. Each leaves
-most of its multiprocessor to the kernels of a step."""
+"""Thread blocks of a launch. Each has 64 KiB in flight, so that all together keep a device's memory busy. On a large
+device, each leaves more than half of its multiprocessor to the kernels of a step."""
 
 ENTRY_WORDS = 4
 MAX_RUNS = 1022
@@ -33,9 +33,12 @@ class CopyKernel:
     """The kernel, loaded on one device. The driver compiles it then, which takes some milliseconds."""
 
     def __init__(self, driver: CudaDriver) -> None:
-        """CudaError if the driver cannot compile it: it must know CUDA 12.1."""
+        """CudaError if the driver cannot compile it."""
         self._driver = driver
-        self._kernel = driver.load_kernel(Path(__file__).with_name(f"{NAME}.ptx").read_bytes(), NAME)
+        try:
+            self._kernel = driver.load_kernel(Path(__file__).with_name(f"{NAME}.ptx").read_bytes(), NAME)
+        except CudaError as error:
+            raise CudaError(f"{error}; copies need a driver of CUDA 12.1 or later") from error
 
     def queue(self, runs: Runs, source: Address, to: Address, stream: int) -> None:
         """Queues copies from `runs.remote` after `source` to `runs.local` after `to`, in no particular order.
@@ -45,15 +48,15 @@ class CopyKernel:
         CudaError if a launch is refused; those before it are queued.
         """
         for first in range(0, len(runs.lengths), MAX_RUNS):
-            some = slice(first, first + MAX_RUNS)
-            lengths = runs.lengths[some]
+            part = slice(first, first + MAX_RUNS)
+            lengths = runs.lengths[part]
             num_chunks = -(-lengths // CHUNK_NBYTES)
             ends = np.cumsum(num_chunks)
             table = np.zeros(TABLE_WORDS, np.uint64)
             table[0] = ends[-1]
             entries = table[2:].reshape(-1, ENTRY_WORDS)
-            entries[: len(lengths), 0] = source + runs.remote[some]
-            entries[: len(lengths), 1] = to + runs.local[some]
+            entries[: len(lengths), 0] = source + runs.remote[part]
+            entries[: len(lengths), 1] = to + runs.local[part]
             entries[: len(lengths), 2] = lengths
             entries[: len(lengths), 3] = ends - num_chunks
             entries[len(lengths), 3] = NO_CHUNK

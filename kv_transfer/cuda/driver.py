@@ -2,8 +2,8 @@
 
 It uses the driver, not the runtime. Every NVIDIA installation has it, whatever CUDA PyTorch was built with, and
 memory from `cuMemAlloc` can be shared whatever allocator PyTorch uses. All calls run in the device's primary context,
-which PyTorch uses too. No call waits for the whole device except `allocate`, meant for the start, and `free` and
-`close`, where the driver may wait.
+which PyTorch uses too. No call waits for the whole device but those for the start (`allocate`, `allocate_host`,
+`load_kernel`) and those for the end (`free`, `close`, `unload_kernel`), where the driver may wait.
 
 Another thread may be capturing a CUDA graph meanwhile. By default the driver then refuses many calls, event queries
 among them, and ends the capture. So every call sets the capture mode in which only its own thread's captures count
@@ -210,9 +210,13 @@ class CudaDriver:
         """Compiles a kernel for this device. May wait for the device, so call it at the start."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._in_context("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(ptx))
-        self._in_context(
-            "cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name.encode())
-        )
+        kernel_name = ctypes.c_char_p(name.encode())
+        try:
+            self._in_context("cuModuleGetFunction", ctypes.byref(function), module, kernel_name)
+        except CudaError:
+            with suppress(CudaError):
+                self._in_context("cuModuleUnload", module)
+            raise
         return Kernel(module.value or 0, function.value or 0)
 
     def unload_kernel(self, kernel: Kernel) -> None:

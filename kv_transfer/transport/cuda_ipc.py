@@ -1,7 +1,7 @@
 """CUDA IPC: on one host, a consumer's device copies straight out of the producer's device memory.
 
 One kernel copies all runs of a read. It is queued on a stream of its own, and an event reports its end. No thread
-waits for it, and it never queues behind the engine's kernels.
+waits for it. It waits for no kernel of the engine, but shares the multiprocessors with them.
 """
 
 import os
@@ -21,7 +21,7 @@ from kv_transfer.transport.base import ReadDone, Runs, TransportError
 FORMAT = 1
 NUM_EARLY_POLLS = 5
 EARLY_POLL_INTERVAL_S = 0.0001
-"""Between the first polls of a read: on an idle device, 64 MiB take less than this."""
+"""Between the first polls after a read has begun or ended: on an idle device, 64 MiB take less than this."""
 POLL_INTERVAL_S = 0.0005
 
 
@@ -31,7 +31,9 @@ class CudaIpcReader:
     name = CUDA_IPC
 
     def __init__(self, memory: CudaMemory) -> None:
-        """CudaError if the system does not let processes share a device's memory, as in some containers."""
+        """CudaError if the system does not let processes share a device's memory, as in some containers, or its driver
+        is older than CUDA 12.1.
+        """
         self._memory = memory
         self._driver = memory.driver
         self._handle = self._driver.share(memory.address)
@@ -100,8 +102,10 @@ class CudaIpcReader:
 
     def close(self) -> None:
         self.finish()
-        self._driver.drop_stream(self._stream)
-        self._kernel.close()
+        try:
+            self._driver.drop_stream(self._stream)
+        finally:
+            self._kernel.close()
 
     def _wait(self) -> str | None:
         """Waits until no queued copy can write any more. If bytes may be missing, returns why.

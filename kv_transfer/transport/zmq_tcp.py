@@ -48,8 +48,9 @@ MIN_FRAME_BYTES = 128 * 1024
 MAX_ARRIVALS_PER_TURN = 64
 """The most arrivals per turn: a peer that never stops sending must not delay commands and deadlines."""
 
-MIN_POLL_S = 0.001
-"""ZeroMQ waits for whole milliseconds. During a shorter wait, it is not asked for what arrives."""
+DEAF_S = 0.0002
+"""ZeroMQ waits for whole milliseconds. A wait of at most this long is a sleep, in which nothing that arrives is
+noticed."""
 
 
 @dataclass(slots=True)
@@ -117,9 +118,12 @@ class ZmqChannel:
         self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float | None) -> Iterator[Arrival]:
-        """Sleeps until something arrives or the time has passed, rarely less, then yields the arrivals."""
+        """Sleeps until something arrives or the time has passed, rarely less, then yields the arrivals.
+
+        Within DEAF_S it sleeps on, whatever arrives.
+        """
         self._close_unused()
-        ready = self._poll(self._until_idle(timeout_s))
+        ready = self._poll(self._longest_sleep(timeout_s))
         self._authenticator.attend(ready)
         if self._router in ready:
             yield from self._arrivals(self._router, None)
@@ -205,7 +209,7 @@ class ZmqChannel:
             self._poller.unregister(connection.socket)
             connection.socket.close(LINGER_MS)
 
-    def _until_idle(self, timeout_s: float | None) -> float | None:
+    def _longest_sleep(self, timeout_s: float | None) -> float | None:
         """The time to sleep, cut so that unused connections are closed in time."""
         oldest = next(iter(self._connections.values()), None)
         if oldest is not None:
@@ -217,13 +221,13 @@ class ZmqChannel:
         """Events by socket or file descriptor, once there are some or the time has passed."""
         if timeout_s is None:
             return dict(self._poller.poll())
-        if timeout_s >= MIN_POLL_S:
+        if timeout_s > DEAF_S:
             return dict(self._poller.poll(math.ceil(timeout_s * 1000)))
         ready = dict(self._poller.poll(0))
-        if ready or not timeout_s:
-            return ready
-        time.sleep(timeout_s)
-        return dict(self._poller.poll(0))
+        if not ready and timeout_s > 0:
+            time.sleep(timeout_s)
+            ready = dict(self._poller.poll(0))
+        return ready
 
     def _configured(self, kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)

@@ -49,9 +49,8 @@ async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
     return [answer.token_ids for answer in found]
 
 
-ONE_TO_TWO = pytest.param(
-    1, 2, marks=pytest.mark.by_hand
-)  # test_ranks_with_whole_experts has both differences
+# test_ranks_with_whole_experts has both differences
+ONE_TO_TWO = pytest.param(1, 2, marks=pytest.mark.by_hand)
 
 
 @pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [ONE_TO_TWO, (2, 2)])

@@ -109,6 +109,7 @@ def play(arguments: Sequence[str], device: int) -> dict[str, Any]:
 
 def main() -> int:
     for device, options in enumerate(split(sys.argv[1:])):
+        print(*options, file=sys.stderr)  # which case it was, if one fails
         print(json.dumps(play(options, device)))
     return 0
 

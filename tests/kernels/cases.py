@@ -1,4 +1,4 @@
-"""Several cases, each with options of its own, as the arguments of one process: most of its time it imports."""
+"""Several cases with options of their own as the arguments of one process, most of whose time goes into imports."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

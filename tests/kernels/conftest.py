@@ -10,9 +10,12 @@ MAX_CACHED_BYTES = 2**30
 
 collect_ignore_glob: list[str] = []
 try:
-    from tests.factories import fast_interpreter  # noqa: F401
+    import triton
 except ModuleNotFoundError:
     collect_ignore_glob.append("test_*.py")
+else:
+    if triton.knobs.runtime.interpret:
+        from tests.factories import fast_interpreter  # noqa: F401
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

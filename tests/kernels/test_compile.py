@@ -15,7 +15,7 @@ import pytest
 from tests.kernels.cases import joined
 
 TIMEOUT_S = 1800.0
-"""Of a process, which takes a minute or two if it has its own core."""
+"""Of a process, which takes minutes."""
 
 Compiled = list[dict[str, Any]]
 

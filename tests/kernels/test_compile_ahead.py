@@ -15,8 +15,8 @@ from baton.errors import ModelError
 from engine.gpu.compile_ahead import CompileAhead, compiling_only
 from tests.kernels.cases import joined
 
-TIMEOUT_S = 300.0
-
+TIMEOUT_S = 1800.0
+"""Of a process, which takes a minute if it has its own core."""
 
 COMPILED = ("--compile",)
 CASES = (

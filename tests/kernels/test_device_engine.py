@@ -246,7 +246,7 @@ def test_c27_kv_groups_change_no_token(tmp_path: Path, device: torch.device, blo
     lengths, settings = (5, 40, 105), {"max_model_len": 112, "max_num_batched_tokens": 48}
     prompts = [[(7 * i + length) % VOCAB for i in range(length)] for length in lengths]
     config = make_config(block_size, 3 * 192 // block_size, **settings)
-    uses_graphs = device.type == "cuda"  # interpreted, padded steps take twice the time
+    uses_graphs = block_size == 8 or device.type == "cuda"  # interpreted, padded steps take twice the time
     found = on_device(path, device, config, uses_graphs=uses_graphs, prompts=prompts)
     assert_same(found, on_cpu(path, config, prompts))
 

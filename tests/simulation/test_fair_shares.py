@@ -15,7 +15,7 @@ from simulator.workloads import Session, Turn
 GREEDY, TENANTS = "greedy", tuple(f"tenant{number}" for number in range(7))
 NUM_PER_TENANT, MEAN_PAUSE_S, FIRST_S, END_S = 15, 1.2, 2.0, 30.0
 UNSHARED_END_S, PATIENCE_S = 12.0, 4.0
-"""Without shares, a shorter time shows that the others wait longer than PATIENCE_S."""
+"""Without shares, a shorter time suffices: it only has to show waits of four times those of being alone."""
 
 
 def others() -> Iterator[Session]:
@@ -44,19 +44,19 @@ def session(
     return Session(f"{caller}-{number}", at, (), (turn,), caller)
 
 
-def p99_s(greedy: list[Session], num_blocks: int, config: GatewayConfig, end_s: float = END_S) -> float:
-    """The other tenants' time to first token, of all that come PATIENCE_S before the end."""
+def most_s(greedy: list[Session], num_blocks: int, config: GatewayConfig, end_s: float = END_S) -> float:
+    """The other tenants' longest time to first token but one, of all that come PATIENCE_S before the end."""
     fleet = TimedFleet(config, 1, 2, (40_000, num_blocks), seed=1)
     asked = [session for session in others() if session.arrival_s < end_s - PATIENCE_S]
     times_of = fleet.run([*asked, *greedy], until_s=end_s).ttft_s_of
     times = [time for tenant in TENANTS for time in times_of.get(tenant, ())]
     never = [end_s] * (len(asked) - len(times))
-    return sorted(times + never)[-1 - len(asked) // 100]
+    return sorted(times + never)[-2]
 
 
 @cache
-def p99_alone_s(num_blocks: int, mode: Literal["auto", "disaggregated"]) -> float:
-    return p99_s([], num_blocks, GatewayConfig(routing_mode=mode))
+def most_alone_s(num_blocks: int, mode: Literal["auto", "disaggregated"]) -> float:
+    return most_s([], num_blocks, GatewayConfig(routing_mode=mode))
 
 
 FLOODS = {
@@ -72,9 +72,9 @@ def test_c57_the_others_first_tokens_come_within_twice_the_time_of_being_alone(
     name: str, mode: Literal["auto", "disaggregated"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (greedy, num_blocks), config = FLOODS[name], GatewayConfig(routing_mode=mode)
-    alone_s, shared_s = p99_alone_s(num_blocks, mode), p99_s(greedy, num_blocks, config)
+    alone_s, shared_s = most_alone_s(num_blocks, mode), most_s(greedy, num_blocks, config)
     monkeypatch.setattr(CallerShares, "_is_shared", lambda *_: False)
-    unshared_s = p99_s(greedy, num_blocks, config, UNSHARED_END_S)
+    unshared_s = most_s(greedy, num_blocks, config, UNSHARED_END_S)
     print(f"{name}: alone {alone_s:.3f} s, beside it {shared_s:.3f} s, without shares {unshared_s:.3f} s")
     assert shared_s < 2 * alone_s
     assert unshared_s > 4 * alone_s

@@ -72,7 +72,7 @@ def test_bugs_found_once_would_be_found_again(plant: Plant, seed: int) -> None:
 
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     """Sets of strings have another order in each process; nothing may depend on it."""
-    seeds = range(10)
+    seeds = (*range(9), 14)  # of these, 14 has workers that hang, slow down and spoil
     here = [play(seed).digest for seed in seeds]
     assert here == [play(seed).digest for seed in seeds]
     program = f"from tests.simulation.run import play; print(*[play(seed).digest for seed in {seeds}])"

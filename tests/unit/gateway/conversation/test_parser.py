@@ -169,7 +169,7 @@ def test_behind_a_call_no_part_of_another_one_is_text(family: str) -> None:
         assert all(call.is_whole for call in parts.calls[:-1])
         whole = merged_events(answer_format, [answer])
         assert merged_events(answer_format, [*answer]) == whole
-        for cut in range(max(0, end - 40), end, 5):  # other ends are cut at the places between
+        for cut in range(max(0, end - 40 + end % 5), end, 5):  # over all ends, at every distance
             assert merged_events(answer_format, [answer[:cut], answer[cut:]]) == whole
     assert num_ends > 50
     assert parts_of(answer_format, [f"{one} Done <tool"]).text.strip().endswith("Done <tool")
