@@ -34,7 +34,7 @@ BYTES_PER_TURN = 4 * 1024 * 1024
 BYTES_PER_TURN_READ = 32 * 1024 * 1024
 """The same limit if the consumer reads: offers cost nothing per byte, and reading this much takes 3 ms."""
 
-BYTES_PER_TURN_DEVICE = 256 * 1024 * 1024
+BYTES_PER_TURN_BY_DEVICE = 256 * 1024 * 1024
 """The same limit if the consumer's device reads, which takes some 0.2 ms. A peer may have two such offers, so that it
 never waits for the next one."""
 
@@ -192,6 +192,12 @@ class OutgoingTransfer:
             self.unsent.append(index)
 
 
+def bytes_per_turn(transport: str) -> int:
+    if transport == CUDA_IPC:
+        return BYTES_PER_TURN_BY_DEVICE
+    return BYTES_PER_TURN if transport in SENDS_BYTES else BYTES_PER_TURN_READ
+
+
 class SendWindow:
     """Bounds the unacknowledged bytes of each peer, and decides whose turn it is to send."""
 
@@ -249,10 +255,9 @@ class SendWindow:
 
     def _num_pieces_that_fit(self, transfer: OutgoingTransfer) -> int:
         """The number of pieces to send now; at least one if the peer has no unacknowledged bytes."""
-        inflight, size, max_bytes = self._inflight[transfer.peer], transfer.piece_nbytes, self._max_bytes
-        turn = BYTES_PER_TURN if transfer.has_payload else BYTES_PER_TURN_READ
-        if transfer.transport == CUDA_IPC:
-            turn, max_bytes = BYTES_PER_TURN_DEVICE, max(max_bytes, 2 * BYTES_PER_TURN_DEVICE)
+        inflight, size = self._inflight[transfer.peer], transfer.piece_nbytes
+        turn = bytes_per_turn(transfer.transport)
+        max_bytes = max(self._max_bytes, 2 * turn) if transfer.transport == CUDA_IPC else self._max_bytes
         num_in_window = (max_bytes - inflight) // size
         if inflight == 0:
             num_in_window = max(1, num_in_window)

@@ -6,7 +6,7 @@ from kv_transfer.protocol.effects import Freed, RankTransfer, Received
 from kv_transfer.protocol.messages import Ack, Hold, Release
 from kv_transfer.protocol.outgoing import (
     BYTES_PER_TURN,
-    BYTES_PER_TURN_DEVICE,
+    BYTES_PER_TURN_BY_DEVICE,
     BYTES_PER_TURN_READ,
     OutgoingState,
     OutgoingTransfer,
@@ -80,7 +80,7 @@ MIB = 2**20
     [
         (ZMQ_TCP, BYTES_PER_TURN, 64 * MIB),
         (SHARED_MEMORY, BYTES_PER_TURN_READ, 64 * MIB),
-        (CUDA_IPC, BYTES_PER_TURN_DEVICE, 2 * BYTES_PER_TURN_DEVICE),
+        (CUDA_IPC, BYTES_PER_TURN_BY_DEVICE, 2 * BYTES_PER_TURN_BY_DEVICE),
     ],
 )
 def test_each_way_to_move_bytes_has_its_turn_and_its_window(transport: str, turn: int, window: int) -> None:
