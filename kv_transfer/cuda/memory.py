@@ -102,8 +102,8 @@ def queue_copies(driver: CudaDriver, runs: Runs, source: Address, to: Address, s
                 )
                 continue
             except CudaError:
-                # Within a device, a driver may refuse pitches that cuMemAllocPitch did not choose. Any other error
-                # affects the plain copies too, and they report it.
+                # A driver may refuse pitches that cuMemAllocPitch did not choose; CUDA's manual says so of copies
+                # within a device. Any other error affects the plain copies too, and they report it.
                 pass
         for row in range(rows.num_rows):
             there = source + rows.remote + row * rows.remote_step

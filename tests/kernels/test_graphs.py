@@ -18,13 +18,6 @@ WORKSPACE_NBYTES = 32 * 2**20
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return torch.device("cuda")
-
-
 def num_bytes_outside() -> int:
     """Bytes in use outside of graphs' pools, on other streams than the default one."""
     return sum(
@@ -49,9 +42,11 @@ def assert_untouched(taken: list[torch.Tensor]) -> None:
     assert all(bool((memory == 255).all()) for memory in taken), "a replay wrote to others' memory"
 
 
-def test_products_of_the_library_have_their_workspace_in_the_graphs_pool(gpu: torch.device) -> None:
-    weight_OI = torch.randn(4096, 14336, device=gpu, dtype=torch.bfloat16)  # long sums, which cuBLAS divides
-    inputs = [torch.randn(rows, 14336, device=gpu, dtype=torch.bfloat16) for rows in (64, 56, 24, 1)]
+def test_products_of_the_library_have_their_workspace_in_the_graphs_pool(device: torch.device) -> None:
+    weight_OI = torch.randn(
+        4096, 14336, device=device, dtype=torch.bfloat16
+    )  # long sums, which cuBLAS divides
+    inputs = [torch.randn(rows, 14336, device=device, dtype=torch.bfloat16) for rows in (64, 56, 24, 1)]
     recorder, before = CudaGraphs(), num_bytes_outside()
     recorded = [recorder.record(partial(F.linear, x_TI, weight_OI)) for x_TI in inputs]
     assert num_bytes_outside() <= before, "a graph uses memory that it does not own"
@@ -70,8 +65,8 @@ def test_products_of_the_library_have_their_workspace_in_the_graphs_pool(gpu: to
     assert_untouched(taken)
 
 
-def test_recorded_steps_own_their_memory(gpu: torch.device, tmp_path: Path) -> None:
-    _, parts, _ = make_parts(tmp_path, gpu, StepLimits(64, 64, 64), dtype="bfloat16")
+def test_recorded_steps_own_their_memory(device: torch.device, tmp_path: Path) -> None:
+    _, parts, _ = make_parts(tmp_path, device, StepLimits(64, 64, 64), dtype="bfloat16")
     parts.rehearse()
     before = num_bytes_outside()
     parts.record(CudaGraphs())
