@@ -3,7 +3,7 @@
     PYTHON scripts/gpu_venv.py FOLDER
 
 Nothing is fetched: packages are links to those of PYTHON's own environment, so their versions are this project's. What
-requirements/gpu-machine.txt and gpu-wheels.txt do not name, Baton itself included, is not there.
+requirements/gpu-machine.txt, gpu-wheels.txt and gpu-ray.txt do not name, Baton itself included, is not there.
 """
 
 import sys
@@ -12,7 +12,7 @@ from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LISTS = ("gpu-machine.txt", "gpu-wheels.txt")
+LISTS = ("gpu-machine.txt", "gpu-wheels.txt", "gpu-ray.txt")
 
 
 def main() -> None:

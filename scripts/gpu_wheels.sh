@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# usage: gpu_wheels.sh [FOLDER]      (default .gpu-wheels, which git ignores)
+# usage: gpu_wheels.sh [FOLDER [LIST]]      (default .gpu-wheels, which git ignores, and requirements/gpu-wheels.txt)
 # Collects what a GPU machine without a network lacks beside PyTorch, Triton and transformers: the wheels that requirements/cpu.lock
-# pins, for CPython 3.12 on x86-64, and a newer ptxas than Triton's (see docs/gpu.md). Prints the folder's size.
+# pins, for CPython 3.12 on x86-64, and with the default list a newer ptxas than Triton's (see docs/gpu.md). Prints the folder's size.
 #
 # There: python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl; export PYTHONPATH=SITE
 #        export TRITON_PTXAS_PATH=FOLDER/ptxas (gunzip it and make it executable first)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-.gpu-wheels}
-mapfile -t packages < <(grep -v "^#" requirements/gpu-wheels.txt)
+list=${2:-requirements/gpu-wheels.txt}
+mapfile -t packages < <(grep -v "^#" "$list")
 ptxas=$(sed -n 's/^\(nvidia-cuda-nvcc==[0-9.]*\).*/\1/p' requirements/ptxas.lock)
 platforms=()
 for version in 2_34 2_31 2_28 2_26 2_24 2_17 2_12 2_5; do
@@ -30,6 +31,11 @@ for package in "${packages[@]}"; do
     }
     fetch "$folder" "$pin"
 done
+print_size() { du -sm --apparent-size "$folder" | awk '{ print $1 " MiB in " $2 }'; }
+if [ "$list" != requirements/gpu-wheels.txt ]; then
+    print_size
+    exit
+fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 fetch "$work" "$ptxas"
@@ -40,4 +46,4 @@ with zipfile.ZipFile(wheel) as files:
     (name,) = (name for name in files.namelist() if name.endswith("/bin/ptxas"))
     (pathlib.Path(sys.argv[2]) / "ptxas.gz").write_bytes(gzip.compress(files.read(name), 9, mtime=0))
 PYTHON
-du -sm --apparent-size "$folder" | awk '{ print $1 " MiB in " $2 }'
+print_size

@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 # Loopback only, and a secret that both sides know.
 RAY_ENVIRONMENT = {
@@ -20,8 +21,8 @@ FOREIGN_RAY = """
 import sys, ray
 for may_fail in (True, True, False):  # half a minute is all that Ray gives itself to start
     try:
-        ray.init(address="local", num_cpus=int(sys.argv[1]), num_gpus=0, include_dashboard=False, log_to_driver=False,
-                 logging_level="ERROR", object_store_memory=100 * 2**20, _temp_dir=sys.argv[2],
+        ray.init(address="local", num_cpus=int(sys.argv[1]), num_gpus=int(sys.argv[3]), include_dashboard=False,
+                 log_to_driver=False, logging_level="ERROR", object_store_memory=100 * 2**20, _temp_dir=sys.argv[2],
                  _system_config={"prestart_worker_first_driver": False})
         break
     except Exception:
@@ -35,15 +36,17 @@ ray.shutdown()
 
 
 @contextmanager
-def foreign_ray(num_cpus: int, folder: Path) -> Iterator[str]:
-    """The address of a Ray cluster that `baton serve` did not start."""
+def foreign_ray(
+    num_cpus: int, folder: Path, num_gpus: int = 0, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """The address of a Ray cluster that `baton serve` did not start. Its processes inherit `environment`."""
     with subprocess.Popen(
-        [sys.executable, "-c", FOREIGN_RAY, str(num_cpus), str(folder)],
+        [sys.executable, "-c", FOREIGN_RAY, str(num_cpus), str(folder), str(num_gpus)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, **RAY_ENVIRONMENT},
+        env={**os.environ, **RAY_ENVIRONMENT, **environment},
     ) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()

@@ -14,6 +14,8 @@ from tests.kernels.device_parts import make_parts
 
 WORKSPACE_NBYTES = 32 * 2**20
 """cuBLAS' workspace on a Hopper."""
+GENERATOR_NBYTES = 2 * 512
+"""The seed and the offset of PyTorch's random numbers, which each graph owns outside of the pool."""
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +51,7 @@ def test_products_of_the_library_have_their_workspace_in_the_graphs_pool(device:
     inputs = [torch.randn(rows, 14336, device=device, dtype=torch.bfloat16) for rows in (64, 56, 24, 1)]
     recorder, before = CudaGraphs(), num_bytes_outside()
     recorded = [recorder.record(partial(F.linear, x_TI, weight_OI)) for x_TI in inputs]
-    assert num_bytes_outside() <= before, "a graph uses memory that it does not own"
+    assert num_bytes_outside() <= before + GENERATOR_NBYTES, "a graph uses memory that it does not own"
 
     def outputs() -> list[torch.Tensor]:
         found = []
@@ -70,7 +72,7 @@ def test_recorded_steps_own_their_memory(device: torch.device, tmp_path: Path) -
     parts.rehearse()
     before = num_bytes_outside()
     parts.record(CudaGraphs())
-    assert num_bytes_outside() <= before
+    assert num_bytes_outside() <= before + GENERATOR_NBYTES
 
     def logits() -> list[torch.Tensor]:
         return [parts.forward.rehearse(num_requests, 1).clone() for num_requests in (64, 40, 17, 3, 1)]

@@ -30,11 +30,11 @@ def modules(command: str) -> list[tuple[str, list[str]]]:
 
 
 def test_each_stage_fits_a_command() -> None:
-    assert len(commands()) == 5
+    assert len(commands()) == 6
     assert all(len(command) < MAX_CHARACTERS for command in commands())
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_options_are_those_of_the_programs(number: int) -> None:
     minutes = 0.0
     for module, arguments in modules(commands()[number]):
@@ -57,7 +57,7 @@ def test_the_plan_fits_half_an_hour_and_leaves_no_part_out() -> None:
     assert {part for arguments in given for part in arguments.parts} == set(gpu_check.PARTS) - {"peer"}
 
 
-@pytest.mark.parametrize("name", ["gpu-machine.txt", "gpu-wheels.txt"])
+@pytest.mark.parametrize("name", ["gpu-machine.txt", "gpu-wheels.txt", "gpu-ray.txt"])
 def test_packages_are_pinned(name: str) -> None:
     locks = "\n".join((ROOT / "requirements" / lock).read_text() for lock in ("cpu.lock", "kernels.lock"))
     lines = (ROOT / "requirements" / name).read_text().splitlines()
