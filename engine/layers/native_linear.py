@@ -11,7 +11,7 @@ import torch
 
 from engine.layers.backend import Activations
 from engine.layers.grouped_weight import GroupedWeight
-from engine.native.products import ADD, GATE, STORE, FloatLayer, GroupedLayer, Product, Products
+from engine.native.products import ADD, GATE, NO_CENTRE, STORE, FloatLayer, GroupedLayer, Product, Products
 from engine.native.types import TYPE_CODES
 
 GATED_MULTIPLE = 32
@@ -45,23 +45,22 @@ class NativeLinear:
     @classmethod
     def of_groups(cls, products: Products, weight_OI: GroupedWeight, bias_O: torch.Tensor | None) -> Self:
         """Weights in 4 or 8 bits. Activations are rounded to 8 bits, with one scale for each group."""
-        w = weight_OI
+        w, centre = weight_OI, weight_OI.centre
         size = (*w.shape, w.bits, w.group_size)
         # Scales and minima are kept in 16 bits, divided by a power of two that makes the best use of
         # float16's range.
-        largest = max(w.scales_OG.abs().max().item(), w.mins_OG.abs().max().item())
+        kept = [w.scales_OG] if centre is not None else [w.scales_OG, w.mins_OG]
+        largest = max(per_group_OG.abs().max().item() for per_group_OG in kept)
         factor = 2.0 ** (math.frexp(largest)[1] - 15)
         values_OI = w.values_OI.contiguous()
-        scales_OG, mins_OG = (
-            (per_group_OG / factor).to(torch.float16).contiguous()
-            for per_group_OG in (w.scales_OG, w.mins_OG)
-        )
-        packed = torch.empty(products.grouped_packed_bytes(*size), dtype=torch.uint8)
+        halves = [(per_group_OG / factor).to(torch.float16).contiguous() for per_group_OG in kept]
+        mins_address = None if centre is not None else halves[1].data_ptr()
+        packed = torch.empty(products.grouped_packed_bytes(*size, centre is None), dtype=torch.uint8)
         products.grouped_pack(
-            *(values_OI.data_ptr(), scales_OG.data_ptr(), mins_OG.data_ptr()),
+            *(values_OI.data_ptr(), halves[0].data_ptr(), mins_address),
             *(*size, packed.data_ptr(), torch.get_num_threads()),
         )
-        layer = GroupedLayer(None, None, *size, w.is_e2m1, factor)
+        layer = GroupedLayer(None, None, *size, w.is_e2m1, NO_CENTRE if centre is None else centre, factor)
         return cls(products.grouped_product, layer, packed, bias_O)
 
     @classmethod

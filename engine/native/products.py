@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 STORE, ADD, GATE = range(3)
 """The values of `products::Epilogue`."""
+NO_CENTRE = -1
+"""The centre of a GroupedLayer with minima."""
 
 
 class GroupedLayer(ctypes.Structure):
@@ -18,6 +20,7 @@ class GroupedLayer(ctypes.Structure):
         ("bits", ctypes.c_int64),
         ("group_size", ctypes.c_int64),
         ("is_e2m1", ctypes.c_int64),
+        ("centre", ctypes.c_int64),
         ("factor", ctypes.c_double),
     )
 
@@ -45,7 +48,7 @@ class Products:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.grouped_packed_bytes = library.grouped_packed_bytes
-        self.grouped_packed_bytes.argtypes, self.grouped_packed_bytes.restype = (_N, _N, _N, _N), _N
+        self.grouped_packed_bytes.argtypes, self.grouped_packed_bytes.restype = (_N, _N, _N, _N, _N), _N
         self.grouped_pack = library.grouped_pack
         self.grouped_pack.argtypes, self.grouped_pack.restype = (_P, _P, _P, _N, _N, _N, _N, _P, _N), None
         self.grouped_product: Product = library.grouped_product

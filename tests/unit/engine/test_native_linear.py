@@ -83,6 +83,26 @@ def test_grouped_products(products: Products, bits: Literal[4, 8], group_size: i
 
 
 @pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize(("bits", "zero"), [(4, 8), (4, 0), (4, None), (8, 128), (8, 32), (8, None)])
+def test_zero_is_one_value_or_differs_between_groups(
+    products: Products, bits: Literal[4, 8], zero: int | None, group_size: int
+) -> None:
+    """Formats with one value for zero keep no minima. Scales are powers of two, so none is rounded."""
+    torch.manual_seed(0)
+    x, values_OI = torch.randn(max(ROWS), 160), torch.randint(2**bits, (83, 160), dtype=torch.uint8)
+    scales_OG = torch.randint(-9, 3, (83, 160 // group_size)).exp2()
+    zeros_OG = torch.randint(2**bits, scales_OG.shape) if zero is None else torch.tensor(zero)
+    weight = GroupedWeight(values_OI, bits, group_size, scales_OG, -(scales_OG * zeros_OG))
+    assert weight.centre == zero
+    layer = NativeLinear.of_groups(products, weight, None)
+    numbers_OI = weight.dequantized().double()
+    magnitude = F.linear(quantised(x, group_size).abs(), numbers_OI.abs())
+    found = layer(x).double()
+    assert ((found - F.linear(quantised(x, group_size), numbers_OI)).abs() <= 1e-5 * (magnitude + 1)).all()
+    check_rows(layer, x)
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
 def test_floats_of_4_bits_are_multiplied_as_they_are(products: Products, group_size: int) -> None:
     """Against torch with the numbers that the bits stand for. Scales are powers of two, so none is rounded."""
     torch.manual_seed(0)
