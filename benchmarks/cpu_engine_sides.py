@@ -19,6 +19,7 @@ size and a version.
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,7 +119,13 @@ class TransformersSide:
         import torch
 
         input_ids = torch.tensor(prompts)
-        start = time.perf_counter()
+        times = [time.perf_counter()]
+
+        def note(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            """A criterion to stop, which transformers calls after every step. It never stops."""
+            times.append(time.perf_counter())
+            return torch.zeros(len(tokens), dtype=torch.bool)
+
         self._model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -126,8 +133,9 @@ class TransformersSide:
             eos_token_id=None,
             pad_token_id=0,
             do_sample=False,
+            stopping_criteria=[note],
         )
-        return [time.perf_counter() - start]
+        return [end - begin for begin, end in pairwise(times)]
 
 
 class VllmSide:
@@ -159,9 +167,19 @@ class VllmSide:
         params = self._vllm.SamplingParams(
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
-        start = time.perf_counter()
-        self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [time.perf_counter() - start]
+        engine = self._llm.llm_engine
+        num_of = dict.fromkeys(map(str, range(len(prompts))), 0)
+        times = [time.perf_counter()]
+        for name, prompt in zip(num_of, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            is_full = max(num_of.values()) < num_tokens
+            for output in engine.step():
+                num_of[output.request_id] = len(output.outputs[0].token_ids)
+            # The first steps may have only some of the prompts, which then end first. The last steps do not count.
+            if is_full and min(num_of.values()) >= len(times):
+                times.append(time.perf_counter())
+        return [end - begin for begin, end in pairwise(times)]
 
 
 class LlamaSide:

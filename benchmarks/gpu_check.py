@@ -19,6 +19,7 @@ and keeps no figures.
     handover   P and D as two processes on one device; blocks over cuda_ipc beside a plain copy; a killed
                producer
     served     `baton serve` on a Ray cluster with a real model; killed workers
+    throughput many requests through gateway and workers, beside the engine alone
     decode     steps beside the bytes they must move, and the time in which the device does not compute; a
                trace
     overlap    decode steps while a hand-over's blocks arrive; a trace

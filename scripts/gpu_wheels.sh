@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # usage: gpu_wheels.sh [FOLDER [LIST]]      (default .gpu-wheels, which git ignores, and requirements/gpu-wheels.txt)
-# Collects what a GPU machine without a network lacks beside PyTorch, Triton and transformers: the wheels that requirements/cpu.lock
-# pins, for CPython 3.12 on x86-64, and with the default list a newer ptxas than Triton's (see docs/gpu.md). Prints the folder's size.
+# Collects what a GPU machine without a network lacks beside PyTorch, Triton and transformers: the wheels that
+# requirements/cpu.lock pins, for CPython 3.12 on x86-64, and with the default list a newer ptxas than Triton's (see
+# docs/gpu.md). Prints the folder's size.
 #
 # There: python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl; export PYTHONPATH=SITE
 #        export TRITON_PTXAS_PATH=FOLDER/ptxas (gunzip it and make it executable first)
@@ -31,19 +32,16 @@ for package in "${packages[@]}"; do
     }
     fetch "$folder" "$pin"
 done
-print_size() { du -sm --apparent-size "$folder" | awk '{ print $1 " MiB in " $2 }'; }
-if [ "$list" != requirements/gpu-wheels.txt ]; then
-    print_size
-    exit
-fi
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-fetch "$work" "$ptxas"
-python3 - "$work" "$folder" <<'PYTHON'
+if [ "$list" = requirements/gpu-wheels.txt ]; then
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    fetch "$work" "$ptxas"
+    python3 - "$work" "$folder" <<'PYTHON'
 import gzip, pathlib, sys, zipfile
 (wheel,) = pathlib.Path(sys.argv[1]).glob("*.whl")
 with zipfile.ZipFile(wheel) as files:
     (name,) = (name for name in files.namelist() if name.endswith("/bin/ptxas"))
     (pathlib.Path(sys.argv[2]) / "ptxas.gz").write_bytes(gzip.compress(files.read(name), 9, mtime=0))
 PYTHON
-print_size
+fi
+du -sm --apparent-size "$folder" | awk '{ print $1 " MiB in " $2 }'

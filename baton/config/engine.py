@@ -22,11 +22,11 @@ class ModelConfig(Section):
     """How matrices are kept. `auto`: as the model has them; on CPUs the 4 to 8 bits of a GGUF file or a quantized
     checkpoint are multiplied as they are if there are kernels of our own (they need a C++ compiler), on GPUs its 8-bit
     floats; otherwise they are converted to `dtype`. `none`: in `dtype`. `int8` and `int4`, on CPUs: in at most 8 or 4
-    bits, with a scale and a minimum for every 32 inputs, quantized while loading; bits that the model has stay where
-    they suffice, and with `int4` embeddings and the projection to logits have 8. `fp8`: the layers' matrices as 8-bit
-    floats (e4m3) with one scale per output; embeddings and the projection to logits stay as they are. GPUs with 8-bit
-    matrix units (NVIDIA Ada, Hopper and newer) then also quantize the inputs, token by token. All workers must use the
-    same value."""
+    bits, with a scale, and with 4 bits a minimum, for every 32 inputs, quantized while loading; bits that the model has
+    stay where they suffice, and with `int4` embeddings and the projection to logits have 8. `fp8`: the layers' matrices
+    as 8-bit floats (e4m3) with one scale per output; embeddings and the projection to logits stay as they are. GPUs
+    with 8-bit matrix units (NVIDIA Ada, Hopper and newer) then also quantize the inputs, token by token. All workers
+    must use the same value."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone; they are the same in every process on the same kind of
     device."""

@@ -11,6 +11,7 @@ PART_LIMITS_S = {
     "tokens": 300.0,  # three models, each in five ways; torch computes the reference tokens on the host
     "handover": 300.0,  # two clusters of processes with 36 answers each, then blocks between two processes
     "served": 400.0,  # three fleets, each of three workers that compile their kernels
+    "throughput": 300.0,  # an engine, then two fleets; each worker compiles its kernels
     "decode": 420.0,  # one model with four batches and two contexts, then its switches: three minutes each
     "overlap": 180.0,  # one model, one batch; the trace is written once
     "prefill": 300.0,  # two models, eight sizes, about eight rounds each

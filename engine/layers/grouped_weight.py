@@ -18,8 +18,8 @@ E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 """The 16 floats of 4 bits, as integers: 12 + 2 x float. The floats have one sign bit, two bits of exponent
 and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same negative. Integers are what the products of
 integers need."""
-CENTRES = (128, 8, 12, 32, 0)
-"""The values that mean zero in symmetric formats: 8 bits, 4 bits, E2M1, Q6_K, and formats without negative numbers."""
+CENTRES = (128, 8, 12, 16, 32)
+"""The values that mean zero in symmetric formats: of 8 bits, 4 bits, E2M1, 5 bits and 6 bits."""
 CHUNK_VALUES = 2**18
 """How many values are quantized at a time: so few that the intermediate values stay in the processor's
 cache."""
@@ -97,7 +97,7 @@ class GroupedWeight:
 
     @property
     def centre(self) -> int | None:
-        """The value that means zero in every group; None if groups differ in it, or have none."""
+        """The one of CENTRES that means zero in every group; None if there is none."""
         for centre in CENTRES:
             if torch.equal(self.mins_OG, self.scales_OG * -float(centre)):
                 return centre

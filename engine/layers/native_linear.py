@@ -46,16 +46,17 @@ class NativeLinear:
     def of_groups(cls, products: Products, weight_OI: GroupedWeight, bias_O: torch.Tensor | None) -> Self:
         """Weights in 4 or 8 bits. Activations are rounded to 8 bits, with one scale for each group."""
         w, centre = weight_OI, weight_OI.centre
+        has_mins = centre is None
         size = (*w.shape, w.bits, w.group_size)
         # Scales and minima are kept in 16 bits, divided by a power of two that makes the best use of
         # float16's range.
-        kept = [w.scales_OG] if centre is not None else [w.scales_OG, w.mins_OG]
+        kept = [w.scales_OG, w.mins_OG] if has_mins else [w.scales_OG]
         largest = max(per_group_OG.abs().max().item() for per_group_OG in kept)
         factor = 2.0 ** (math.frexp(largest)[1] - 15)
         values_OI = w.values_OI.contiguous()
         halves = [(per_group_OG / factor).to(torch.float16).contiguous() for per_group_OG in kept]
-        mins_address = None if centre is not None else halves[1].data_ptr()
-        packed = torch.empty(products.grouped_packed_bytes(*size, centre is None), dtype=torch.uint8)
+        mins_address = halves[1].data_ptr() if has_mins else None
+        packed = torch.empty(products.grouped_packed_bytes(*size, has_mins), dtype=torch.uint8)
         products.grouped_pack(
             *(values_OI.data_ptr(), halves[0].data_ptr(), mins_address),
             *(*size, packed.data_ptr(), torch.get_num_threads()),

@@ -23,23 +23,23 @@ CPU_KV_CACHE_MIB = 1024
 """Size of a CPU's pool for keys and values of 16 or 8 bits. In float32 the pool is twice as large, so that it
 has room for as many tokens as with 16 bits."""
 BITS_KEPT = {"fp8": 8.0, "int8": 9.0, "int4": 5.0}
-"""Bits of a weight by `model.quantization`; int8 and int4 have a scale and a minimum of 16 bits per 32
-weights."""
-GGUF_BITS_KEPT = {
+"""At most so many bits of a weight by `model.quantization`: 32 weights share a scale and a minimum of 16 bits.
+Weights that are rounded to int8 while loading need no minimum."""
+GGUF_BITS_KEPT: dict[GgufType, float] = {
     GgufType.F32: 32,
     GgufType.F16: 16,
     GgufType.BF16: 16,
-    GgufType.Q4_0: 5,
+    GgufType.Q4_0: 4.5,
     GgufType.Q4_1: 5,
     GgufType.Q4_K: 5,
-    GgufType.Q5_0: 9,
+    GgufType.Q5_0: 8.5,
     GgufType.Q5_1: 9,
     GgufType.Q5_K: 9,
-    GgufType.Q8_0: 9,
-    GgufType.Q6_K: 10,
+    GgufType.Q8_0: 8.5,
+    GgufType.Q6_K: 9,
 }
 """Bits of a weight by its type in a GGUF file, on a CPU: 5 and 6 bits are stored in 8; groups of Q6_K have 16
-weights."""
+weights. A group of a type with one value for zero has no minimum."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 EXPERTS = ".experts."
 """Part of the names of tensors of a mixture's experts."""
@@ -184,7 +184,7 @@ def stored_weights(folder: Path, unread: tuple[str, ...] = ()) -> StoredWeights 
     if (gguf := gguf_of(folder)) is not None:
         kinds = [(prod(tensor.shape), tensor.type) for tensor in read_gguf(gguf).tensors.values()]
         num_bits = sum(size * GGUF_BITS_KEPT[kind] for size, kind in kinds)
-        return StoredWeights(sum(size for size, _ in kinds), num_bits // 8, True)
+        return StoredWeights(sum(size for size, _ in kinds), int(num_bits / 8), True)
     files = [folder / name for name in indexed_files(folder)]
     if not all(file.is_file() for file in files):
         return None
@@ -228,7 +228,7 @@ def _kept_bytes(config: BatonConfig, weights: StoredWeights) -> int:
     """Bytes of the weights in a worker's memory.
 
     A CPU keeps a GGUF file's groups, and keeps 16-bit weights in 16 bits even if the model computes in
-    float32. It keeps matrices of a quantized checkpoint in groups, with a scale and a minimum per 32 numbers.
+    float32. It keeps matrices of a quantized checkpoint in groups, with a scale and at most a minimum per 32 numbers.
     A GPU keeps 8-bit floats.
     """
     is_cpu, quantization = config.engine.device == "cpu", config.model.quantization

@@ -14,8 +14,8 @@ namespace grouped_dots {
 // As engine/layers/grouped_weight.py has them: floats of 4 bits, in halves, plus 12.
 alignas(16) inline constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// Bytes of a vector register, and their products with the 4 bytes of a row that all outputs share. A dot's sums of a
-// group stay below 2^31, and with values of 4 bits, which stand for 24 at most, below 2^15.
+// Bytes of a vector register, and their products with the 4 bytes of a row that all outputs share. Sums of 16 bits must
+// stay below 2^15: of values up to 15 they hold 8 steps, of E2M1's up to 24 only 4.
 #if defined(__AVX512BW__)
 constexpr int MAX_ROWS = 16;
 constexpr bool FEW_REGISTERS = false;
@@ -41,7 +41,7 @@ template <int BITS> struct Dot {
     Ints total() const { return (Ints)(sums); }
 };
 #else
-// Sums of 16 bits: of a group's 32 products, of at most 24 * 127, each has 8, and stays below 2^15.
+// Sums of 16 bits, of at most 4 steps.
 struct Dot4 {
     static constexpr int OFFSET = 0;
     static constexpr bool CAN_BEGIN = false;
@@ -84,7 +84,7 @@ struct Dot4 {
     Bytes sums = _mm256_setzero_si256();
     void add(Bytes u, Bytes x) {
         sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(u, x));
-        asm("" : "+x"(sums));  // now, in this register: else GCC 12 stores the products of an unrolled loop first
+        asm("" : "+x"(sums));  // else GCC 12 keeps all products of an unrolled loop in memory, and adds them later
     }
     Ints total() const { return (Ints)(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
 };

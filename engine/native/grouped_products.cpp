@@ -61,19 +61,29 @@ inline void multiply_group(const uint8_t *bytes, const int8_t *q, const int32_t 
         then(row, HAS_FIRST && !Dot::CAN_BEGIN ? total + firsts[row] : total);
     };
     if constexpr (FEW_REGISTERS) {  // they hold the sums of all rows, and the weights of one load
+        const auto sum = [&](int first, int last, Dot(&dots)[ROWS]) {
+#pragma GCC unroll 4
+            for (int i = first; i < last; ++i) {
+                const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
+                const Bytes u = BITS == 8 ? loaded : unpacked(low_nibbles(loaded));
+                for (int row = 0; row < ROWS; ++row) dots[row].add(u, x(row, i));
+                if constexpr (BITS == 4) {
+                    const Bytes high = unpacked(high_nibbles(loaded));
+                    for (int row = 0; row < ROWS; ++row) dots[row].add(high, x(row, i + LOADS));
+                }
+            }
+        };
         Dot dots[ROWS];
         for (int row = 0; row < ROWS; ++row) begin(dots[row], row);
-#pragma GCC unroll 4
-        for (int i = 0; i < LOADS; ++i) {
-            const Bytes loaded = load_bytes(bytes + 4 * BLOCK * i);
-            const Bytes u = BITS == 8 ? loaded : unpacked(low_nibbles(loaded));
-            for (int row = 0; row < ROWS; ++row) dots[row].add(u, x(row, i));
-            if constexpr (BITS == 4) {
-                const Bytes high = unpacked(high_nibbles(loaded));
-                for (int row = 0; row < ROWS; ++row) dots[row].add(high, x(row, i + LOADS));
-            }
+        if constexpr (Format::IS_E2M1) {  // in halves, whose sums fit into 16 bits
+            Dot others[ROWS];
+            sum(0, LOADS / 2, dots);
+            sum(LOADS / 2, LOADS, others);
+            for (int row = 0; row < ROWS; ++row) end(row, dots[row].total() + others[row].total());
+        } else {
+            sum(0, LOADS, dots);
+            for (int row = 0; row < ROWS; ++row) end(row, dots[row].total());
         }
-        for (int row = 0; row < ROWS; ++row) end(row, dots[row].total());
         return;
     }
     Bytes u[STEPS];
@@ -106,7 +116,8 @@ void sum_tile(const uint8_t *weights, const int8_t *x, int64_t num_groups, float
             const Floats scales = ::load(halves + part);
             Floats mins = {};
             if constexpr (Format::HAS_MINS) mins = ::load(halves + BLOCK + part);
-            const float *x_scales = reinterpret_cast<const float *>(q + ROWS * Format::GROUP), *x_sums = x_scales + ROWS;
+            const float *x_scales = reinterpret_cast<const float *>(q + ROWS * Format::GROUP);
+            const float *x_sums = x_scales + ROWS;
             const int32_t *firsts = reinterpret_cast<const int32_t *>(x_sums + ROWS);
             if (part == 0) prefetch.step();
             const auto add = [&](int row, Ints dot) {
@@ -149,7 +160,7 @@ void quantise_row(const void *values, Type type, int64_t num_groups, int64_t gro
             x[i] = load(values, type, g * group_size + i * LANES);
             largest = larger(x[i] < 0.0f ? -x[i] : x[i], largest);
         }
-        const float top = largest_of(largest), inverse = top > 0.0f ? 127.0f / top : 0.0f;
+        const float top = largest_of(largest), inverse = top > 0x1p-120f ? 127.0f / top : 0.0f;  // finite
         for (int i = 0; i < num_vectors; ++i) {
             const Floats shifted = x[i] * inverse + shifter;
             const Bits8 bytes = lowest_8((Bits)shifted - (Bits)shifter);
@@ -179,12 +190,12 @@ struct GroupedLayer {
 };
 
 static SumTile sum_tile_for(const GroupedLayer &layer, int64_t rows) {
-    const auto either = [&](auto with_mins, auto centred) {
-        return (layer.centre == NO_CENTRE ? with_mins : centred)(layer.group_size, rows);
-    };
-    if (layer.is_e2m1) return either(sum_tile_of<4, true, true>, sum_tile_of<4, true, false>);
-    if (layer.bits == 4) return either(sum_tile_of<4, false, true>, sum_tile_of<4, false, false>);
-    return either(sum_tile_of<8, false, true>, sum_tile_of<8, false, false>);
+    const int64_t size = layer.group_size;
+    const bool has_mins = layer.centre == NO_CENTRE;
+    if (layer.is_e2m1) return has_mins ? sum_tile_of<4, true, true>(size, rows) : sum_tile_of<4, true, false>(size, rows);
+    if (layer.bits == 4)
+        return has_mins ? sum_tile_of<4, false, true>(size, rows) : sum_tile_of<4, false, false>(size, rows);
+    return has_mins ? sum_tile_of<8, false, true>(size, rows) : sum_tile_of<8, false, false>(size, rows);
 }
 
 // Bytes of packed weights.

@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 
 HALVES = (
     ("handover", "kernels", "marked", "attention", "decode", "sweep"),
-    ("tokens", "peer", "overlap", "prefill", "smoke"),
+    ("tokens", "peer", "overlap", "prefill", "smoke", "served", "throughput"),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.by_hand  # two minutes on two cores; `make gpu-dry-run` does the same, and its parts have tests
+@pytest.mark.by_hand  # minutes on two cores; `make gpu-dry-run` does the same, and its parts have tests
 def test_a_dry_run_goes_through_every_part_with_the_packages_of_a_gpu_machine(tmp_path: Path) -> None:
     """In two processes, since most of it computes on one core."""
     python = tmp_path / "venv" / "bin" / "python"
@@ -60,7 +60,7 @@ def test_what_a_gpu_machine_lacks_is_not_there_in_a_dry_run(tmp_path: Path) -> N
         text=True,
         check=True,
     )
-    assert found.stdout.strip() == "['torch', 'triton', 'zmq', 'pydantic']"
+    assert found.stdout.strip() == "['torch', 'triton', 'zmq', 'pydantic', 'ray']"
 
 
 def test_no_part_is_left_out() -> None:

@@ -15,7 +15,7 @@ from tests.kernels.device_parts import make_parts
 WORKSPACE_NBYTES = 32 * 2**20
 """cuBLAS' workspace on a Hopper."""
 GENERATOR_NBYTES = 2 * 512
-"""The seed and the offset of PyTorch's random numbers, which each graph owns outside of the pool."""
+"""The seed and the offset of PyTorch's random numbers, which graphs own outside of the pool."""
 
 pytestmark = pytest.mark.gpu
 

@@ -83,7 +83,7 @@ def test_grouped_products(products: Products, bits: Literal[4, 8], group_size: i
 
 
 @pytest.mark.parametrize("group_size", [16, 32])
-@pytest.mark.parametrize(("bits", "zero"), [(4, 8), (4, 0), (4, None), (8, 128), (8, 32), (8, None)])
+@pytest.mark.parametrize(("bits", "zero"), [(4, 8), (4, None), (8, 128), (8, 32), (8, 16), (8, None)])
 def test_zero_is_one_value_or_differs_between_groups(
     products: Products, bits: Literal[4, 8], zero: int | None, group_size: int
 ) -> None:
@@ -112,11 +112,48 @@ def test_floats_of_4_bits_are_multiplied_as_they_are(products: Products, group_s
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     numbers_OI = torch.cat((sizes, -sizes))[codes_OI.long()] * scales_OG.repeat_interleave(group_size, 1)
     assert torch.equal(weight.dequantized(), numbers_OI)
+    assert weight.centre == 12
     layer = NativeLinear.of_groups(products, weight, None)
     expected = F.linear(quantised(x, group_size), numbers_OI.double())
     magnitude = F.linear(quantised(x, group_size).abs(), numbers_OI.double().abs())
     assert ((layer(x).double() - expected).abs() <= 1e-5 * (magnitude + 1)).all()
     check_rows(layer, x)
+
+
+@pytest.mark.parametrize("group_size", [16, 32])
+@pytest.mark.parametrize(
+    ("bits", "is_e2m1", "value"), [(4, False, 15), (4, True, 7), (8, False, 255), (8, False, 0)]
+)
+def test_sums_of_the_largest_values_do_not_overflow(
+    products: Products, bits: Literal[4, 8], is_e2m1: bool, value: int, group_size: int
+) -> None:
+    values_OI = torch.full((16, 96), value, dtype=torch.uint8)
+    scales_OG = torch.ones(16, 96 // group_size)
+    for zero in (0.0, 12.0):
+        weight = GroupedWeight(values_OI, bits, group_size, scales_OG, scales_OG * -zero, is_e2m1)
+        number = (24 if is_e2m1 else value) - zero
+        for sign in (1.0, -1.0):
+            found = NativeLinear.of_groups(products, weight, None)(torch.full((7, 96), sign))
+            torch.testing.assert_close(found, torch.full((7, 16), sign * number * 96))
+
+
+def test_a_merged_matrix_whose_parts_have_different_zeros_keeps_minima(products: Products) -> None:
+    torch.manual_seed(0)
+    x, scales_OG = torch.randn(3, 96), torch.ones(16, 3)
+    parts = [
+        GroupedWeight(torch.randint(16, (16, 96), dtype=torch.uint8), 4, 32, scales_OG, scales_OG * -zero)
+        for zero in (8.0, 12.0)
+    ]
+    merged = GroupedWeight.concatenated(parts)
+    assert merged.centre is None
+    found = NativeLinear.of_groups(products, merged, None)(x)
+    separate = [NativeLinear.of_groups(products, part, None)(x) for part in parts]
+    torch.testing.assert_close(found, torch.cat(separate, 1), rtol=1e-5, atol=1e-4)
+
+
+def test_activations_that_are_almost_zero_stay_finite(products: Products) -> None:
+    for layer in layers(products, 50, None):
+        assert layer(torch.full((2, 96), 1e-38)).isfinite().all()
 
 
 def halved(per_group: torch.Tensor) -> torch.Tensor:
@@ -171,7 +208,16 @@ def layers(products: Products, num_outputs: int, bias: torch.Tensor | None) -> l
         NativeLinear.of_floats(products, weight, bias),
         NativeLinear.of_floats(products, weight.to(torch.bfloat16), bias),
         *(NativeLinear.of_groups(products, GroupedWeight.quantize(weight, bits), bias) for bits in (4, 8)),
+        NativeLinear.of_groups(products, centred_4_bits(weight), bias),
     ]
+
+
+def centred_4_bits(weight_OI: torch.Tensor) -> GroupedWeight:
+    """As Q4_0 rounds: 8 means zero."""
+    groups_OGS = weight_OI.unflatten(-1, (-1, 32))
+    scales_OG = groups_OGS.abs().amax(-1) / 7
+    values_OI = ((groups_OGS / scales_OG.unsqueeze(-1)).round() + 8).flatten(1).to(torch.uint8)
+    return GroupedWeight(values_OI, 4, 32, scales_OG, scales_OG * -8.0)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
