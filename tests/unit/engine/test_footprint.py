@@ -4,7 +4,7 @@ import json
 import re
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,13 +15,18 @@ from baton.errors import ConfigError, ModelError
 from engine.capacity import reckon
 from engine.collectives import SilentRank
 from engine.draft_parts import load_draft
+from engine.layers.grouped_weight import GroupedWeight
 from engine.loading import footprint as module
-from engine.loading.footprint import check_room, footprint
+from engine.loading.footprint import BITS_KEPT, GGUF_BITS_KEPT, check_room, footprint
+from engine.loading.gguf import GgufType
+from engine.loading.gguf_blocks import FLOATS, matrix_of
 from engine.loading.gguf_folder import describe
 from engine.loading.loader import load_model, takes_of
 from engine.model_config import read_architecture
 from engine.native.compilers import may_have_kernels
 from engine.native.instructions import machine_instructions
+from engine.native.library import native_library
+from engine.native.products import Products
 from tests.factories.families import CASES, GPT_OSS
 from tests.factories.gguf_files import make_gguf
 from tests.factories.models import make_model_dir
@@ -184,6 +189,35 @@ def test_a_gguf_files_bits_are_counted(tmp_path: Path, folder: Path) -> None:
     assert own.weights == floats.weights
     assert own.weight_bytes < 1.2 * own.weights.num_parameters
     assert floats.weight_bytes == 4 * own.weights.num_parameters
+
+
+@pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    "kind", [kind for kind in GgufType if kind not in FLOATS], ids=lambda kind: kind.name
+)
+def test_the_bits_of_gguf_types_are_those_that_the_kernels_keep(kind: GgufType) -> None:
+    bytes_OB = torch.full((32, 768 // kind.block_size * kind.block_bytes), 0x3C, dtype=torch.uint8)
+    matrix = matrix_of(kind, bytes_OB)
+    assert isinstance(matrix, GroupedWeight)
+    assert bits_kept(matrix) == GGUF_BITS_KEPT[kind]
+
+
+@pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("bits", "kept"), [(4, 5.0), (8, 8.5)])
+def test_the_bits_of_rounded_weights_are_at_most_those_that_are_counted(
+    bits: Literal[4, 8], kept: float
+) -> None:
+    assert bits_kept(GroupedWeight.quantize(torch.randn(32, 768), bits)) == kept <= BITS_KEPT[f"int{bits}"]
+
+
+def bits_kept(weight: GroupedWeight) -> float:
+    """Bits of each number of a matrix of whole blocks."""
+    library = native_library()
+    assert library is not None
+    num_bytes = Products(library).grouped_packed_bytes(
+        *weight.shape, weight.bits, weight.group_size, weight.centre is None
+    )
+    return 8 * num_bytes / weight.values_OI.numel()
 
 
 @pytest.mark.parametrize(
