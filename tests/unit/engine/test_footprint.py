@@ -214,7 +214,7 @@ def bits_kept(weight: GroupedWeight) -> float:
     """Bits of each number of a matrix of whole blocks."""
     library = native_library()
     assert library is not None
-    num_bytes = Products(library).grouped_packed_bytes(
+    num_bytes: int = Products(library).grouped_packed_bytes(
         *weight.shape, weight.bits, weight.group_size, weight.centre is None
     )
     return 8 * num_bytes / weight.values_OI.numel()
