@@ -49,11 +49,15 @@ class WorkerConnections:
     def add(self, endpoint: WorkerEndpoint) -> None:
         """Connects to a worker. Replaces an earlier incarnation of the same name."""
         self.remove(endpoint.ref.name, "replaced")
+        number = next(self._connection_numbers)
         client = WorkerClient(
             endpoint,
             self._context,
-            self._identity,
-            next(self._connection_numbers),
+            # An identity for each connection. A worker that restarts on its own port may accept the old connection,
+            # which libzmq restores, after the new one. With one identity, the old one would take the new one's place
+            # and end with its socket, and then libzmq never reads the new connection.
+            self._identity + number.to_bytes(8),
+            number,
             self._network,
             self._keys,
             self._listener,

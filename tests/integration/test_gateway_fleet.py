@@ -2,6 +2,8 @@
 
 import asyncio
 
+import zmq
+
 from baton.kv import WorkerRef
 from baton.messages.request_plane import KVEvents
 from baton.request import RequestOutput
@@ -45,6 +47,19 @@ async def test_a_worker_that_is_replaced_in_the_moment_it_came_leaves_nothing_op
     fleet.remove("w0", "the test says so")
     assert first._socket.closed, "an open socket would keep the context from ending"
     await fleet.stop()
+
+
+async def test_the_connection_to_a_replaced_worker_cannot_take_the_place_of_the_next_one() -> None:
+    """With one identity for both, libzmq stopped reading the next connection if the first was restored after it."""
+    fleet = WorkerConnections(NETWORK, KEYS.request, Listener())
+    identities = []
+    for _ in range(2):
+        fleet.add(nowhere())
+        client = fleet.client("w0")
+        assert client is not None
+        identities.append(client._socket.getsockopt(zmq.IDENTITY))
+    await fleet.stop()
+    assert identities[0] != identities[1]
 
 
 async def test_a_connection_that_ends_with_an_error_of_ours_is_a_loss() -> None:
