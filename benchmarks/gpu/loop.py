@@ -19,8 +19,14 @@ from baton.request import EngineRequest, FirstToken, RequestOutput
 from baton.sampling import SamplingParams
 from baton.step import KVConnectorOutput, ReceivedKV
 from baton.worker import KVPeerCounts
+from benchmarks.gpu.build import device_engine
+from benchmarks.gpu.measure import make_recorder
+from benchmarks.gpu.setting import Setting
 from decode_worker import DecodeWorker
+from engine.batch import StepLimits
+from engine.gpu.graphs import decode_sizes
 from engine.grammars.compiler import GrammarCompiler
+from engine.loading.loader import LoadedModel
 from engine.pipeline import InlinePipeline, StreamPipeline
 from engine.runner import ModelRunner
 from kv_transfer import KVConnectorMetadata
@@ -162,3 +168,22 @@ class LoopedEngine:
 
     def beat(self) -> None:
         """There are no heartbeats."""
+
+
+def recorded_loop(
+    setting: Setting, model: LoadedModel, num_requests: int, length: int, block_size: int, chunk: int
+) -> LoopedEngine:
+    """A loop for so many requests of at most `length` tokens at once, with graphs for all numbers of decodes."""
+    num_blocks = 2 + num_requests * -(-length // block_size)
+    limits = StepLimits(num_requests, chunk, length)
+    recorder, sizes = make_recorder(setting.device), decode_sizes(num_requests)
+    engine = device_engine(setting, model, num_blocks, block_size, limits, recorder, sizes)
+    config = SchedulerConfig(
+        max_num_seqs=num_requests,
+        max_num_batched_tokens=chunk,
+        max_model_len=length,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        enable_prefix_caching=False,
+    )
+    return LoopedEngine(engine.runner, config, model.vocab_size)

@@ -19,17 +19,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 
-from baton.config import SchedulerConfig
 from baton.sampling import SamplingParams
-from benchmarks.gpu.build import Dtype, device_engine, load
-from benchmarks.gpu.loop import LoopedEngine
-from benchmarks.gpu.measure import make_recorder, synchronize
+from benchmarks.gpu.build import Dtype, load
+from benchmarks.gpu.loop import LoopedEngine, recorded_loop
+from benchmarks.gpu.measure import synchronize
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting
 from benchmarks.gpu.shapes import DRY, LLAMA_3_1_8B, write_config
-from engine.batch import StepLimits
-from engine.gpu.graphs import decode_sizes
-from engine.loading.loader import DTYPES, LoadedModel
+from engine.loading.loader import DTYPES
 from engine.loading.weights import DummyWeights
 
 PART = "peer"
@@ -72,7 +69,8 @@ def run(setting: Setting, emit: Emit) -> None:
         [rng.randrange(sizes.config["vocab_size"]) for _ in range(sizes.prompt)] for _ in range(sizes.batch)
     ]
     model = load(setting, path, sizes.dtype, dummy=True)
-    with _our_loop(setting, sizes, model) as loop:
+    length = sizes.prompt + sizes.num_tokens + 2
+    with recorded_loop(setting, model, sizes.batch, length, sizes.block_size, sizes.chunk) as loop:
         for way in WAYS:
             theirs = Theirs(setting, sizes, way)
             try:
@@ -166,25 +164,6 @@ def _compare(
             "first_token_agreement": agree,
         },
     )
-
-
-def _our_loop(setting: Setting, sizes: Sizes, model: LoadedModel) -> LoopedEngine:
-    length = sizes.prompt + sizes.num_tokens + 2
-    num_blocks = 2 + sizes.batch * -(-length // sizes.block_size)
-    limits = StepLimits(sizes.batch, sizes.chunk, length)
-    recorder = make_recorder(setting.device)
-    engine = device_engine(
-        setting, model, num_blocks, sizes.block_size, limits, recorder, decode_sizes(sizes.batch)
-    )
-    config = SchedulerConfig(
-        max_num_seqs=sizes.batch,
-        max_num_batched_tokens=sizes.chunk,
-        max_model_len=length,
-        num_blocks=num_blocks,
-        block_size=sizes.block_size,
-        enable_prefix_caching=False,
-    )
-    return LoopedEngine(engine.runner, config, model.vocab_size)
 
 
 def _their_model(setting: Setting, sizes: Sizes) -> Any:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray  # noqa: F401  # without Ray, this part is left out
+import ray
 import torch
 
 from baton.config import ModelConfig, SchedulerConfig
@@ -245,5 +245,6 @@ def _row(numbers: Numbers, workload: Workload, answers: list[Answer], victim: st
             "first_equal": num_equal_first,
             "moved": num_moved,
             "requests": num_asked,
+            "ray": ray.__version__,
         },
     )

@@ -21,17 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from baton.config import BatonConfig, SchedulerConfig
+from baton.config import BatonConfig
 from baton.sampling import SamplingParams
-from benchmarks.gpu.build import Dtype, device_engine, free_bytes, load
-from benchmarks.gpu.loop import LoopedEngine
-from benchmarks.gpu.measure import make_recorder
+from benchmarks.gpu.build import Dtype, free_bytes, load
+from benchmarks.gpu.loop import recorded_loop
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.setting import Emit, Setting, guarded
 from benchmarks.gpu.shapes import LLAMA_3_1_8B, TINY, write_config
 from cluster.serve.child_processes import child_processes
-from engine.batch import StepLimits
-from engine.gpu.graphs import decode_sizes
 from engine.loading.pretrained import default_cache_dir, is_cached, resolve
 from gateway import GatewayClient, Tokenizer
 from tests.factories.models import make_tokenizer_dir
@@ -58,9 +55,9 @@ class Sizes:
     rounds: int
 
     @property
-    def num_blocks(self) -> int:
-        """Enough for all requests."""
-        return 2 + self.num_requests * -(-(self.prompt_length + self.num_tokens + 2) // BLOCK_SIZE)
+    def length(self) -> int:
+        """Room for the tokens of a request."""
+        return self.prompt_length + self.num_tokens + 2
 
 
 FULL = Sizes("Llama-3.1-8B", LLAMA_3_1_8B, "bfloat16", 64, 512, 128, 4096, 4, 3)
@@ -92,13 +89,9 @@ def _folder(setting: Setting, sizes: Sizes) -> Path:
 def _engine_alone(setting: Setting, sizes: Sizes, path: Path, alone: list[float]) -> Iterator[Row]:
     """Scheduler and runner in a loop in this process, without clients."""
     model = load(setting, path, sizes.dtype, dummy=True)
-    limits = StepLimits(sizes.num_requests, sizes.chunk, sizes.prompt_length + sizes.num_tokens + 2)
-    recorder, graph_sizes = make_recorder(setting.device), decode_sizes(sizes.num_requests)
-    engine = device_engine(setting, model, sizes.num_blocks, BLOCK_SIZE, limits, recorder, graph_sizes)
-    config = SchedulerConfig.model_validate(_scheduler(sizes) | {"enable_prefix_caching": False})
     params = SamplingParams(temperature=0.0, max_tokens=sizes.num_tokens, ignore_eos=True)
     prompts = _prompts(sizes.num_requests, sizes.prompt_length, model.vocab_size)
-    with LoopedEngine(engine.runner, config, model.vocab_size) as loop:
+    with recorded_loop(setting, model, sizes.num_requests, sizes.length, BLOCK_SIZE, sizes.chunk) as loop:
         times = []
         for _ in range(1 + sizes.rounds):
             began = time.monotonic()
@@ -114,16 +107,6 @@ def _engine_alone(setting: Setting, sizes: Sizes, path: Path, alone: list[float]
     )
 
 
-def _scheduler(sizes: Sizes) -> dict[str, Any]:
-    return {
-        "max_num_seqs": sizes.num_requests,
-        "max_num_batched_tokens": sizes.chunk,
-        "max_model_len": sizes.prompt_length + sizes.num_tokens + 2,
-        "num_blocks": sizes.num_blocks,
-        "block_size": BLOCK_SIZE,
-    }
-
-
 def _prompts(number: int, length: int, vocab_size: int) -> list[list[int]]:
     rng = random.Random()  # without a seed, so that clients and rounds share no prefix
     return [[rng.randrange(3, vocab_size) for _ in range(length)] for _ in range(number)]
@@ -136,7 +119,13 @@ def _served(
         {
             "model": {"dtype": sizes.dtype, "load_format": "dummy"},
             "engine": {"device": setting.device.type},
-            "scheduler": _scheduler(sizes),
+            "scheduler": {
+                "max_num_seqs": sizes.num_requests,
+                "max_num_batched_tokens": sizes.chunk,
+                "max_model_len": sizes.length,
+                "num_blocks": 2 + sizes.num_requests * -(-sizes.length // BLOCK_SIZE),
+                "block_size": BLOCK_SIZE,
+            },
             "cluster": {"prefill": num_prefill, "decode": 1},
             "gateway": {
                 "grpc_port": 0,

@@ -14,6 +14,12 @@ namespace grouped_dots {
 // As engine/layers/grouped_weight.py has them: floats of 4 bits, in halves, plus 12.
 alignas(16) inline constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+inline int32_t word_at(const int8_t *x) {
+    int32_t word;
+    std::memcpy(&word, x, 4);
+    return word;
+}
+
 // Bytes of a vector register, and their products with the 4 bytes of a row that all outputs share. Sums of 16 bits must
 // stay below 2^15: of values up to 15 they hold 8 steps, of E2M1's up to 24 only 4.
 #if defined(__AVX512BW__)
@@ -26,11 +32,7 @@ inline Bytes high_nibbles(Bytes v) { return low_nibbles(_mm512_srli_epi16(v, 4))
 inline Bytes from_e2m1(Bytes v) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(E2M1))), v);
 }
-inline Bytes four(const int8_t *x) {
-    int32_t word;
-    std::memcpy(&word, x, 4);
-    return _mm512_set1_epi32(word);
-}
+inline Bytes four(const int8_t *x) { return _mm512_set1_epi32(word_at(x)); }
 #if defined(__AVX512VNNI__)
 template <int BITS> struct Dot {
     static constexpr int OFFSET = 0;
@@ -73,11 +75,7 @@ inline Bytes high_nibbles(Bytes v) { return low_nibbles(_mm256_srli_epi16(v, 4))
 inline Bytes from_e2m1(Bytes v) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i *>(E2M1))), v);
 }
-inline Bytes four(const int8_t *x) {
-    int32_t word;
-    std::memcpy(&word, x, 4);
-    return _mm256_set1_epi32(word);
-}
+inline Bytes four(const int8_t *x) { return _mm256_set1_epi32(word_at(x)); }
 struct Dot4 {
     static constexpr int OFFSET = 0;
     static constexpr bool CAN_BEGIN = false;
@@ -111,11 +109,7 @@ inline Bytes load_bytes(const uint8_t *bytes) { return vld1q_u8(bytes); }
 inline Bytes low_nibbles(Bytes v) { return vandq_u8(v, vdupq_n_u8(15)); }
 inline Bytes high_nibbles(Bytes v) { return vshrq_n_u8(v, 4); }
 inline Bytes from_e2m1(Bytes v) { return vqtbl1q_u8(vld1q_u8(E2M1), v); }
-inline int8x16_t four(const int8_t *x) {
-    int32_t word;
-    std::memcpy(&word, x, 4);
-    return vreinterpretq_s8_s32(vdupq_n_s32(word));
-}
+inline int8x16_t four(const int8_t *x) { return vreinterpretq_s8_s32(vdupq_n_s32(word_at(x))); }
 // The instruction takes signed bytes: values of 8 bits are multiplied less 128.
 template <int BITS> struct Dot {
     static constexpr int OFFSET = BITS == 8 ? 128 : 0;

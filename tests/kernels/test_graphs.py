@@ -45,9 +45,8 @@ def assert_untouched(taken: list[torch.Tensor]) -> None:
 
 
 def test_products_of_the_library_have_their_workspace_in_the_graphs_pool(device: torch.device) -> None:
-    weight_OI = torch.randn(
-        4096, 14336, device=device, dtype=torch.bfloat16
-    )  # long sums, which cuBLAS divides
+    # Long sums, which cuBLAS divides.
+    weight_OI = torch.randn(4096, 14336, device=device, dtype=torch.bfloat16)
     inputs = [torch.randn(rows, 14336, device=device, dtype=torch.bfloat16) for rows in (64, 56, 24, 1)]
     recorder, before = CudaGraphs(), num_bytes_outside()
     recorded = [recorder.record(partial(F.linear, x_TI, weight_OI)) for x_TI in inputs]
