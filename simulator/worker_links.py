@@ -76,7 +76,9 @@ class WorkerLinks:
         self._workers[worker.name] = worker
         self._silent.discard(worker.name)
         self._num_connections += 1
-        session = self._sessions[worker.name] = GatewaySession(worker.incarnation, self._num_connections)
+        session = self._sessions[worker.name] = GatewaySession(
+            worker.incarnation, self.name, self._num_connections
+        )
         worker.on_hello(self.name, session.hello())
         heartbeat = worker.heartbeat(self.name)
         session.note_heartbeat(heartbeat)

@@ -218,8 +218,8 @@ class RequestServer:
     def _receive(self, peer: bytes, frame: bytes, sink: RequestSink) -> None:
         message = TO_WORKER.decode(frame)
         if isinstance(message, Hello):
-            if gap := self._sessions.on_hello(peer, message, self._running_s()):
-                self._end_requests(peer, sink, gap)
+            if ended := self._sessions.on_hello(peer, message, self._running_s()):
+                self._end_requests(ended.peer, sink, ended.reason)
             self._send_heartbeat(peer, self._status(), sink)
             return
         self._sessions.take(peer, message)

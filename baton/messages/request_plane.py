@@ -12,7 +12,7 @@ from baton.messages.wire import Codec, unpack
 from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerStatus
 
-REQUEST_PLANE_VERSION = 8
+REQUEST_PLANE_VERSION = 9
 """Increases whenever a message changes. The first version had no number; it counts as 1."""
 
 
@@ -27,9 +27,10 @@ class Hello:
     incarnation: str
     """The worker's incarnation that this message is for. Another incarnation answers with its own status and
     nothing else."""
+    gateway: str
+    """The gateway's id, the same on all its connections."""
     connection: int
-    """The gateway's own number for its connection to this incarnation; a connection never continues a former one's
-    session."""
+    """The gateway's number for this connection, greater than those of all former ones, whose session ends."""
     session: int | None
     """The session number the worker last sent; None before the first. See baton/messages/session.py."""
     num_commands: int
@@ -78,8 +79,6 @@ class Heartbeat:
 
     version: int = field(default=REQUEST_PLANE_VERSION, kw_only=True)
     status: WorkerStatus
-    connection: int | None
-    """The connection that the session belongs to; None if there is no session."""
     session: int | None
     """Changes whenever the worker has ended everything it did for this gateway; None: there is no session."""
     num_outputs: int

@@ -4,8 +4,9 @@ A connection may break and reconnect by itself, and the messages in transit are 
 it sends, and the other end compares. The gateway's Hello carries the number of its commands, the worker's
 Heartbeat that of its outputs. A worker that lost a gateway, or a command from it, ends all its work for that
 gateway and opens a new session. A gateway that sees a new session, or misses outputs, gives up everything it
-had at that worker. A gateway may connect again to a worker that it had given up. It numbers its connections,
-so the worker opens a new session for the new connection, and continues none of a former connection.
+had at that worker. A gateway may connect again to a worker that it had given up. Each connection has a session of
+its own. The gateway numbers its connections, and at the first Hello of the latest one the worker ends the former one's
+session: the worker may not yet know that the former connection is closed.
 
     gateway                                        worker
       Hello(session None) ------------------------>  opens session 1
@@ -19,6 +20,7 @@ so the worker opens a new session for the new connection, and continues none of 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.errors import WireError
 from baton.messages.request_plane import (
@@ -36,9 +38,10 @@ from baton.worker import WorkerStatus
 class GatewaySession:
     """A gateway's end of its session with one incarnation of a worker."""
 
-    def __init__(self, incarnation: str, connection: int) -> None:
-        """`connection` differs from those of all former sessions of this gateway with this incarnation."""
+    def __init__(self, incarnation: str, gateway: str, connection: int) -> None:
+        """`connection` is greater than those of all former sessions of this gateway."""
         self._incarnation = incarnation
+        self._gateway = gateway
         self._connection = connection
         self._number: int | None = None
         self._num_commands = 0
@@ -50,7 +53,7 @@ class GatewaySession:
         return self._number
 
     def hello(self) -> Hello:
-        return Hello(self._incarnation, self._connection, self._number, self._num_commands)
+        return Hello(self._incarnation, self._gateway, self._connection, self._number, self._num_commands)
 
     def submit(self, request: EngineRequest) -> SubmitRequest:
         return SubmitRequest(request, self._number)
@@ -71,8 +74,6 @@ class GatewaySession:
 
     def note_heartbeat(self, heartbeat: Heartbeat) -> str | None:
         """The reason, if this heartbeat shows that all requests sent so far are lost; else None."""
-        if heartbeat.connection not in (self._connection, None):
-            return None  # sent before our Hello arrived
         num_missing = heartbeat.num_outputs - self._num_outputs
         self._num_outputs = heartbeat.num_outputs
         if heartbeat.session == self._number:
@@ -84,6 +85,7 @@ class GatewaySession:
 
 @dataclass(slots=True)
 class _Session:
+    gateway: str
     connection: int
     number: int
     last_message_at: float
@@ -93,26 +95,38 @@ class _Session:
     """The number of the session's next KVEvents; None before the first listing."""
 
 
+class EndedSession(NamedTuple):
+    peer: bytes
+    reason: str
+
+
 class WorkerSessions:
-    """A worker's end of its sessions, by the gateway's identity. The caller passes all times, in seconds."""
+    """A worker's end of its sessions, by the identity of the gateway's connection. The caller passes all times, in
+    seconds."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._sessions: dict[bytes, _Session] = {}
         self._num_opened = 0
 
-    def on_hello(self, peer: bytes, hello: Hello, now: float) -> str | None:
-        """Opens or continues a session. If one had to end, returns why; the caller then ends its requests."""
+    def on_hello(self, peer: bytes, hello: Hello, now: float) -> EndedSession | None:
+        """Opens or continues a session. Returns the session that had to end; the caller then ends its requests."""
         if hello.incarnation != self._incarnation:
             return None  # addressed to another incarnation
-        reason, session = None, self._sessions.get(peer)
-        if session is not None:
-            reason = _gap(session, hello)
-        if session is None or reason is not None:
-            self._num_opened += 1
-            session = self._sessions[peer] = _Session(hello.connection, self._num_opened, now)
-        session.last_message_at = now
-        return reason
+        ended: EndedSession | None = None
+        if (session := self._sessions.get(peer)) is not None:
+            session.last_message_at = now
+            if (reason := _gap(session, hello)) is None:
+                return None
+            ended = EndedSession(peer, reason)
+        elif (other := self._peer_of(hello.gateway)) is not None:
+            if hello.connection < self._sessions[other].connection:
+                return None  # the gateway had closed this connection; its last messages arrive late
+            self.end(other)
+            ended = EndedSession(other, "the gateway has connected anew")
+        self._num_opened += 1
+        self._sessions[peer] = _Session(hello.gateway, hello.connection, self._num_opened, now)
+        return ended
 
     def take(self, peer: bytes, command: SessionCommand) -> None:
         """Counts a command; WireError if it belongs to no session, or to one that has ended."""
@@ -146,30 +160,30 @@ class WorkerSessions:
     def heartbeat(self, peer: bytes, status: WorkerStatus) -> Heartbeat:
         """A heartbeat for any peer, in a session or not."""
         session = self._sessions.get(peer)
-        return Heartbeat(status, None, None, 0) if session is None else _heartbeat(session, status)
+        if session is None:
+            return Heartbeat(status, None, 0)
+        return Heartbeat(status, session.number, session.num_outputs)
 
     def end(self, peer: bytes) -> bool:
-        """Ends the gateway's session; False if there was none."""
+        """Ends the connection's session; False if there was none."""
         return self._sessions.pop(peer, None) is not None
 
     def silent_for(self, timeout_s: float, now: float) -> list[bytes]:
-        """Gateways that have been silent for longer than this."""
+        """Connections whose gateways have been silent for longer than this."""
         return [peer for peer, session in self._sessions.items() if now - session.last_message_at > timeout_s]
 
     @property
     def peers(self) -> list[bytes]:
-        """Gateways with a session."""
+        """Connections with a session."""
         return list(self._sessions)
 
-
-def _heartbeat(session: _Session, status: WorkerStatus) -> Heartbeat:
-    return Heartbeat(status, session.connection, session.number, session.num_outputs)
+    def _peer_of(self, gateway: str) -> bytes | None:
+        """The connection with this gateway's session, if there is one."""
+        return next((peer for peer, session in self._sessions.items() if session.gateway == gateway), None)
 
 
 def _gap(session: _Session, hello: Hello) -> str | None:
     """Why a session ends at this Hello; None if the session continues."""
-    if hello.connection != session.connection:
-        return "the gateway has connected anew"
     if hello.session in (session.number, None) and hello.num_commands != session.num_commands:
         return f"{session.num_commands} of {hello.num_commands} commands arrived"
     return None

@@ -38,7 +38,7 @@ class WorkerConnections:
         self.losses: Counter[LossCause] = Counter()
         """How many workers were lost since the gateway started, by cause."""
         self._turns = SharedTurns(time.monotonic)
-        self._identity = secrets.token_bytes(16)
+        self._gateway_id = secrets.token_hex(16)
         self._connection_numbers = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._clients: dict[str, WorkerClient] = {}
@@ -49,15 +49,11 @@ class WorkerConnections:
     def add(self, endpoint: WorkerEndpoint) -> None:
         """Connects to a worker. Replaces an earlier incarnation of the same name."""
         self.remove(endpoint.ref.name, "replaced")
-        number = next(self._connection_numbers)
         client = WorkerClient(
             endpoint,
             self._context,
-            # An identity for each connection. A worker that restarts on its own port may accept the old connection,
-            # which libzmq restores, after the new one. With one identity, the old one would take the new one's place
-            # and end with its socket, and then libzmq never reads the new connection.
-            self._identity + number.to_bytes(8),
-            number,
+            self._gateway_id,
+            next(self._connection_numbers),
             self._network,
             self._keys,
             self._listener,

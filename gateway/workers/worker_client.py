@@ -94,7 +94,7 @@ class WorkerClient:
         self,
         endpoint: WorkerEndpoint,
         context: zmq.asyncio.Context,
-        identity: bytes,
+        gateway_id: str,
         connection_number: int,
         network: NetworkConfig,
         keys: PlaneKeys | None,
@@ -115,7 +115,7 @@ class WorkerClient:
         self._listener = listener
         self._losses = losses
         self._turns = turns
-        self._session = GatewaySession(endpoint.ref.incarnation, connection_number)
+        self._session = GatewaySession(endpoint.ref.incarnation, gateway_id, connection_number)
         self.is_silent = False
         """True if the worker was silent for too long, or its connection broke. Then it gets no requests until
         its next message."""
@@ -132,7 +132,10 @@ class WorkerClient:
         """False while outputs wait for a turn. No heartbeat is read then, so this is no silence."""
         self._wants_kv_events = False
         self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, identity)
+        # An identity for each connection. A worker that restarts on its own port may accept the old connection, which
+        # libzmq restores, after the new one. With one identity, the old one would take the new one's place and end with
+        # its socket, and then libzmq never reads the new connection.
+        self._socket.setsockopt(zmq.IDENTITY, bytes.fromhex(gateway_id) + connection_number.to_bytes(8))
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         secure_client(self._socket, keys)
@@ -338,7 +341,7 @@ class WorkerClient:
         if loss := self._session.note_heartbeat(message):
             self._listener.on_worker_lost(self.name, loss)
         if self._session.number is None:
-            return None  # the heartbeat is for an earlier connection
+            return None  # the worker has opened no session
         if self._wants_kv_events and self._session.number != former:
             self._send_command(self._session.subscribe_kv_events())
         self.status = message.status

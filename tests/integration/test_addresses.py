@@ -58,9 +58,9 @@ def test_a_request_plane_is_reached_where_it_says(bind_host: str) -> None:
             gateway.setsockopt(zmq.LINGER, 0)
             secure_client(gateway, KEYS.request)
             connect(gateway, server.address)
-            gateway.send(TO_WORKER.encode(Hello("life-1", 1, None, 0)))
+            gateway.send(TO_WORKER.encode(Hello("life-1", "g", 1, None, 0)))
             assert gateway.poll(int(TIMEOUT_S * 1000))
-            assert TO_GATEWAY.decode(gateway.recv()) == Heartbeat(STATUS, 1, 1, 0)
+            assert TO_GATEWAY.decode(gateway.recv()) == Heartbeat(STATUS, 1, 0)
     finally:
         server.stop()
 

@@ -32,7 +32,7 @@ def answers(endpoint: WorkerEndpoint, secret: ClusterSecret | None, within_s: fl
         gateway.setsockopt(zmq.LINGER, 0)
         secure_client(gateway, derive_keys(secret).request)
         gateway.connect(endpoint.request_address)
-        gateway.send(TO_WORKER.encode(Hello(endpoint.ref.incarnation, 1, None, 0)))
+        gateway.send(TO_WORKER.encode(Hello(endpoint.ref.incarnation, "g", 1, None, 0)))
         if not gateway.poll(int(within_s * 1_000)):
             return False
         message = TO_GATEWAY.decode(gateway.recv())

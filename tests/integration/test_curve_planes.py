@@ -140,12 +140,12 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("keys", REQUEST_STRANGERS.values(), ids=REQUEST_STRANGERS)
 def test_a_stranger_on_the_request_plane_is_ignored_and_counted(keys: Keys) -> None:
     with request_server(KEYS.request) as server, dealer(server.address, keys) as stranger:
-        stranger.send(TO_WORKER.encode(Hello("life-1", 1, None, 0)))
+        stranger.send(TO_WORKER.encode(Hello("life-1", "g", 1, None, 0)))
         until(lambda: server.num_denied > 0)
         with dealer(server.address, KEYS.request) as gateway:
-            gateway.send(TO_WORKER.encode(Hello("life-1", 1, None, 0)))
+            gateway.send(TO_WORKER.encode(Hello("life-1", "g", 1, None, 0)))
             assert gateway.poll(TIMEOUT_MS)
-            assert TO_GATEWAY.decode(gateway.recv()) == Heartbeat(STATUS, 1, 1, 0)
+            assert TO_GATEWAY.decode(gateway.recv()) == Heartbeat(STATUS, 1, 0)
         assert not stranger.poll(150)
 
 
@@ -164,7 +164,7 @@ def test_a_stranger_on_the_kv_plane_is_ignored_and_counted(keys: Keys) -> None:
 
 def test_without_security_anybody_talks_on_either_plane() -> None:
     with request_server(None) as server, dealer(server.address, None) as gateway:
-        gateway.send(TO_WORKER.encode(Hello("life-1", 1, None, 0)))
+        gateway.send(TO_WORKER.encode(Hello("life-1", "g", 1, None, 0)))
         assert gateway.poll(TIMEOUT_MS)
         assert server.num_denied == 0
     with kv_worker(None) as worker, dealer(worker.kv_address, None) as peer:

@@ -115,14 +115,14 @@ def gateway(server: RequestServer) -> Iterator[GatewaySocket]:
 
 
 def test_a_hello_is_answered_and_heartbeats_follow(gateway: GatewaySocket) -> None:
-    gateway.send(Hello("life-1", 1, None, 0))
-    assert [gateway.receive(), gateway.receive()] == [Heartbeat(STATUS, 1, 1, 0)] * 2
+    gateway.send(Hello("life-1", "g", 1, None, 0))
+    assert [gateway.receive(), gateway.receive()] == [Heartbeat(STATUS, 1, 0)] * 2
 
 
 def test_requests_and_aborts_reach_the_engine_with_their_client(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.send(SubmitRequest(REQUEST, 1))
     gateway.send(AbortRequests(("r",), 1))
     assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
@@ -130,7 +130,7 @@ def test_requests_and_aborts_reach_the_engine_with_their_client(
 
 
 def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: GatewaySocket) -> None:
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.receive()
     output = RequestOutput(request_id="r", first_position=0, token_ids=(7,))
     server.send(gateway.client_id, [output])
@@ -140,12 +140,10 @@ def test_outputs_go_to_the_gateway_that_asked(server: RequestServer, gateway: Ga
 def test_c44_a_hello_meant_for_another_life_opens_nothing(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-0", 1, None, 0))
-    assert gateway.receive() == Heartbeat(
-        STATUS, None, None, 0
-    )  # from which the gateway learns who is there now
+    gateway.send(Hello("life-0", "g", 1, None, 0))
+    assert gateway.receive() == Heartbeat(STATUS, None, 0)  # from which the gateway learns who is there now
     gateway.send(SubmitRequest(REQUEST, None))
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.send(AbortRequests(("r",), 1))
     assert sink.received.get(timeout=60) == ("abort", gateway.client_id, ("r",))
     assert server.num_bad_messages == 1
@@ -154,7 +152,7 @@ def test_c44_a_hello_meant_for_another_life_opens_nothing(
 def test_garbage_is_counted_and_the_next_message_is_served(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.socket.send(b"\xc1 not msgpack")
     gateway.socket.send_multipart([b"two", b"frames"])
     gateway.send(SubmitRequest(REQUEST, 1))
@@ -165,7 +163,7 @@ def test_garbage_is_counted_and_the_next_message_is_served(
 def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
     gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
@@ -185,11 +183,11 @@ def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(sink: Recordi
     server.start(sink)
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x01patient")
-        gateway.send(Hello("life-1", 1, None, 0))
-        assert gateway.receive() == Heartbeat(STATUS, 1, 1, 0)
+        gateway.send(Hello("life-1", "g", 1, None, 0))
+        assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         clock.leapt_s += 100 * NETWORK.peer_timeout_s
         for _ in range(4):
-            assert gateway.receive() == Heartbeat(STATUS, 1, 1, 0)
+            assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         assert sink.received.empty(), "that was not its silence"
         assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id), "but this is"
         gateway.socket.close()
@@ -199,16 +197,16 @@ def test_c42_a_gateway_is_not_silent_while_the_worker_stands_still(sink: Recordi
 def test_a_vanished_gateway_is_noticed_at_the_next_send(server: RequestServer, sink: RecordingSink) -> None:
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x02gone")
-        gateway.send(Hello("life-1", 1, None, 0))
+        gateway.send(Hello("life-1", "g", 1, None, 0))
         gateway.receive()
         gateway.socket.close()
     assert sink.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
 def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, sink: RecordingSink) -> None:
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.send(SubmitRequest(REQUEST, 1))
-    gateway.send(Hello("life-1", 1, 1, 2))  # the second command is the one that did not come
+    gateway.send(Hello("life-1", "g", 1, 1, 2))  # the second command is the one that did not come
     gateway.send(AbortRequests(("r",), 1))  # said before the gateway could know
     gateway.send(SubmitRequest(REQUEST, 2))
     received = [sink.received.get(timeout=60) for _ in range(3)]
@@ -217,15 +215,15 @@ def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, 
         ("abort_client", gateway.client_id),
         ("submit", gateway.client_id, REQUEST),
     ]
-    assert [gateway.receive() for _ in range(2)] == [Heartbeat(STATUS, 1, 1, 0), Heartbeat(STATUS, 1, 2, 0)]
+    assert [gateway.receive() for _ in range(2)] == [Heartbeat(STATUS, 1, 0), Heartbeat(STATUS, 2, 0)]
 
 
 def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway: GatewaySocket) -> None:
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.receive()
     server.send(gateway.client_id, [RequestOutput(request_id="r", first_position=0, token_ids=(7,))])
     gateway.receive_outputs()
-    assert gateway.receive() == Heartbeat(STATUS, 1, 1, 1)
+    assert gateway.receive() == Heartbeat(STATUS, 1, 1)
 
 
 def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: RecordingSink) -> None:
@@ -238,13 +236,13 @@ def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: Record
     ]
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("life-1", 1, None, 0))
+        gateway.send(Hello("life-1", "g", 1, None, 0))
         gateway.receive()
         server.send(gateway.client_id, outputs)
         received = [gateway.receive_outputs() for _ in range(2)]
         assert [len(message.outputs) for message in received] == [1, 2]
         assert [output for message in received for output in message.outputs] == outputs
-        assert gateway.receive() == Heartbeat(STATUS, 1, 1, 2), "both were counted"
+        assert gateway.receive() == Heartbeat(STATUS, 1, 2), "both were counted"
         server.stop()
         gateway.socket.close()
 
@@ -252,7 +250,7 @@ def test_outputs_that_are_too_large_for_one_message_come_in_several(sink: Record
 def test_an_output_that_no_message_can_hold_ends_its_request_and_nothing_else(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
 ) -> None:
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.receive()
     monster = RequestOutput(request_id="r", first_position=3, error="x" * MAX_MESSAGE_BYTES)
     server.send(gateway.client_id, [monster])
@@ -281,13 +279,13 @@ def test_a_plane_that_fails_ends_the_worker_and_says_so(sink: RecordingSink) -> 
     server.start(sink)
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("life-1", 1, None, 0))
+        gateway.send(Hello("life-1", "g", 1, None, 0))
         gateway.receive()
         is_broken.set()
         server.beat()
         kind, error = sink.received.get(timeout=60)
         assert (kind, str(error)) == ("fail", "no status")
-        while (beat := gateway.receive()) == Heartbeat(STATUS, 1, 1, 0):
+        while (beat := gateway.receive()) == Heartbeat(STATUS, 1, 0):
             continue
         assert isinstance(beat, Heartbeat)
         assert (beat.status.state, beat.status.failure) == (
@@ -304,12 +302,12 @@ def test_a_change_is_told_before_the_next_heartbeat_is_due(sink: RecordingSink) 
     server.start(sink)
     with zmq.Context() as context:
         gateway = GatewaySocket(context, server.address, b"\x01gateway")
-        gateway.send(Hello("life-1", 1, None, 0))
+        gateway.send(Hello("life-1", "g", 1, None, 0))
         gateway.receive()
         server.beat()
-        assert gateway.receive() == Heartbeat(STATUS, 1, 1, 0)
+        assert gateway.receive() == Heartbeat(STATUS, 1, 0)
         server.stop()
-        assert gateway.receive() == Heartbeat(STATUS, 1, 1, 0), "its last word"
+        assert gateway.receive() == Heartbeat(STATUS, 1, 0), "its last word"
         gateway.socket.close()
 
 
@@ -317,11 +315,11 @@ def test_a_gateway_of_another_version_is_answered_and_gets_no_session(
     server: RequestServer, gateway: GatewaySocket, sink: RecordingSink, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway.socket.send(msgpack.packb(["Hello", 99, "what", "ever"]))
-    assert gateway.receive() == Heartbeat(STATUS, None, None, 0)
+    assert gateway.receive() == Heartbeat(STATUS, None, 0)
     assert f"it uses version 99 of the request plane, this worker {REQUEST_PLANE_VERSION}" in caplog.text
     assert (server.num_foreign_hellos, server.num_bad_messages) == (1, 0)
     gateway.send(SubmitRequest(REQUEST, None))
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.receive()
     assert sink.received.empty()
 
@@ -337,7 +335,7 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
             continue
         return message
 
-    gateway.send(Hello("life-1", 1, None, 0))
+    gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.send(SubscribeKVEvents(1))
     us = (gateway.client_id,)
     assert sink.received.get(timeout=60) == ("subscribe", *us)
@@ -350,8 +348,8 @@ def test_changes_of_the_prefix_cache_are_numbered_for_each_gateway(
     assert [(next_events().number, len(next_events().stored)) for _ in range(1)] == [(0, 8)]
     server.send_kv_change(us, change(b"ijklmnop"))
     assert next_events() == KVEvents(2, False, b"", b"ijklmnop")
-    gateway.send(Hello("life-1", 1, 1, 1))
-    gateway.send(Hello("life-1", 1, 1, 7))  # some were lost: another session
+    gateway.send(Hello("life-1", "g", 1, 1, 1))
+    gateway.send(Hello("life-1", "g", 1, 1, 7))  # some were lost: another session
     assert sink.received.get(timeout=60) == ("abort_client", *us)
     server.send_kv_change(us, change(b"stale..."))
     server.send_kv_change(us, change(b"newnewne", is_anew=True))

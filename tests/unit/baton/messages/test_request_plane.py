@@ -32,7 +32,7 @@ def test_the_first_version_named_none() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        TO_WORKER.encode(Hello("life", 1, None, 0)),
+        TO_WORKER.encode(Hello("life", "g", 1, None, 0)),
         TO_WORKER.encode(AbortRequests((), 1)),
         msgpack.packb(["Hello", REQUEST_PLANE_VERSION, "damaged"]),
         msgpack.packb(["Hello"]),

@@ -10,7 +10,7 @@ from baton.request import EngineRequest
 from baton.sampling import SamplingParams
 from baton.worker import KVBlockCounts, RequestCounts, WorkerRole, WorkerState, WorkerStatus
 
-GATEWAY, OTHER = b"gateway", b"other"
+GATEWAY, LATEST, OTHER = b"gateway", b"latest", b"other"
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams())
 STATUS = WorkerStatus(
     WorkerRef("d0", "life", ("tcp://127.0.0.1:1",), 16),
@@ -26,12 +26,13 @@ class Line:
     """A gateway and a worker that have said hello to each other."""
 
     def __init__(self) -> None:
-        self.gateway, self.worker = GatewaySession("life", 1), WorkerSessions("life")
+        self.gateway, self.worker = GatewaySession("life", "g", 1), WorkerSessions("life")
         assert self.greet() == (None, None)
 
     def greet(self, now: float = 0.0) -> tuple[str | None, str | None]:
         """One Hello and its answer: what the worker finds missing, and what the gateway finds lost."""
-        gap = self.worker.on_hello(GATEWAY, self.gateway.hello(), now)
+        ended = self.worker.on_hello(GATEWAY, self.gateway.hello(), now)
+        gap = None if ended is None else ended.reason
         return gap, self.gateway.note_heartbeat(self.worker.heartbeat(GATEWAY, STATUS))
 
     def submit(self, *, is_lost: bool = False) -> None:
@@ -96,39 +97,39 @@ def test_commands_of_an_ended_session_are_refused_and_not_counted() -> None:
     assert line.greet() == (None, None)
 
 
-def test_a_gateway_that_connects_anew_gets_a_session_of_its_own() -> None:
-    """It has the same name, knows of no session, and must not take over what the last one asked for."""
+def test_a_gateway_that_connects_anew_ends_the_session_of_its_former_connection() -> None:
+    """The worker may not yet know that the former connection is closed, and would answer nobody."""
     line = Line()
     line.submit()
-    line.gateway = GatewaySession("life", 2)
-    assert line.greet() == ("the gateway has connected anew", None)
-    line.submit()
-    assert line.greet() == (None, None)
+    latest = GatewaySession("life", "g", 2)
+    assert line.worker.on_hello(LATEST, latest.hello(), 0.0) == (GATEWAY, "the gateway has connected anew")
+    assert line.worker.peers == [LATEST]
+    assert not line.worker.count_outputs(GATEWAY)
+    assert latest.note_heartbeat(line.worker.heartbeat(LATEST, STATUS)) is None
+    line.worker.take(LATEST, latest.submit(REQUEST))
+    latest.count_command()
+    assert line.worker.on_hello(LATEST, latest.hello(), 0.0) is None
 
 
-def test_a_heartbeat_for_a_former_connection_opens_no_session() -> None:
-    """It was on its way, or was sent before the Hello came."""
+def test_a_hello_that_comes_after_its_connection_was_closed_changes_nothing() -> None:
     line = Line()
-    line.output()
-    line.gateway = GatewaySession("life", 2)
-    assert line.gateway.note_heartbeat(line.worker.heartbeat(GATEWAY, STATUS)) is None
-    assert line.gateway.number is None
-    assert line.greet() == ("the gateway has connected anew", None)
-    line.output()
-    assert line.greet() == (None, None)
+    late, latest = line.gateway.hello(), GatewaySession("life", "g", 2)
+    line.worker.on_hello(LATEST, latest.hello(), 0.0)
+    assert line.worker.on_hello(GATEWAY, late, 0.0) is None
+    assert line.worker.peers == [LATEST]
 
 
 def test_hellos_on_their_way_when_the_first_answer_comes_change_nothing() -> None:
-    worker, gateway = WorkerSessions("life"), GatewaySession("life", 1)
+    worker, gateway = WorkerSessions("life"), GatewaySession("life", "g", 1)
     early = [gateway.hello() for _ in range(2)]
     assert [worker.on_hello(GATEWAY, hello, 0.0) for hello in early] == [None, None]
     assert gateway.note_heartbeat(worker.heartbeat(GATEWAY, STATUS)) is None
-    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, 1, 1, 0)
+    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, 1, 0)
 
 
 def test_silence_is_each_gateways_own() -> None:
     line = Line()
-    line.worker.on_hello(OTHER, GatewaySession("life", 1).hello(), 5.0)
+    line.worker.on_hello(OTHER, GatewaySession("life", "other", 1).hello(), 5.0)
     assert line.worker.silent_for(3.0, now=6.0) == [GATEWAY]
     line.greet(now=6.0)
     assert line.worker.silent_for(3.0, now=6.0) == []
@@ -136,6 +137,6 @@ def test_silence_is_each_gateways_own() -> None:
 
 def test_a_hello_for_another_incarnation_opens_no_session() -> None:
     worker = WorkerSessions("life")
-    worker.on_hello(GATEWAY, GatewaySession("an older life", 1).hello(), 0.0)
+    worker.on_hello(GATEWAY, GatewaySession("an older life", "g", 1).hello(), 0.0)
     assert worker.peers == []
-    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, None, None, 0)
+    assert worker.heartbeat(GATEWAY, STATUS) == Heartbeat(STATUS, None, 0)

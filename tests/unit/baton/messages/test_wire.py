@@ -123,9 +123,9 @@ def test_request_plane_messages_survive_the_wire() -> None:
     ("data", "complaint"),
     [
         (msgpack.packb(["Nobody"]), "unknown message kind 'Nobody'"),
-        (msgpack.packb(["Hello"]), "Hello: expected 5 fields"),
-        (msgpack.packb(["Hello", 2, 5, 1, 1, 0]), "Hello.incarnation: expected str, got 5"),
-        (msgpack.packb(["Hello", 2, None, 1, None, 0]), "Hello.incarnation: expected str, got None"),
+        (msgpack.packb(["Hello"]), "Hello: expected 6 fields"),
+        (msgpack.packb(["Hello", 2, 5, "g", 1, 1, 0]), "Hello.incarnation: expected str, got 5"),
+        (msgpack.packb(["Hello", 2, None, "g", 1, None, 0]), "Hello.incarnation: expected str, got None"),
         (msgpack.packb(["AbortRequests", [1], 1]), "AbortRequests.request_ids: expected str, got 1"),
         (msgpack.packb(["SubmitRequest", [], 1]), "SubmitRequest.request: expected 11 fields"),
         (msgpack.packb({"kind": "Hello"}), "expected an array"),
@@ -183,6 +183,6 @@ def test_a_bool_is_not_an_int() -> None:
 def test_size_limits_hold_on_both_ends() -> None:
     codec: Codec[Hello] = Codec(Hello, max_bytes=64)
     with pytest.raises(WireError, match="exceeds the limit of 64"):
-        codec.encode(Hello("x" * 64, 1, None, 0))
+        codec.encode(Hello("x" * 64, "g", 1, None, 0))
     with pytest.raises(WireError, match="exceeds the limit of 64"):
         codec.decode(b"x" * 65)
