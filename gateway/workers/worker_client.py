@@ -102,7 +102,8 @@ class WorkerClient:
         losses: Counter[LossCause],
         turns: SharedTurns,
     ) -> None:
-        """Counts every loss of this worker in `losses`. `turns`: shared by the clients of all workers."""
+        """`gateway_id`: in hex. Counts every loss of this worker in `losses`. `turns`: shared by the clients of all
+        workers."""
         self.endpoint = endpoint
         self.status: WorkerStatus | None = None
         """The status in the latest heartbeat; None before the first heartbeat."""

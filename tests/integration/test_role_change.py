@@ -113,7 +113,7 @@ async def worker(
     host = EngineHost(config, KEYS, make_model_dir(folder), DecodeWorker(99), "w0", (PrefillWorker(99),))
     endpoint: WorkerEndpoint = await asyncio.to_thread(host.start)
     context, listener, turns = zmq.asyncio.Context(), Listener(), SharedTurns(time.monotonic)
-    client = WorkerClient(endpoint, context, b"gateway", 1, NETWORK, KEYS.request, listener, Counter(), turns)
+    client = WorkerClient(endpoint, context, "cafe", 1, NETWORK, KEYS.request, listener, Counter(), turns)
     running = asyncio.create_task(client.run())
     try:
         await client.first_sign.wait()

@@ -99,7 +99,7 @@ async def test_c58_a_burst_of_outputs_leaves_turns_to_others_and_keeps_each_requ
     ref = WorkerRef("w0", "w0-life", ("tcp://127.0.0.1:1",), 16)
     endpoint = WorkerEndpoint(ref, WorkerRole.DECODE, "tcp://127.0.0.1:1", "here", 1)
     turns = SharedTurns(loop.time, TURN_S)
-    client = WorkerClient(endpoint, context, b"gateway", 1, NETWORK, None, listener, Counter(), turns)
+    client = WorkerClient(endpoint, context, "cafe", 1, NETWORK, None, listener, Counter(), turns)
     burst = [
         RequestOutput(request_id=f"r{number}", first_position=step)
         for step in range(16)
@@ -144,7 +144,7 @@ class SlowPreprocessor:
 @in_virtual_time
 async def test_c58_a_call_of_many_prompts_leaves_turns_to_others() -> None:
     loop = virtual_loop()
-    model = ServedModel("m", "m", 100, 300, (2,), "float32")
+    model = ServedModel("m", "m", 100, 300, (2,), "float32", "float32")
     routes = OpenAIRoutes(None, SlowPreprocessor(), model)  # type: ignore[arg-type]
     body = CompletionRequest(model="m", prompt=["x"] * 128)
     call = HttpCall("r", "completions", ANYBODY, None, None)
