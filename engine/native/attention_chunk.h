@@ -160,7 +160,7 @@ void chunk_tile(const LayerPool<Stored> &pool, const int64_t *block_ids_M, const
         const bool is_wide = i + OUT_COLS * LANES <= D;
         for (int64_t r = first_row / OUT_ROWS * OUT_ROWS; r < stop; r += OUT_ROWS) {
             const auto add = is_wide ? product<OUT_ROWS, OUT_COLS, true, Unit> : product<OUT_ROWS, 1, true, Unit>;
-            add(weights + r, 1, TILE_ROWS, values + i, D, state.out + r * D + i, D, padded_keys / PER_UNIT<Unit>);
+            add(weights + r, 1, TILE_ROWS, values + i, D, state.out + r * D + i, D, padded_keys / PER_UNIT<Unit>, {});
         }
         i += (is_wide ? OUT_COLS : 1) * LANES;
     }

@@ -7,8 +7,10 @@
 
 #include "attention_units.h"
 
-constexpr int HEADS = 4;                  // computed together
-constexpr int COLS = LANES == 8 ? 2 : 4;  // vectors of keys or of a value that are summed together; AVX2 has 16 registers
+constexpr int HEADS = 4;  // computed together
+
+// Vectors of keys, or of a value, that are summed together for `heads` heads. AVX2 has 16 registers.
+constexpr int cols_of(int heads, int most_heads) { return LANES == 8 && heads > most_heads ? 2 : 4; }
 
 // Where the keys of a tile lie, and behind them their values, for its first kv head; those of the next kv head lie
 // `head_size` behind. Behind the last key there are pointers to others, which may be read, but count for nothing.
@@ -50,20 +52,45 @@ inline Floats key_units(const BFloat16 *key, int64_t i, int64_t depth, Pair) {
 
 // Keys [depth][key], so that scores are vectors of keys.
 template <typename Unit, typename Stored>
-void transpose_keys(HeadTile<Stored> keys, HeadTile<Stored> next, int64_t num_keys, int64_t head_dim, Unit *to) {
+void transpose_keys(HeadTile<Stored> keys, int64_t num_keys, int64_t head_dim, Unit *to) {
     const int64_t depth = head_dim / PER_UNIT<Unit>;
     for (int64_t k = 0; k < num_keys; k += LANES)
         for (int64_t i = 0; i < depth; i += LANES) {
             Floats units[LANES];
-            for (int j = 0; j < LANES; ++j) {
-                units[j] = key_units(keys[k + j], i, depth, Unit{});
-                prefetch(next[k + j] + i * PER_UNIT<Unit>, LANES * PER_UNIT<Unit>);
-            }
+            for (int j = 0; j < LANES; ++j) units[j] = key_units(keys[k + j], i, depth, Unit{});
             transpose(units);
             for (int64_t j = 0; j < std::min<int64_t>(LANES, depth - i); ++j)
                 store(reinterpret_cast<float *>(to + (i + j) * TILE_KEYS + k), units[j]);
         }
 }
+
+// Pairs of bfloat16 are moved together, and become floats only then: half as many moves.
+inline void transpose_keys(HeadTile<BFloat16> keys, int64_t num_keys, int64_t head_dim, float *to) {
+    const int64_t depth = head_dim / 2;
+    for (int64_t k = 0; k < num_keys; k += LANES)
+        for (int64_t i = 0; i < depth; i += LANES) {
+            Floats pairs[LANES];
+            for (int j = 0; j < LANES; ++j) pairs[j] = key_units(keys[k + j], i, depth, Pair{});
+            transpose(pairs);
+            for (int64_t j = 0; j < std::min<int64_t>(LANES, depth - i); ++j) {
+                float *both = to + 2 * (i + j) * TILE_KEYS + k;
+                store(both, (Floats)((Bits)pairs[j] << 16));
+                store(both + TILE_KEYS, (Floats)((Bits)pairs[j] & 0xffff0000));
+            }
+        }
+}
+
+// Asks for the next keys from `key` on, `width` numbers with each call.
+template <typename Stored>
+struct NextKeys {
+    HeadTile<Stored> keys;
+    int64_t head_dim, width, key, i = 0;
+
+    void operator()() {
+        prefetch(keys[key] + i, width);
+        if ((i += width) >= head_dim) i = 0, ++key;
+    }
+};
 
 // The values of key `k`, or of keys 2 k and 2 k + 1, from dimension `i` on.
 template <typename Stored>
@@ -81,12 +108,12 @@ inline void weighted_sum(const Unit *weights, const float *kept, HeadTile<Stored
     for (int h = 0; h < heads; ++h)
         for (int c = 0; c < cols; ++c) sums[h][c] = load(out + h * head_dim + i + c * LANES) * kept[h];
     for (int64_t k = 0; k < num_units; ++k) {
-        Floats value[cols];
         for (int64_t at = k * PER_UNIT<Unit>; at < (k + 1) * PER_UNIT<Unit>; ++at) prefetch(next[at] + i, cols * LANES);
-        for (int c = 0; c < cols; ++c) value[c] = value_units(values, k, i + c * LANES, Unit{});
-        for (int h = 0; h < heads; ++h) {
-            const Floats weight = broadcast(weights[h * TILE_KEYS / PER_UNIT<Unit> + k]);
-            for (int c = 0; c < cols; ++c) sums[h][c] = multiply_add(weight, value[c], sums[h][c], Unit{});
+        Floats weight[heads];
+        for (int h = 0; h < heads; ++h) weight[h] = broadcast(weights[h * TILE_KEYS / PER_UNIT<Unit> + k]);
+        for (int c = 0; c < cols; ++c) {
+            const Floats value = value_units(values, k, i + c * LANES, Unit{});
+            for (int h = 0; h < heads; ++h) sums[h][c] = multiply_add(weight[h], value, sums[h][c], Unit{});
         }
     }
     for (int h = 0; h < heads; ++h)
@@ -117,15 +144,18 @@ inline float weigh(float *scores, int64_t num_hidden, int64_t end, int64_t num_k
 }
 
 template <int heads, typename Unit, typename Stored>
-void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> values, HeadTile<Stored> next,
-                  int64_t num_hidden, int64_t end, float *scores, float tanh_scale, float scale, Softmax state) {
+void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> values, HeadTile<Stored> next_keys,
+                  HeadTile<Stored> next_values, int64_t num_hidden, int64_t end, float *scores, float tanh_scale,
+                  float scale, Softmax state) {
     const int64_t D = state.head_dim, depth = D / PER_UNIT<Unit>, num_keys = (end + LANES - 1) / LANES * LANES;
     const auto score = [&](auto cols, int64_t k) {
-        product<heads, decltype(cols)::value, false>(queries, depth, 1, transposed + k, TILE_KEYS, scores + k, TILE_KEYS,
-                                                     depth);
+        constexpr int COLS = decltype(cols)::value;
+        product<heads, COLS, false>(queries, depth, 1, transposed + k, TILE_KEYS, scores + k, TILE_KEYS, depth,
+                                    NextKeys<Stored>{next_keys, D, COLS * LANES * PER_UNIT<Unit>, k});
     };
+    constexpr int KEY_COLS = cols_of(heads, 2), VALUE_COLS = cols_of(heads, 3);
     int64_t k = 0;
-    for (; k + COLS * LANES <= num_keys; k += COLS * LANES) score(std::integral_constant<int, COLS>{}, k);
+    for (; k + KEY_COLS * LANES <= num_keys; k += KEY_COLS * LANES) score(std::integral_constant<int, KEY_COLS>{}, k);
     for (; k < num_keys; k += LANES) score(std::integral_constant<int, 1>{}, k);
 
     for (int h = 0; tanh_scale != 0.0f && h < heads; ++h)
@@ -139,10 +169,10 @@ void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> 
                         weights + h * TILE_KEYS / PER_UNIT<Unit>);
     const int64_t num_units = (end + PER_UNIT<Unit> - 1) / PER_UNIT<Unit>;
     const auto add = [&](auto cols, int64_t i) {
-        weighted_sum<heads, decltype(cols)::value>(weights, kept, values, next, num_units, i, state.out, D);
+        weighted_sum<heads, decltype(cols)::value>(weights, kept, values, next_values, num_units, i, state.out, D);
     };
     int64_t i = 0;
-    for (; i + COLS * LANES <= D; i += COLS * LANES) add(std::integral_constant<int, COLS>{}, i);
+    for (; i + VALUE_COLS * LANES <= D; i += VALUE_COLS * LANES) add(std::integral_constant<int, VALUE_COLS>{}, i);
     for (; i < D; i += LANES) add(std::integral_constant<int, 1>{}, i);
 }
 
@@ -160,10 +190,10 @@ void decode_tile(const LayerPool<Stored> &pool, const KeyTile<Stored> &tile, con
     for (int64_t kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
         const HeadTile<Stored> keys{tile.keys, kv_head * pool.head_size};
         const HeadTile<Stored> after = kv_head + 1 < num_kv_heads ? keys.moved(pool.head_size) : HeadTile<Stored>{next.keys, 0};
-        transpose_keys(keys, after, tile.count, D, transposed);
+        transpose_keys(keys, tile.count, D, transposed);
         for (int64_t head = kv_head * G; head < (kv_head + 1) * G; head += HEADS) {
             const auto run = [&](auto heads) {
-                decode_heads<decltype(heads)::value>(queries + head * depth, transposed, keys.moved(pool.values),
+                decode_heads<decltype(heads)::value>(queries + head * depth, transposed, keys.moved(pool.values), after,
                                                      after.moved(pool.values), num_hidden, tile.count, scratch.scores,
                                                      tanh_scale, scale, state.of_rows(head, heads));
             };

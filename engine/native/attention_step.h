@@ -109,7 +109,8 @@ struct LayerPool {
 };
 
 // Asks for `count` values of the next tile. Blocks are scattered, so the processor does not foresee them; and it has few
-// requests under way at once, so that asking for a whole tile would make it wait. So each read asks for as much of the next.
+// requests under way at once, so that asking for a whole tile would make it wait. So a tile's scores ask for the next keys
+// bit by bit, and its weighted sums for the next values.
 template <typename Stored>
 inline void prefetch(const Stored *at, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(Stored))) __builtin_prefetch(at + i);

@@ -35,14 +35,20 @@ inline Floats multiply_add(Floats a, Floats b, Floats sum, Pair) {
 }
 #endif
 
+struct Nothing {
+    void operator()() const {}
+};
+
 // c[i][j] (+)= sum over k of a[i x a_row + k x a_step] b[k][j], for `rows` x (`cols` x LANES) of c, in registers.
-template <int rows, int cols, bool adds, typename Unit>
+// `meanwhile` is called for every k.
+template <int rows, int cols, bool adds, typename Unit, typename Meanwhile = Nothing>
 inline void product(const Unit *a, int64_t a_row, int64_t a_step, const Unit *b, int64_t b_step, float *c, int64_t c_row,
-                    int64_t depth) {
+                    int64_t depth, Meanwhile meanwhile = {}) {
     Floats sums[rows][cols];
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < cols; ++j) sums[i][j] = adds ? load(c + i * c_row + j * LANES) : Floats{};
     for (int64_t k = 0; k < depth; ++k, a += a_step, b += b_step) {
+        meanwhile();
         Floats b_k[cols];
         for (int j = 0; j < cols; ++j) b_k[j] = vector_of(b + j * LANES);
         for (int i = 0; i < rows; ++i) {

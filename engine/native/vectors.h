@@ -60,7 +60,12 @@ inline Bits widened(Bits8 x) { return (Bits)_mm512_cvtepu8_epi32((__m128i)x); }
 inline Bits16 lowest_16(Bits x) { return (Bits16)_mm512_cvtepi32_epi16((__m512i)x); }
 inline Bits8 lowest_8(Bits x) { return (Bits8)_mm512_cvtepi32_epi8((__m512i)x); }
 #else
+#if defined(__AVX2__)
+inline Bits widened(Bits16 x) { return (Bits)_mm256_cvtepu16_epi32((__m128i)x); }
+inline Bits widened(Bits8 x) { return (Bits)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_raw<int64_t>(&x))); }
+#else
 template <typename Narrow> inline Bits widened(Narrow x) { return __builtin_convertvector(x, Bits); }
+#endif
 inline Bits16 lowest_16(Bits x) { return __builtin_convertvector(x, Bits16); }
 inline Bits8 lowest_8(Bits x) { return __builtin_convertvector(x, Bits8); }
 #endif
