@@ -50,7 +50,7 @@ class BatonSide:
         from baton.config import BatonConfig, ModelConfig, SchedulerConfig
         from engine.allocator import keep_freed_memory
         from engine.kv_cache import KVPool
-        from engine.loading.dtype import choose_dtype
+        from engine.loading.dtype import ChosenDtype, choose_dtype
         from engine.loading.loader import load_model
         from engine.runner_parts import make_runner
         from kv_transfer import SharedMemory
@@ -59,12 +59,9 @@ class BatonSide:
         keep_freed_memory()  # as a worker does
         torch.set_num_threads(threads)
         own = {"gguf": "auto", "int8": "int8", "int4": "int4"}.get(dtype)
-        config = ModelConfig.model_validate(
-            {"dtype": dtype, "quantization": "none"}
-            if own is None
-            else {"dtype": choose_dtype(BatonConfig(), Path(model)).dtype, "quantization": own}
-        )
-        loaded = load_model(config, Path(model), torch.device("cpu"))
+        chosen = ChosenDtype(dtype) if own is None else choose_dtype(BatonConfig(), Path(model))
+        config = ModelConfig.model_validate({"dtype": chosen.dtype, "quantization": own or "none"})
+        loaded = load_model(config, Path(model), torch.device("cpu"), kv_cache_dtype=chosen.kv_cache_dtype)
         num_blocks = MAX_TOKENS // BLOCK_SIZE + 2
         self._scheduler = Scheduler(
             SchedulerConfig(

@@ -30,7 +30,7 @@ from worker.ready_line import endpoint_from_json
 
 async def run_gateway(folder: Path, endpoint: str) -> None:
     tokenizer = Tokenizer(folder)
-    model = ServedModel("benchmark", str(folder), 8192, tokenizer.vocab_size, (), "float32")
+    model = ServedModel("benchmark", str(folder), 8192, tokenizer.vocab_size, (), "float32", "float32")
     config = GatewayConfig(grpc_port=0, http_port=0, routing_mode="local", max_in_flight=4096)
     prefix_key = derive_keys(None).prefix
     gateway = Gateway(config, NETWORK, None, prefix_key, "retry", model, tokenizer, SystemClock())

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from baton.config import ModelConfig
+from baton.config import KVCacheDtype, ModelConfig
 from baton.sampling import SamplingParams
 from baton.step import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.batch import RequestBatch
@@ -59,7 +59,7 @@ class Variant:
     backend: Backend | None = None
     """The backend of the variant. None: the one that workers on this machine use."""
     quantization: Literal["auto", "none", "fp8"] = "none"
-    has_fp8_kv: bool = False
+    kv_cache_dtype: KVCacheDtype = "auto"
 
 
 class RoundedFp8Linear(Fp8Linear):
@@ -107,8 +107,9 @@ VARIANTS = (
     Variant("int4 weights", "float32", GroupingBackend(4), "fp8"),
     Variant("fp8 weights", quantization="fp8"),
     Variant("fp8 weights + activations", backend=RoundingBackend(), quantization="fp8"),
-    Variant("fp8 KV", has_fp8_kv=True),
-    Variant("fp8 all of it", backend=RoundingBackend(), quantization="fp8", has_fp8_kv=True),
+    Variant("bfloat16 KV", "float32", kv_cache_dtype="bfloat16"),
+    Variant("fp8 KV", kv_cache_dtype="fp8"),
+    Variant("fp8 all of it", backend=RoundingBackend(), quantization="fp8", kv_cache_dtype="fp8"),
 )
 
 
@@ -127,8 +128,7 @@ class Subject:
 
     def __init__(self, path: Path, variant: Variant, length: int) -> None:
         config = ModelConfig(dtype=variant.dtype, quantization=variant.quantization)
-        kv_cache_dtype: Literal["auto", "fp8"] = "fp8" if variant.has_fp8_kv else "auto"
-        model = load_model(config, path, CPU, variant.backend, kv_cache_dtype=kv_cache_dtype)
+        model = load_model(config, path, CPU, variant.backend, kv_cache_dtype=variant.kv_cache_dtype)
         self._block_ids = tuple(range(1, 1 - (-length // BLOCK_SIZE)))
         pool = KVPool(1 + len(self._block_ids), model.kv_block_shape(BLOCK_SIZE), CPU)
         self._attention = PagedAttention(pool, model.architecture, model.architecture.num_heads, model.dtype)

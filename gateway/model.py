@@ -14,3 +14,5 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """Data type of weights and activations."""
+    kv_cache_dtype: str
+    """Data type of keys and values."""

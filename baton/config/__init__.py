@@ -3,7 +3,7 @@
 from baton.config.access import ANONYMOUS, ApiKey, Tls, contradiction_among
 from baton.config.autoscaling import AutoscalingConfig
 from baton.config.cluster import ClusterConfig
-from baton.config.engine import EngineConfig, ModelConfig
+from baton.config.engine import EngineConfig, KVCacheDtype, ModelConfig
 from baton.config.file import BatonConfig, merge
 from baton.config.gateway import GatewayConfig
 from baton.config.kv_transfer import KVTransferConfig
@@ -21,6 +21,7 @@ __all__ = [
     "ClusterConfig",
     "EngineConfig",
     "GatewayConfig",
+    "KVCacheDtype",
     "KVTransferConfig",
     "LoggingConfig",
     "ModelConfig",

@@ -48,10 +48,13 @@ class DescribeClusterResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     CONTROLLER_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     model_path: _builtins.str
     dtype: _builtins.str
     """Data type of the model's weights and activations, such as `bfloat16`."""
+    kv_cache_dtype: _builtins.str
+    """Data type of keys and values, such as `bfloat16`."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]: ...
     @_builtins.property
@@ -72,10 +75,11 @@ class DescribeClusterResponse(_message.Message):
         nodes: _abc.Iterable[Global___Node] | None = ...,
         controller: Global___Controller | None = ...,
         dtype: _builtins.str = ...,
+        kv_cache_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "gateway", b"gateway"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "dtype", b"dtype", "gateway", b"gateway", "model", b"model", "model_path", b"model_path", "nodes", b"nodes", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["controller", b"controller", "dtype", b"dtype", "gateway", b"gateway", "kv_cache_dtype", b"kv_cache_dtype", "model", b"model", "model_path", b"model_path", "nodes", b"nodes", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,7 +33,7 @@ def show(description: dict[str, Any], console: Console) -> None:
     console.print(
         Text.assemble(
             description["model"],
-            f" in {description['dtype']}{words.weights_text(workers)}  ",
+            f" in {words.dtypes_text(description)}{words.weights_text(workers)}  ",
             (description["model_path"], "dim"),
         ),
         soft_wrap=True,

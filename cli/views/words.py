@@ -68,6 +68,12 @@ def threads_text(worker: dict[str, Any]) -> str:
     return f"{worker['threads']}" + (f" on {cpus_text(worker['cpus'])}" if worker["cpus"] else "")
 
 
+def dtypes_text(description: dict[str, Any]) -> str:
+    """`float32, KV in bfloat16`, or only the first if both have the same type."""
+    dtype, of_kv = description["dtype"], description["kv_cache_dtype"]
+    return dtype if of_kv in ("", dtype) else f"{dtype}, KV in {of_kv}"
+
+
 def weights_text(workers: list[dict[str, Any]]) -> str:
     """`, int8 weights` if all workers with a process use int8.
 

@@ -13,6 +13,7 @@ from baton.messages.control import ControlApi
 from baton.system.curve import ClusterKeys
 from baton.system.hosts import in_url
 from engine.loading.commit import commit_of
+from engine.loading.dtype import dtype_of
 from engine.loading.pretrained import PRETRAINED
 from engine.model_config import read_architecture, read_eos_token_ids
 from gateway import ServedModel
@@ -94,6 +95,7 @@ def make_gateway(
 
 def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
     """The description of the model for clients, from its folder and the configuration."""
+    dtype = dtype_of(config)
     architecture = read_architecture(model_path)
     hub_name = HubName.parse(config.model.path) if commit_of(model_path) is not None else None
     known_name = config.model.path if config.model.path in PRETRAINED else model_path.name
@@ -103,5 +105,6 @@ def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
         max_model_len=config.scheduler.max_model_len or architecture.max_position_embeddings,
         vocab_size=architecture.vocab_size,
         eos_token_ids=read_eos_token_ids(model_path),
-        dtype=config.model.dtype,
+        dtype=dtype.dtype,
+        kv_cache_dtype=dtype.of_kv,
     )

@@ -18,7 +18,7 @@ from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing
 from cluster.serve.screen import Screen
 from engine.loading.commit import commit_of, pinned, with_commit
-from engine.loading.dtype import choose_dtype, with_chosen_dtype, with_dtype
+from engine.loading.dtype import choose_dtype, dtype_of, with_chosen_dtype, with_dtype
 from engine.loading.footprint import check_room, footprint
 from engine.loading.pretrained import default_cache_dir, resolve
 
@@ -95,7 +95,7 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
             config = config.model_copy(update={"speculation": speculation})
     dtype = choose_dtype(config, path)
     screen.line("model", f"{path} in {dtype}")
-    takes = footprint(with_dtype(config, dtype.dtype), path, draft_folder)
+    takes = footprint(with_dtype(config, dtype), path, draft_folder)
     screen.line("", str(takes))
     if is_here:
         check_room(takes, config)
@@ -105,11 +105,12 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
 async def with_choices_of(
     control: ControlApi, config: BatonConfig, model_path: Path, screen: Screen
 ) -> BatonConfig:
-    """`config` with the fleet's data type and commit, which another command may have chosen on another machine."""
+    """`config` with the fleet's data types and commit, which another command may have chosen on another machine."""
     theirs, _ = unpack_configuration(await control.call(GetConfiguration()))
-    if theirs.model.dtype != choose_dtype(config, model_path).dtype:
-        screen.line("model", f"in {theirs.model.dtype}, as the fleet was started")
-    chosen = with_dtype(config, theirs.model.dtype)
+    dtype = dtype_of(theirs)
+    if dtype != choose_dtype(config, model_path)._replace(reason=""):
+        screen.line("model", f"in {dtype}, as the fleet was started")
+    chosen = with_dtype(config, dtype)
     if not leaves_open(config.model.path, theirs.model.path):
         return chosen
     return chosen.model_copy(update={"model": chosen.model.with_values("model", path=theirs.model.path)})

@@ -9,7 +9,7 @@ from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, CacheNotFound, c
 
 from baton.config import BatonConfig
 from baton.errors import ConfigError, ModelError
-from engine.loading.dtype import choose_dtype, with_dtype
+from engine.loading.dtype import with_chosen_dtype
 from engine.loading.footprint import Footprint, check_room, footprint
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import gguf_of
@@ -92,7 +92,7 @@ def _examined(
     try:
         folder = resolve(str(path), cache_dir)
         architecture, stored_as = _description(folder)
-        asked = with_dtype(config, choose_dtype(config, folder).dtype)
+        asked = with_chosen_dtype(config, folder)
         takes, dtype = footprint(asked, folder), asked.model.dtype
         if takes.weights is None:
             raise ModelError(

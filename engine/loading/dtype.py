@@ -1,4 +1,4 @@
-"""The data type that `model.dtype: auto` means; chosen once, when a fleet or a single worker is configured.
+"""The data types that `model.dtype: auto` means; chosen once, when a fleet or a single worker is configured.
 
 Imports no torch, since the command that starts a fleet computes nothing itself.
 """
@@ -6,50 +6,70 @@ Imports no torch, since the command that starts a fleet computes nothing itself.
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.config import BatonConfig
+from baton.config import BatonConfig, KVCacheDtype
 from engine.model_config import read_json
 from engine.native.instructions import cpu_flags
 
 
 class ChosenDtype(NamedTuple):
-    """A data type, and the reason for it; no reason if the configuration names the type."""
+    """The data types of a fleet, and the reason for them; no reason if the configuration names `model.dtype`."""
 
     dtype: str
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """`auto`: as `dtype`."""
     reason: str = ""
 
+    @property
+    def of_kv(self) -> str:
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
     def __str__(self) -> str:
-        return f"{self.dtype} (auto: {self.reason})" if self.reason else self.dtype
+        both = self.dtype if self.of_kv == self.dtype else f"{self.dtype}, KV in {self.of_kv}"
+        return f"{both} (auto: {self.reason})" if self.reason else both
 
 
 def choose_dtype(config: BatonConfig, model_path: Path) -> ChosenDtype:
-    """The data type for a model's folder: on a CPU, for this machine; on GPUs, for any machine."""
+    """The data types for a model's folder: on a CPU, for this machine; on GPUs, for any machine."""
     if config.model.dtype != "auto":
-        return ChosenDtype(config.model.dtype)
-    if config.engine.device == "cuda":
-        return _for_gpu(model_path)
-    return _for_cpu(cpu_flags())
+        chosen = ChosenDtype(config.model.dtype)
+    elif config.engine.device == "cuda":
+        chosen = _for_gpu(model_path)
+    else:
+        chosen = _for_cpu(cpu_flags())
+    if config.engine.kv_cache_dtype == "auto":
+        return chosen
+    return chosen._replace(kv_cache_dtype=config.engine.kv_cache_dtype)
 
 
-def with_dtype(config: BatonConfig, dtype: str) -> BatonConfig:
-    """The same configuration, with this data type instead of `auto`."""
-    model = config.model.with_values("model", dtype=dtype)
-    return config.model_copy(update={"model": model})
+def with_dtype(config: BatonConfig, chosen: ChosenDtype) -> BatonConfig:
+    """The same configuration, with these data types instead of `auto`."""
+    model = config.model.with_values("model", dtype=chosen.dtype)
+    changed = config.model_copy(update={"model": model})
+    if chosen.kv_cache_dtype == config.engine.kv_cache_dtype:
+        return changed
+    engine = config.engine.with_values("engine", kv_cache_dtype=chosen.kv_cache_dtype)
+    return changed.model_copy(update={"engine": engine})
 
 
 def with_chosen_dtype(config: BatonConfig, model_path: Path) -> BatonConfig:
-    """The same configuration without `auto`."""
-    return with_dtype(config, choose_dtype(config, model_path).dtype)
+    """The same configuration, with the data types that `auto` means here."""
+    return with_dtype(config, choose_dtype(config, model_path))
+
+
+def dtype_of(config: BatonConfig) -> ChosenDtype:
+    """The data types of a configuration in which they were chosen already."""
+    return ChosenDtype(config.model.dtype, config.engine.kv_cache_dtype)
 
 
 def _for_cpu(flags: frozenset[str]) -> ChosenDtype:
-    """bfloat16 if the CPU has instructions for its products, else float32.
+    """bfloat16 if the CPU has instructions for its products, else float32 with KV in bfloat16.
 
     Without such instructions, products of float32 are faster. They keep a checkpoint's weights in 16 bits,
-    too (`NativeLinear.of_floats`)."""
+    too (`NativeLinear.of_floats`). Attention widens keys and values as it reads them, and reads half the bytes."""
     for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")):
         if flag in flags:
-            return ChosenDtype("bfloat16", f"this CPU has {name}")
-    return ChosenDtype("float32", "this CPU has neither AMX nor AVX512-BF16")
+            return ChosenDtype("bfloat16", reason=f"this CPU has {name}")
+    return ChosenDtype("float32", "bfloat16", "this CPU has neither AMX nor AVX512-BF16")
 
 
 def _for_gpu(model_path: Path) -> ChosenDtype:
@@ -57,5 +77,7 @@ def _for_gpu(model_path: Path) -> ChosenDtype:
     config = read_json(model_path / "config.json")
     own = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if own in ("bfloat16", "float16"):
-        return ChosenDtype(own, "the checkpoint's own")
-    return ChosenDtype("bfloat16", f"the checkpoint's is {own}" if own else "the checkpoint names none")
+        return ChosenDtype(own, reason="the checkpoint's own")
+    return ChosenDtype(
+        "bfloat16", reason=f"the checkpoint's is {own}" if own else "the checkpoint names none"
+    )

@@ -12,6 +12,7 @@ from baton.worker import WorkerRole
 from engine.allocator import available_memory
 from engine.layer_groups import group_layers
 from engine.loading.demands import check_demands, check_experts
+from engine.loading.dtype import dtype_of
 from engine.loading.gguf import GgufType, read_gguf
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import indexed_files, read_safetensors_header
@@ -287,8 +288,7 @@ def _draft_bytes(config: BatonConfig, folder: Path) -> int:
 
 def _kv_bytes_per_layer(config: BatonConfig, architecture: ModelArchitecture, num_ranks: int = 1) -> int:
     """Bytes of one token in one layer, on all ranks together."""
-    kv_dtype = config.engine.kv_cache_dtype if config.engine.kv_cache_dtype != "auto" else config.model.dtype
-    return architecture.kv_numbers(num_ranks) * BYTES[kv_dtype]
+    return architecture.kv_numbers(num_ranks) * BYTES[dtype_of(config).of_kv]
 
 
 def _block_size(config: BatonConfig) -> int:
@@ -307,8 +307,7 @@ def _pool_bytes(
     if engine.kv_cache_memory_mib is not None:
         return engine.kv_cache_memory_mib * 2**20 * ranks
     if engine.device == "cpu":
-        is_wide = config.model.dtype == "float32" and engine.kv_cache_dtype == "auto"
-        return CPU_KV_CACHE_MIB * 2**20 * ranks * (2 if is_wide else 1)
+        return CPU_KV_CACHE_MIB * 2**20 * ranks * (2 if dtype_of(config).of_kv == "float32" else 1)
     total = gpu_memory()
     if total is None or not weight_bytes:
         return None

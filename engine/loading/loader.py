@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from baton.config import ModelConfig
+from baton.config import KVCacheDtype, ModelConfig
 from baton.errors import ConfigError, ModelError
 from engine.collectives import SINGLE_RANK, Collectives
 from engine.kv_cache import KVBlockShape
@@ -53,10 +52,6 @@ from engine.quantization_config import read_quantization
 BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 """Values of `model.quantization`, and their bits."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-KVCacheDtype = Literal["auto", "bfloat16", "fp8"]
-"""Values of `engine.kv_cache_dtype`."""
 
 
 @dataclass(frozen=True, slots=True)

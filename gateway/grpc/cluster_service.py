@@ -129,6 +129,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             model=self._model.name,
             model_path=self._model.path,
             dtype=self._model.dtype,
+            kv_cache_dtype=self._model.kv_cache_dtype,
             workers=map(
                 fleet_messages.worker_to_message, views_of(driver.workers.clients, controller.replicas)
             ),

@@ -75,7 +75,7 @@ def test_what_compiles_quickly_and_cannot_be_matched_is_refused_the_first_time(s
     source = "zq" * 12 + "(" + "a?" * 20_000 + ")"
 
     async def run() -> None:
-        model = ServedModel("smollm2", str(smollm2), 2048, 49_152, (2,), "float32")
+        model = ServedModel("smollm2", str(smollm2), 2048, 49_152, (2,), "float32", "float32")
         grammars = GrammarCheck(partial(CompileProcess, process_arguments(smollm2, model)), SystemClock())
         try:
             with pytest.raises(InvalidRequest, match="too complex"):

@@ -95,7 +95,8 @@ def description(*workers: dict[str, Any], **fields: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": "smollm2",
         "model_path": "/models/smollm2",
-        "dtype": "bfloat16",
+        "dtype": "float32",
+        "kv_cache_dtype": "bfloat16",
         "workers": list(workers),
         "gateway": gateway(in_flight=3, queued=1),
         "nodes": [node("n1", workers=[each["name"] for each in workers])],

@@ -220,7 +220,7 @@ async def gateway_with(
     tokenizer = Tokenizer(folder)
     if answer_format is not None:
         tokenizer.answer_format = answer_format
-    model = ServedModel("tiny", str(folder), max_model_len, tokenizer.vocab_size, (2,), "float32")
+    model = ServedModel("tiny", str(folder), max_model_len, tokenizer.vocab_size, (2,), "float32", "float32")
     base = {"grpc_port": 0, "http_port": 0, "placement_timeout_s": 20.0, "routing_mode": "disaggregated"}
     settings = GatewayConfig(**{**base, **config})  # type: ignore[arg-type]
     gateway = Gateway(

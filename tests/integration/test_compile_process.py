@@ -26,7 +26,9 @@ TOO_COMPLEX = {"alternatives of terminals", "many optional characters"}
 
 @asynccontextmanager
 async def grammar_check(folder: Path, eos: tuple[int, ...] = (EOS_TOKEN_ID,)) -> AsyncIterator[GrammarCheck]:
-    model = ServedModel("tiny", str(folder), 100, make_tokenizer().get_vocab_size(), eos, "float32")
+    model = ServedModel(
+        "tiny", str(folder), 100, make_tokenizer().get_vocab_size(), eos, "float32", "float32"
+    )
     grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock())
     try:
         yield grammars

@@ -47,11 +47,14 @@ def shown(fleet: dict[str, Any], width: int) -> list[str]:
 @pytest.mark.parametrize(
     ("kinds", "text"),
     [
-        (["", ""], "smollm2 in bfloat16 /models/smollm2"),
-        (["gguf", "gguf"], "smollm2 in bfloat16, gguf weights /models/smollm2"),
-        (["gguf", ""], "smollm2 in bfloat16, plain weights on w1, gguf weights on w0 /models/smollm2"),
-        (["int8", None], "smollm2 in bfloat16, int8 weights /models/smollm2"),
-        ([None, None], "smollm2 in bfloat16 /models/smollm2"),
+        (["", ""], "smollm2 in float32, KV in bfloat16 /models/smollm2"),
+        (["gguf", "gguf"], "smollm2 in float32, KV in bfloat16, gguf weights /models/smollm2"),
+        (
+            ["gguf", ""],
+            "smollm2 in float32, KV in bfloat16, plain weights on w1, gguf weights on w0 /models/smollm2",
+        ),
+        (["int8", None], "smollm2 in float32, KV in bfloat16, int8 weights /models/smollm2"),
+        ([None, None], "smollm2 in float32, KV in bfloat16 /models/smollm2"),
     ],
 )
 def test_the_weights_are_named_as_the_workers_keep_them(kinds: list[str | None], text: str) -> None:
@@ -84,7 +87,7 @@ def test_what_failed_last_is_one_line_as_it_was_written(width: int) -> None:
 
 def test_paths_and_controller_are_named() -> None:
     lines = shown(FLEET, 160)
-    assert lines[0] == "smollm2 in bfloat16 /models/smollm2"
+    assert lines[0] == "smollm2 in float32, KV in bfloat16 /models/smollm2"
     assert lines[1] == "3 requests in flight, 1 queued; finished: 12 disaggregated, 0 fallback, 2 local"
     assert lines[2] == "1 failed, 0 rejected, 0 aborted; 5 went on elsewhere (2 given back, 3 lost)"
     assert lines[3] == "controller c0ffee00"

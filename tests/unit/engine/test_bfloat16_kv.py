@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from baton.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from baton.config import EngineConfig, KVCacheDtype, ModelConfig, SchedulerConfig, SpeculationConfig
 from baton.errors import ConfigError
 from engine.build import build_device_engine
 from engine.capacity import reckon
 from engine.collectives import SINGLE_RANK
 from engine.kv_cache import KVPool
-from engine.loading.loader import KVCacheDtype, LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver, generate_from_copied_blocks
 

@@ -9,7 +9,7 @@ import pytest
 from baton.config import BatonConfig
 from baton.errors import ModelError
 from engine.loading import dtype
-from engine.loading.dtype import choose_dtype, with_chosen_dtype
+from engine.loading.dtype import choose_dtype, dtype_of, with_chosen_dtype
 
 
 def config(**sections: Any) -> BatonConfig:
@@ -21,8 +21,11 @@ def config(**sections: Any) -> BatonConfig:
     [
         ({"avx512f", "avx512_bf16"}, "bfloat16 (auto: this CPU has AVX512-BF16)"),
         ({"amx_tile", "amx_bf16", "avx512_bf16"}, "bfloat16 (auto: this CPU has AMX)"),
-        ({"avx512f", "avx512_vnni"}, "float32 (auto: this CPU has neither AMX nor AVX512-BF16)"),
-        (set(), "float32 (auto: this CPU has neither AMX nor AVX512-BF16)"),
+        (
+            {"avx512f", "avx512_vnni"},
+            "float32, KV in bfloat16 (auto: this CPU has neither AMX nor AVX512-BF16)",
+        ),
+        (set(), "float32, KV in bfloat16 (auto: this CPU has neither AMX nor AVX512-BF16)"),
     ],
 )
 def test_a_cpu_computes_with_16_bits_if_it_has_instructions_for_them(
@@ -70,6 +73,27 @@ def test_the_chosen_data_type_is_set_so_that_it_reaches_the_workers(
         "model": {"dtype": "bfloat16"},
         "engine": {"num_threads": 3},
     }
+
+
+def test_kv_has_16_bits_beside_float32_unless_the_configuration_names_a_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtype, "cpu_flags", lambda: frozenset[str]())
+    types = [
+        dtype_of(with_chosen_dtype(asked, tmp_path))
+        for asked in (
+            config(engine={"num_threads": 3}),
+            config(engine={"kv_cache_dtype": "fp8"}),
+            config(model={"dtype": "float32"}),
+            config(model={"dtype": "float32"}, engine={"kv_cache_dtype": "bfloat16"}),
+        )
+    ]
+    assert types == [
+        ("float32", "bfloat16", ""),
+        ("float32", "fp8", ""),
+        ("float32", "auto", ""),
+        ("float32", "bfloat16", ""),
+    ]
 
 
 def test_choosing_imports_no_torch() -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.config import ModelConfig
+from baton.config import KVCacheDtype, ModelConfig
 from baton.errors import ModelError
 from baton.sampling import SamplingParams
 from engine.kv_cache import KVPool
 from engine.layers.fp8 import FP8, saturate
 from engine.layers.paged_attention import TorchStepAttention
 from engine.layers.scaled_attention import KVScale
-from engine.loading.loader import KVCacheDtype, LoadedModel, load_model
+from engine.loading.loader import LoadedModel, load_model
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
 from tests.factories.threaded_ranks import on_ranks

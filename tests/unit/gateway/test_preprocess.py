@@ -26,7 +26,7 @@ MAX_MODEL_LEN = 100
 
 @pytest.fixture(scope="module")
 def preprocessor(folder: Path) -> Preprocessor:
-    model = ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,), "float32")
+    model = ServedModel("tiny", str(folder), MAX_MODEL_LEN, VOCAB_SIZE, (2,), "float32", "float32")
     grammars = GrammarCheck(partial(CompileProcess, process_arguments(folder, model)), SystemClock())
     return Preprocessor(Tokenizer(folder), model, grammars)
 
