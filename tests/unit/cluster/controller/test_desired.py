@@ -55,6 +55,19 @@ def test_a_data_type_that_is_left_to_the_fleet_agrees_with_the_one_chosen_there(
     ]
 
 
+def test_the_type_of_kv_is_left_to_the_fleet_with_the_models_type() -> None:
+    there = BatonConfig.from_mapping(
+        {"model": {"dtype": "float32"}, "engine": {"kv_cache_dtype": "bfloat16"}}
+    )
+    assert differences(there, BatonConfig()) == []
+    assert differences(there, BatonConfig.from_mapping({"model": {"dtype": "float32"}})) == [
+        "engine.kv_cache_dtype is 'bfloat16' there, 'auto' here"
+    ]
+    assert differences(there, BatonConfig.from_mapping({"engine": {"kv_cache_dtype": "fp8"}})) == [
+        "engine.kv_cache_dtype is 'bfloat16' there, 'fp8' here"
+    ]
+
+
 def test_a_draft_models_commit_may_differ() -> None:
     """It changes no token."""
 

@@ -47,6 +47,16 @@ async def test_the_data_type_is_that_of_the_fleet_and_said_if_it_is_not_the_one_
     )
 
 
+async def test_the_type_of_kv_is_that_of_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtype, "cpu_flags", lambda: frozenset[str]())
+    kept_whole = BatonConfig.from_mapping({"model": {"dtype": "float32"}})
+    said = io.StringIO()
+    screen = Screen(Console(file=said, width=200))
+    agreed = await with_choices_of(StandingFleet(packed(kept_whole)), BatonConfig(), MODEL_PATH, screen)
+    assert agreed.engine.kv_cache_dtype == "auto"
+    assert said.getvalue().split() == ["model", "in", "float32,", "as", "the", "fleet", "was", "started"]
+
+
 COMMIT, OTHER = "a" * 40, "b" * 40
 
 
