@@ -76,8 +76,8 @@ class _KVUpdate:
 class RequestServer:
     """Listens for gateways. A gateway's session begins with its Hello.
 
-    The session ends when the gateway is silent for `peer_timeout_s`, is unreachable, or has missed a message.
-    Then the session's requests end, and the gateway's next Hello opens a new session.
+    The session ends when the gateway is silent for `peer_timeout_s`, is unreachable, has missed a message, or has
+    connected anew. Then the session's requests end, and the gateway's next Hello opens a new session.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class RequestServer:
             self._end_requests(peer, sink, why)
 
     def _end_requests(self, peer: bytes, sink: RequestSink, why: str) -> None:
-        logger.warning("the session of gateway %s ended (%s); ending its requests", peer.hex(), why)
+        logger.warning("the session on connection %s ended (%s); ending its requests", peer.hex(), why)
         sink.abort_client(_client_id(peer))
 
 

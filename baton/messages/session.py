@@ -132,7 +132,7 @@ class WorkerSessions:
         """Counts a command; WireError if it belongs to no session, or to one that has ended."""
         session = self._sessions.get(peer)
         if session is None:
-            raise WireError(f"{type(command).__name__} from a gateway that has not said Hello")
+            raise WireError(f"{type(command).__name__} on a connection without a session")
         if command.session != session.number:
             raise WireError(
                 f"{type(command).__name__} belongs to session {command.session}, but the current "

@@ -31,9 +31,12 @@ _ADDRESSES = {("cluster", key) for key in ("ray_address", "ray_timeout_s", "flee
 _COUNTS = {("cluster", role.value) for role in WorkerRole}
 """Keys of the initial numbers of workers, which may change while the fleet runs."""
 
-_DATA_TYPES = {("model", "dtype"), ("engine", "kv_cache_dtype")}
-"""Keys whose value `auto` agrees with any other value if `model.dtype` is `auto`: the command that started the fleet
-decided. That command also decided the commit of a model that is named without a commit (`leaves_open`)."""
+_CHOSEN = {
+    ("model", "dtype"): ("float32", "bfloat16", "float16"),
+    ("engine", "kv_cache_dtype"): ("bfloat16",),
+}
+"""Values that the command which started the fleet may have chosen for `auto`, if `model.dtype` is `auto`. That command
+also decided the commit of a model that is named without a commit (`leaves_open`)."""
 
 
 def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False) -> list[str]:
@@ -57,7 +60,7 @@ def differences(there: BatonConfig, here: BatonConfig, *, only_set: bool = False
                 continue
             if (section, key) == ("speculation", "draft_model") and is_same_repository(other, value):
                 continue  # another commit guesses other drafts; the answer stays the same
-            if (section, key) in _DATA_TYPES and here.model.dtype == other == "auto":
+            if here.model.dtype == other == "auto" and value in _CHOSEN.get((section, key), ()):
                 continue
             if value != other:
                 found.append(f"{section}.{key} is {value!r} there, {other!r} here")

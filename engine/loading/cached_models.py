@@ -9,7 +9,7 @@ from huggingface_hub import CachedRepoInfo, CachedRevisionInfo, CacheNotFound, c
 
 from baton.config import BatonConfig
 from baton.errors import ConfigError, ModelError
-from engine.loading.dtype import with_chosen_dtype
+from engine.loading.dtype import ChosenDtype, dtype_of, with_chosen_dtype
 from engine.loading.footprint import Footprint, check_room, footprint
 from engine.loading.gguf import read_gguf
 from engine.loading.gguf_folder import gguf_of
@@ -33,8 +33,8 @@ class CachedModel:
     architecture: str
     stored_as: str
     """The data type or quantisation of most weights; empty if unknown."""
-    dtype: str
-    """The data type in which it would be served; empty if it cannot be served."""
+    dtype: ChosenDtype | None
+    """The data types in which it would be served; None if it cannot be served."""
     takes: Footprint | None
     problem: str
     """Why it cannot be loaded on this machine; empty if it can."""
@@ -87,13 +87,14 @@ def _examined(
     commit: str | None = None,
     refs: tuple[str, ...] = (),
 ) -> CachedModel:
-    architecture = stored_as = dtype = problem = ""
+    architecture = stored_as = problem = ""
+    dtype: ChosenDtype | None = None
     takes = None
     try:
         folder = resolve(str(path), cache_dir)
         architecture, stored_as = _description(folder)
         asked = with_chosen_dtype(config, folder)
-        takes, dtype = footprint(asked, folder), asked.model.dtype
+        takes, dtype = footprint(asked, folder), dtype_of(asked)
         if takes.weights is None:
             raise ModelError(
                 f"not all of its weights are here; `baton serve --model {name}` downloads the rest"

@@ -3,11 +3,13 @@
 Imports no torch, since the command that starts a fleet computes nothing itself.
 """
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 from baton.config import BatonConfig, KVCacheDtype
 from engine.model_config import read_json
+from engine.native.compilers import may_have_kernels
 from engine.native.instructions import cpu_flags
 
 
@@ -35,7 +37,7 @@ def choose_dtype(config: BatonConfig, model_path: Path) -> ChosenDtype:
     elif config.engine.device == "cuda":
         chosen = _for_gpu(model_path)
     else:
-        chosen = _for_cpu(cpu_flags())
+        chosen = _for_cpu(cpu_flags(), may_have_kernels(os.environ))
     if config.engine.kv_cache_dtype == "auto":
         return chosen
     return chosen._replace(kv_cache_dtype=config.engine.kv_cache_dtype)
@@ -61,15 +63,17 @@ def dtype_of(config: BatonConfig) -> ChosenDtype:
     return ChosenDtype(config.model.dtype, config.engine.kv_cache_dtype)
 
 
-def _for_cpu(flags: frozenset[str]) -> ChosenDtype:
-    """bfloat16 if the CPU has instructions for its products, else float32 with KV in bfloat16.
+def _for_cpu(flags: frozenset[str], has_kernels: bool) -> ChosenDtype:
+    """bfloat16 if the CPU has instructions for its products, else float32.
 
     Without such instructions, products of float32 are faster. They keep a checkpoint's weights in 16 bits,
-    too (`NativeLinear.of_floats`). Attention widens keys and values as it reads them, and reads half the bytes."""
+    too (`NativeLinear.of_floats`). If there are kernels of our own, KV is bfloat16: they widen keys and values as
+    they read them, so they read half the bytes. torch would widen copies."""
     for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")):
         if flag in flags:
             return ChosenDtype("bfloat16", reason=f"this CPU has {name}")
-    return ChosenDtype("float32", "bfloat16", "this CPU has neither AMX nor AVX512-BF16")
+    kv_cache_dtype: KVCacheDtype = "bfloat16" if has_kernels else "auto"
+    return ChosenDtype("float32", kv_cache_dtype, "this CPU has neither AMX nor AVX512-BF16")
 
 
 def _for_gpu(model_path: Path) -> ChosenDtype:

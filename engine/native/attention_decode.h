@@ -87,8 +87,11 @@ struct NextKeys {
     int64_t head_dim, width, key, i = 0;
 
     void operator()() {
-        prefetch(keys[key] + i, width);
-        if ((i += width) >= head_dim) i = 0, ++key;
+        for (int64_t left = width, count; left > 0; left -= count) {
+            count = std::min(left, head_dim - i);
+            prefetch(keys[key] + i, count);
+            if ((i += count) == head_dim) i = 0, ++key;
+        }
     }
 };
 

@@ -60,7 +60,11 @@ def test_what_would_load_and_what_it_would_take(home: Path, tmp_path: Path, fold
     assert found.keys() == {"acme/tiny", f"acme/tiny@{COMMITS[1]}"}
     model = found["acme/tiny"]
     assert (model.problem, model.path, model.commit, model.refs) == ("", snapshot, COMMITS[0], ("main",))
-    assert (model.architecture, model.stored_as, model.dtype) == ("LlamaForCausalLM", "float32", "float32")
+    assert (model.architecture, model.stored_as, str(model.dtype)) == (
+        "LlamaForCausalLM",
+        "float32",
+        "float32",
+    )
     assert model.size_bytes == sum(file.stat().st_size for file in folder.iterdir())
     assert model.takes is not None
     assert model.takes.kv_bytes_per_token == 768

@@ -32,6 +32,7 @@ def test_a_cpu_computes_with_16_bits_if_it_has_instructions_for_them(
     flags: set[str], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dtype, "cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(dtype, "may_have_kernels", lambda _: True)
     assert str(choose_dtype(config(), tmp_path)) == chosen
 
 
@@ -79,6 +80,7 @@ def test_kv_has_16_bits_beside_float32_unless_the_configuration_names_a_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dtype, "cpu_flags", lambda: frozenset[str]())
+    monkeypatch.setattr(dtype, "may_have_kernels", lambda _: True)
     types = [
         dtype_of(with_chosen_dtype(asked, tmp_path))
         for asked in (
@@ -94,6 +96,14 @@ def test_kv_has_16_bits_beside_float32_unless_the_configuration_names_a_type(
         ("float32", "auto", ""),
         ("float32", "bfloat16", ""),
     ]
+
+
+def test_kv_is_float32_too_where_torch_would_have_to_widen_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtype, "cpu_flags", lambda: frozenset[str]())
+    monkeypatch.setattr(dtype, "may_have_kernels", lambda _: False)
+    assert choose_dtype(config(), tmp_path)[:2] == ("float32", "auto")
 
 
 def test_choosing_imports_no_torch() -> None:

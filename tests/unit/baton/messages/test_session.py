@@ -87,7 +87,7 @@ def test_a_gateway_learns_that_it_was_forgotten() -> None:
 def test_commands_of_an_ended_session_are_refused_and_not_counted() -> None:
     line = Line()
     line.worker.end(GATEWAY)
-    with pytest.raises(WireError, match="has not said Hello"):
+    with pytest.raises(WireError, match="SubmitRequest on a connection without a session"):
         line.submit()
     line.worker.on_hello(GATEWAY, line.gateway.hello(), 0.0)
     with pytest.raises(WireError, match="SubmitRequest belongs to session 1, but the current session is 2"):

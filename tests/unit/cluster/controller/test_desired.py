@@ -66,6 +66,8 @@ def test_the_type_of_kv_is_left_to_the_fleet_with_the_models_type() -> None:
     assert differences(there, BatonConfig.from_mapping({"engine": {"kv_cache_dtype": "fp8"}})) == [
         "engine.kv_cache_dtype is 'bfloat16' there, 'fp8' here"
     ]
+    in_8_bits = BatonConfig.from_mapping({"engine": {"kv_cache_dtype": "fp8"}})
+    assert differences(in_8_bits, BatonConfig()) == ["engine.kv_cache_dtype is 'fp8' there, 'auto' here"]
 
 
 def test_a_draft_models_commit_may_differ() -> None:

@@ -49,6 +49,7 @@ async def test_the_data_type_is_that_of_the_fleet_and_said_if_it_is_not_the_one_
 
 async def test_the_type_of_kv_is_that_of_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtype, "cpu_flags", lambda: frozenset[str]())
+    monkeypatch.setattr(dtype, "may_have_kernels", lambda _: True)
     kept_whole = BatonConfig.from_mapping({"model": {"dtype": "float32"}})
     said = io.StringIO()
     screen = Screen(Console(file=said, width=200))
