@@ -80,18 +80,16 @@ inline void transpose_keys(HeadTile<BFloat16> keys, int64_t num_keys, int64_t he
         }
 }
 
-// Asks for the next keys from `key` on, `width` numbers with each call.
-template <typename Stored>
+// Asks for the next keys from `key` on, WIDTH numbers with each call. Those that lie behind a key's last number are, but at
+// the end of a block, the next key's.
+template <int64_t WIDTH, typename Stored>
 struct NextKeys {
     HeadTile<Stored> keys;
-    int64_t head_dim, width, key, i = 0;
+    int64_t head_dim, key, i = 0;
 
     void operator()() {
-        for (int64_t left = width, count; left > 0; left -= count) {
-            count = std::min(left, head_dim - i);
-            prefetch(keys[key] + i, count);
-            if ((i += count) == head_dim) i = 0, ++key;
-        }
+        prefetch(keys[key] + i, WIDTH);
+        for (i += WIDTH; i >= head_dim; i -= head_dim) ++key;
     }
 };
 
@@ -154,7 +152,7 @@ void decode_heads(const Unit *queries, const Unit *transposed, HeadTile<Stored> 
     const auto score = [&](auto cols, int64_t k) {
         constexpr int COLS = decltype(cols)::value;
         product<heads, COLS, false>(queries, depth, 1, transposed + k, TILE_KEYS, scores + k, TILE_KEYS, depth,
-                                    NextKeys<Stored>{next_keys, D, COLS * LANES * PER_UNIT<Unit>, k});
+                                    NextKeys<COLS * LANES * PER_UNIT<Unit>, Stored>{next_keys, D, k});
     };
     constexpr int KEY_COLS = cols_of(heads, 2), VALUE_COLS = cols_of(heads, 3);
     int64_t k = 0;
