@@ -53,19 +53,24 @@ inline Vector load_raw(const Element *from) {
 inline Floats all(float x) { return x - Floats{}; }  // of a sum with 0 a compiler must not leave out the addition
 inline Bits all_bits(uint32_t x) { return Bits{} + x; }
 
-// Integers of other widths, one instruction each; of a conversion that is written as a vector's GCC 12 makes six.
+// Integers of other widths, in one instruction or a few; of a conversion that is written as a vector's GCC 12 makes six,
+// and of one to bytes more than thirty.
 #if defined(__AVX512F__)
 inline Bits widened(Bits16 x) { return (Bits)_mm512_cvtepu16_epi32((__m256i)x); }
 inline Bits widened(Bits8 x) { return (Bits)_mm512_cvtepu8_epi32((__m128i)x); }
 inline Bits16 lowest_16(Bits x) { return (Bits16)_mm512_cvtepi32_epi16((__m512i)x); }
 inline Bits8 lowest_8(Bits x) { return (Bits8)_mm512_cvtepi32_epi8((__m512i)x); }
-#else
-#if defined(__AVX2__)
+#elif defined(__AVX2__)
 inline Bits widened(Bits16 x) { return (Bits)_mm256_cvtepu16_epi32((__m128i)x); }
-inline Bits widened(Bits8 x) { return (Bits)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_raw<int64_t>(&x))); }
+inline Bits widened(Bits8 x) { return (Bits)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)x)); }
+inline Bits16 lowest_16(Bits x) { return __builtin_convertvector(x, Bits16); }
+inline Bits8 lowest_8(Bits x) {
+    const __m256i lowest = _mm256_set1_epi32(12 << 24 | 8 << 16 | 4 << 8);
+    const __m256i bytes = _mm256_shuffle_epi8((__m256i)x, lowest);  // in each half, its four bytes four times
+    return (Bits8)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
+}
 #else
 template <typename Narrow> inline Bits widened(Narrow x) { return __builtin_convertvector(x, Bits); }
-#endif
 inline Bits16 lowest_16(Bits x) { return __builtin_convertvector(x, Bits16); }
 inline Bits8 lowest_8(Bits x) { return __builtin_convertvector(x, Bits8); }
 #endif
