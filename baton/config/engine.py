@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from baton.config.section import Section
 
 KVCacheDtype = Literal["auto", "bfloat16", "fp8"]
+"""Values of `engine.kv_cache_dtype`."""
 
 
 class ModelConfig(Section):
@@ -18,8 +19,9 @@ class ModelConfig(Section):
     host. A name of the Hub is resolved to one commit, which all workers load, now and after restarts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights, activations and, unless `engine.kv_cache_dtype` says otherwise, the KV cache. `auto`: on a
-    CPU with AMX or AVX512-BF16 bfloat16, on another CPU float32 with KV in bfloat16; on a GPU the checkpoint's own, or
-    bfloat16 instead of float32. The command that starts the fleet decides, for all workers."""
+    CPU with AMX or AVX512-BF16 bfloat16, on another CPU float32, with KV in bfloat16 if there are kernels of our own;
+    on a GPU the checkpoint's own, or bfloat16 instead of float32. The command that starts the fleet decides, for all
+    workers."""
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = "auto"
     """How matrices are kept. `auto`: as the model has them; on CPUs the 4 to 8 bits of a GGUF file or a quantized
     checkpoint are multiplied as they are if there are kernels of our own (they need a C++ compiler), on GPUs its 8-bit
@@ -65,11 +67,11 @@ class EngineConfig(Section):
     """Record decode-only steps as CUDA graphs when a worker starts, and replay them, so that the GPU need not wait
     for Python."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """`auto`: as `model.dtype`; but `bfloat16` where `model.dtype: auto` chooses float32. `bfloat16`, on CPUs with
-    `model.dtype: float32`: keys and values are rounded to 16 bits, and all arithmetic stays in float32. `fp8`: 8-bit
-    floats (e4m3), after a division by the checkpoint's `k_scale` and `v_scale`, if it has them. Each halving of the
-    bits holds twice the tokens in the same memory, and halves the bytes of a hand-over. Prefill and decode workers must
-    use the same value."""
+    """`auto`: as `model.dtype`; but `bfloat16` where `model.dtype: auto` chooses float32 and there are kernels of our
+    own. `bfloat16`, on CPUs with `model.dtype: float32`: keys and values are rounded to 16 bits, and all arithmetic
+    stays in float32. `fp8`: 8-bit floats (e4m3), after a division by the checkpoint's `k_scale` and `v_scale`, if it
+    has them. Each halving of the bits holds twice the tokens in the same memory, and halves the bytes of a hand-over.
+    Prefill and decode workers must use the same value."""
     swap_space_mib: int = Field(256, ge=1)
     """Host memory for the KV of preempted requests; allocated only if `scheduler.preemption` can use it."""
     trace_dir: str | None = Field(None, min_length=1)

@@ -96,7 +96,10 @@ class _Session:
 
 
 class EndedSession(NamedTuple):
+    """A session that a Hello has ended."""
+
     peer: bytes
+    """The identity of its connection, which is not always the Hello's."""
     reason: str
 
 

@@ -218,6 +218,24 @@ def test_c42_a_gateway_whose_order_was_lost_starts_anew(gateway: GatewaySocket, 
     assert [gateway.receive() for _ in range(2)] == [Heartbeat(STATUS, 1, 0), Heartbeat(STATUS, 2, 0)]
 
 
+def test_c51_a_gateways_new_connection_ends_what_it_did_over_the_former_one(
+    server: RequestServer, gateway: GatewaySocket, sink: RecordingSink
+) -> None:
+    """The former one is still open here, as a worker finds it that has not yet seen its end."""
+    gateway.send(Hello("life-1", "g", 1, None, 0))
+    gateway.send(SubmitRequest(REQUEST, 1))
+    assert sink.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
+    with zmq.Context() as context:
+        latest = GatewaySocket(context, server.address, b"\x01latest")
+        latest.send(Hello("life-1", "g", 2, None, 0))
+        assert latest.receive() == Heartbeat(STATUS, 2, 0)
+        gateway.send(Hello("life-1", "g", 1, 1, 1))  # it was on its way
+        latest.send(SubmitRequest(REQUEST, 2))
+        received = [sink.received.get(timeout=60) for _ in range(2)]
+        assert received == [("abort_client", gateway.client_id), ("submit", latest.client_id, REQUEST)]
+        latest.socket.close()
+
+
 def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway: GatewaySocket) -> None:
     gateway.send(Hello("life-1", "g", 1, None, 0))
     gateway.receive()
