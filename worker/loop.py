@@ -294,7 +294,9 @@ class EngineLoop:
     def _flush_cache(self, flushed: "Future[None]", force: bool) -> None:
         if not flushed.set_running_or_notify_cancel():
             return  # the caller has been told that nothing was flushed
+        num_running = self._core.request_counts().running
         if self._core.reset_prefix_cache(force=force):
+            logger.info("emptied the prefix cache; %d running request(s) compute their KV again", num_running)
             flushed.set_result(None)
         else:
             in_use = what_is_left(self._core.request_counts(), self._core.kv_block_counts())

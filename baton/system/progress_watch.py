@@ -21,6 +21,8 @@ EXIT_HUNG = 70
 
 _LOOK_EVERY_S = 0.5
 _PACE_S = 2.0
+LONG_STANDSTILL_S = 1.0
+"""A standstill of this length is logged: streams stalled meanwhile, and nothing else shows it."""
 LAST_WORDS_S = 0.5
 """Time to send heartbeats that say `hung`."""
 
@@ -61,8 +63,13 @@ class ProgressWatch:
             self._thread.join()
 
     def _run(self) -> None:
+        looked_at = self._clock.now()
         while not self._is_stopping.wait(_LOOK_EVERY_S):
-            if (hang := self._observer.look(self._clock.now())) is not None:
+            now = self._clock.now()
+            if (late_s := now - looked_at - _LOOK_EVERY_S) >= LONG_STANDSTILL_S:
+                logger.warning("this process stood still for %.1f s: it was stopped, or got no processor", late_s)
+            looked_at = now
+            if (hang := self._observer.look(now)) is not None:
                 self._report(hang)
                 return
 

@@ -52,7 +52,8 @@ REFUSED = (
 
 
 class LossCause(Enum):
-    """How a gateway noticed the loss of a worker. A worker that was removed on purpose is not a loss."""
+    """How a gateway noticed that its requests on a worker are lost. A worker that was removed on purpose is not a
+    loss."""
 
     DISCONNECTED = "disconnected"
     """The connection broke, for example because the worker's process was killed."""
@@ -64,6 +65,8 @@ class LossCause(Enum):
     """The worker reported that one of its threads makes no progress."""
     RESTARTED = "restarted"
     """Another incarnation answers at the worker's address."""
+    SESSION_LOST = "session_lost"
+    """Messages were lost, or the worker had ended this gateway's session. The worker itself serves on."""
     REFUSED = "refused"
     """The worker and the gateway have different secrets or versions."""
 
@@ -340,6 +343,7 @@ class WorkerClient:
             return "restarted"
         former = self._session.number
         if loss := self._session.note_heartbeat(message):
+            self._losses[LossCause.SESSION_LOST] += 1
             self._listener.on_worker_lost(self.name, loss)
         if self._session.number is None:
             return None  # the worker has opened no session

@@ -26,11 +26,10 @@ class WorkerList:
 
     def update(self, status: WorkerStatus) -> None:
         self._num_heartbeats += 1
+        self.remove(status.ref.name)
         if status.state is WorkerState.READY:
             self._workers[status.ref.name] = ListedWorker(status.ref, status.role, self._num_heartbeats)
-        else:
-            self.remove(status.ref.name)
-        if status.state is WorkerState.DRAINING:
+        elif status.state is WorkerState.DRAINING:
             self._draining.add(status.ref.name)
 
     def remove(self, name: str) -> None:

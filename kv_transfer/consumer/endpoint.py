@@ -153,10 +153,10 @@ class ConsumerEndpoint:
             return
         self._loads.begin(command.request_id, [end.rank_transfer for end in ends])
         layout, now = self._pool.layout, self._clock.now()
-        first_token = command.first_index // layout.groups.num_groups * layout.block_size
+        first_position = command.first_index // layout.groups.num_groups * layout.block_size
         effects: list[Effect] = []
         for end in ends:  # begin all first: one that fails at once ends the others
-            effects += self._consumer.load(end.rank_transfer, first_token, command.block_ids, now)
+            effects += self._consumer.load(end.rank_transfer, first_position, command.block_ids, now)
         self._do(effects)
 
     def _abort(self, command: AbortLoad) -> None:

@@ -86,13 +86,13 @@ class Consumer:
         return self._ask(transfer, now)
 
     def load(
-        self, rank_transfer: RankTransfer, first_token: int, block_ids: tuple[int | None, ...], now: float
+        self, rank_transfer: RankTransfer, first_position: int, block_ids: tuple[int | None, ...], now: float
     ) -> list[Effect]:
         """Starts to load into reserved blocks. They may be written until Received, Failed or Quiesced."""
         transfer = self._transfers.of(rank_transfer)
         if transfer is None:
             return [Failed(rank_transfer, 0, "another request has claimed this transfer", False)]
-        transfer.reserve(first_token, block_ids)
+        transfer.reserve(first_position, block_ids)
         transfer.is_postponed = transfer.awaits_can_load = False
         self._counters["kv_loads_started"] += 1
         if transfer.loss is not None:

@@ -130,10 +130,10 @@ class IncomingTransfer:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
 
-    def reserve(self, first_token: int, block_ids: tuple[int | None, ...]) -> None:
-        """Reserves these blocks for the prompt's tokens from `first_token` on; None: that block is not needed."""
+    def reserve(self, first_position: int, block_ids: tuple[int | None, ...]) -> None:
+        """Reserves these blocks for the prompt's tokens from `first_position` on; None: that block is not needed."""
         shape = self.shape
-        self.first_piece = first_token // shape.num_tokens * shape.num_groups
+        self.first_piece = first_position // shape.num_tokens * shape.num_groups
         num_in_all = shape.num_pieces_for(self.num_tokens)
         self.num_pieces = num_in_all - self.first_piece
         first_entry = self.first_piece // shape.pieces_per_block

@@ -15,7 +15,7 @@ import pytest
 
 from baton.request import EngineRequest, RequestOutput
 from baton.worker import WorkerRole
-from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_client import LossCause, WorkerClient
 from tests.factories.breakable_line import BreakableLine, breakable_line
 from tests.factories.gateway import (
     NETWORK,
@@ -121,6 +121,7 @@ async def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest
         assert not any(isinstance(item, EngineRequest) for item in received), (
             "the command should have been lost"
         )
+        assert under_test.gateway._driver.workers.losses == {LossCause.SESSION_LOST: 1}
     assert "lost the requests on worker d0" in caplog.text
     assert "silent for" not in caplog.text
 

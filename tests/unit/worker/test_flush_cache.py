@@ -1,5 +1,6 @@
 """Behaviour 63 on a worker: its prefix cache is forgotten between two steps, or kept with the reason."""
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
@@ -44,7 +45,10 @@ def test_c63_a_flushed_cache_has_nothing_and_its_followers_know() -> None:
         assert num_cached(running, "d") == 32
 
 
-def test_c63_a_worker_in_use_keeps_its_cache_unless_forced_and_no_request_loses_a_token() -> None:
+def test_c63_a_worker_in_use_keeps_its_cache_unless_forced_and_no_request_loses_a_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
     has_begun = threading.Event()
 
     def take_time(_: SchedulerOutput) -> None:
@@ -57,6 +61,7 @@ def test_c63_a_worker_in_use_keeps_its_cache_unless_forced_and_no_request_loses_
         with pytest.raises(FleetError, match=r"^blocks are in use \(1 requests run\); wait, or force it$"):
             running.loop.flush_cache(PATIENCE_S, force=False)
         running.loop.flush_cache(PATIENCE_S, force=True)
+        assert "emptied the prefix cache; 1 running request(s) compute their KV again" in caplog.text
         tokens: list[int] = []
         while True:
             _, output = running.next_output()

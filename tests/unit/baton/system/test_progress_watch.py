@@ -1,10 +1,11 @@
 """The thread that ends a worker whose threads stand still, on threads that do."""
 
 import threading
+import time
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
 from baton.system.progress import Progress
 from baton.system.progress_watch import ProgressWatch
 
@@ -14,8 +15,8 @@ LIMIT_S = 0.2
 class Watched:
     """A watch over one thread's work, and what it did."""
 
-    def __init__(self, last_words_s: float = 0.05) -> None:
-        clock = SystemClock()
+    def __init__(self, last_words_s: float = 0.05, clock: Clock | None = None) -> None:
+        clock = clock or SystemClock()
         self.progress = Progress("the engine", clock, LIMIT_S)
         self.reported, self.ended = threading.Event(), threading.Event()
         self.watch = ProgressWatch((self.progress,), clock, self.reported.set, self.ended.set, last_words_s)
@@ -41,6 +42,24 @@ def test_a_worker_that_stops_meanwhile_is_not_ended() -> None:
     assert watched.reported.wait(30)
     watched.watch.stop()
     assert not watched.ended.is_set()
+
+
+class JumpingClock(SystemClock):
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead_s
+
+
+def test_a_standstill_of_the_process_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    clock = JumpingClock()
+    watched = Watched(clock=clock)
+    while "this process stood still for " not in caplog.text:
+        clock.ahead_s += 5.0
+        time.sleep(0.1)
+    watched.watch.stop()
+    assert not watched.reported.is_set()
 
 
 def test_an_idle_worker_is_left_alone() -> None:

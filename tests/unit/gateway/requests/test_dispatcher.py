@@ -279,6 +279,16 @@ def test_c56_workers_that_drain_or_live_on_count_against_no_request(reason: str)
     assert len(dispatcher.suspects) == 0
 
 
+def test_c56_a_worker_that_serves_again_after_a_drain_is_lost_as_any_other() -> None:
+    dispatcher, request = make_dispatcher("d0", "d1"), make_request()
+    for worker in ("d0", "d1"):  # drained to change its role
+        dispatcher.handle(WorkerReported(replace(status_of(worker), state=WorkerState.DRAINING)), 0.0)
+        dispatcher.handle(WorkerReported(status_of(worker)), 1.0)
+    (worker,) = submitted(dispatcher.handle(Submitted(request), 2.0))
+    dispatcher.handle(WorkerLost(worker, "killed"), 3.0)
+    assert len(dispatcher.suspects) == 1
+
+
 @pytest.mark.parametrize(("have_answered", "num_attempts"), [(True, 2), (False, 3)])
 def test_c56_a_request_that_two_workers_cannot_compute_is_stopped_if_they_can_compute_others(
     have_answered: bool, num_attempts: int
