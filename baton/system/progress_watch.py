@@ -67,7 +67,9 @@ class ProgressWatch:
         while not self._is_stopping.wait(_LOOK_EVERY_S):
             now = self._clock.now()
             if (late_s := now - looked_at - _LOOK_EVERY_S) >= LONG_STANDSTILL_S:
-                logger.warning("this process stood still for %.1f s: it was stopped, or got no processor", late_s)
+                logger.warning(
+                    "this process stood still for %.1f s: it was stopped, or got no processor", late_s
+                )
             looked_at = now
             if (hang := self._observer.look(now)) is not None:
                 self._report(hang)
