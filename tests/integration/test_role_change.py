@@ -135,7 +135,7 @@ def test_a_role_changes_under_load_and_the_prefix_cache_stays(tmp_path: Path) ->
             for number in range(4):
                 await under_test.ask(f"load-{number}", max_tokens=900)
             await listener.outputs.get()
-            change = asyncio.create_task(under_test.set_role(WorkerRole.PREFILL, 0.3))
+            change = asyncio.create_task(under_test.set_role(WorkerRole.PREFILL, 5.0))
             await listener.until(WorkerRole.DECODE, WorkerState.DRAINING)
             await under_test.ask("late")
             ends = {name: await listener.end_of(name) for name in ("late",)}
