@@ -14,8 +14,10 @@ TRANSFERS ?= 200
 FUZZ_SECONDS ?= 600
 REQUESTS ?= 20000
 EXAMPLES ?= 500
-# End-to-end tests of which `make test` leaves out cases that are near others. Other tests marked by_hand are run by hand.
-BY_HAND := $(addprefix tests/e2e/test_,quantized_tokens.py tensor_parallel.py worker_faults.py)
+# Tests of which `make test` leaves out cases that are near others, beside those of kernels. Other tests marked by_hand are
+# run by hand.
+BY_HAND := $(addprefix tests/e2e/test_,poison.py quantized_tokens.py same_tokens.py tensor_parallel.py worker_faults.py) \
+	tests/integration/test_examples.py tests/simulation
 CHAOS ?=
 HOSTILE ?=
 CLIENTS ?=

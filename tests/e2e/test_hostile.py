@@ -21,9 +21,9 @@ def test_hostile_grammars_end_no_worker_and_change_no_stream(tmp_path: Path) -> 
         "--scenes",
         "grammars",
         "--streams",
-        "4",
+        "2",
         "--calls",
-        "4",
+        "2",
     ]
     done = subprocess.run(
         [*command, "--json", str(report)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False

@@ -46,7 +46,8 @@ async def send(cluster: FragileCluster, poison: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("poison", "max_ends"), [(KILLS_WORKERS, MAX_LOSSES_AT_ONE_PLACE), (BREAKS_STEPS, 0)]
+    ("poison", "max_ends"),
+    [(KILLS_WORKERS, MAX_LOSSES_AT_ONE_PLACE), pytest.param(BREAKS_STEPS, 0, marks=pytest.mark.by_hand)],
 )
 def test_c56_a_poison_sent_ten_times_costs_few_workers_and_bystanders_nothing(
     poison: int, max_ends: int, tmp_path: Path

@@ -58,10 +58,10 @@ def check(path: Path, quantization: str, num_ranks: int, kept: str = "gguf", **e
     asyncio.run(run())
 
 
-MORE = pytest.param("fp8", 2, marks=pytest.mark.by_hand)  # int4 has ranks in each run
+MORE = [pytest.param("fp8", num_ranks, marks=pytest.mark.by_hand) for num_ranks in (1, 2)]
 
 
-@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2), ("fp8", 1), MORE])
+@pytest.mark.parametrize(("quantization", "num_ranks"), [("int8", 1), ("int4", 2), *MORE])
 def test_a_checkpoint_that_is_quantized_while_loading(
     folder: Path, quantization: str, num_ranks: int
 ) -> None:

@@ -175,7 +175,12 @@ def test_a_pool_so_small_that_requests_are_preempted_changes_nothing(tmp_path: P
     ("architecture", "overrides"),
     [
         ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-        ("mistral", {"sliding_window": 40, "num_attention_heads": 6, "hidden_size": 96}),
+        # test_families.py compares every family with transformers in one process
+        pytest.param(
+            "mistral",
+            {"sliding_window": 40, "num_attention_heads": 6, "hidden_size": 96},
+            marks=pytest.mark.by_hand,
+        ),
     ],
 )
 def test_other_architectures_answer_as_transformers_does(

@@ -76,7 +76,7 @@ async def check_same_answers(cluster: LocalCluster) -> None:
     assert counters["kv_prompt_loads_done"] == len(PROMPTS)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.by_hand), "decode"])
 def test_ranks_with_whole_experts_hand_over_to_a_worker_without(tmp_path: Path, role: str) -> None:
     """Two ranks could not divide an expert's columns, so these have whole ones. The other worker has all."""
     path = make_model_dir(tmp_path, "mixtral", num_local_experts=5, intermediate_size=33)

@@ -23,7 +23,7 @@ from tests.factories.models import make_model_dir
 
 pytestmark = pytest.mark.slow
 
-NUM_TRANSFERS = 24
+NUM_TRANSFERS = 12
 SEED = 7
 LETTING_GO_S = 5.0
 """For the maps of dead workers' pools: it takes milliseconds, and half a minute where only idleness would end them."""

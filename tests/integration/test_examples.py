@@ -183,15 +183,24 @@ MAX_DRAWS = 8
 
 
 @pytest.mark.slow
-def test_the_schedulers_pictures_are_drawn_from_real_runs(folder: Path) -> None:
-    drawn = drawn_by_scheduler(folder)
+@pytest.mark.parametrize(
+    ("pictures", "num_headings"),
+    [(("--pictures", "preemption", "remote-kv"), 3), pytest.param((), 6, marks=pytest.mark.by_hand)],
+    ids=["two", "all"],
+)
+def test_the_schedulers_pictures_are_drawn_from_real_runs(
+    folder: Path, pictures: tuple[str, ...], num_headings: int
+) -> None:
+    drawn = drawn_by_scheduler(folder, *pictures)
     for _ in range(MAX_DRAWS - 1):
         if "preempted" in drawn:
             break
         drawn += drawn_by_scheduler(folder, "--pictures", "preemption")
     document = (ROOT / "docs/scheduler.md").read_text()
     headings = re.findall(r"^w\d  .* tokens a step", drawn, re.MULTILINE)
-    assert len(set(headings)) == 6  # a chart that is too wide for its page goes on below its heading again
+    assert (
+        len(set(headings)) == num_headings
+    )  # a chart that is too wide for its page goes on below its heading again
     assert all(heading in document for heading in headings)
     assert "preempted" in drawn
     assert "waits for KV from another worker" in drawn

@@ -116,7 +116,7 @@ def test_kernels_that_are_wrong_are_refused(
     assert not pool.blocks_NLKHTD.any()
 
 
-@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("is_wrong", [pytest.param(False, marks=pytest.mark.by_hand), True])
 def test_a_rank_gets_no_runner_of_wrong_kernels(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
 ) -> None:

@@ -206,9 +206,12 @@ def is_tied(logprob: float, top: Sequence[tuple[int, float]]) -> bool:
     ("architecture", "overrides", "block_size", "uses_graphs"),
     [
         ("llama", {"num_hidden_layers": 2, "vocab_size": 300}, 32, True),
-        ("llama", {"attention_bias": True, "mlp_bias": True}, 16, False),
+        # biases are also computed with and without fusions, windows also with KV groups
+        pytest.param(
+            "llama", {"attention_bias": True, "mlp_bias": True}, 16, False, marks=pytest.mark.by_hand
+        ),
         ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}, 32, True),
-        ("mistral", {"sliding_window": 7}, 16, True),
+        pytest.param("mistral", {"sliding_window": 7}, 16, True, marks=pytest.mark.by_hand),
     ],
     ids=str,
 )
@@ -226,7 +229,9 @@ def test_the_same_tokens_as_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"attention_bias": True, "mlp_bias": True}], ids=["without biases", "with biases"]
+    "overrides",
+    [pytest.param({}, marks=pytest.mark.by_hand), {"attention_bias": True, "mlp_bias": True}],
+    ids=["without biases", "with biases"],
 )
 @pytest.mark.parametrize("switches", [KernelSwitches(), ALL_OFF], ids=["all fused", "nothing fused"])
 def test_the_same_tokens_with_and_without_fusions(
@@ -251,8 +256,15 @@ def test_c27_kv_groups_change_no_token(tmp_path: Path, device: torch.device, blo
     assert_same(found, on_cpu(path, config, prompts))
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize(
+    ("preemption", "num_groups"),
+    [
+        ("swap", 1),
+        ("recompute", 3),
+        pytest.param("recompute", 1, marks=pytest.mark.by_hand),
+        pytest.param("swap", 3, marks=pytest.mark.by_hand),
+    ],
+)
 def test_preemption_changes_no_token(
     tmp_path: Path, device: torch.device, preemption: str, num_groups: int
 ) -> None:

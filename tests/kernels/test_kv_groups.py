@@ -85,7 +85,7 @@ def test_c27_blocks_that_left_the_window_serve_again(
 
 @pytest.mark.parametrize(
     ("from_gpu", "to_gpu"),
-    [(True, True), (False, True), (True, False)],
+    [(True, True), (False, True), pytest.param(True, False, marks=pytest.mark.by_hand)],
     ids=["gpu to gpu", "cpu to gpu", "gpu to cpu"],
 )
 def test_c27_a_hand_over_sends_only_what_windows_reach(

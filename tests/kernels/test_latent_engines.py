@@ -59,7 +59,7 @@ def start(
 
 @pytest.mark.parametrize(
     ("from_gpu", "to_gpu", "num_consumers"),
-    [(True, True, 1), (False, True, 1), (True, False, 2)],
+    [pytest.param(True, True, 1, marks=pytest.mark.by_hand), (False, True, 1), (True, False, 2)],
     ids=["gpu to gpu", "cpu to gpu", "gpu to two ranks on cpu"],
 )
 def test_a_hand_over_brings_each_rank_the_latents_once(

@@ -62,8 +62,7 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
             assert after - before >= config.autoscaling.grow_cooldown_s
 
 
-@pytest.mark.parametrize("rate", [0.5, 3.0, 8.0, 14.0, 22.0])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("rate", "seed"), [(0.5, 1), (3.0, 2), (8.0, 1), (14.0, 2), (22.0, 1)])
 def test_under_a_constant_load_it_settles(rate: float, seed: int) -> None:
     """Once it has found its size it may try one worker fewer, of each role, when it has forgotten why not: hourly."""
     config = autoscaling_config(**BOUNDS, shrink_after_s=120.0, shrink_cooldown_s=60.0)
