@@ -138,12 +138,9 @@ class RemotePrompts:
 
     def release(self, request: Request) -> None:
         """Frees the blocks of an ended request, or keeps them until `end_holds` names the request."""
-        load = self._loads.pop(request.request_id, None)
-        must_hold = (
-            self._connector is not None
-            and request.kv_transfer is not None
-            and self._connector.request_finished(request, self._kv.block_ids(request))
-        )
+        load, must_hold = self._loads.pop(request.request_id, None), False
+        if self._connector is not None and request.kv_transfer is not None:
+            must_hold = self._connector.request_finished(request, self._kv.block_ids(request))
         if not must_hold:
             self._kv.free(request)
         elif request.is_producer:

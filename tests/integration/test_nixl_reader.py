@@ -49,7 +49,7 @@ def test_what_a_sealed_description_claims_is_checked(owner: Owner, reader: NixlR
 
 def test_a_name_cannot_be_taken_over(owner: Owner, reader: NixlReader) -> None:
     remote = reader.open(owner.description)
-    with pytest.raises(TransportError, match="name the same agent"):
+    with pytest.raises(TransportError, match="already known with another description"):
         reader.open(encode(replace(decode(owner.description), nbytes=1)))
     assert finish(reader, [number := remote.read(WHOLE)]) == {number: None}
 
