@@ -116,8 +116,9 @@ class GatewayReport:
     window_s: float
     """The report covers requests that ended, and tokens that arrived, within this time."""
     num_queued: int
-    """Requests that wait at the gateway for a worker with room."""
+    """Requests that wait at the gateway."""
     oldest_queued_s: float
+    """The longest wait of those that wait for a worker with room, not for their turn at the gateway."""
     num_in_flight: int
     num_finished: int
     ttft_s: tuple[float, float]

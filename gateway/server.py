@@ -213,7 +213,7 @@ class Gateway:
             gateway=self._incarnation,
             window_s=min(window_s, MAX_WINDOW_S),
             num_queued=driver.dispatcher.num_queued,
-            oldest_queued_s=driver.oldest_queued_s,
+            oldest_queued_s=driver.oldest_waiting_for_worker_s,
             num_in_flight=driver.dispatcher.num_in_flight,
             num_finished=seen.num_finished,
             ttft_s=seen.ttft_s,

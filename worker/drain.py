@@ -66,7 +66,7 @@ class DrainState:
 
     @property
     def abandoned_at(self) -> float:
-        """The time at which the caller stops waiting and assumes failure, so the drain must fail, too."""
+        """From this time on the drain must fail: soon its caller stops waiting, and assumes that it failed."""
         return self.give_up_at + ANSWER_TIMEOUT_S
 
     def join(self, other: "DrainState") -> None:

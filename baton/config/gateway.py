@@ -62,8 +62,8 @@ class GatewayConfig(Section):
     routing_mode: Literal["auto", "disaggregated", "local"] = "auto"
     """Mode of requests that ask for none. `disaggregated`: a prefill worker computes the prompt, and a decode worker
     generates the answer. `local`: a decode worker does both. `auto`: the mode that costs less time, the delay of other
-    requests included. That is `local` for short prompts, for any prompt on a decode worker without requests, and while
-    prefill workers are busy."""
+    requests included. That is `local` for short prompts, for prompts that a decode worker without requests computes
+    in one step, and while prefill workers are busy."""
     local_prefill_tokens: int | None = Field(None, ge=0)
     """With routing_mode `auto`: a prompt counts as short if a decode worker has at most this many tokens of it to
     compute. None: measured rates decide."""

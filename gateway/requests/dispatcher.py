@@ -138,10 +138,9 @@ class Dispatcher:
         """Requests that wait for a worker with room."""
         return len(self._queue)
 
-    @property
-    def queued_since(self) -> float | None:
-        """When the oldest waiting request joined the queue."""
-        return self._queue.oldest_since
+    def queued_since(self, *, for_worker: bool = False) -> float | None:
+        """See RequestQueue.oldest_since."""
+        return self._queue.oldest_since(for_worker=for_worker)
 
     def requests_of(self, call_id: str, caller: Caller) -> list[GatewayRequest]:
         """A caller's open requests under one call id."""

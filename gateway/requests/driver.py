@@ -87,8 +87,14 @@ class RequestDriver:
 
     @property
     def oldest_queued_s(self) -> float:
-        since = self.dispatcher.queued_since
-        return 0.0 if since is None else self._clock.now() - since
+        return self._since(self.dispatcher.queued_since())
+
+    @property
+    def oldest_waiting_for_worker_s(self) -> float:
+        return self._since(self.dispatcher.queued_since(for_worker=True))
+
+    def _since(self, moment: float | None) -> float:
+        return 0.0 if moment is None else self._clock.now() - moment
 
     async def generate(self, request: GatewayRequest) -> AsyncGenerator[Delta, None]:
         """Yields a request's deltas; the last one has `finish`. Raises a RequestError if the request fails.

@@ -120,6 +120,7 @@ class _Level(Generic[T]):
     def charge(self, entry: QueueEntry[T]) -> None:
         if entry.goes_first:
             return  # the caller was charged when the request first began
+        # A request that gave way is charged again: its caller's charges may have been forgotten meanwhile.
         flow = self.flows[entry.caller]
         self.now = max(self.now, flow.begins_at)
         flow.begins_at += entry.num_tokens

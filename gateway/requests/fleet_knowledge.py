@@ -2,7 +2,7 @@
 
 from baton.request import FinishReason, RequestOutput
 from baton.transfer import TransferEventKind, TransferRecord
-from baton.worker import WorkerStatus
+from baton.worker import WorkerRole, WorkerStatus
 from gateway.requests.attempt import Attempt
 from gateway.routing.avoided_pairs import AvoidedPairs
 from gateway.routing.prefill_times import PrefillTimes
@@ -17,9 +17,14 @@ class FleetKnowledge:
         self.workers = WorkerList()
         self.prefill_times = PrefillTimes()
         self.avoided_pairs = AvoidedPairs()
+        self._roles: dict[str, WorkerRole] = {}
+        """As last reported."""
         self._router = router
 
     def on_report(self, status: WorkerStatus, now: float) -> None:
+        if self._roles.setdefault(status.ref.name, status.role) is not status.role:
+            self._roles[status.ref.name] = status.role
+            self.avoided_pairs.forget(status.ref.name)  # it has other pairs now
         self.workers.update(status)
         self._router.on_status(status)
         self.prefill_times.on_rate(status.ref.name, status.load.prefill_tokens_per_s, now)
@@ -31,6 +36,7 @@ class FleetKnowledge:
         self._router.on_worker_lost(worker)
         self.prefill_times.forget(worker)
         self.avoided_pairs.forget(worker)
+        self._roles.pop(worker, None)
         return was_draining
 
     def on_transfer(self, attempt: Attempt, transfer: TransferRecord, now: float) -> None:

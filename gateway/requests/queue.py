@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 from baton.errors import Overloaded, RequestError
 from baton.system.standstill import Standstill, pace_of
 from gateway.requests.fair_queue import FairQueue, QueueEntry
-from gateway.requests.shares import OverShare
+from gateway.requests.shares import HeldBack, OverShare
 from gateway.routing.placement import NoRoom
 
 LOOK_AHEAD = 8
@@ -78,10 +78,11 @@ class RequestQueue(Generic[T]):
     def __contains__(self, entry: QueueEntry[T]) -> bool:
         return entry in self._queue
 
-    @property
-    def oldest_since(self) -> float | None:
-        """When the oldest waiting request joined."""
-        return min((entry.since for entry in self._queue), default=None)
+    def oldest_since(self, *, for_worker: bool) -> float | None:
+        """When the oldest waiting request joined. `for_worker`: of those that wait for a worker, not for their turn at
+        this gateway."""
+        entries = (entry for entry in self._queue if not (for_worker and isinstance(entry.reason, HeldBack)))
+        return min((entry.since for entry in entries), default=None)
 
     def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
         """Places the request if it fits and none goes before it. Otherwise queues it, or refuses one request.
@@ -148,10 +149,15 @@ class RequestQueue(Generic[T]):
         Otherwise it would be refused because of other callers.
         """
         over = list(self._expired(self._patience_ends, self._running(now)))
-        resting = [entry for entry in over if entry.caller in self._over_share or entry.waits_for_others]
+        resting = [entry for entry in over if self._holds_share(entry) or entry.waits_for_others]
         for entry in resting:
             self._watch_patience(entry, max(entry.patience_s, MIN_REST_S), now)
         return [entry for entry in over if entry not in resting]
+
+    def _holds_share(self, entry: QueueEntry[T]) -> bool:
+        """Whether the entry's caller held its share at the latest sweep, or the entry when it was last tried: a
+        sweep may end before it comes to the caller."""
+        return entry.caller in self._over_share or isinstance(entry.reason, OverShare)
 
     def next_deadline(self) -> float | None:
         """When to call `past_deadline` and `out_of_patience` next; None while no request waits."""

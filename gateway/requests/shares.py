@@ -35,7 +35,11 @@ PRESENT_S = 60.0
 PLENTY = 10**9
 
 
-class OverShare(NoRoom):
+class HeldBack(NoRoom):
+    """The gateway holds the request back, although workers may have room."""
+
+
+class OverShare(HeldBack):
     """The request's caller holds its share. Other callers' requests may have room and need not wait."""
 
 
@@ -114,7 +118,7 @@ class CallerShares:
         name = state.request.caller.name
         self._seen(name, now)
         if self._num_placed >= self._max_in_flight:
-            return NoRoom(f"{self._num_placed} requests are with workers, which is the limit")
+            return HeldBack(f"{self._num_placed} requests are with workers, which is the limit")
         return _refusal(name, 1, self._places(name)) if self._is_shared(now) else None
 
     def refusal_at(self, state: RequestState, placement: Placement, now: float) -> NoRoom | None:
@@ -122,15 +126,9 @@ class CallerShares:
         if not self._is_shared(now):
             return None
         name, worker = state.request.caller.name, placement.prefill or placement.decode
-        before = (
-            other
-            for others in self._in_prefill(worker)
-            for other in others
-            if placement.prefill is None  # a decode worker computes prompts in order of arrival
-            or other.attempt.placement.num_prefill_tokens <= placement.num_prefill_tokens
-        )
-        if self._prompts_s(before, worker) > MAX_PROMPTS_S:
-            return NoRoom(f"other prompts wait at {worker}")
+        others = [other for states in self._in_prefill(worker) for other in states]
+        if self._prompts_s(_before(placement, others), worker) > MAX_PROMPTS_S:
+            return HeldBack(f"other prompts wait at {worker}")
         slots, blocks = self._slots(name, placement.decode), self._blocks(name, placement.decode)
         return _refusal(name, 1, slots) or _refusal(name, placement.num_decode_blocks, blocks)
 
@@ -196,21 +194,32 @@ class CallerShares:
         ]
 
     def _late_prompts(self, worker: str) -> Iterator[RequestState]:
-        """The requests to take back if far too many prompts wait at a worker: the youngest of the caller
-        whose prompts take longest. This happens, for instance, if this caller was alone before.
+        """The requests to take back if they wait behind far too many prompts at a worker: the youngest of the
+        caller whose prompts take longest. This happens, for instance, if this caller was alone before.
         """
         waiting = self._in_prefill(worker)
-        total_s = sum(self._prompts_s(mine, worker) for mine in waiting)
-        for state in reversed(max(waiting, key=lambda mine: self._prompts_s(mine, worker))[1:]):
-            total_s -= self._prompts_s([state], worker)
-            if total_s <= 2 * MAX_PROMPTS_S:
-                return  # the prompts that wait may take this long
-            yield state
+        largest = max(waiting, key=lambda mine: self._prompts_s(mine, worker))
+        others = dict.fromkeys(state for states in waiting for state in states)
+        for state in reversed(largest[1:]):
+            del others[state]
+            if self._prompts_s(_before(state.attempt.placement, others), worker) > 2 * MAX_PROMPTS_S:
+                yield state
+            else:
+                others[state] = None
 
     def _prompts_s(self, states: Iterable[RequestState], worker: str) -> float:
         return self._router.prompt_s(
             worker, sum(state.attempt.placement.num_prefill_tokens for state in states)
         )
+
+
+def _before(placement: Placement, others: Iterable[RequestState]) -> Iterator[RequestState]:
+    """Those of the others whose prompts the placement's worker computes first: a decode worker computes prompts
+    in order of arrival, a prefill worker shorter ones first."""
+    for other in others:
+        num_tokens = other.attempt.placement.num_prefill_tokens
+        if placement.prefill is None or num_tokens <= placement.num_prefill_tokens:
+            yield other
 
 
 def _refusal(name: str, number: int, holding: _Holding) -> OverShare | None:

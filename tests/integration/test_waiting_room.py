@@ -70,7 +70,7 @@ async def test_one_waits_for_the_other_and_is_seen_waiting(folder: Path) -> None
         second = ask(under_test, "second")
         await until_queued(under_test, 1)
         assert await counted(under_test) == (1, 1)
-        assert under_test.gateway.report().oldest_queued_s > 0.0
+        assert under_test.gateway._driver.oldest_queued_s > 0.0
         under_test.workers["w0"].say(request, outputs_of(request, ANSWER))
         assert tokens_of(await first) == ANSWER
         request = await under_test.workers["w0"].next_request()

@@ -221,6 +221,18 @@ def test_c42_a_link_that_failed_one_request_is_spared_the_next() -> None:
     assert len(dispatcher.avoided_pairs) == 0, "the worker was the cause"
 
 
+def test_c42_a_worker_in_a_new_role_has_other_pairs() -> None:
+    dispatcher = make_dispatcher("p0", "d0", "d1")
+    placed = submitted(dispatcher.handle(Submitted(make_request("a")), 0.0))
+    dispatcher.handle(link_failure(placed["d0"]), 5.0)
+    assert len(dispatcher.avoided_pairs) == 1
+    prefill = status_of("p0")
+    dispatcher.handle(WorkerReported(replace(prefill, state=WorkerState.DRAINING)), 6.0)
+    assert len(dispatcher.avoided_pairs) == 1
+    dispatcher.handle(WorkerReported(replace(prefill, role=WorkerRole.DECODE)), 7.0)
+    assert len(dispatcher.avoided_pairs) == 0
+
+
 @pytest.mark.parametrize("returns", [False, True])
 def test_c42_a_link_that_failed_since_its_prefill_worker_was_lost_is_not_blamed(returns: bool) -> None:
     """The decode worker computes the prompt itself, so its report comes after the loss, or after the restart."""

@@ -86,7 +86,7 @@ def test_a_request_with_room_does_not_wait() -> None:
     entry = queue.join(Request("b"), 1.0)
     assert entry is not None
     assert str(entry.reason) == "1 do not fit"
-    assert (len(queue.waiting), queue.waiting.oldest_since) == (1, 1.0)
+    assert (len(queue.waiting), queue.waiting.oldest_since(for_worker=True)) == (1, 1.0)
 
 
 def test_the_queue_is_in_order_of_priority_then_of_resumption_then_of_arrival() -> None:

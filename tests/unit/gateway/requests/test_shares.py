@@ -205,6 +205,20 @@ def test_c57_a_long_prompt_that_was_sent_behind_a_short_one_stays() -> None:
     assert len(placed) == 2
 
 
+@pytest.mark.parametrize("prompts", [(8_000, 6_000), (4_000, 100)])
+def test_c57_a_shorter_prompt_that_was_sent_behind_a_long_one_stays(prompts: tuple[int, int]) -> None:
+    under_test = UnderTest(rate=1_000.0)
+    under_test.ask("b")
+    under_test.end("b0")
+    for prompt in prompts:
+        under_test.ask("a", prompt=prompt)
+    placed = dict(under_test.placed)
+    assert len(placed) == 2
+    for _ in range(5):
+        under_test.report()
+    assert under_test.placed == placed, "it does not wait for the long one"
+
+
 def test_c57_a_short_prompt_goes_to_a_prefill_worker_that_computes_anothers_long_one() -> None:
     """The worker computes it first. A decode worker would not."""
     under_test = UnderTest(rate=1_000.0)
