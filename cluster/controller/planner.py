@@ -128,6 +128,8 @@ class Planner:
     def observe(self, observation: Observation | None, now: float) -> Decision:
         """The decision now. `observation` None: no gateway has reported recently."""
         if observation is None:
+            for role in self._roles:
+                role.watch.report_missing()
             return Decision("nothing changes: no gateway has reported recently", reason=Reason.NO_REPORT)
         has_prefill = any(role.high > 0 for role in self._roles if role.role is WorkerRole.PREFILL)
         for role in self._roles:

@@ -74,6 +74,12 @@ class RoleWatch:
         while self._earlier[0][0] < now - self._config.grow_after_s:
             self._earlier.popleft()
 
+    def report_missing(self) -> None:
+        """Nobody knows how the fleet is: what lasted until now begins anew with the next observation."""
+        self._missed_since = self._calm_since = None
+        self._work.clear()
+        self._earlier.clear()
+
     def remember_limit(self, num_serving: int) -> None:
         """Records that the recent work was too much for these workers."""
         amount, _ = self._mean(self._config.grow_after_s)

@@ -211,6 +211,16 @@ def test_without_reports_nothing_changes() -> None:
     assert {decision.reason for _, decision in looks} == {Reason.NO_REPORT}
 
 
+@pytest.mark.parametrize(
+    "seen", [fleet(1, 2), fleet(1, 2, busy=True, oldest_queued_s=1.5)], ids=["calm", "short"]
+)
+def test_a_time_without_reports_is_no_time_that_was_observed(seen: Observation) -> None:
+    planner = make_planner(autoscaling_config(decode=2))
+    look(planner, seen, 0.0, 0.0)
+    look(planner, None, 5.0, 300.0)
+    assert changes(look(planner, seen, 305.0, 0.0)) == []
+
+
 def test_a_replica_without_a_node_is_removed_when_it_is_not_needed() -> None:
     planner = make_planner(autoscaling_config(decode=2))
     seen = fleet(1, 1)
