@@ -47,6 +47,8 @@ class KVProducerScheduler:
     def request_finished(self, request: Request, block_ids: tuple[int, ...]) -> bool:
         """True if the blocks must stay allocated until every read of them has ended."""
         del self._sending[request.request_id]
+        if request.request_id in self._with_blocks and not block_ids:  # lost since the last plan
+            self._commands.append(WithdrawBlocks(request.request_id))
         self._with_blocks.discard(request.request_id)
         if not request.is_handed_over:
             is_held, is_cancelled = bool(block_ids), not (request.is_failed or request.is_given_back)

@@ -374,5 +374,3 @@ class Consumer:
     def _forget(self, transfer: IncomingTransfer) -> None:
         self._transfers.remove(transfer)
         self._waits.end(transfer.key)
-        if not self.knows(transfer.key.producer):
-            self._choices.forget(transfer.key.producer)

@@ -25,7 +25,7 @@ from baton.kv import KVFingerprint
 from baton.request import FirstToken
 from kv_transfer.protocol.effects import Peer, RankTransfer
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
-from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Open, TransferKey
+from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Aborted, Open, Refused, TransferKey
 from kv_transfer.protocol.transports import CUDA_IPC, SENDS_BYTES, TransportOffer
 
 BYTES_PER_TURN = 4 * 1024 * 1024
@@ -37,6 +37,10 @@ BYTES_PER_TURN_READ = 32 * 1024 * 1024
 BYTES_PER_TURN_BY_DEVICE = 256 * 1024 * 1024
 """The same limit if the consumer's device reads, which takes some 0.2 ms. A peer may have two such offers, so that it
 never waits for the next one."""
+
+
+Farewell = Aborted | Refused | None
+"""What a consumer learns about a rank transfer that has ended. None: the consumer ended it, and needs no answer."""
 
 
 class OutgoingState(Enum):
@@ -118,6 +122,15 @@ class OutgoingTransfer:
     def move_to(self, state: OutgoingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"
         self.state = state
+
+    def ended_before(self, farewell: Farewell) -> None:
+        """The rank transfer had ended before our engine began it."""
+        self.move_to(OutgoingState.CANCELLED)
+        if farewell is None:
+            self.is_needed, self.end_reason = False, "the decode worker had ended the hand-over before"
+        else:
+            self.is_needed = isinstance(farewell, Refused) or not farewell.is_cancelled
+            self.end_reason = farewell.reason
 
     @property
     def is_cancelled(self) -> bool:

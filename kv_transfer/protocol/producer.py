@@ -32,7 +32,13 @@ from kv_transfer.protocol.messages import (
     ToProducer,
     TransferKey,
 )
-from kv_transfer.protocol.outgoing import OutgoingState, OutgoingTransfer, ProducerIdentity, SendWindow
+from kv_transfer.protocol.outgoing import (
+    Farewell,
+    OutgoingState,
+    OutgoingTransfer,
+    ProducerIdentity,
+    SendWindow,
+)
 from kv_transfer.protocol.table import RankTransferTable
 from kv_transfer.protocol.timers import Timers
 
@@ -64,7 +70,7 @@ class Producer:
         self._is_starved = False
         self._standstill = Standstill(lease_s / 4)
         self._leases: Timers[TransferKey] = Timers(self._standstill)
-        self._farewells: dict[TransferKey, Aborted] = {}
+        self._farewells: dict[TransferKey, Farewell] = {}
         """How recent rank transfers ended, for consumers that may not have been notified."""
 
     # commands of this worker's engine
@@ -91,9 +97,10 @@ class Producer:
         """
         transfer = self._transfers.get(key)
         if transfer is None:
-            state = OutgoingState.CANCELLED if key in self._farewells else OutgoingState.PREPARING
-            transfer = OutgoingTransfer(key, state)
+            transfer = OutgoingTransfer(key, OutgoingState.PREPARING)
             self._transfers.add(transfer)
+            if key in self._farewells:
+                transfer.ended_before(self._farewells[key])
         else:
             if transfer.rank_transfer is not None:
                 self._counters["kv_duplicate_messages"] += 1
@@ -156,8 +163,9 @@ class Producer:
         if transfer.peer and not transfer.is_cancelled:
             effects = [Send(transfer.peer, farewell)]
         self._count_end(transfer, "kv_sends_aborted", reason)
-        transfer.is_needed = transfer.is_needed and not is_cancelled
-        self._remember(farewell)
+        if not transfer.is_cancelled:  # else it had ended before, and our engine only follows
+            transfer.is_needed = not is_cancelled
+        self._remember(transfer, farewell)
         return effects + self._forget(transfer)
 
     # messages and time
@@ -176,8 +184,7 @@ class Producer:
         elif transfer.state is OutgoingState.EARLY:
             self._leases.set(key, now + min(self._lease_s, transfer.early_until - running))
         if transfer.is_cancelled:
-            self._counters["kv_late_messages"] += 1
-            return []
+            return self._on_late(peer, message)
         match message:
             case Hold(is_postponed=is_postponed):
                 unopened = self._unopen(transfer) if is_postponed else []
@@ -208,7 +215,7 @@ class Producer:
                 reason = "the prefill worker never received this request"
             self._count_end(transfer, "kv_lease_expiries", reason)
             farewell = Aborted(key, reason, is_cancelled=False)
-            self._remember(farewell)
+            self._remember(transfer, farewell)
             if transfer.peer:
                 effects.append(Send(transfer.peer, farewell))
             effects += self._forget(transfer)
@@ -256,11 +263,8 @@ class Producer:
     def _on_unknown(self, peer: Peer, message: ToProducer, now: float) -> list[Effect]:
         """Handles a message about a rank transfer that has ended, or that our engine does not know yet."""
         key = message.key
-        if isinstance(message, Open | Hold) and key in self._farewells:
-            return [Send(peer, self._farewells[key])]
         if not isinstance(message, Open | Hold | Cancel) or key in self._farewells:
-            self._counters["kv_late_messages"] += 1
-            return []
+            return self._on_late(peer, message)
         if self._num_early >= MAX_EARLY:
             reason = f"{MAX_EARLY} hand-overs have been announced already"
             return [Send(peer, Aborted(key, reason, is_cancelled=False))]
@@ -271,11 +275,18 @@ class Producer:
         self._leases.set(key, now + self._lease_s)
         if isinstance(message, Cancel):
             early.is_needed, early.end_reason = not message.is_cancelled, message.reason
-            early.move_to(OutgoingState.CANCELLED)
-            return []
+            return self._close(early)
         if isinstance(message, Open):  # nothing was sent yet, so nothing can have arrived
             early.open = replace(message, received=(), received_versions=())
         return [Send(peer, self._opened(early))]
+
+    def _on_late(self, peer: Peer, message: ToProducer) -> list[Effect]:
+        """Tells a consumer that still asks how its rank transfer ended. All other messages are counted."""
+        farewell = self._farewells.get(message.key)
+        if farewell is not None and isinstance(message, Open | Hold):
+            return [Send(peer, farewell)]
+        self._counters["kv_late_messages"] += 1
+        return []
 
     def _open(self, transfer: OutgoingTransfer, message: Open, peer: Peer) -> list[Effect]:
         """The consumer has room. A repeated Open lists the arrived pieces; all others are offered again."""
@@ -287,7 +298,7 @@ class Producer:
         if transport is None:
             self._count_end(transfer, "kv_sends_refused", reason)
             refused = Refused(transfer.key, reason)
-            return [Send(peer, refused), *self._close(transfer)]
+            return [Send(peer, refused), *self._close(transfer, refused)]
         if transfer.state is OutgoingState.PREPARING:
             transfer.move_to(OutgoingState.STREAMING)
         offered = transfer.unacked | transfer.acked
@@ -348,8 +359,9 @@ class Producer:
         if transfer.rank_transfer is not None and not transfer.is_cancelled:
             self._counters[counter] += 1
 
-    def _close(self, transfer: OutgoingTransfer) -> list[Effect]:
-        """The consumer has ended. While the prompt is computed, our engine keeps the blocks."""
+    def _close(self, transfer: OutgoingTransfer, farewell: Farewell = None) -> list[Effect]:
+        """The consumer has ended, or was refused. While the prompt is computed, our engine keeps the blocks."""
+        self._remember(transfer, farewell)
         if transfer.first_token is not None:
             return self._forget(transfer)
         transfer.move_to(OutgoingState.CANCELLED)
@@ -373,8 +385,9 @@ class Producer:
         )
         return [*effects, freed]
 
-    def _remember(self, farewell: Aborted) -> None:
-        self._farewells[farewell.key] = farewell
+    def _remember(self, transfer: OutgoingTransfer, farewell: Farewell) -> None:
+        """Only the first farewell counts: it says why the rank transfer ended."""
+        self._farewells.setdefault(transfer.key, farewell)
         if len(self._farewells) > MAX_ENDED:
             del self._farewells[next(iter(self._farewells))]
 

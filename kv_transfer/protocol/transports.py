@@ -37,6 +37,8 @@ class TransportOffer:
 RETRY_S = 30.0
 """Time until a failed transport is tried again. Without it, a peer with constant traffic would never use it
 again."""
+ONLY_RETRY_S = 1.0
+"""The same for a consumer's only transport."""
 
 
 class TransportChoices:
@@ -44,17 +46,15 @@ class TransportChoices:
 
     def __init__(self, transports: tuple[str, ...]) -> None:
         self._transports = transports
-        self._failed_until: dict[str, dict[tuple[int, str], float]] = {}
-        """By the producer's incarnation, then by rank and transport: when the transport may be tried
-        again."""
+        self._failed_until: dict[tuple[str, int, str], float] = {}
+        """By the producer's incarnation, rank and transport: when the transport may be tried again."""
 
     def to(self, producer: str, rank: int, now: float) -> tuple[str, ...]:
-        until = self._failed_until.get(producer, {})
-        return tuple(name for name in self._transports if now >= until.get((rank, name), now))
+        until = self._failed_until
+        return tuple(name for name in self._transports if now >= until.get((producer, rank, name), now))
 
     def has_failed(self, producer: str, rank: int, transport: str, now: float) -> None:
-        self._failed_until.setdefault(producer, {})[rank, transport] = now + RETRY_S
-
-    def forget(self, producer: str) -> None:
-        """The next rank transfer from it tries every transport again."""
-        self._failed_until.pop(producer, None)
+        """Remembers the failure, and forgets those that do not count any more."""
+        self._failed_until = {end: when for end, when in self._failed_until.items() if when > now}
+        pause_s = RETRY_S if len(self._transports) > 1 else ONLY_RETRY_S
+        self._failed_until[producer, rank, transport] = now + pause_s

@@ -54,12 +54,12 @@ class Waits:
         self._questions.set(key, now + self._heartbeat_s)
 
     def begin_load(self, key: TransferKey, timeout_s: float, now: float) -> None:
-        """Starts a load's deadline. The time for which it is postponed counts, too."""
-        self._due_at[key] = self._standstill.running(now) + timeout_s
-        self._deadlines.set(key, now + timeout_s)
+        """Starts a load's deadline. A load that was postponed has only the rest of its time."""
+        self._due_at.setdefault(key, self._standstill.running(now) + timeout_s)
+        self.resume_load(key, now)
 
     def resume_load(self, key: TransferKey, now: float) -> None:
-        """A postponed load waits again, for the rest of its time."""
+        """A load that is or was postponed waits again, for the rest of its time."""
         self._deadlines.set(key, now + self._due_at[key] - self._standstill.running(now))
 
     def on_message(self, key: TransferKey, now: float) -> None:

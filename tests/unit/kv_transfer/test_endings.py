@@ -1,12 +1,15 @@
 """How a hand-over ends on both sides: deadlines, leases, aborts, and answers to late messages."""
 
+from dataclasses import replace
+
 import pytest
 
 from kv_transfer.protocol.effects import Failed, Freed, Quiesced, RankTransfer, Received
-from kv_transfer.protocol.messages import Cancel, End, Hold, Pieces, Release
+from kv_transfer.protocol.messages import Cancel, End, Hold, Pieces, Refused, Release
 from kv_transfer.protocol.producer import ENDS, MAX_EARLY_LEASES
 from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
+    FINGERPRINT,
     HEARTBEAT_S,
     KEY,
     LEASE_S,
@@ -184,10 +187,41 @@ def test_c39_a_prompt_whose_consumer_was_refused_is_unwanted_when_it_begins() ->
     wire.begin_send(KEY, 48)
     assert wire.unwanted == [RankTransfer("r")]
     wire.ready(0, 3)
-    wire.finish_send()
-    assert wire.notifications == [Freed(RankTransfer("r"))]
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "unwanted", True))
+    [freed] = wire.notifications
+    assert isinstance(freed, Freed)
+    assert freed.is_needed, "the hand-over has failed, though our engine ends the request as unwanted"
+    assert "never received" in freed.reason
     assert len(wire.producer) == 0
     wire.producer.check_integrity()
+
+
+@pytest.mark.parametrize("moment", ["prefilling", "unwanted", "complete"])
+def test_c39_a_refusal_that_was_lost_is_repeated(moment: str) -> None:
+    wire = Wire(
+        lambda frame: [] if isinstance(frame.message, Refused) else [frame],
+        consumer_fingerprint=replace(FINGERPRINT, dtype="float16"),
+    )
+    wire.begin_send(KEY, 16)
+    wire.begin_load(KEY, 16)
+    if moment == "complete":
+        send_all(wire, 1)
+    wire.load(0, 1)
+    wire.deliver()
+    if moment == "unwanted":
+        wire.at_producer(wire.producer.abort(RankTransfer("r"), "unwanted", True))
+    wire.tamper = lambda frame: [frame]
+    wire.advance(HEARTBEAT_S)
+    reason = "the prefill worker refused: the workers do not match: dtype: float32 != float16"
+    [failed] = [notification for notification in wire.notifications if isinstance(notification, Failed)]
+    assert failed == Failed(RankTransfer("r"), 0, reason, False)
+    assert failed.is_link_failure
+    if moment == "prefilling":
+        wire.at_producer(wire.producer.abort(RankTransfer("r"), "unwanted", True))
+    [freed] = [notification for notification in wire.notifications if isinstance(notification, Freed)]
+    assert freed.is_needed
+    assert num_ends(wire) == {"kv_sends_refused": 1}
+    wire.assert_at_rest()
 
 
 def test_c39_a_cancel_in_mid_prefill_is_news_for_the_producers_engine() -> None:
@@ -263,6 +297,20 @@ def test_a_hand_over_that_both_ends_gave_up_counts_once() -> None:
     assert num_ends(wire) == {"kv_sends_cancelled": 1}
 
 
+def test_a_load_that_failed_during_the_prefill_is_a_failed_hand_over_of_the_producer_too() -> None:
+    """Its engine then ends the request, because it is unwanted."""
+    wire = Wire()
+    start(wire)
+    wire.advance(LOAD_TIMEOUT_S)
+    assert wire.unwanted == [RankTransfer("r")]
+    wire.at_producer(wire.producer.abort(RankTransfer("r"), "unwanted", True))
+    freed = wire.notifications[-1]
+    assert isinstance(freed, Freed)
+    assert freed.is_needed
+    assert "did not arrive" in freed.reason
+    assert num_ends(wire) == {"kv_sends_cancelled": 1}
+
+
 def test_a_hand_over_that_was_cancelled_before_it_began_counts_once() -> None:
     wire = Wire()
     for _ in range(2):
@@ -274,11 +322,28 @@ def test_a_hand_over_that_was_cancelled_before_it_began_counts_once() -> None:
 
 
 def test_late_messages_of_a_hand_over_that_is_done_end_no_other() -> None:
-    """A Hold that was overtaken announces the rank transfer again, and a repeated Release finds it."""
+    """A Hold that was overtaken does not announce the rank transfer again, and a repeated Release finds nothing."""
     wire = Wire()
     start(wire, num_blocks=1)
     send_all(wire, 1)
-    for message in (Hold(KEY), Release(KEY)):
+    num_sent = len(wire.sent)
+    for message in (Hold(KEY), Release(KEY), Cancel(KEY, "late")):
         wire.at_producer(wire.producer.on_message(b"consumer", message, 0.0))
-    wire.advance(2 * LEASE_S)
+    assert wire.producer_counters["kv_late_messages"] == 3
+    assert len(wire.sent) == num_sent
+    wire.assert_at_rest()
     assert num_ends(wire) == {"kv_sends_done": 1}
+
+
+def test_a_hand_over_that_the_consumer_ended_long_before_it_began_is_not_needed() -> None:
+    wire = Wire()
+    wire.at_producer(wire.producer.on_message(b"consumer", Cancel(KEY, "the client left", True), 0.0))
+    wire.advance(2 * LEASE_S)
+    assert len(wire.producer) == 0
+    wire.begin_send(KEY, 16)
+    assert wire.unwanted == [RankTransfer("r")]
+    wire.finish_send()
+    [freed] = wire.notifications
+    assert isinstance(freed, Freed)
+    assert not freed.is_needed
+    assert freed.reason == "the decode worker had ended the hand-over before"

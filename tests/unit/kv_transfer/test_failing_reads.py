@@ -7,11 +7,20 @@ from kv_transfer.commands import AbortLoad
 from kv_transfer.consumer.remote_pools import READ_TIMEOUT_S, RemotePools
 from kv_transfer.cuda import copy_kernel
 from kv_transfer.pool import KVPool
-from kv_transfer.protocol.transports import CUDA_IPC, RETRY_S, SHARED_MEMORY, ZMQ_TCP
+from kv_transfer.protocol.effects import Failed, Received
+from kv_transfer.protocol.transports import (
+    CUDA_IPC,
+    ONLY_RETRY_S,
+    RETRY_S,
+    SHARED_MEMORY,
+    ZMQ_TCP,
+    TransportChoices,
+)
 from kv_transfer.transport.base import Bytes, PoolReader, ReadDone, RemotePool, Runs, TransportError
 from tests.factories.endpoints import Fabric
 from tests.factories.hand_overs import begin, prefill_at_once
 from tests.factories.pool_readers import any_pieces, make_runs
+from tests.factories.transfer import KEY, Wire, make_key, start
 
 NUM_TOKENS = 64
 SCATTERED = (1, 3, 5, 7)
@@ -171,8 +180,8 @@ def test_c48_a_read_that_ended_while_this_rank_stood_still_has_not_failed() -> N
     assert fabric.readers[1].closed == []
 
 
-def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
-    """Peers that have traffic all the time would otherwise never be read in this way again."""
+def test_c42_a_failed_transport_rests_even_if_no_hand_over_is_left() -> None:
+    """On a quiet pair, each hand-over ends before the next begins. A try may take READ_TIMEOUT_S."""
     fabric = FragileFabric()
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     fabric.readers[1].num_failures = 1
@@ -182,12 +191,41 @@ def test_c42_a_pool_that_failed_is_opened_anew_for_the_next_hand_over() -> None:
         begin(fabric, prefill, decode, NUM_TOKENS, name)
         prefill_at_once(prefill, NUM_TOKENS, name)
         fabric.deliver()
-        fabric.advance(1.0)
         [received] = decode.output().finished_recving
         choices.append(received.transport)
         assert decode.holds(NUM_TOKENS)
-    assert choices == [ZMQ_TCP, SHARED_MEMORY, SHARED_MEMORY, SHARED_MEMORY]
-    assert fabric.readers[1].num_opened == 2
+        assert len(fabric.connectors[1].endpoint) == 0
+        fabric.advance(RETRY_S / 2)
+    assert choices == [ZMQ_TCP, ZMQ_TCP, SHARED_MEMORY, SHARED_MEMORY]
+    assert fabric.readers[1].num_opened >= 2, "its pool is opened anew"
+
+
+def test_c42_an_only_transport_rests_for_a_moment() -> None:
+    wire = Wire()
+    start(wire, 1)
+    wire.at_consumer(wire.consumer.on_unreachable(KEY, ZMQ_TCP, "gone", wire.clock.now()))
+    wire.deliver()
+    for name in ("at once", "later"):
+        key = make_key(name)
+        wire.begin_send(key, 16, name)
+        wire.begin_load(key, 16, name)
+        wire.ready(0, 1, name)
+        wire.finish_send(name)
+        wire.load(0, 1, name)
+        wire.deliver()
+        wire.advance(ONLY_RETRY_S)
+    ends = [each for each in wire.notifications if isinstance(each, Failed | Received)]
+    assert [type(end) for end in ends] == [Failed, Failed, Received]
+
+
+def test_failures_of_transports_are_forgotten() -> None:
+    choices = TransportChoices((SHARED_MEMORY, ZMQ_TCP))
+    for number in range(3):
+        choices.has_failed(f"p-{number}", 0, SHARED_MEMORY, now=float(number))
+    assert choices.to("p-2", 0, now=RETRY_S) == (ZMQ_TCP,)
+    assert choices.to("p-2", 1, now=RETRY_S) == choices.to("p-0", 0, now=RETRY_S) == (SHARED_MEMORY, ZMQ_TCP)
+    choices.has_failed("p-3", 0, SHARED_MEMORY, now=RETRY_S + 1)
+    assert len(choices._failed_until) == 2
 
 
 @pytest.mark.parametrize("cannot_close", [False, True])

@@ -164,6 +164,25 @@ def test_c34_a_load_that_was_put_off_has_no_more_time_than_any_other() -> None:
     assert not wire.notifications[-1].is_postponed
 
 
+def test_c34_the_next_try_of_a_load_that_was_put_off_has_only_the_rest_of_the_time() -> None:
+    wire = start_stuck()
+    wire.deliver()
+    starve(wire)
+    wire.advance(LOAD_TIMEOUT_S - 2 * HEARTBEAT_S)
+    starve(wire, is_starved=False)
+    wire.ready(1, 2)
+    wire.finish_send()
+    wire.deliver()
+    wire.tamper = lambda frame: [] if isinstance(frame.message, Pieces) else [frame]
+    wire.load(1, 2)
+    wire.advance(HEARTBEAT_S)
+    assert wire.notifications == [postponed(16), CanLoad(RankTransfer("r"))]
+    wire.advance(HEARTBEAT_S)
+    failed = wire.notifications[2]
+    assert isinstance(failed, Failed)
+    assert "did not arrive" in failed.reason
+
+
 def test_c40_a_prompt_that_ended_elsewhere_after_it_was_put_off() -> None:
     wire = start_stuck()
     wire.deliver()

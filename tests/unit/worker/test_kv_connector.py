@@ -1,5 +1,7 @@
 """The scheduler half: what happens to requests becomes the right commands, driven by the real scheduler."""
 
+import pytest
+
 from baton.kv import TransferRole
 from baton.kv_groups import ONE_GROUP, KVGroups
 from baton.request import FirstToken
@@ -101,6 +103,35 @@ def test_c41_a_preempted_producer_takes_its_blocks_back_before_others_write_them
     rest = step(scheduler, runner)
     assert rest is not None
     assert [command.first_index for command in rest.after] == [2]
+
+
+@pytest.mark.parametrize("how", ["aborted", "its step failed"])
+def test_c41_a_producer_that_lost_its_blocks_takes_them_back_even_if_it_ends_before_the_next_step(
+    how: str,
+) -> None:
+    scheduler, runner = make_scheduler(max_num_batched_tokens=32), FakeRunner(lambda *_: 9)
+    request = make_request(60, role=PRODUCER)
+    scheduler.add_request(request)
+    step(scheduler, runner)
+    if how == "aborted":
+        scheduler.reset_prefix_cache(force=True)
+        scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    else:
+        scheduler.retry_in_halves(scheduler.schedule(), [], "on fire")
+    withdrawn, ended = _at_once(step(scheduler, runner))
+    assert withdrawn == WithdrawBlocks(request.request_id)
+    assert isinstance(ended, AbortSend)
+    assert not ended.is_held
+
+
+def test_c41_a_producer_without_blocks_takes_none_back() -> None:
+    scheduler, runner = make_scheduler(num_blocks=5), FakeRunner(lambda *_: 9)
+    first, second = make_request(60, role=PRODUCER), make_request(60, role=PRODUCER)
+    for request in (first, second):
+        scheduler.add_request(request)
+    step(scheduler, runner)
+    scheduler.finish_requests([second.request_id], RequestStatus.FINISHED_ABORTED)
+    assert WithdrawBlocks not in map(type, _at_once(step(scheduler, runner)))
 
 
 def test_a_consumer_announces_itself_loads_once_and_is_quiet_after_arrival() -> None:
