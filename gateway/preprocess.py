@@ -117,6 +117,8 @@ class Preprocessor:
             answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
             grammar = answer_format.grammar(prompt, end, params.structured_output)
             is_of_tools = bool(prompt.tools) and params.structured_output is None
+            if grammar is not None and params.structured_output is None:
+                _check_may_end(params, "tools" if prompt.tools else "a reasoning budget")
             params = replace(params, structured_output=grammar)
             new_parser = partial(answer_format.new_parser, prompt, end)
         if params.structured_output is not None:
@@ -236,6 +238,16 @@ def _names_tools(is_of_tools: bool) -> Iterator[None]:
         if is_of_tools:
             raise InvalidRequest("tools", f"their schemas cannot guide a model: {error.problem}") from error
         raise
+
+
+def _check_may_end(params: SamplingParams, reason: str) -> None:
+    """Raises InvalidRequest for a setting that contradicts a grammar which the client did not ask for.
+    `reason`: why the request has this grammar."""
+    why = f"with {reason}: the request then has a grammar, which ends the answer"
+    if params.ignore_eos:
+        raise InvalidRequest("ignore_eos", f"must be false {why}")
+    if params.min_tokens:
+        raise InvalidRequest("min_tokens", f"must be 0 {why}; got {params.min_tokens}")
 
 
 def _left(timeout_s: float | None, gone_s: float) -> float | None:

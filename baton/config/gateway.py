@@ -80,7 +80,7 @@ class GatewayConfig(Section):
     max_unread_tokens: int = Field(4096, ge=1)
     """A request ends if more tokens than this wait for its client to read them."""
     max_message_mib: int = Field(16, ge=1)
-    """Largest request that gRPC and HTTP accept, and largest gRPC answer."""
+    """Largest request that gRPC and HTTP accept."""
     max_connections: int = Field(2048, ge=1)
     """Open connections to each of gRPC and HTTP, counted from the moment they are accepted. Further ones are refused
     over gRPC; over HTTP, each replaces an idle connection of the address or the caller that holds the most."""

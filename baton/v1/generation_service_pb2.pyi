@@ -114,7 +114,7 @@ class GenerateRequest(_message.Message):
     """Chosen by the caller, unique among running requests. Default: random."""
     text: _builtins.str
     priority: _builtins.int
-    """Lower values run first. Used only if the scheduler's policy is `priority`."""
+    """Lower values go first: in the gateway's queue, and on workers if the scheduler's policy is `priority`."""
     cache_salt: _builtins.str
     """Prompts share cached prefixes only with prompts that have the same salt."""
     routing_mode: Global___RoutingMode.ValueType

@@ -3,11 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic_core import from_json
-
 from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
-from gateway.choices import call_id
+from gateway.choices import CallIds
 from gateway.conversation import (
     AnswerEvent,
     ArgumentsDelta,
@@ -32,6 +30,7 @@ from gateway.conversation.checks import (
     with_tools_named,
 )
 from gateway.conversation.template_options import MAX_OPTIONS, check_template_options
+from gateway.strict_json import NotStrict, parse
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
@@ -81,14 +80,15 @@ def wants_events(request: pb.GenerateRequest) -> bool:
     return request.HasField("chat") and (request.chat.events or bool(request.chat.tools))
 
 
-def event_to_message(request_id: str, event: AnswerEvent) -> pb.AnswerEvent:
+def event_to_message(call_ids: CallIds, event: AnswerEvent) -> pb.AnswerEvent:
+    """`call_ids`: those of the event's answer."""
     match event:
         case Text(text):
             return pb.AnswerEvent(text=text)
         case Reasoning(text):
             return pb.AnswerEvent(reasoning=text)
         case CallBegins(index, name):
-            begins = pb.CallBegins(index=index, id=call_id(request_id, index), name=name)
+            begins = pb.CallBegins(index=index, id=call_ids.of(index), name=name)
             return pb.AnswerEvent(call_begins=begins)
         case ArgumentsDelta(index, arguments):
             return pb.AnswerEvent(arguments_delta=pb.ArgumentsDelta(index=index, json=arguments))
@@ -153,11 +153,11 @@ def _schema_from(text: str, place: str) -> dict[str, Any]:
 
 
 def _json_from(text: str, place: str) -> Any:
-    """Parses JSON. The parser itself limits the depth of lists and objects."""
+    """Parses JSON under the same rules as a body over HTTP."""
     try:
-        return from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(place, f"is not JSON: {error}") from error
+        return parse(text.encode())
+    except NotStrict as error:
+        raise InvalidRequest(place, f"invalid JSON: {error}") from error
 
 
 def _tool_choice_from(message: pb.ToolChoice, tools: tuple[Tool, ...]) -> ToolChoice:

@@ -18,8 +18,7 @@ from baton.sampling import (
 )
 from baton.v1 import generation_service_pb2 as generation_pb
 from baton.v1 import sampling_pb2 as sampling_pb
-from gateway.conversation import AnswerEvent
-from gateway.grpc.chat_convert import conversation_from, event_to_message
+from gateway.grpc.chat_convert import conversation_from
 from gateway.preprocess import UNLIMITED, Prompt
 from gateway.requests.request import Delta, Finish
 from gateway.requests.timing import SeenTransfer
@@ -128,7 +127,10 @@ def _structured_output_from(message: sampling_pb.SamplingParams) -> StructuredOu
 
 
 def delta_to_response(
-    request_id: str, delta: Delta, events: Sequence[AnswerEvent] = (), num_reasoning_tokens: int = 0
+    request_id: str,
+    delta: Delta,
+    events: Sequence[generation_pb.AnswerEvent] = (),
+    num_reasoning_tokens: int = 0,
 ) -> generation_pb.GenerateResponse:
     """`events` are what the delta's text means, if the client wants events.
 
@@ -142,7 +144,7 @@ def delta_to_response(
         finish=_finish_to_message(delta.finish, num_reasoning_tokens) if delta.finish else None,
     )
     if events:  # most answers have no events, and this runs for each token
-        response.events.extend(event_to_message(request_id, event) for event in events)
+        response.events.extend(events)
     return response
 
 

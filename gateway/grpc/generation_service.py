@@ -13,9 +13,9 @@ from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from gateway.auth.callers import current_caller
-from gateway.choices import AnswerParsers
+from gateway.choices import AnswerParsers, CallIds
 from gateway.grpc import convert
-from gateway.grpc.chat_convert import CLIENT_NAMES, wants_events
+from gateway.grpc.chat_convert import CLIENT_NAMES, event_to_message, wants_events
 from gateway.grpc.guard import trace_of
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
@@ -40,12 +40,14 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         gateway_request = await self._preprocess(request, context)
         request_id = gateway_request.request_id
         parsers = AnswerParsers([gateway_request]) if wants_events(request) else None
+        call_ids = CallIds()
         reasoning = ReasoningCount(gateway_request)
         async with aclosing(self._driver.generate(gateway_request)) as deltas:
             async for delta in deltas:
                 events = parsers.events(0, delta) if parsers else ()
+                messages = [event_to_message(call_ids, event) for event in events]
                 reasoning.take(delta.token_ids)
-                yield convert.delta_to_response(request_id, delta, events, reasoning.num_tokens)
+                yield convert.delta_to_response(request_id, delta, messages, reasoning.num_tokens)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         caller = current_caller.get()

@@ -110,11 +110,11 @@ def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfigur
 
 def options_of(config: GatewayConfig) -> dict[str, int]:
     """The gRPC options for this configuration. All other options keep gRPC's defaults."""
-    max_bytes = config.max_message_mib * 2**20
     options = {
         "grpc.so_reuseport": 0,  # an occupied port must be an error, not shared by two servers
-        "grpc.max_receive_message_length": max_bytes,
-        "grpc.max_send_message_length": max_bytes,
+        "grpc.max_receive_message_length": config.max_message_mib * 2**20,
+        # No limit for answers: an answer that was computed must be sent. `choices.MAX_VALUES` bounds whole answers.
+        "grpc.max_send_message_length": -1,
         "grpc.max_metadata_size": MAX_METADATA_BYTES,
         "grpc.absolute_max_metadata_size": MAX_METADATA_BYTES,
         "grpc.max_allowed_incoming_connections": config.max_connections,

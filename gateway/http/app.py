@@ -14,10 +14,10 @@ from gateway.auth.authenticator import Authenticator
 from gateway.http.authentication import HttpAuthentication
 from gateway.http.errors import add_handlers
 from gateway.http.host_check import OwnNames
+from gateway.http.json_route import JsonRoute
 from gateway.http.openai.description import ERRORS
 from gateway.http.request_ids import RequestIds
 from gateway.http.request_limits import RequestLimits
-from gateway.http.strict_json import JsonRoute
 
 
 def make_app(

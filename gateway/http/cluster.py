@@ -10,9 +10,9 @@ from starlette.responses import Response
 from gateway.auth import callers
 from gateway.auth.callers import Caller
 from gateway.http.event_stream import EventStream, event, stream_of
+from gateway.http.json_route import JsonRoute
 from gateway.http.openai.description import ERRORS
 from gateway.http.request_ids import trace_of
-from gateway.http.strict_json import JsonRoute
 from gateway.http.trial import PageTrial, TrialRequest
 from gateway.telemetry.live_feed import LiveFeed
 from gateway.telemetry.snapshot import ClusterSnapshot

@@ -35,20 +35,32 @@ ANTHROPIC_TYPES = {
 }
 """Anthropic's `type` of an error by status. Other statuses are `invalid_request_error` or `api_error`."""
 
+OPENAI_CODES = {413: "request_entity_too_large"}
+"""`code` by status, where Python's name of the status depends on its version (3.13 renamed 413)."""
+
+MAX_MESSAGE_CHARACTERS = 2_000
+"""Limit for the message and for the name of the field: they may contain client input, which must not be
+returned in full."""
+
 
 def openai_error(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """The body of an error. By default, `code` is the name of the status."""
     kind = OPENAI_TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
-    by_name = HTTPStatus(status).phrase.lower().replace(" ", "_")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or by_name}}
+    code = code or OPENAI_CODES.get(status) or HTTPStatus(status).phrase.lower().replace(" ", "_")
+    param = None if param is None else _short(param)
+    return {"error": {"message": _short(message), "type": kind, "param": param, "code": code}}
 
 
 def anthropic_error(status: int, message: str, request_id: str) -> dict[str, Any]:
     """The body of an error. This shape has no key for the field, so the message must name the field."""
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    return {"type": "error", "error": {"type": kind, "message": _short(message)}, "request_id": request_id}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
 
 
 def error_response(

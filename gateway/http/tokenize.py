@@ -12,11 +12,11 @@ from gateway.conversation import Conversation
 from gateway.conversation.template_options import check_template_options
 from gateway.http.answering import in_terms_of
 from gateway.http.body import Body, TokenId
+from gateway.http.json_route import JsonRoute
 from gateway.http.openai.chat_request import TemplateOptions
 from gateway.http.openai.description import ERRORS
 from gateway.http.openai.messages import Messages, chat_messages_of
 from gateway.http.openai.tools import Tools, tools_of
-from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
 from gateway.text import TokenizerPool
 
@@ -43,7 +43,9 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = Field(
         None, description="Add the start of the assistant's turn. Default true; only with messages."
     )
-    return_token_strs: bool = Field(False, description="Also return the tokens as written in the vocabulary.")
+    return_token_strs: bool | None = Field(
+        None, description="Also return the tokens as written in the vocabulary; default false."
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -79,7 +81,9 @@ class DetokenizeRequest(Body):
 
     model: str | None = MODEL
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
-    skip_special_tokens: bool = Field(False, description="Leave special tokens out of the text.")
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; default false."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class TokenizeRoutes:
                 "tokens",
                 f"{max(body.tokens)} is not one of the model's {vocab_size} tokens; ids are 0 to {vocab_size - 1}",
             )
-        text = await self._pool.decode(_name_of(request), body.tokens, body.skip_special_tokens)
+        text = await self._pool.decode(_name_of(request), body.tokens, bool(body.skip_special_tokens))
         return DetokenizeAnswer(prompt=text)
 
     def _check_model(self, name: str | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_VALUE_CHARACTERS = 60
-"""An error message repeats at most so many characters of a wrong value."""
+"""An error message repeats at most so many characters of a wrong value, and of each key on the way to it."""
 
 WORDS = {
     "extra_forbidden": "unknown field; remove it",
@@ -37,7 +37,7 @@ def first_problem(findings: Sequence[dict[str, Any]], body: Any) -> tuple[str, s
     problem = " or ".join(dict.fromkeys(_words(finding) for finding in there))
     if there[0]["type"] not in WORDS and isinstance(there[0]["input"], str | int | float):
         problem += f", got {_shortened(there[0]['input'])}"
-    return ".".join(furthest) or "body", problem
+    return ".".join(map(_cut, furthest)) or "body", problem
 
 
 def _place(finding: dict[str, Any], body: Any) -> tuple[str, ...]:
@@ -70,11 +70,15 @@ def _words(finding: dict[str, Any]) -> str:
     words = WORDS.get(finding["type"])
     if words is None:
         return re.sub(r"^\w+ should ", "must ", str(finding["msg"])).replace("be False", "be false")
-    return words.format(**finding.get("ctx", {}))
+    context = finding.get("ctx", {})
+    return words.format(**context | {"tag": _cut(context["tag"])} if "tag" in context else context)
 
 
 def _shortened(value: str | float) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = repr(value[: MAX_VALUE_CHARACTERS + 1] if isinstance(value, str) else value)
+    return _cut(repr(value[: MAX_VALUE_CHARACTERS + 1] if isinstance(value, str) else value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[:MAX_VALUE_CHARACTERS]}..."

@@ -111,6 +111,10 @@ async def test_each_limit_and_each_mistake_has_its_status_and_its_reason(folder:
         async with httpx2.AsyncClient(base_url=under_test.http_url, timeout=60.0) as client:
             large = await client.post("/tokenize", json={"prompt": "x" * (MIB - 100)})
             assert "characters exceed the model's limit" in large.json()["error"]["message"]
+            for body in ({"x" * (MIB - 100): 1}, {"prompt": "a", "model": "x" * (MIB - 100)}):
+                refused = await client.post("/tokenize", json=body)
+                assert refused.status_code in (400, 404)
+                assert len(refused.content) < 6000
             too_large = await client.post("/tokenize", json={"prompt": "x" * (4 * MIB)})
             assert too_large.status_code == 413
             assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200

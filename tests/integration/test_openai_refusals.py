@@ -8,11 +8,15 @@ from typing import Any
 
 import httpx2
 import pytest
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from gateway.http.body import Body
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
+from gateway.http.openai.fields import StreamOptions
 from gateway.http.openai.messages import AssistantMessage, InputMessage, ToolMessage
+from gateway.http.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 from tests.factories.models import make_tokenizer
 
@@ -89,6 +93,40 @@ async def test_null_means_absent(folder: Path) -> None:
         ):
             nulls = dict.fromkeys(request.model_fields, None)
             assert (await client.post(path, json=nulls | body)).status_code == 200
+            streamed = {"stream": True, "stream_options": dict.fromkeys(StreamOptions.model_fields, None)}
+            answer = await client.post(path, json=nulls | body | streamed)
+            assert (answer.status_code, "usage" in answer.text) == (200, False)
+        for path, body, names in (
+            ("/tokenize", {"prompt": "Hello"}, TokenizeRequest.model_fields),
+            ("/tokenize", {"messages": CHAT["messages"]}, TokenizeRequest.model_fields),
+            ("/detokenize", {"tokens": ANSWER}, DetokenizeRequest.model_fields),
+        ):
+            answer = await client.post(path, json=dict.fromkeys(names, None) | body)
+            assert (answer.status_code, answer.json()) == (200, (await client.post(path, json=body)).json())
+
+
+def test_every_field_that_may_be_left_out_may_be_null() -> None:
+    """On every level of every body."""
+
+    def kinds(body: type[Body]) -> set[type[Body]]:
+        return {body, *(each for kind in body.__subclasses__() for each in kinds(kind))}
+
+    refusing = [
+        f"{kind.__name__}.{name}"
+        for kind in kinds(Body) - {Body}
+        for name, field in kind.model_fields.items()
+        if not field.is_required() and not takes_null(field)
+    ]
+    assert refusing == []
+
+
+def takes_null(field: FieldInfo) -> bool:
+    annotation: Any = field.annotation
+    try:
+        TypeAdapter(annotation).validate_python(None)
+    except ValidationError:
+        return False
+    return True
 
 
 def part(**fields: Any) -> dict[str, Any]:

@@ -50,8 +50,9 @@ def logprobs_at(position: int) -> TokenLogprobs:
 
 
 @asynccontextmanager
-async def a_gateway(folder: Path) -> AsyncIterator[GatewayUnderTest]:
-    async with gateway_with(folder, {}, {"d0": long_answer}, max_model_len=4000) as under_test:
+async def a_gateway(folder: Path, **config: Any) -> AsyncIterator[GatewayUnderTest]:
+    config = {"max_model_len": 4000} | config
+    async with gateway_with(folder, {}, {"d0": long_answer}, **config) as under_test:
         yield under_test
 
 
@@ -102,6 +103,19 @@ async def test_a_router_reads_one_large_message(folder: Path) -> None:
             logprobs = answer.output_logprobs
             assert list(logprobs.token_logprobs) == [-position / 4 for position in range(NUM_TOKENS)]
             assert [len(top.values) for top in logprobs.top_logprobs] == [TOP] * NUM_TOKENS
+
+
+async def test_an_answer_may_be_larger_than_a_request(folder: Path) -> None:
+    """An answer that was computed must arrive."""
+    config = {"max_message_mib": 1, "max_model_len": 11_000, "max_unread_tokens": 11_000}
+    async with (
+        a_gateway(folder, **config) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        stub: Any = VllmEngineStub(channel)
+        (response,) = [each async for each in stub.Generate(request_of(max_tokens=10_000))]
+        assert response.complete.completion_tokens == 10_000
+        assert response.ByteSize() > 2**20
 
 
 async def test_a_message_is_compressed_unless_that_would_take_long(folder: Path) -> None:

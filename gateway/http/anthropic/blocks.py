@@ -55,7 +55,7 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"]
     thinking: str
-    signature: str = Field("", description="Accepted and ignored: nothing is signed here.")
+    signature: str | None = Field(None, description="Accepted and ignored: nothing is signed here.")
 
 
 class RedactedThinkingBlock(Body):

@@ -16,7 +16,7 @@ from gateway.http.anthropic.respond import MessageResponse
 from gateway.http.anthropic.whole import Head
 from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.dialects import MESSAGES_PATH
-from gateway.http.strict_json import JsonRoute
+from gateway.http.json_route import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver

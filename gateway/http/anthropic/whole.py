@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
-from gateway.choices import call_id
+from gateway.choices import CallIds
 from gateway.http.anthropic.answers import Stop, Usage
 from gateway.http.anthropic.content import BlockGrows, BlockKind, BlockOpens, BlockStep
 from gateway.http.whole_json import PIECE_CHARACTERS, string_pieces
@@ -23,6 +23,7 @@ class Head:
 
     request_id: str
     model: str
+    call_ids: CallIds = field(default_factory=CallIds)
 
     @property
     def json(self) -> str:
@@ -42,7 +43,7 @@ class Head:
 
     def call_start(self, block: BlockOpens) -> str:
         """A call's JSON up to its input."""
-        name = call_id(self.request_id, block.call, "toolu_")
+        name = self.call_ids.of(block.call, "toolu_")
         return f'{{"type":"tool_use","id":"{name}","name":{json.dumps(block.name)},"input":'
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Self
 
 from baton.request import FinishReason
-from gateway.choices import AnswerParsers, call_id
+from gateway.choices import AnswerParsers, CallIds
 from gateway.conversation import (
     AnswerEvent,
     AnswerParts,
@@ -34,7 +34,7 @@ class ChatParts:
     def __init__(
         self, requests: Sequence[GatewayRequest], parsers: AnswerParsers, includes_reasoning: bool
     ) -> None:
-        self._request_ids = [request.request_id for request in requests]
+        self._call_ids = [CallIds() for _ in requests]
         self._parsers = parsers
         self._includes_reasoning = includes_reasoning
         self._ends_with_call = [False] * len(requests)
@@ -88,7 +88,7 @@ class ChatParts:
     def _calls(self, index: int, parts: AnswerParts) -> Iterator[str]:
         before = ',"tool_calls":['
         for number, call in enumerate(parts.calls):
-            id_ = call_id(self._request_ids[index], number)
+            id_ = self._call_ids[index].of(number)
             name = json_string(call.name)
             yield f'{before}{{"id":"{id_}","type":"function","function":{{"name":{name},"arguments":"'
             yield from string_pieces(call.arguments)
@@ -112,7 +112,7 @@ class ChatParts:
                 return f'"delta":{{"reasoning_content":{reasoning},"reasoning":{reasoning}}}'
             case CallBegins(number, name):
                 self._ends_with_call[index] = False
-                id_ = call_id(self._request_ids[index], number)
+                id_ = self._call_ids[index].of(number)
                 function = f'{{"name":{_text(name)},"arguments":""}}'
                 call = f'{{"index":{number},"id":"{id_}","type":"function","function":{function}}}'
             case ArgumentsDelta(number, json):

@@ -20,9 +20,12 @@ MAX_NAME_CHARACTERS = 256
 class StreamOptions(Body):
     """How a stream reports its usage."""
 
-    include_usage: bool = Field(False, description="Add a last chunk with the usage and without choices.")
-    continuous_usage_stats: bool = Field(
-        False, description="vLLM's extension: with include_usage, every chunk has the usage so far."
+    include_usage: bool | None = Field(
+        None, description="Add a last chunk with the usage and without choices; default false."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None,
+        description="vLLM's extension: with include_usage, every chunk has the usage so far; default false.",
     )
     include_obfuscation: Literal[False] | None = None
 

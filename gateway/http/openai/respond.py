@@ -70,7 +70,7 @@ class Generated(Response):
         self._names = names
         prompts = requests[::num_samples]
         num_prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in prompts)
-        says_usage = stream_options is None or stream_options.include_usage
+        says_usage = stream_options is None or bool(stream_options.include_usage)
         reasoning = [ReasoningCount(request) for request in requests] if is_chat and says_usage else None
         self._usage = UsageCount(num_prompt_tokens, num_samples, reasoning)
 
@@ -93,7 +93,7 @@ class Generated(Response):
 
     async def _stream(self, options: StreamOptions, write: Write) -> None:
         """Sends the events of each delta; events that are available together are sent together."""
-        events = self._answer.events(options.include_usage)
+        events = self._answer.events(bool(options.include_usage))
         says_usage_so_far = options.continuous_usage_stats and options.include_usage
         opening = self._answer.opening(events)
         is_open = False

@@ -14,6 +14,7 @@ from gateway.auth.callers import Caller
 from gateway.choices import check_whole_answer
 from gateway.http.answering import in_terms_of
 from gateway.http.call import HttpCall, TimeoutMs
+from gateway.http.json_route import JsonRoute
 from gateway.http.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -32,7 +33,6 @@ from gateway.http.openai.events import Head
 from gateway.http.openai.fields import GenerationFields, StreamOptions
 from gateway.http.openai.logprobs import ChatTokens, CompletionLogprobsStream, CompletionTokens
 from gateway.http.openai.respond import Generated, OpenAIAnswer
-from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor, Prompt
 from gateway.requests.driver import RequestDriver

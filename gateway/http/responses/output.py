@@ -10,7 +10,7 @@ from io import StringIO
 from typing import Literal
 
 from baton.request import TokenLogprobs
-from gateway.choices import call_id
+from gateway.choices import CallIds
 from gateway.conversation import AnswerEvent, ArgumentsDelta, CallBegins, CallEnds, Reasoning, Text
 from gateway.http.openai.logprobs import ChatTokens, LogprobColumns
 from gateway.http.whole_json import json_string, string_pieces
@@ -146,6 +146,7 @@ class Output:
 
     def __init__(self, request_id: str, tokens: ChatTokens | None) -> None:
         self._request_id = request_id
+        self._call_ids = CallIds()
         self._tokens = tokens
         self._open: OutputItem | None = None
         self._logprobs: list[TokenLogprobs] = []
@@ -168,8 +169,8 @@ class Output:
                         yield from self._begin(ReasoningOutput(*self._named("rs")))
                     yield self._grown(text)
                 case CallBegins(index, name):
-                    call = call_id(self._request_id, index)
-                    yield from self._begin(CallOutput(*self._named("fc"), call_id=call, name=name))
+                    call = CallOutput(*self._named("fc"), call_id=self._call_ids.of(index), name=name)
+                    yield from self._begin(call)
                 case ArgumentsDelta(_, json):
                     yield self._grown(json)
                 case CallEnds():

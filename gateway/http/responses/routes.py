@@ -10,6 +10,7 @@ from starlette.responses import Response
 from baton.errors import InvalidRequest, UnknownResponse
 from gateway.auth.callers import Caller
 from gateway.http.call import HttpCall, TimeoutMs
+from gateway.http.json_route import JsonRoute
 from gateway.http.openai.description import ERRORS
 from gateway.http.responses.answers import (
     DeletedResponse,
@@ -24,7 +25,6 @@ from gateway.http.responses.history import input_items_of
 from gateway.http.responses.running import RunningResponses
 from gateway.http.responses.store import ResponseStore
 from gateway.http.schemas import whole_schema
-from gateway.http.strict_json import JsonRoute
 from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver

@@ -10,9 +10,9 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import DeadlinePassed, InvalidRequest, PromptTooLong
-from baton.sampling import SamplingParams
+from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
 from gateway.auth.callers import Caller
-from gateway.conversation import ChatMessage, Conversation
+from gateway.conversation import ChatMessage, Conversation, Tool, ToolChoice, ToolUse
 from gateway.grammars import CompileProcess, GrammarCheck, process_arguments
 from gateway.model import ServedModel
 from gateway.preprocess import UNLIMITED, Preprocessor, Prompt
@@ -121,6 +121,38 @@ def test_tokens_that_the_model_lacks_are_named_by_field(
     with pytest.raises(InvalidRequest) as caught:
         take_in(preprocessor, (5,), params)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("use", [ToolUse.AUTO, ToolUse.NONE])
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        (SamplingParams(ignore_eos=True), "ignore_eos: must be false with tools: "),
+        (SamplingParams(min_tokens=4), "min_tokens: must be 0 with tools: .*; got 4"),
+    ],
+)
+def test_what_contradicts_the_grammar_of_tools_is_refused_with_the_reason(
+    preprocessor: Preprocessor, use: ToolUse, params: SamplingParams, problem: str
+) -> None:
+    chat = Conversation((ChatMessage("user", "hi"),), (Tool("f"),), ToolChoice(use))
+    with (
+        patch.object(preprocessor, "room_behind", return_value=50),
+        pytest.raises(InvalidRequest, match=problem),
+    ):
+        take_in(preprocessor, chat, params)
+
+
+def test_what_contradicts_the_grammar_of_a_reasoning_budget_is_refused_with_the_reason(
+    preprocessor: Preprocessor,
+) -> None:
+    chat = Conversation((ChatMessage("user", "hi"),))
+    guided = StructuredOutput(GrammarKind.REGEX, "a")
+    answer_format = preprocessor.pool.tokenizer.answer_format
+    with (
+        patch.object(type(answer_format), "grammar", lambda *_: guided),
+        pytest.raises(InvalidRequest, match="ignore_eos: must be false with a reasoning budget: "),
+    ):
+        take_in(preprocessor, chat, SamplingParams(ignore_eos=True))
 
 
 def test_texts_that_fill_the_model_are_refused_and_much_longer_ones_without_tokenising(

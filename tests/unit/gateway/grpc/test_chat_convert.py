@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.v1 import generation_service_pb2 as pb
-from gateway.choices import call_id
+from gateway.choices import CallIds
 from gateway.client_chats import answer_event_of, chat_of
 from gateway.conversation import (
     AnswerEvent,
@@ -63,10 +63,11 @@ def test_unset_fields_take_their_defaults() -> None:
     [Text("a"), Reasoning("b"), CallBegins(1, "f"), ArgumentsDelta(1, '{"a'), CallEnds(1)],
 )
 def test_events_arrive_as_they_were_sent(event: AnswerEvent) -> None:
-    message = event_to_message("r", event)
+    call_ids = CallIds()
+    message = event_to_message(call_ids, event)
     assert answer_event_of(message) == event
     if isinstance(event, CallBegins):
-        assert message.call_begins.id == call_id("r", 1)
+        assert message.call_begins.id == call_ids.of(1)
 
 
 def test_an_event_of_a_later_release_is_none() -> None:
@@ -90,11 +91,21 @@ def test_who_gets_events() -> None:
         ("chat.tools.0.name", {"tools": [pb.Tool(name="x" * 10**6)]}, "must be 1 to 128 letters"),
         ("chat.tools.1.name", {"tools": [TOOL, TOOL]}, "chat.tools.0 is called 'f' too"),
         ("chat.tools.0.parameters", {"tools": [pb.Tool(name="f", parameters="[1]")]}, "JSON object"),
-        ("chat.tools.0.parameters", {"tools": [pb.Tool(name="f", parameters="{")]}, "is not JSON"),
+        ("chat.tools.0.parameters", {"tools": [pb.Tool(name="f", parameters="{")]}, "invalid JSON"),
         (
             "chat.tools.0.parameters",
             {"tools": [pb.Tool(name="f", parameters='{"a":' * 5000 + "1" + "}" * 5000)]},
-            "is not JSON",
+            "invalid JSON",
+        ),
+        (
+            "chat.tools.0.parameters",
+            {"tools": [pb.Tool(name="f", parameters='{"maximum": 1e999}')]},
+            "inf does not fit into 64 bits",
+        ),
+        (
+            "chat.tools.0.parameters",
+            {"tools": [pb.Tool(name="f", parameters='{"a": 1, "a": 2}')]},
+            "'a' appears twice",
         ),
         (
             "chat.tools.0.parameters",
@@ -144,7 +155,8 @@ def test_who_gets_events() -> None:
             {"messages": [pb.Chat.Message(role="assistant", tool_calls=[pb.ToolCall()] * 129)]},
             "at most 128",
         ),
-        ("chat.template_options.a", {"template_options": {"a": "x"}}, "is not JSON"),
+        ("chat.template_options.a", {"template_options": {"a": "x"}}, "invalid JSON"),
+        ("chat.template_options.a", {"template_options": {"a": "1e999"}}, "does not fit into 64 bits"),
         ("chat.template_options.a", {"template_options": {"a": "[1]"}}, "must be a string"),
         ("chat.template_options.tools", {"template_options": {"tools": "1"}}, "set by the gateway"),
         ("chat.template_options.eos_token", {"template_options": {"eos_token": '""'}}, "set by the gateway"),

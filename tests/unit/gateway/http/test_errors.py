@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from http import HTTPStatus
 
 import httpx2
 import pytest
@@ -11,6 +12,7 @@ from baton.clock import SystemClock
 from baton.config import GatewayConfig
 from gateway.auth.authenticator import Authenticator
 from gateway.http.app import make_app
+from gateway.http.error_shapes import MAX_MESSAGE_CHARACTERS, anthropic_error, openai_error
 
 
 def test_a_bug_tells_the_client_nothing_and_the_log_everything(caplog: pytest.LogCaptureFixture) -> None:
@@ -34,3 +36,14 @@ def test_a_bug_tells_the_client_nothing_and_the_log_everything(caplog: pytest.Lo
     (record,) = [record for record in caplog.records if record.name == "gateway.http.errors"]
     assert answer.headers["x-request-id"] in record.getMessage()
     assert record.exc_info is not None
+
+
+def test_client_text_in_errors_is_bounded() -> None:
+    error = openai_error(400, "ä" * 10**6, "x" * 10**6)["error"]
+    assert (len(error["message"]), len(error["param"])) == (MAX_MESSAGE_CHARACTERS,) * 2
+    assert len(anthropic_error(400, "ä" * 10**6, "r")["error"]["message"]) == MAX_MESSAGE_CHARACTERS
+
+
+def test_codes_do_not_depend_on_pythons_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HTTPStatus(413), "phrase", "Content Too Large")
+    assert openai_error(413, "")["error"]["code"] == "request_entity_too_large"

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gateway.http.validation import first_problem
+from gateway.http.validation import MAX_VALUE_CHARACTERS, first_problem
 
 
 class Part(BaseModel):
@@ -13,6 +13,14 @@ class Part(BaseModel):
 
     kind: Literal["text"]
     text: str
+
+
+class Cat(BaseModel):
+    type: Literal["cat"]
+
+
+class Dog(BaseModel):
+    type: Literal["dog"]
 
 
 class Form(BaseModel):
@@ -24,6 +32,7 @@ class Form(BaseModel):
     stored: Literal[False] | None = None
     # a field of the same name as the type that pydantic names on the way to it
     nested: "Form | None" = None
+    animal: Annotated[Cat | Dog | None, Field(discriminator="type")] = None
 
 
 def problem(body: dict[str, Any]) -> tuple[str, str]:
@@ -46,6 +55,7 @@ def problem(body: dict[str, Any]) -> tuple[str, str]:
         ({"content": [{"kind": "text"}]}, "content.0.text", "required, but missing"),
         ({"content": [{"kind": "image", "text": ""}]}, "content.0.kind", "must be 'text', got 'image'"),
         ({"nested": {"nested": {"number": None}}}, "nested.nested.number", "must be a valid integer"),
+        ({"animal": {"type": "cow"}}, "animal.type", "must be one of 'cat', 'dog', got 'cow'"),
         ({"form": "x" * 9}, "form", "must have at most 3 characters, got 'xxxxxxxxx'"),
     ],
 )
@@ -56,6 +66,17 @@ def test_the_field_that_is_to_blame_is_named(body: dict[str, Any], field: str, w
 def test_a_long_value_is_repeated_shortened() -> None:
     _, words = problem({"number": "x" * 10_000})
     assert len(words) < 200
+
+
+def test_long_keys_and_tags_are_repeated_shortened() -> None:
+    shown = "x" * MAX_VALUE_CHARACTERS + "..."
+    long = "x" * 1_000_000
+    assert problem({long: 1, f"{long}y": 2}) == (shown, "unknown field; remove it")
+    assert problem({"nested": {long: 1}}) == (f"nested.{shown}", "unknown field; remove it")
+    assert problem({"animal": {"type": long}}) == (
+        "animal.type",
+        f"must be one of 'cat', 'dog', got '{shown}'",
+    )
 
 
 def test_a_header_is_named_alone() -> None:

@@ -1,35 +1,27 @@
-"""Strict JSON: accepts only bodies that RFC 8259 allows, that are unambiguous, and that are within bounds.
+"""Strict JSON: accepts only text that RFC 8259 allows, that is unambiguous, and that is within bounds.
 
-Parsers accept more, such as numbers beyond a double, or repeated keys. Different parsers read such a body
+Parsers accept more, such as numbers beyond a double, or repeated keys. Different parsers read such a text
 differently, so it is refused here. The checks block the event loop, so they are fast: a few calls, each of
-which scans the whole body. pydantic's own parser refuses NaN, lone surrogates and invalid UTF-8.
+which scans the whole text. pydantic's own parser refuses NaN, lone surrogates and invalid UTF-8.
 """
 
-import asyncio
 import codecs
 import json
 import math
 import re
-from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from pydantic_core import from_json
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 
 MAX_DEPTH = 64
 """Most levels of nested lists and objects. JSON schemas are the deepest legitimate input."""
 MAX_VALUES = 2**18
-"""Most values of a body. A prompt's token ids are the largest legitimate input."""
+"""Most values of one text. A prompt's token ids are the largest legitimate input."""
 MAX_KEYS = 2**12
 """Most keys of one object; pydantic reports each unknown key."""
 MAX_INTEGER, MIN_INTEGER = 2**64 - 1, -(2**63)
-LONG_BYTES = 2**16
-"""Parsing a larger body takes milliseconds."""
 MAX_SEARCHED_BYTES = 2**16
-"""For a larger body, the error about a repeated key does not name the key."""
+"""For a larger text, the error about a repeated key does not name the key."""
 
 _BRACKET = re.compile(rb"[\[\]{}]")
 _SHAPE = bytes.maketrans(b"123456789E", b"000000000e")
@@ -46,13 +38,13 @@ _HINTS = {
 
 
 class NotStrict(ValueError):
-    """The body is not JSON, or it is ambiguous."""
+    """The text is not JSON, or it is ambiguous."""
 
 
 def parse(body: bytes) -> Any:
-    """The body's value. Its texts can be encoded; its numbers are finite, and its integers fit into 64 bits.
+    """The value. Its strings can be encoded; its numbers are finite, and its integers fit into 64 bits.
 
-    Raises NotStrict with the reason if the body is refused.
+    Raises NotStrict with the reason if the text is refused.
     """
     if body.startswith(codecs.BOM_UTF8):
         raise NotStrict("starts with a byte order mark; remove it")
@@ -70,59 +62,12 @@ def parse(body: bytes) -> Any:
     return value
 
 
-class JsonRoute(APIRoute):
-    """A route that parses its body as strict JSON. Every route with a body must be a JsonRoute."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_strictly(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
-
-        return handle_strictly
-
-
-class _JsonRequest(Request):
-    async def body(self) -> bytes:
-        """Checks the headers before FastAPI reads the body. FastAPI would parse it only if its content type
-        is JSON."""
-        if _has_body(self.headers):
-            _check_kind(self.headers)
-        return await super().body()
-
-    async def json(self) -> Any:
-        """The parsed body. Raises JSONDecodeError, for which FastAPI sends an error of the client."""
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            try:
-                self._json = parse(body)
-            except NotStrict as error:
-                raise json.JSONDecodeError(str(error), "", 0) from error
-            if len(body) > LONG_BYTES:
-                await asyncio.sleep(0)  # other tasks run before pydantic validates the values
-        return self._json
-
-
-def _has_body(headers: Headers) -> bool:
-    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-
-
-def _check_kind(headers: Headers) -> None:
-    """Raises HTTPException if the headers announce anything but plain JSON."""
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HTTPException(415, f"send JSON as content-type application/json, got {kind[:60] or 'none'!r}")
-    encoding = headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise HTTPException(415, f"send JSON without content-encoding, got {encoding[:60]!r}")
-
-
 def _without_strings(body: bytes) -> bytes:
     """The body's brackets, commas, colons, numbers and literals. In JSON, backslashes appear only in
     strings."""
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if bare.count(b'"') > 4 * MAX_VALUES:  # two for each key and each value
-        raise NotStrict(f"the body has more than {MAX_VALUES} values")
+        raise NotStrict(f"there are more than {MAX_VALUES} values")
     return b"".join(bare.split(b'"')[::2])
 
 
@@ -130,7 +75,7 @@ def _check_size(structure: bytes) -> None:
     """Checks the number of values and the depth before the body is parsed."""
     num_values = structure.count(b",") + structure.count(b"[") + structure.count(b"{")
     if num_values > MAX_VALUES:
-        raise NotStrict(f"the body has more than {MAX_VALUES} values")
+        raise NotStrict(f"there are more than {MAX_VALUES} values")
     if structure.count(b"[") + structure.count(b"{") <= MAX_DEPTH:
         return
     depth = 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.strict_json import MAX_DEPTH, MAX_KEYS, MAX_VALUES, NotStrict, parse
+from gateway.strict_json import MAX_DEPTH, MAX_KEYS, MAX_VALUES, NotStrict, parse
 
 characters = st.characters(exclude_categories=["Cs"])
 values = st.recursive(
