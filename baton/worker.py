@@ -91,7 +91,7 @@ class KVPeerCounts:
     role: TransferRole
     """The end that this worker was on."""
     peer: str
-    """The peer's name; `(others)` is the sum over former peers."""
+    """The peer's name."""
     transport: str
     """Empty for rank transfers that ended before the two ends agreed on a transport."""
     done: int

@@ -4,6 +4,8 @@ import asyncio
 import json
 import shlex
 
+from rich.text import Text
+
 from cluster.serve.following_gateway import Service, WhileReady
 from cluster.serve.screen import Screen
 
@@ -23,11 +25,11 @@ def serving(screen: Screen, as_json: bool) -> WhileReady:
 def announce(service: Service, screen: Screen) -> None:
     """Prints the line that says the gateway is ready, and example commands."""
     chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-    addresses = f"gRPC on [green]{service.target}[/]"
+    addresses = Text.assemble("gRPC on ", (service.target, "green"))
     url = f"{'https' if service.uses_tls else 'http'}://{service.http}"
     if service.http is not None:
-        addresses += f", HTTP on [green]{url}[/]"
-    screen.line("ready", f"{addresses} (Ctrl-C stops)")
+        addresses.append_text(Text.assemble(", HTTP on ", (url, "green")))
+    screen.line("ready", addresses.append(" (Ctrl-C stops)"))
     flags = (" --tls" if service.uses_tls else "") + (" --api-key-file FILE" if service.asks_for_key else "")
     screen.line("", f'baton generate --target {service.target}{flags} "Why is the sky blue?"')
     key = " -H 'authorization: Bearer KEY'" if service.asks_for_key else ""

@@ -9,12 +9,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
+from baton.sampling import MAX_SEED
 from baton.system.watched import Watched
 from cli.flags import (
     FLEET_FLAGS,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 DONE, REFUSED, USAGE = 0, 1, 2
 INTERRUPTED = 130
+READER_LEFT = 141
+"""As a shell reports a process that ended by SIGPIPE."""
 
 KEY_ADVICE = "pass an API key with --api-key-file, or in the environment variable BATON_API_KEY"
 
@@ -50,18 +54,37 @@ _DEMO: dict[str, Any] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; error messages go to stderr."""
+    if (wrong := _not_a_text(sys.argv[1:] if arguments is None else arguments)) is not None:
+        print(f"baton: an argument is not valid UTF-8: {wrong!a}", file=sys.stderr)
+        return USAGE
     options = build_parser().parse_args(arguments)
     # gRPC reads this variable at its first use. Without it, gRPC logs a line for each TLS handshake that
     # fails.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        return _COMMANDS[options.command](options)
+        code = _COMMANDS[options.command](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read our output has left, as `head` does
+        with suppress(OSError):  # at its end, Python writes what is left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
     except ConfigError as error:
         return _fail(options, error, USAGE)
     except BatonError as error:
         return _fail(options, error, REFUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
+    return code
+
+
+def _not_a_text(arguments: Sequence[str]) -> str | None:
+    """The first argument that is not valid UTF-8: Python stands for its bytes with lone surrogates."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            return argument
+    return None
 
 
 def _fail(options: argparse.Namespace, error: object, code: int) -> int:
@@ -112,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy"
     )
-    generate.add_argument("--seed", type=int, metavar="S", help="same seed, same answer")
+    generate.add_argument("--seed", type=_seed, metavar="S", help="same seed, same answer")
     generate.add_argument(
         "--raw", action="store_true", help="send the text as it is, without a chat template"
     )
@@ -171,6 +194,12 @@ def _count(text: str) -> int:
     """Parses a number that fits a field of the gateway's messages. On errors, argparse adds the flag."""
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 2**32):
         raise argparse.ArgumentTypeError(f"got {text!r}; must be a number from 1 to {2**32 - 1}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= MAX_SEED):
+        raise argparse.ArgumentTypeError(f"got {text!r}; must be a number from 0 to {MAX_SEED}")
     return int(text)
 
 

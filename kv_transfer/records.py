@@ -13,10 +13,7 @@ from baton.transfer import TransferEvent, TransferEventKind, TransferRecord
 from baton.worker import KVPeerCounts
 
 MAX_ROWS = 128
-"""The most peers with a row of their own. One row sums up the least recently used peers."""
-
-OTHERS = "(others)"
-"""The name under which peers are summed up."""
+"""The most rows. The least recently used ones are forgotten; if such a peer comes back, its row begins at 0."""
 
 _Place = tuple[TransferRole, str, str]
 """Our end, the peer's name, and the transport."""
@@ -28,8 +25,6 @@ class PeerMetrics:
     def __init__(self) -> None:
         self._counts: dict[_Place, KVPeerCounts] = {}
         """Least recently used first."""
-        self._others: dict[_Place, KVPeerCounts] = {}
-        """Sums of peers that are no longer in `_counts`, by our end and transport."""
         self._lock = threading.Lock()
         self._snapshot: tuple[KVPeerCounts, ...] | None = ()
 
@@ -59,16 +54,16 @@ class PeerMetrics:
         """The current sums; the same tuple until something changes."""
         with self._lock:
             if self._snapshot is None:
-                self._snapshot = (*self._counts.values(), *self._others.values())
+                self._snapshot = tuple(self._counts.values())
             return self._snapshot
 
     def _add(self, counts: KVPeerCounts) -> None:
         with self._lock:
             self._snapshot = None
             _add_to(self._counts, counts)
-            if len(self._counts) > MAX_ROWS:  # sum up the oldest
-                oldest = self._counts.pop(next(iter(self._counts)))
-                _add_to(self._others, replace(oldest, peer=OTHERS))
+            if len(self._counts) > MAX_ROWS:
+                # Not added to another row: a rate of that row would count it again.
+                del self._counts[next(iter(self._counts))]
 
 
 def _nothing(role: TransferRole, peer: str, transport: str) -> KVPeerCounts:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from baton.config import BatonConfig
 from cli.commands.generate import GeneratedAnswer, ask
@@ -22,7 +23,7 @@ def run(config: BatonConfig, prompt: str) -> int:
 
     async def while_ready(service: Service) -> None:
         screen.line("ready", f"gRPC on {service.target}")
-        console.print(f"\n[bold cyan]user[/]      {prompt}", highlight=False)
+        console.print(f"\n[bold cyan]user[/]      {escape(prompt)}", highlight=False)
         console.print("[bold cyan]assistant[/] ", end="")
         answer = await ask(
             Target(service.target),

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.text import Text
 
 from baton.config import BatonConfig
 from baton.system.logs import write_logs
@@ -24,7 +25,8 @@ def run(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -
     screen = Screen(Console(stderr=True))
 
     async def while_open(fleet: OpenFleet) -> None:
-        screen.line("ready", f"gateways find this fleet at [green]{fleet.address}[/] (Ctrl-C stops)")
+        address = (fleet.address, "green")
+        screen.line("ready", Text.assemble("gateways find this fleet at ", address, " (Ctrl-C stops)"))
         screen.line("", f"baton gateway --fleet-address {fleet.address}")
         if as_json:
             print(ready_line(fleet), flush=True)

@@ -59,6 +59,7 @@ def run(url: str, timeout_s: float, tls: TlsFiles, network: NetworkConfig) -> in
 def _parts_of(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
+        url.encode("ascii")
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in ("http", "https", "tcp", "fleet") or not is_address(parts.netloc):

@@ -1,14 +1,19 @@
-"""The output of a running command: a line per stage, and a spinner or bar on a terminal; knows no cluster."""
+"""The output of a running command: a line per stage, and a spinner or bar on a terminal; knows no cluster.
+
+Texts are printed as they are: addresses and paths may contain brackets, which rich would take for styles.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from baton.system.cpus import cpus_text
 from baton.system.paced import paced
@@ -24,17 +29,19 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def line(self, label: str, text: str) -> None:
-        self.console.print(f"[bold]{label:<{_LABEL_WIDTH}}[/] {text}", highlight=False, soft_wrap=True)
+    def line(self, label: str, text: str | Text) -> None:
+        line = Text.assemble((f"{label:<{_LABEL_WIDTH}}", "bold"), " ", text)
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, label: str, doing: str) -> Iterator["ScreenStage"]:
         """Shows `doing` while the body runs; the body calls the yielded stage with the outcome."""
         started = time.monotonic()
-        with self.console.status(f"{label:<{_LABEL_WIDTH}} {doing} ...") as status:
+        with self.console.status(f"{label:<{_LABEL_WIDTH}} {escape(doing)} ...") as status:
             stage = ScreenStage(status, doing, lambda text: self.line("", text))
             yield stage
-        self.line(label, f"{stage.outcome} [dim]{time.monotonic() - started:.1f} s[/]")
+        took = (f"{time.monotonic() - started:.1f} s", "dim")
+        self.line(label, Text.assemble(stage.outcome, " ", took))
 
     @contextmanager
     def bar(self) -> Iterator[Callable[[str, float], None]]:
@@ -42,7 +49,12 @@ class Screen:
         if not self.console.is_terminal:
             yield paced(lambda text: self.line("", text))
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self.console, transient=True) as progress:
             tasks: dict[str, TaskID] = {}
 
@@ -70,7 +82,7 @@ class ScreenStage:
 
     def say(self, status_text: str) -> None:
         """Shows a status beside the stage's text, on a terminal only; a new status replaces the last."""
-        self._status.update(f"{self._doing} [dim]({status_text})[/]")
+        self._status.update(f"{self._doing} [dim]({escape(status_text)})[/]")
 
     def note(self, text: str) -> None:
         """Prints a permanent line."""
@@ -82,7 +94,7 @@ class ScreenStage:
         table = Table.grid(padding=(0, 2))
         for name, (doing, done) in sorted(self._parts.items()):
             bar = ProgressBar(total=1.0, completed=done, width=_BAR_WIDTH)
-            table.add_row(" " * _LABEL_WIDTH, name, doing, bar, f"{done:4.0%}")
+            table.add_row(" " * _LABEL_WIDTH, Text(name), Text(doing), bar, f"{done:4.0%}")
         self._status.update(Group(self._doing, table))
 
 

@@ -143,5 +143,6 @@ class MessageResponse(Response):
 
 def _last_words(error: Exception, request_id: str) -> bytes:
     if codes_of(error).is_internal:
-        logger.error("a stream failed, request %s", request_id, exc_info=error)
+        extra = {"request_id": request_id}
+        logger.error("the stream of request %s failed", request_id, exc_info=error, extra=extra)
     return error_event(anthropic_error(status_of(error, Dialect.ANTHROPIC), message_of(error), request_id))

@@ -111,11 +111,12 @@ class Generated(Response):
         except Exception as error:
             if not is_open:
                 raise
-            last = _last_words(error)
+            last = _last_words(error, self._requests[0].request_id)
         await write(last)
 
 
-def _last_words(error: Exception) -> bytes:
+def _last_words(error: Exception, request_id: str) -> bytes:
     if codes_of(error).is_internal:
-        logger.error("a stream failed", exc_info=error)
+        extra = {"request_id": request_id}
+        logger.error("the stream of request %s failed", request_id, exc_info=error, extra=extra)
     return error_event(body_of(error))

@@ -158,7 +158,8 @@ class Responding(Response):
             return ResponseState(status="cancelled")
         is_internal = codes_of(error).is_internal
         if is_internal:
-            logger.error("a stream failed", exc_info=error)
+            name = self._generation.request.request_id
+            logger.error("request %s failed", name, exc_info=error, extra={"request_id": name})
         message = INTERNAL_MESSAGE if is_internal else str(error)
         if isinstance(error, Overloaded):
             return ResponseState(status="failed", error=ResponseError("rate_limit_exceeded", message))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import DEFAULT_TARGET, REFUSED, USAGE, build_parser, main
+from cli.main import DEFAULT_TARGET, READER_LEFT, REFUSED, USAGE, build_parser, main
 
 
 def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +71,30 @@ def test_a_number_of_tokens_that_cannot_be_is_a_usage_error(
         main(["generate", f"{flag}={number}", "hello"])
     assert stopped.value.code == USAGE
     assert f"argument {flag}: got '{number}'; must be a number from 1 to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["-1", "99999999999999999999", "9" * 5_000, "one"])
+def test_a_seed_that_cannot_be_is_a_usage_error(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", f"--seed={seed}", "hello"])
+    assert stopped.value.code == USAGE
+    assert "--seed" in capsys.readouterr().err
+
+
+def test_an_argument_that_is_no_text_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["drain", os.fsdecode(b"w\xff0")]) == USAGE
+    assert capsys.readouterr().err == "baton: an argument is not valid UTF-8: 'w\\udcff0'\n"
+    assert main(["probe", "http://h:1/é"]) == USAGE
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_left_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "cli.main", "models", "--json"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (READER_LEFT, "")
 
 
 def test_the_default_target_is_where_serve_listens_by_default() -> None:

@@ -24,6 +24,19 @@ def test_a_stage_is_one_line_with_its_outcome() -> None:
     assert out.getvalue().endswith(" s\n")
 
 
+def test_brackets_are_printed_as_they_are() -> None:
+    screen, out = plain_screen()
+    screen.line("ready", "gRPC on [fd00::1]:50051")
+    with screen.stage("model", "looking for /data/[prod]/llama") as done:
+        done("found /data/[prod]/llama")
+    with screen.bar() as report:
+        report("downloading a/[b]", 0.5)
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert lines[0] == "ready     gRPC on [fd00::1]:50051"
+    assert lines[1].startswith("model     found /data/[prod]/llama ")
+    assert lines[2] == "downloading a/[b]"
+
+
 def test_a_stage_on_a_terminal_shows_how_far_its_parts_are() -> None:
     out = io.StringIO()
     screen = Screen(Console(file=out, force_terminal=True, width=100))
