@@ -46,7 +46,8 @@ _OPENING = frozenset(
 """If an object has one of these keywords, `properties` does not list all that it may have, so it is not
 closed."""
 
-_SCHEMAS = ("items", "additionalProperties", "contains", "not", "if", "then", "else")
+_CONDITIONS = ("not", "if", "then", "else")
+_SCHEMAS = ("items", "additionalProperties", "contains")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 
@@ -58,8 +59,7 @@ def guided_schema(tool: Tool) -> str:
     properties that a model invents.
     """
     check_parameters(tool)
-    is_closing = '"allOf"' not in json.dumps(tool.parameters)  # each part of allOf must accept all properties
-    schema = _guided(tool.parameters, is_closing)
+    schema = _guided(tool.parameters, _may_close(tool.parameters))
     return json.dumps({"type": "object", **schema, SPACING_KEY: SPACING}, ensure_ascii=False)
 
 
@@ -86,22 +86,44 @@ def check_parameters(tool: Tool) -> None:
         )
 
 
+def _may_close(schema: Any) -> bool:
+    """Whether objects may be closed. Each part of `allOf` must accept all properties, and so must what a `$ref`
+    beside `properties` refers to."""
+    if isinstance(schema, list):
+        return all(map(_may_close, schema))
+    if not isinstance(schema, Mapping):
+        return True
+    is_extended = "allOf" in schema or ("$ref" in schema and "properties" in schema)
+    return not is_extended and all(map(_may_close, schema.values()))
+
+
 def _guided(schema: Any, is_closing: bool) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     guided: dict[str, Any] = {}
+    is_closing_parts = is_closing and "properties" not in schema  # the parts must accept these properties
     for key, value in schema.items():
-        if key in _SCHEMAS:
+        if key in _CONDITIONS:
+            guided[key] = _guided(value, is_closing_parts)
+        elif key in _SCHEMAS:
             guided[key] = _guided(value, is_closing)
         elif key in _LISTS and isinstance(value, list):
-            guided[key] = [_guided(part, is_closing) for part in value]
+            is_of_items = key == "prefixItems"
+            guided[key] = [_guided(part, is_closing if is_of_items else is_closing_parts) for part in value]
         elif key in _MAPS and isinstance(value, Mapping):
             guided[key] = {name: _guided(part, is_closing) for name, part in value.items()}
         elif key not in REMARKS and (key != "format" or (isinstance(value, str) and value in FORMATS)):
             guided[key] = value
-    if is_closing and "properties" in guided and _OPENING.isdisjoint(guided):
+    if is_closing and "properties" in guided and _OPENING.isdisjoint(guided) and _lists_required(guided):
         guided["additionalProperties"] = False
     return guided
+
+
+def _lists_required(schema: Mapping[str, Any]) -> bool:
+    """Whether `properties` lists all that is required."""
+    properties, required = schema["properties"], schema.get("required", [])
+    is_usual = isinstance(properties, Mapping) and isinstance(required, list)
+    return not is_usual or all(name in properties for name in required)
 
 
 def _levels(schema: object) -> int:

@@ -26,7 +26,7 @@ class PythonicCalls:
 
     markers: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
-    bare_beginning = r"\[\s*[a-zA-Z_][\w.]*\("
+    bare_beginning = r"\[\s*[a-zA-Z0-9_.:\/-]+\("  # as names of tools may be
     repeats: str | None = None
 
     def read(self, reader: Reader, calls: CallWriter) -> Steps[bool]:

@@ -57,6 +57,7 @@ def messages_of(system: str | list[TextBlock] | None, turns: Sequence[Turn]) -> 
             f"messages.{len(turns) - 1}",
             "the last turn is the assistant's, and continuing it is not supported; end with a user's turn",
         )
+    _check_answered([(len(turns) - 1, turns[-1])], waiting)
     return tuple(messages)
 
 

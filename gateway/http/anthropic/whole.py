@@ -85,10 +85,19 @@ def input_of(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _is_object(arguments: str) -> bool:
+    """Whether the arguments are whole. Then they are the call's input as they are written, as in a stream: numbers
+    beyond a double cannot be written again."""
+    try:
+        return isinstance(from_json(arguments, allow_inf_nan=False), dict)
+    except ValueError:
+        return False
+
+
 def _block(head: Head, block: BlockOpens, content: str) -> Iterator[str]:
     if block.kind is BlockKind.TOOL_USE:
         yield head.call_start(block)
-        written = to_json(input_of(content)).decode()
+        written = content if _is_object(content) else to_json(input_of(content)).decode()
         yield from (
             written[begin : begin + PIECE_CHARACTERS] for begin in range(0, len(written), PIECE_CHARACTERS)
         )

@@ -47,6 +47,33 @@ def test_parts_of_all_of_stay_open() -> None:
     assert guided(schema) == schema
 
 
+@pytest.mark.parametrize(
+    "open_schema",
+    [
+        {
+            "properties": {"kind": {}},
+            "required": ["kind"],
+            "anyOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}}],
+        },
+        {"properties": {"kind": {}}, "$ref": "#/$defs/d", "$defs": {"d": {"properties": {"a": {}}}}},
+        {"properties": {"a": {}}, "required": ["a", "b"]},
+    ],
+    ids=["parts beside properties", "a reference beside properties", "required but not listed"],
+)
+def test_an_object_that_would_forbid_what_is_required_stays_open(open_schema: dict[str, Any]) -> None:
+    schema = {"type": "object", **open_schema}
+
+    assert guided(schema) == schema
+
+
+def test_alternatives_that_list_all_their_properties_are_closed() -> None:
+    parts = [{"type": "object", "properties": {"a": {}}}, {"type": "object", "properties": {"b": {}}}]
+
+    assert guided({"type": "object", "anyOf": parts})["anyOf"] == [
+        {**part, "additionalProperties": False} for part in parts
+    ]
+
+
 def test_remarks_and_unknown_formats_are_left_out_but_properties_of_these_names_stay() -> None:
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",

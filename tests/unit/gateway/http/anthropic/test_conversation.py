@@ -123,6 +123,10 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
         "messages.3.content.0",
     ),
     "a call without a result": ([USER, CALLED, turn("user", result("a"))], "messages.2"),
+    "a call before a last turn of the system": (
+        [USER, CALLED, {"role": "system", "content": "x"}],
+        "messages.2",
+    ),
     "a call that another answer follows": (
         [USER, CALLED, {"role": "system", "content": "x"}, turn("assistant", text("So"))],
         "messages.3",

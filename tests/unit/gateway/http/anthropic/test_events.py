@@ -71,6 +71,13 @@ def whole_of(
     return parsed
 
 
+def test_the_input_of_a_whole_call_is_as_it_was_written() -> None:
+    blocks, message = ContentBlocks(True), CollectedMessage()
+    message.take(blocks.take([CallBegins(0, "f"), ArgumentsDelta(0, '{"a": 1e400, "b": "ü"}'), CallEnds(0)]))
+    written = "".join(message.write(HEAD, Stop("tool_use", None), AT_THE_END))
+    assert '"input":{"a": 1e400, "b": "ü"}' in written
+
+
 def read(stream: bytes) -> Iterator[dict[str, Any]]:
     assert stream.isascii()
     for event in stream.decode().removesuffix("\n\n").split("\n\n"):

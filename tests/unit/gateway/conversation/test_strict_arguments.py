@@ -1,0 +1,49 @@
+"""Limits of arguments that a family writes in a way of its own: no such way leads past the schema."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.conversation import Tool, ToolChoice, ToolUse
+from tests.factories.conversations import ASKED
+from tests.factories.guided import Guide
+from tests.unit.gateway.conversation.test_turn_grammar import grammar_of
+
+GUIDE = Guide(has_markers=False)
+REQUIRED = ToolChoice(ToolUse.REQUIRED)
+
+
+def with_tool(name: str, properties: dict[str, Any], choice: ToolChoice) -> Any:
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    return replace(ASKED, tools=(Tool(name, None, schema, strict=True),), tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        {"type": "string", "const": "metric"},
+        {"type": "string", "oneOf": [{"const": "metric"}, {"const": "imperial"}]},
+        {"type": "string", "anyOf": [{"const": "metric"}, {"pattern": "^m"}]},
+    ],
+    ids=str,
+)
+def test_a_string_without_quotes_follows_all_of_its_schema(unit: dict[str, Any]) -> None:
+    grammar = grammar_of(GUIDE, "qwen_coder", with_tool("act", {"unit": unit}, REQUIRED))
+
+    def call(value: str) -> str:
+        return (
+            f"<tool_call>\n<function=act>\n<parameter=unit>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        )
+
+    assert not GUIDE.accepts(grammar, call("zzz"))
+    assert GUIDE.accepts(grammar, call('"metric"'))
+
+
+@pytest.mark.parametrize("name", ["get-weather", "weather/get", "a:b", "2d_weather"])
+def test_a_call_of_any_name_follows_its_schema(name: str) -> None:
+    auto = ToolChoice(ToolUse.AUTO)
+    grammar = grammar_of(GUIDE, "pythonic", with_tool(name, {"city": {"type": "string"}}, auto))
+    assert GUIDE.accepts(grammar, f'[{name}(city="x")]')
+    assert not GUIDE.accepts(grammar, f"[{name}(days=5)]")
+    assert GUIDE.accepts(grammar, "Read [this](https://example.org/a-b) or [1].")
