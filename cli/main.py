@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, Section, merge
 from baton.errors import BatonError, ConfigError
-from baton.sampling import MAX_SEED
 from baton.system.watched import Watched
 from cli.flags import (
     FLEET_FLAGS,
@@ -27,6 +26,7 @@ from cli.flags import (
     for_one_fleet,
     overrides_from,
 )
+from cli.generate_flags import add_generate_flags
 from cli.operator_flags import add_operators_commands, add_trace_flags
 from cli.target_flags import add_target_flags
 
@@ -124,44 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="send one prompt and stream the answer")
     add_target_flags(generate, DEFAULT_TARGET)
-    generate.add_argument("prompt", metavar="PROMPT")
-    generate.add_argument("--max-tokens", type=_count, default=256, metavar="N", help="default %(default)s")
-    generate.add_argument(
-        "--max-model-len",
-        type=_count,
-        metavar="N",
-        help="end at N tokens of prompt and answer together; default: the model's limit",
-    )
-    generate.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="default 0, which is greedy"
-    )
-    generate.add_argument("--seed", type=_seed, metavar="S", help="same seed, same answer")
-    generate.add_argument(
-        "--raw", action="store_true", help="send the text as it is, without a chat template"
-    )
-    generate.add_argument(
-        "--ignore-eos",
-        action="store_true",
-        help="generate --max-tokens tokens, past any end-of-sequence token",
-    )
-    generate.add_argument(
-        "--skip-reading-prefix-cache",
-        action="store_true",
-        help="compute the whole prompt, even if a prefix cache has a part of it",
-    )
-    grammar = generate.add_mutually_exclusive_group()
-    grammar.add_argument("--json-schema", metavar="SCHEMA", help="constrain the answer to a JSON schema")
-    grammar.add_argument("--regex", metavar="REGEX", help="constrain the answer to a regular expression")
-    generate.add_argument(
-        "--tools", type=Path, metavar="FILE", help="JSON file of OpenAI's tools, which the answer may call"
-    )
-    generate.add_argument(
-        "--tool-choice", metavar="CHOICE", help="none, auto (default), required, or the name of a tool"
-    )
-    generate.add_argument(
-        "--mode", choices=("disaggregated", "local"), help="require this way of serving the prompt"
-    )
-    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
+    add_generate_flags(generate)
 
     add_operators_commands(commands, DEFAULT_TARGET)
 
@@ -188,19 +151,6 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser("trace", help="draw the steps that workers recorded with --trace-dir")
     )
     return parser
-
-
-def _count(text: str) -> int:
-    """Parses a number that fits a field of the gateway's messages. On errors, argparse adds the flag."""
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 2**32):
-        raise argparse.ArgumentTypeError(f"got {text!r}; must be a number from 1 to {2**32 - 1}")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= MAX_SEED):
-        raise argparse.ArgumentTypeError(f"got {text!r}; must be a number from 0 to {MAX_SEED}")
-    return int(text)
 
 
 def with_absolute_paths(config: BatonConfig, here: Path) -> BatonConfig:

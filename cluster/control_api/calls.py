@@ -1,9 +1,12 @@
 """The table of a controller's calls: the method that answers, how long that takes, and who may call."""
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from baton.errors import FleetEnded
 from baton.messages.control import (
     BeginRollout,
     ControlRequest,
@@ -30,6 +33,8 @@ from cluster.controller.supervisor import Patience
 
 R = TypeVar("R")
 
+logger = logging.getLogger(__name__)
+
 
 class InProcessControl:
     """The control API of a controller in this process."""
@@ -37,10 +42,41 @@ class InProcessControl:
     def __init__(self, controller: Controller, configuration: FleetConfiguration) -> None:
         self.controller = controller
         self.configuration = configuration
+        self._commands: set[asyncio.Future[Any]] = set()
+        self._num_ends = 0
+        """How many calls of EndFleet are running."""
+        self._has_ended = False
 
     async def call(self, request: ControlRequest[R]) -> R:
-        answer: R = await CALLS[type(request)].answer(self, request)
+        """See ControlApi. A command continues if this call is cancelled."""
+        row = CALLS[type(request)]
+        if self._has_ended and not isinstance(request, EndFleet):
+            raise FleetEnded("the fleet was ended by its owner")
+        answer: R = await (self._command(row, request) if row.is_command else row.answer(self, request))
         return answer
+
+    async def is_owned(self, within_s: float) -> bool:
+        """Whether an owner calls within `within_s`, or is ending the fleet."""
+        return self._num_ends > 0 or await self.controller.is_owned(within_s)
+
+    async def end(self, *, may_drain: bool) -> None:
+        """Ends the fleet. Calls that come later raise FleetEnded."""
+        self._num_ends += 1
+        try:
+            await self.controller.shutdown(may_drain=may_drain)
+            self._has_ended = True
+        finally:
+            self._num_ends -= 1
+
+    async def _command(self, row: "CallRow", request: ControlRequest[Any]) -> Any:
+        command = asyncio.ensure_future(row.answer(self, request))
+        self._commands.add(command)
+        command.add_done_callback(self._commands.discard)
+        try:
+            return await asyncio.shield(command)
+        except asyncio.CancelledError:
+            command.add_done_callback(_log_failure)
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +90,12 @@ class CallRow:
     """A command that has begun is completed even if its caller disconnects."""
     is_for_owner: bool = False
     """Only the process that owns the fleet may make this call. Over the network, the call is refused."""
+
+
+def _log_failure(command: asyncio.Future[Any]) -> None:
+    """Logs the error of a command whose caller does not wait any more."""
+    if not command.cancelled() and (error := command.exception()) is not None:
+        logger.warning("a command was refused or failed, and its caller had left: %s", error)
 
 
 async def _done(work: Awaitable[None]) -> Done:
@@ -76,7 +118,7 @@ async def _configuration(fleet: InProcessControl) -> FleetConfiguration:
 
 
 async def _ownership(fleet: InProcessControl, request: WaitOwner) -> Ownership:
-    return Ownership(await fleet.controller.is_owned(request.within_s))
+    return Ownership(await fleet.is_owned(request.within_s))
 
 
 CALLS: dict[type[ControlRequest[Any]], CallRow] = {
@@ -129,7 +171,7 @@ CALLS: dict[type[ControlRequest[Any]], CallRow] = {
     ),
     WaitOwner: CallRow(answer=_ownership, wait_s=lambda request, _: request.within_s, is_for_owner=True),
     EndFleet: CallRow(
-        answer=lambda fleet, request: _done(fleet.controller.shutdown(may_drain=request.may_drain)),
+        answer=lambda fleet, request: _done(fleet.end(may_drain=request.may_drain)),
         wait_s=_leave_s,
         is_for_owner=True,
     ),

@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from baton.config import BatonConfig
+from baton.config import BatonConfig, GatewayConfig
 from baton.errors import ConfigError
 from baton.messages.control import FleetConfiguration
 from baton.system.curve import ClusterKeys
@@ -16,6 +16,16 @@ def pack_configuration(config: BatonConfig, model_path: Path, digest: str) -> Fl
     """Packs all sections except `gateway` and `logging`. `digest`: see `keys_digest`."""
     sections = config.model_dump(mode="json", exclude_unset=True, exclude=_OWN_SECTIONS)
     return FleetConfiguration(json.dumps(sections), str(model_path), digest)
+
+
+def for_actors(config: BatonConfig) -> BatonConfig:
+    """Without the section `gateway`, which holds hashes of keys and passwords in addresses: Ray keeps what it passes.
+
+    Of this section, workers need only `max_in_flight`.
+    """
+    needed = {"max_in_flight"} & config.gateway.model_fields_set
+    gateway = GatewayConfig(**{key: getattr(config.gateway, key) for key in needed})
+    return config.model_copy(update={"gateway": gateway})
 
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:

@@ -181,12 +181,12 @@ class Controller:
         """Returns once the worker serves in its new role. Raises FleetError if it keeps its old role."""
         supervisor = self._supervisor(worker)
         replica = self._desired.replicas[worker]
-        if supervisor.replica.role is role:
-            return
         if replica.is_draining or worker in self._changing_role:
             raise FleetError(
                 f"worker {worker} is draining or is changing its role; try again when that has ended"
             )
+        if supervisor.replica.role is role:
+            return
         if not self._has_equal_ranks:
             raise FleetError(
                 f"worker {worker} cannot become a {role.value} worker: these have {self._ranks[role]} ranks, this one "

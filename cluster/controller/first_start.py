@@ -31,13 +31,22 @@ async def first_start(
 ) -> None:
     """Returns once every worker serves.
 
-    Raises at once an error that another try would not change. After `timeout_s`, it returns if `on_enough`
-    was called: the controller keeps trying to start the missing workers. Otherwise it raises ClusterError.
-    The message is `no_room` if a worker found no room, else the list of workers that are not ready.
+    Raises at once an error that another try would not change, unless `on_enough` was called: such an error is
+    then a warning. After `timeout_s`, it returns if `on_enough` was called: the controller keeps trying to start
+    the missing workers. Otherwise it raises ClusterError. The message is `no_room` if a worker found no room,
+    else the list of workers that are not ready.
     """
     report = await control.call(WaitStart(-1, timeout_s))  # waits only for the controller's process to start
-    left_s, is_enough = timeout_s, False
-    while report.failure is None:
+    left_s, is_enough, is_warned = timeout_s, False, False
+    while True:
+        if report.failure is not None and not is_enough:
+            raise report.failure.to_error()
+        if report.failure is not None and not is_warned:
+            is_warned = True
+            logger.warning(
+                "the fleet serves, but a worker does not start; the controller keeps trying: %s",
+                report.failure.reason,
+            )
         if on_enough is not None and not is_enough and not report.lacking:
             is_enough = True
             await on_enough()
@@ -56,7 +65,6 @@ async def first_start(
                 "the fleet serves, but some workers are missing: %s", _why(report, timeout_s, no_room)
             )
             return
-    raise report.failure.to_error()
 
 
 def _why(report: StartReport, timeout_s: float, no_room: str) -> str:

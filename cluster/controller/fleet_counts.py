@@ -16,8 +16,8 @@ LOOK_EVERY_S = 2.0
 """The file is polled: Kubernetes replaces mounted files by switching a symbolic link."""
 
 
-async def scale_to(config: BatonConfig, before: BatonConfig, control: ControlApi) -> None:
-    """Sets the worker count of each role whose count differs from `before`.
+async def scale_to(config: BatonConfig, before: BatonConfig | None, control: ControlApi) -> None:
+    """Sets the worker count of each role whose count differs from `before`; of every role if `before` is None.
 
     With `autoscaling.mode: on`, it does nothing: the configuration then has only the initial counts.
     """
@@ -25,8 +25,8 @@ async def scale_to(config: BatonConfig, before: BatonConfig, control: ControlApi
         return
     for role in WorkerRole:
         count = getattr(config.cluster, role.value)
-        if count != getattr(before.cluster, role.value):
-            logger.info("the configuration file now asks for %d %s workers", count, role.value)
+        if before is None or count != getattr(before.cluster, role.value):
+            logger.info("the configuration asks for %d %s workers", count, role.value)
             await control.call(ScaleRole(role, count))
 
 

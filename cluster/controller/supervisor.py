@@ -12,7 +12,8 @@ from baton.errors import BatonError, ClusterError, FleetError
 from baton.fleet import CacheFlush, ReplicaState
 from baton.messages.control import Drain, FlushCache, SetRole, WaitStatus
 from baton.system.awake_timer import awake_timeout
-from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerStatus
+from baton.system.standstill import Standstill, pace_of
+from baton.worker import StartProgress, WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from cluster.controller.launcher import Found, Incarnation, Launcher
 from cluster.controller.replica import Replica
 
@@ -85,6 +86,10 @@ class Supervisor:
         """The next incarnation, already started; it serves as soon as the present one has ended."""
         self._preparing: asyncio.Task[None] | None = None
         """The task that starts the next incarnation."""
+        self._next: Incarnation | None = None
+        """The next incarnation, from its placement until it serves or ends."""
+        self._avoided: Collection[str] = ()
+        """Nodes from which this worker moves away."""
         self._serves_since = 0.0
         self._is_over = False
         self._changed = asyncio.Event()
@@ -180,14 +185,17 @@ class Supervisor:
         return CacheFlush(self.replica.name)
 
     def is_on(self, nodes: Collection[str]) -> bool:
-        """Whether the present incarnation is on one of these nodes."""
-        return self._incarnation is not None and self._incarnation.node in nodes
+        """Whether the present incarnation, or the next one, is on one of these nodes."""
+        both = (self._incarnation, self._next)
+        return any(incarnation is not None and incarnation.node in nodes for incarnation in both)
 
     async def move_away(self, nodes: Collection[str]) -> None:
         """Drains and ends the present incarnation if it is on one of these nodes.
 
-        The next incarnation begins as soon as there is room; this call does not wait for it.
+        The next incarnation begins as soon as there is room; this call does not wait for it. If the next incarnation
+        already starts on one of these nodes, it gives way to another one.
         """
+        self._avoided = nodes
         async with self._commands:
             incarnation = self._incarnation
             if incarnation is None or incarnation.node not in nodes:
@@ -204,6 +212,7 @@ class Supervisor:
         ready, self._ready = self._ready, None
         if ready is not None:
             self._incarnation = incarnation = ready.incarnation
+            self._next = None
         else:
             number = self._on_incarnation(self.replica.name)
             self._incarnation = incarnation = await self._launcher.place(
@@ -236,17 +245,26 @@ class Supervisor:
             preparing.cancel()
             await asyncio.gather(preparing, return_exceptions=True)
             self._preparing = None
+            if self._ready is None:
+                self._next = None
         if preparing.cancelled():
             raise FleetError(f"worker {self.replica.name} was stopped")
         preparing.result()
 
     async def _make_ready(self) -> None:
-        number = self._on_incarnation(self.replica.name)
         incarnation: Incarnation | None = None
         try:
-            async with awake_timeout(self._patience.start_s):
-                incarnation = await self._launcher.place(self.replica.name, self.replica.role, number)
-            self._ready = Found(incarnation, await self._start_incarnation(incarnation))
+            while self._ready is None:
+                number = self._on_incarnation(self.replica.name)
+                async with awake_timeout(self._patience.start_s):
+                    incarnation = await self._launcher.place(self.replica.name, self.replica.role, number)
+                self._next = incarnation
+                endpoint = await self._start_incarnation(incarnation)
+                if incarnation.node in self._avoided:  # it began to drain meanwhile
+                    await incarnation.stop(0.0)
+                    self._next = None
+                else:
+                    self._ready = Found(incarnation, endpoint)
         except (TimeoutError, BatonError) as error:
             reason = str(error) or "no room became free"
             raise FleetError(f"no new incarnation of worker {self.replica.name}: {reason}") from None
@@ -258,6 +276,7 @@ class Supervisor:
         ready, self._ready = self._ready, None
         if ready is not None:
             await ready.incarnation.stop(0.0)
+            self._next = None
 
     def _serve(self, endpoint: WorkerEndpoint) -> None:
         self.endpoint = endpoint
@@ -269,7 +288,8 @@ class Supervisor:
 
     async def _watch(self, incarnation: Incarnation) -> None:
         """Raises ClusterError once this incarnation has ended, for any reason."""
-        timeout_s = self._patience.unresponsive_s
+        timeout_s, drains_since = self._patience.unresponsive_s, None
+        standstill = Standstill(pace_of(self._patience.leave_s))
         while True:
             try:
                 async with awake_timeout(PING_INTERVAL_S + timeout_s):
@@ -282,6 +302,17 @@ class Supervisor:
                 raise ClusterError(status.failure or "its engine ended")
             if not self._commands.locked() and self.endpoint and status.role is not self.endpoint.role:
                 self._take_role(status.role)  # a former controller began this change
+            now = standstill.running(self._clock.now())
+            if self._commands.locked() or not self.is_serving or status.state is not WorkerState.DRAINING:
+                drains_since = None
+            elif drains_since is None:
+                drains_since = now
+            elif now - drains_since > self._patience.leave_s:
+                logger.warning(
+                    "worker %s drains, and nobody waits for that: it is replaced", self.replica.name
+                )
+                self.replica.move(ReplicaState.DRAINING)
+                raise ClusterError("a former controller began to drain it")
 
     async def _drain(self) -> bool:
         """Drains the worker until it is empty, out of time, or dead; True if no request was lost."""

@@ -14,14 +14,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
-from baton.errors import BatonError, ClusterError
+from baton.errors import BatonError, ClusterError, FleetEnded
 from baton.hub_name import is_pinned, leaves_open
 from baton.messages.control import EndFleet, GetConfiguration, WaitOwner
 from baton.messages.control_codec import failure, read_call
 from baton.system.logs import write_logs
 from cluster.control_api.calls import InProcessControl
 from cluster.control_api.client import ControlClient
-from cluster.control_api.configuration import pack_configuration, unpack_configuration
+from cluster.control_api.configuration import for_actors, pack_configuration, unpack_configuration
 from cluster.controller.controller import Controller
 from cluster.controller.desired import differences
 from cluster.controller.follower import POLL_S
@@ -99,7 +99,7 @@ class ControllerActor:
         timeout_s = self._config.cluster.orphan_timeout_s
         await self._controller.orphaned(timeout_s)
         logger.error("no gateway has called for %g s (cluster.orphan_timeout_s): the fleet ends", timeout_s)
-        await self._controller.shutdown(may_drain=False)
+        await self._control.end(may_drain=False)
         ray.kill(ray.get_runtime_context().current_actor)
 
 
@@ -143,7 +143,7 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
         scheduling_strategy=_near_head(),
     )
     try:
-        return OwnedController(actor.remote(config, digest, model_path), config)
+        return OwnedController(actor.remote(for_actors(config), digest, model_path), config)
     except ValueError:  # another command began a fleet since `find_fleet`
         raise ClusterError(_in_use(config.cluster.name)) from None
 
@@ -151,20 +151,30 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
 async def find_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedController | None:
     """A fleet of this name without an owner; None if there is no fleet.
 
-    Raises ClusterError if the fleet is in use, or if its configuration differs.
+    Kills the controller of a fleet that has ended: its owner may have died before that. Raises ClusterError if
+    the fleet is in use, or if its configuration differs.
     """
     if (actor := controller_actor()) is None:
         return None
     found = OwnedController(actor, config)
+    try:
+        await _check_adoption(found.control, config, digest, model_path)
+    except FleetEnded:
+        found.end()  # Ray then frees its name
+        return None
+    return found
+
+
+async def _check_adoption(control: ControlClient, config: BatonConfig, digest: str, model_path: Path) -> None:
+    """Raises ClusterError if the fleet must not be adopted."""
     name = config.cluster.name
-    if contradictions := await _differences(found.control, config, digest, model_path):
+    if contradictions := await _differences(control, config, digest, model_path):
         raise ClusterError(
             f"a fleet named '{name}' runs on this cluster with another configuration: "
             f"{'; '.join(contradictions)}. Use its configuration, or another cluster.name"
         )
-    if (await found.control.call(WaitOwner(POLL_S + 1.0))).is_owned:
+    if (await control.call(WaitOwner(POLL_S + 1.0))).is_owned:
         raise ClusterError(_in_use(name))
-    return found
 
 
 async def _differences(

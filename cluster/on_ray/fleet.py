@@ -7,11 +7,9 @@ from pathlib import Path
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError
-from baton.messages.control import GetConfiguration
 from baton.system.awake_timer import awake_timeout
 from baton.system.signals import unless
 from cluster.control_api.client import ControlClient
-from cluster.control_api.configuration import unpack_configuration
 from cluster.controller.desired import worker_names
 from cluster.controller.first_start import OnProgress, OnServing, first_start
 from cluster.controller.fleet_counts import scale_to
@@ -53,8 +51,7 @@ class RayFleet:
             on_enough = on_serving and partial(self._on_enough, owned.control, on_serving)
             await first_start(owned.control, timeout_s, shortage, on_progress, on_enough)
         else:
-            begun_as, _ = unpack_configuration(await owned.control.call(GetConfiguration()))
-            await scale_to(self._config, begun_as, owned.control)
+            await scale_to(self._config, None, owned.control)
             self._owned = owned
             if on_serving is not None:
                 await on_serving(owned.control)

@@ -79,6 +79,8 @@ class FakeIncarnation:
         self.may_drain = asyncio.Event()
         self.may_drain.set()
         self.commands: list[str] = []
+        self.is_draining = False
+        """Whether it refuses requests: for good after a drain, for a while during a change of role."""
         self.running = 0
         self.num_answers = 0
         """Number of answers to WaitStatus."""
@@ -132,12 +134,12 @@ class FakeIncarnation:
             await asyncio.sleep(0.1)
         self.num_answers += 1
         counts = RequestCounts(self.running, 0, 0)
-        return WorkerStatus(
-            self.endpoint.ref, self.role, WorkerState.READY, KVBlockCounts(9, 9, 0, 0), counts, {}
-        )
+        state = WorkerState.DRAINING if self.is_draining else WorkerState.READY
+        return WorkerStatus(self.endpoint.ref, self.role, state, KVBlockCounts(9, 9, 0, 0), counts, {})
 
     async def _drain(self, timeout_s: float) -> bool:
         self.commands.append(f"drain {timeout_s:g}")
+        self.is_draining = True
         waiting: asyncio.Future[Any] = asyncio.ensure_future(self.may_drain.wait())
         await asyncio.wait([waiting, self.death], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -147,7 +149,9 @@ class FakeIncarnation:
 
     async def _set_role(self, role: WorkerRole, timeout_s: float) -> None:
         self.commands.append(f"{role.value} {timeout_s:g}")
+        self.is_draining = True
         await self.may_drain.wait()
+        self.is_draining = False
         if self.role_error is not None:
             raise self.role_error
         self.role = role

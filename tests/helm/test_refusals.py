@@ -137,6 +137,17 @@ CONTRADICTIONS: Cases = {
         {"autoscaling": {"workers": {"config": {"interval_s": 1.0}}}},
         ["autoscaling.workers.config needs autoscaling.workers.enabled: true"],
     ),
+    "autoscaling without pods for it": (
+        {"config": {"autoscaling": {"mode": "on", "max_decode": 4}}},
+        ["config.autoscaling.mode: with 'on', pods", "autoscaling.workers.enabled: true; set that instead"],
+    ),
+    "ranks that every role has already": (
+        {"config": {"engine": {"tensor_parallel": 4}}},
+        [
+            "config.engine.tensor_parallel: the chart sets",
+            "set prefill.tensorParallel and decode.tensorParallel",
+        ],
+    ),
     "TLS without its Secret": (
         {"security": {"tls": {"mode": "existingSecret"}}},
         ["security.tls.mode existingSecret needs security.tls.existingSecret"],
@@ -351,6 +362,7 @@ def test_a_model_that_baton_knows_by_name_needs_no_volume(name: str) -> None:
 
 def test_there_is_no_refusal_without_a_reason() -> None:
     render({"image": {"digest": DIGEST}, "config": {"scheduler": {"policy": "priority"}}})
+    render({"config": {"autoscaling": {"mode": "dry_run"}, "engine": {"enable_expert_parallel": False}}})
     render({"model": {"path": "/opt/mine", "inImage": True}})
     render({"gateway": {"podLabels": {"app.kubernetes.io/part-of": "llm"}, "extraEnv": [{"name": "TZ"}]}})
     render({"decode": {"replicas": 3, "podDisruptionBudget": {"enabled": False, "minAvailable": 3}}})

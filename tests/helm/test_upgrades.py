@@ -44,6 +44,7 @@ CHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "a new API key": ({"security": {"apiKeys": {"keys": [{"name": "alice", "sha256": "a" * 64}]}}}, set()),
     "network policies": ({"networkPolicy": {"enabled": False}}, set()),
     "metrics": ({"metrics": {"prometheusRule": {"enabled": True}, "podMonitor": {"enabled": True}}}, set()),
+    "the port of metrics": ({"metrics": {"port": 9401}}, FLEET | {"prefill", "decode"}),
     "budgets": ({part: {"podDisruptionBudget": {"enabled": True}} for part in ("decode", "rayHead")}, set()),
     "a gateway's configuration": ({"config": {"gateway": {"max_queued": 8}}}, {"gateway"}),
     "memory of gateways": ({"gateway": {"resources": {"limits": {"memory": "3Gi"}}}}, {"gateway"}),

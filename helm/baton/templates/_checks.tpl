@@ -7,6 +7,9 @@
 {{- if and (mod $p $d) (mod $d $p) -}}
 {{- fail (printf "prefill.tensorParallel (%d) and decode.tensorParallel (%d): one must be a multiple of the other, or workers cannot hand KV over" $p $d) -}}
 {{- end -}}
+{{- if hasKey ($v.config.engine | default dict) "tensor_parallel" -}}
+{{- fail "config.engine.tensor_parallel: the chart sets the ranks of each role; set prefill.tensorParallel and decode.tensorParallel instead" -}}
+{{- end -}}
 
 {{- with $v.autoscaling.gateway -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
@@ -29,6 +32,8 @@
 {{- end -}}
 {{- else if .config -}}
 {{- fail "autoscaling.workers.config needs autoscaling.workers.enabled: true" -}}
+{{- else if eq (($v.config.autoscaling).mode | default "off") "on" -}}
+{{- fail "config.autoscaling.mode: with 'on', pods for more workers come only with autoscaling.workers.enabled: true; set that instead" -}}
 {{- end -}}
 {{- end -}}
 

@@ -14,7 +14,8 @@ metadata:
     {{- end }}
 spec:
   serviceAccountName: {{ include "baton.fullname" . }}-head
-  # Ray's autoscaler, which KubeRay puts beside the head, talks to the API server; nobody else does.
+  # Ray's autoscaler, which KubeRay puts beside the head, talks to the API server; nobody else does,
+  # though all containers of this pod get the token.
   automountServiceAccountToken: {{ .Values.autoscaling.workers.enabled }}
   # Ray knows its drivers, of which the controller is one, by their process ids.
   shareProcessNamespace: true

@@ -8,7 +8,12 @@ from baton.config import BatonConfig
 from baton.errors import ConfigError
 from baton.messages.control import FleetConfiguration
 from baton.system.curve import derive_keys
-from cluster.control_api.configuration import keys_digest, pack_configuration, unpack_configuration
+from cluster.control_api.configuration import (
+    for_actors,
+    keys_digest,
+    pack_configuration,
+    unpack_configuration,
+)
 from tests.factories.security import OTHER_SECRET, SECRET
 
 
@@ -30,6 +35,21 @@ def test_the_configuration_crosses_as_it_was_set_without_what_is_each_process_ow
         update={"gateway": BatonConfig().gateway, "logging": BatonConfig().logging}
     )
     assert crossed.model.model_fields_set == {"path"}
+
+
+@pytest.mark.parametrize("keys", [{"max_in_flight": 3}, {}])
+def test_actors_get_nothing_of_the_gateway_but_what_workers_need(keys: dict[str, int]) -> None:
+    """Ray keeps the arguments of an actor in its head, where others may read them."""
+    secrets = {
+        "api_keys": [{"name": "alice", "sha256": "a" * 64}],
+        "response_store": "redis://:password@redis:6379",
+    }
+    sections = {"cluster": {"name": "blue"}, "logging": {"level": "debug"}}
+    config = BatonConfig.from_mapping({**sections, "gateway": {**secrets, **keys}})
+    passed = for_actors(config)
+    assert passed == BatonConfig.from_mapping({**sections, "gateway": keys})
+    assert passed.gateway.model_fields_set == set(keys)
+    assert "password" not in repr(passed)
 
 
 @pytest.mark.parametrize("sections", ["{", "[]", '{"cluster": {"flavour": 1}}'])

@@ -10,6 +10,7 @@ from baton.messages.control import WaitStart, WaitView
 from baton.worker import WorkerRole
 from cluster.controller.desired import Memory
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
+from tests.factories.virtual_loop import in_virtual_time, virtual_loop
 from tests.unit.cluster.controller.test_controller import state_becomes
 
 DECODE = WorkerRole.DECODE
@@ -45,6 +46,46 @@ async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -
                 launcher.latest("w1").may_drain.set()
                 assert set(await second.all_serve(2)) == {"w0", "w2"}
                 assert [incarnation.name for incarnation in launcher.alive] == ["w0", "w2"]
+
+
+@in_virtual_time
+async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It refuses requests for good, and the rollout ended with its controller."""
+    launcher, store, config = FakeLauncher(), Memory(), fleet_config()
+    async with fleet(config, launcher, store) as first:
+        before = await first.all_serve(3)
+        launcher.latest("w1").may_drain.clear()
+        await first.controller.rollouts.begin_rollout(("w1",))
+        await state_becomes(first, "w1", "draining")
+        await cut_off(first)
+        async with fleet(config, launcher, store) as second:
+            assert await second.all_serve(3) == before
+            after = await second.until(lambda known: "w1" in known and known["w1"] != before["w1"])
+            assert {name: after[name] for name in ("w0", "w2")} == {
+                name: before[name] for name in ("w0", "w2")
+            }
+            assert [(one.name, one.number) for one in launcher.alive] == [("w0", 1), ("w2", 1), ("w1", 2)]
+            replica = (await second.controller.describe()).replicas[1]
+            assert (replica.num_starts, replica.last_failure) == (2, "")
+    assert "worker w1 drains, and nobody waits for that: it is replaced" in caplog.messages
+
+
+@in_virtual_time
+async def test_a_worker_that_changes_its_role_for_a_former_controller_is_not_replaced() -> None:
+    async with fleet(fleet_config(), FakeLauncher()) as tested:
+        before = await tested.all_serve(3)
+        worker = tested.launcher.latest("w1")
+        for _ in range(3):  # together longer than a drain may take, but no single one is
+            worker.is_draining = True
+            await asyncio.sleep(0.2)
+            virtual_loop().stand_still(60.0)
+            await asyncio.sleep(0.02)
+            worker.is_draining = False
+            await asyncio.sleep(0.1)
+        assert (await tested.states())["w1"] == "serving"
+        assert tested.launcher.latest("w1").endpoint == before["w1"]
 
 
 async def test_a_worker_that_is_no_longer_desired_is_ended_when_it_is_found() -> None:

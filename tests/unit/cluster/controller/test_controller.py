@@ -178,6 +178,18 @@ async def test_a_role_that_cannot_change_stays() -> None:
         assert b'"name": "w1", "role": "decode"' in (tested.store.load() or b"")
 
 
+async def test_a_worker_that_leaves_a_role_does_not_keep_it_by_another_command() -> None:
+    async with fleet(fleet_config()) as tested:
+        await tested.all_serve(3)
+        tested.launcher.latest("w1").may_drain.clear()
+        changing = asyncio.create_task(tested.controller.set_role("w1", PREFILL))
+        await asyncio.sleep(0)
+        with pytest.raises(FleetError, match="w1 is draining or is changing its role"):
+            await tested.controller.set_role("w1", DECODE)
+        tested.launcher.latest("w1").may_drain.set()
+        await changing
+
+
 async def test_two_decode_workers_cannot_both_change_at_the_same_time() -> None:
     async with fleet(fleet_config()) as tested:
         await tested.all_serve(3)

@@ -74,6 +74,52 @@ async def test_a_worker_that_is_still_starting_there_goes_too() -> None:
         await all_serve_on(tested, "n2")
 
 
+async def test_a_rollouts_next_incarnation_that_still_loads_there_gives_way_to_another_one() -> None:
+    launcher = two_nodes()
+    launcher.addresses["n3"] = "10.0.0.3"
+    async with fleet(fleet_config(start_timeout_s=60.0), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        launcher.has_spare_room, launcher.avoided = True, ("n1",)
+        may_start = asyncio.Event()
+        launcher.prepare = lambda incarnation: setattr(incarnation, "may_start", may_start)
+        rolling = asyncio.ensure_future(anext(tested.controller.rollout(("w1",))))
+        while launcher.latest("w1").number < 2:
+            await asyncio.sleep(0.005)
+        loading = launcher.latest("w1")
+        assert loading.node == "n2"
+        with pytest.raises(FleetError, match=r"^w1 did not leave n2 within 0\.05 s"):
+            await tested.controller.drain_node("n2", 0.05)
+        draining = asyncio.create_task(tested.controller.drain_node("n2", 60.0))
+        await asyncio.sleep(0)
+        may_start.set()
+        step = await rolling
+        await draining
+        assert loading.death.done()
+        assert (launcher.latest("w1").number, launcher.latest("w1").node) == (3, "n1")
+        assert step.incarnation == launcher.latest("w1").endpoint.ref.incarnation
+        assert [incarnation for incarnation in launcher.alive if incarnation.node == "n2"] == []
+
+
+async def test_a_next_incarnation_that_is_ready_there_moves_on_once_it_serves() -> None:
+    launcher = two_nodes()
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        launcher.has_spare_room, launcher.avoided = True, ("n1",)
+        former = launcher.latest("w1")
+        former.may_drain.clear()
+        rolling = asyncio.ensure_future(anext(tested.controller.rollout(("w1",))))
+        while "drain 0" not in former.commands:
+            await asyncio.sleep(0.005)
+        draining = asyncio.create_task(tested.controller.drain_node("n2", 60.0))
+        await asyncio.sleep(0)
+        former.may_drain.set()
+        await rolling
+        await draining
+        assert [incarnation for incarnation in launcher.alive if incarnation.node == "n2"] == []
+        await tested.until(lambda known: "w1" in known and launcher.latest("w1").number == 3)
+        assert launcher.latest("w1").node == "n1"
+
+
 async def test_a_late_drain_names_the_remaining_workers_and_continues() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:

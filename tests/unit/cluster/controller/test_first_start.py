@@ -95,6 +95,21 @@ def test_workers_missing_after_that_are_awaited_but_no_error(caplog: pytest.LogC
     ]
 
 
+def test_a_failure_after_that_is_a_warning_and_ends_no_fleet_that_serves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The failure stays in all later reports; the controller starts the worker again."""
+    failed = [report(n, ("w1", "no weights"), failure=ModelError("no weights")) for n in (2, 3)]
+    whole = report(4, failure=ModelError("no weights"))
+    reported = start(report(1, ("w1", "")), *failed, whole, opens_early=True)
+    assert reported == ["enough", *LOADING * 3]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the fleet serves, but a worker does not start; the controller keeps trying: no weights"
+    ]
+    with pytest.raises(ModelError, match="no weights"):
+        start(report(1, ("w1", "")), *failed)
+
+
 @pytest.mark.parametrize("opens_early", [False, True])
 @pytest.mark.parametrize(
     ("report", "kind", "message"),

@@ -10,7 +10,7 @@ from baton.config import BatonConfig
 from baton.errors import FleetError
 from baton.messages.control import ControlRequest, Done, ScaleRole
 from baton.worker import WorkerRole
-from cluster.controller.fleet_counts import follow_counts
+from cluster.controller.fleet_counts import follow_counts, scale_to
 
 R = TypeVar("R")
 
@@ -65,6 +65,16 @@ def test_the_fleet_is_scaled_once_for_each_change() -> None:
     fleet = Fleet()
     follow(fleet, config(1, 1), config(1, 1), config(2, 4), config(2, 3))
     assert fleet.commands == [(WorkerRole.PREFILL, 2), (WorkerRole.DECODE, 4), (WorkerRole.DECODE, 3)]
+
+
+def test_an_adopted_fleet_gets_all_counts_whatever_it_began_with() -> None:
+    """It may have grown or shrunk since."""
+    fleet, scaled = Fleet(), Fleet()
+    asyncio.run(scale_to(config(1, 2), None, fleet))
+    assert fleet.commands == [(WorkerRole.PREFILL, 1), (WorkerRole.DECODE, 2)]
+    scaling = {"mode": "on", "min_decode": 1, "max_decode": 8}
+    asyncio.run(scale_to(config(1, 2, autoscaling=scaling), None, scaled))
+    assert scaled.commands == []
 
 
 def test_what_is_refused_is_tried_again() -> None:

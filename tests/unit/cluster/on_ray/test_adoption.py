@@ -1,15 +1,23 @@
-"""Which running fleet a command adopts, by its model."""
+"""Which running fleet a command adopts: by its model, and whether it has ended."""
 
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from baton.config import BatonConfig
+from baton.errors import ClusterError, FleetEnded
+from baton.messages.control import ControlRequest, Ownership, WaitOwner
 from baton.system.curve import derive_keys
 from cluster.control_api.configuration import keys_digest
-from cluster.on_ray.controller import _differences
-from tests.factories.control_api import StandingFleet, packed
+from cluster.on_ray import controller as module
+from cluster.on_ray import fleet as fleet_module
+from cluster.on_ray.controller import _differences, begin_fleet, find_fleet
+from cluster.on_ray.fleet import RayFleet
+from tests.factories.control_api import MODEL_PATH, StandingFleet, packed
 from tests.factories.security import SECRET
+
+R = TypeVar("R")
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 
@@ -41,3 +49,84 @@ async def test_a_fleet_is_adopted_if_it_serves_what_the_name_means(
     ours = BatonConfig.from_mapping({"model": {"path": asked}})
     lines = await _differences(fleet, ours, digest, found)  # type: ignore[arg-type]
     assert [line.partition(" is ")[0] for line in lines] == differs
+
+
+class Found:
+    """The handle of a fleet that is found: owned, without an owner, or ended as the next call says."""
+
+    def __init__(self, config: BatonConfig, *, is_owned: bool, ends_at: type[Any] | None) -> None:
+        self.done: list[str] = []
+        self.control = self
+        self._fleet = StandingFleet(packed(config))
+        self._is_owned = is_owned
+        self._ends_at = ends_at
+
+    async def call(self, request: ControlRequest[R]) -> R:
+        if self._ends_at is not None and isinstance(request, self._ends_at):
+            raise FleetEnded("the fleet was ended by its owner")
+        if isinstance(request, WaitOwner):
+            return Ownership(self._is_owned)  # type: ignore[return-value]
+        return await self._fleet.call(request)
+
+    @property
+    def commands(self) -> list[tuple[str, ...]]:
+        return self._fleet.commands
+
+    def end(self) -> None:
+        self.done.append("end")
+
+
+@pytest.mark.parametrize("ends_at", [ControlRequest, WaitOwner], ids=["before", "meanwhile"])
+async def test_a_fleet_that_has_ended_is_not_adopted_and_its_controller_is_killed(
+    monkeypatch: pytest.MonkeyPatch, ends_at: type[Any]
+) -> None:
+    config = BatonConfig()
+    found = Found(config, is_owned=False, ends_at=ends_at)
+    monkeypatch.setattr(module, "controller_actor", object)
+    monkeypatch.setattr(module, "OwnedController", lambda *_: found)
+    assert await find_fleet(config, keys_digest(derive_keys(SECRET)), MODEL_PATH) is None
+    assert found.done == ["end"]
+
+
+async def test_a_fleet_is_adopted_once_it_has_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, digest = BatonConfig(), keys_digest(derive_keys(SECRET))
+    owned, free = (Found(config, is_owned=is_owned, ends_at=None) for is_owned in (True, False))
+    monkeypatch.setattr(module, "controller_actor", object)
+    monkeypatch.setattr(module, "OwnedController", lambda *_: owned)
+    with pytest.raises(ClusterError, match="is in use by another `baton serve`"):
+        await find_fleet(config, digest, MODEL_PATH)
+    monkeypatch.setattr(module, "OwnedController", lambda *_: free)
+    adopted: object = await find_fleet(config, digest, MODEL_PATH)
+    assert adopted is free
+    assert owned.done == free.done == []
+
+
+async def test_an_adopted_fleet_is_scaled_though_it_began_with_the_same_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have been scaled since, by the file of the owner that died."""
+    config = BatonConfig.from_mapping({"cluster": {"prefill": 1, "decode": 3}})
+    found = Found(config, is_owned=False, ends_at=None)
+
+    async def find(*_: object) -> Found:
+        return found
+
+    monkeypatch.setattr(fleet_module, "find_fleet", find)
+    control: object = await RayFleet(config, "", MODEL_PATH).start(lambda *_: None)
+    assert control is found
+    assert found.commands == [("scale", "prefill", "1"), ("scale", "decode", "3")]
+
+
+def test_the_controllers_actor_gets_no_password_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: list[object] = []
+
+    class Actor:
+        def remote(self, *given: object) -> None:
+            arguments.extend(given)
+
+    monkeypatch.setattr(module, "as_actor", lambda *_, **__: Actor())
+    monkeypatch.setattr(module, "_near_head", lambda: None)
+    monkeypatch.setattr(module, "OwnedController", lambda *given: given)
+    gateway = {"response_store": "redis://:password@redis:6379", "max_in_flight": 9}
+    begin_fleet(BatonConfig.from_mapping({"gateway": gateway}), "digest", MODEL_PATH)
+    assert arguments == [BatonConfig.from_mapping({"gateway": {"max_in_flight": 9}}), "digest", MODEL_PATH]

@@ -1,0 +1,100 @@
+"""The control API beside its controller: commands whose callers leave, and a fleet that its owner ends."""
+
+import asyncio
+
+import pytest
+
+from baton.errors import ClusterError, FleetEnded, FleetError
+from baton.messages.control import (
+    DescribeFleet,
+    DrainWorker,
+    EndFleet,
+    GetConfiguration,
+    SetWorkerRole,
+    WaitOwner,
+    WaitView,
+)
+from baton.worker import WorkerRole
+from tests.factories.control_api import in_process
+from tests.factories.fleet import fleet, fleet_config
+from tests.unit.cluster.controller.test_controller import state_becomes
+
+
+async def test_a_drain_continues_though_its_caller_left() -> None:
+    config = fleet_config()
+    async with fleet(config) as tested:
+        await tested.all_serve(3)
+        control, worker = in_process(tested.controller, config), tested.launcher.latest("w1")
+        worker.may_drain.clear()
+        calling = asyncio.create_task(control.call(DrainWorker("w1")))
+        await state_becomes(tested, "w1", "draining")
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        worker.may_drain.set()
+        assert set(await tested.all_serve(2)) == {"w0", "w2"}
+        assert worker.commands == ["drain 0", "stop 5"]
+
+
+async def test_an_error_that_no_caller_hears_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    config = fleet_config()
+    async with fleet(config) as tested:
+        await tested.all_serve(3)
+        control, worker = in_process(tested.controller, config), tested.launcher.latest("w1")
+        with pytest.raises(FleetError, match="there is no worker 'w9'"):
+            await control.call(DrainWorker("w9"))
+        assert caplog.messages == [], "its caller has heard it"
+        worker.may_drain.clear()
+        worker.role_error = FleetError("3 leases are held")
+        calling = asyncio.create_task(control.call(SetWorkerRole("w1", WorkerRole.PREFILL)))
+        while not worker.is_draining:
+            await asyncio.sleep(0.005)
+        calling.cancel()
+        worker.may_drain.set()
+        async with asyncio.timeout(60.0):
+            while not caplog.messages:
+                await asyncio.sleep(0.005)
+        assert caplog.messages == [
+            "a command was refused or failed, and its caller had left: "
+            "worker w1 remains a decode worker: 3 leases are held"
+        ]
+
+
+async def test_a_fleet_that_was_ended_says_so_to_all_who_call_later() -> None:
+    """Its process may still answer, if the owner died before it could end that too."""
+    config = fleet_config()
+    async with fleet(config) as tested:
+        await tested.all_serve(3)
+        control = in_process(tested.controller, config)
+        for worker in tested.launcher.alive:
+            worker.may_drain.clear()
+        ending = asyncio.create_task(control.call(EndFleet(may_drain=True)))
+        await state_becomes(tested, "w0", "draining")
+        # Gateways need the workers until they have drained, and nobody may take up a fleet that ends.
+        assert len((await control.call(WaitView("", -1, 1.0))).endpoints) == 3
+        assert await control.call(GetConfiguration()) == control.configuration
+        assert (await control.call(WaitOwner(0.0))).is_owned
+        for worker in tested.launcher.alive:
+            worker.may_drain.set()
+        await ending
+        for request in (GetConfiguration(), WaitView("", -1, 60.0), DescribeFleet(), WaitOwner(60.0)):
+            with pytest.raises(FleetEnded, match="the fleet was ended by its owner"):
+                await control.call(request)
+        await control.call(EndFleet(may_drain=False))  # as an owner in a hurry does
+
+
+async def test_a_fleet_that_could_not_be_ended_has_not_ended() -> None:
+    config = fleet_config()
+    async with fleet(config) as tested:
+        await tested.all_serve(3)
+        control, end = in_process(tested.controller, config), tested.controller.shutdown
+
+        async def fail(*, may_drain: bool) -> None:
+            raise ClusterError(f"drain: {may_drain}")
+
+        tested.controller.shutdown = fail  # type: ignore[method-assign]
+        with pytest.raises(ClusterError):
+            await control.call(EndFleet(may_drain=True))
+        tested.controller.shutdown = end  # type: ignore[method-assign]
+        assert await control.call(GetConfiguration()) == control.configuration
+        assert not (await control.call(WaitOwner(0.01))).is_owned
