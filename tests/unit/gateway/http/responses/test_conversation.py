@@ -58,6 +58,13 @@ def test_another_text_or_thought_begins_another_turn() -> None:
     ]
 
 
+def test_a_text_behind_a_call_does_not_part_it_from_its_result() -> None:
+    said = {"role": "assistant", "content": "Let me see"}
+    called, answered = messages_of(items_of(call(0), said, result(0)))
+    assert (called.content, [each.id for each in called.tool_calls]) == ("Let me see", ["call_0"])
+    assert answered.role == "tool"
+
+
 def test_a_call_that_was_cut_off_is_not_shown_to_the_model() -> None:
     assert messages_of(items_of(USER, call(0, status="incomplete", arguments='{"a'))) == (
         ChatMessage("user", "Hello"),
