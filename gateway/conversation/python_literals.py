@@ -26,13 +26,20 @@ ESCAPES = {
 _ESCAPE = re.compile(
     r"\\(?:(?P<code>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})|(?P<character>.))", re.DOTALL
 )
+_KEYWORD = re.compile(r"[^\W\d][\w.$-]*")
 _TOKEN = re.compile(
     r"""\s*(?:(?P<string>'(?:[^'\\\n]|\\.)*+'|"(?:[^"\\\n]|\\.)*+")
     | (?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
-    | (?P<name>[A-Za-z_]\w*)
+    | (?P<name>[^\W\d][\w.$-]*)
     | (?P<sign>[\[\]{}(),:=]))\s*""",
     re.VERBOSE | re.DOTALL,
 )
+
+
+def is_keyword(name: str) -> bool:
+    """Whether `keyword_arguments` reads this name. Names in JSON schemas have hyphens, dots and dollar signs,
+    too, which Python's have not."""
+    return _KEYWORD.fullmatch(name) is not None
 
 
 def keyword_arguments(source: str) -> dict[str, Any] | None:

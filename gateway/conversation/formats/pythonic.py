@@ -8,11 +8,12 @@ null may also be Python's.
 import json
 from collections.abc import Sequence
 
+from baton.errors import InvalidRequest
 from gateway.conversation.call_syntax import CallWriter, GuidedTool
 from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, quoted
 from gateway.conversation.listed_properties import Property, listed_properties
-from gateway.conversation.python_literals import keyword_arguments
+from gateway.conversation.python_literals import is_keyword, keyword_arguments
 from gateway.conversation.reader import Reader, Steps
 
 MAX_CALL_CHARACTERS = 65_536
@@ -84,6 +85,11 @@ def _arguments(lark: Lark, index: int, tool: GuidedTool) -> str:
         return ANY_LITERAL
     first, following = "", ""
     for number, part in reversed(list(enumerate(listed_properties(tool)))):
+        if not is_keyword(part.name):
+            raise InvalidRequest(
+                "tools",
+                f"this model writes arguments as Python does, so it cannot write {part.name[:60]!r} of '{tool.name}'",
+            )
         written = f"{quoted(part.name + '=')} {_value(part)}"
         rest = f"rest_{index}_{number}"
         begun = f"{written} {following}"

@@ -55,7 +55,9 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                 turn = turn or ChatMessage("assistant", "")
                 turn = replace(turn, reasoning=(turn.reasoning or "") + item.text)
             case MessageItem(role="assistant"):
-                if turn is not None and turn.content:  # a text behind a call stays in its turn, before its result
+                if (
+                    turn is not None and turn.content
+                ):  # a text behind a call stays in its turn, before its result
                     messages.append(turn)
                     turn = None
                 turn = replace(turn or ChatMessage("assistant", ""), content=item.text)

@@ -14,6 +14,7 @@ from gateway.conversation.python_literals import MAX_DEPTH, keyword_arguments
         ("a=True, b=None, c=false, d=null", {"a": True, "b": None, "c": False, "d": None}),
         ("a=[1, [2], ()], b={'k': {\"l\": []}},", {"a": [1, [2], []], "b": {"k": {"l": []}}}),
         ("a=')]}'", {"a": ")]}"}),
+        ("user-id='x', b$c=1, größe=2, a.b=True", {"user-id": "x", "b$c": 1, "größe": 2, "a.b": True}),
         ("a='\\d \\x41\\u00fc\\ud83d\\ude00\\/'", {"a": "\\d Aü😀/"}),
     ],
 )

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from baton.errors import InvalidRequest
 from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation.python_literals import keyword_arguments
 from tests.factories.conversations import ASKED
 from tests.factories.guided import Guide
 from tests.unit.gateway.conversation.test_turn_grammar import grammar_of
@@ -47,3 +49,12 @@ def test_a_call_of_any_name_follows_its_schema(name: str) -> None:
     assert GUIDE.accepts(grammar, f'[{name}(city="x")]')
     assert not GUIDE.accepts(grammar, f"[{name}(days=5)]")
     assert GUIDE.accepts(grammar, "Read [this](https://example.org/a-b) or [1].")
+
+
+def test_a_parameter_that_python_could_not_name_is_written_and_read_or_refused() -> None:
+    grammar = grammar_of(GUIDE, "pythonic", with_tool("act", {"user-id": {"type": "string"}}, REQUIRED))
+    assert GUIDE.accepts(grammar, '[act(user-id="a")]')
+    assert keyword_arguments('user-id="a"') == {"user-id": "a"}
+    with pytest.raises(InvalidRequest, match=r"cannot write 'user id' of 'act'") as refused:
+        grammar_of(GUIDE, "pythonic", with_tool("act", {"user id": {"type": "string"}}, REQUIRED))
+    assert refused.value.field == "tools"
